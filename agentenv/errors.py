@@ -1,0 +1,50 @@
+"""Every failure has one vocabulary.
+
+    AgentEnvError
+    +-- ConfigError    a key of the configuration is wrong; refused before anything starts
+    +-- DataError      a file, a dataset row or a model directory is wrong
+    +-- ToolError      the tool call is at fault; its text is what the policy reads
+    +-- InfraError     a tool's machinery is at fault; retried, never shown to the policy
+    +-- EnvError       an environment could not go on; the leaf is marked failed
+    +-- EngineError    an engine could not generate or load weights
+    +-- GraderError    a grader could not give a verdict
+    +-- LearnerError   the learner process failed or died
+
+Anything that is not an AgentEnvError is a bug: it stops the run with its traceback.
+"""
+
+
+class AgentEnvError(Exception):
+    """Base of all errors this project raises on purpose; the text is meant for the user."""
+
+
+class ConfigError(AgentEnvError):
+    """A configuration key is unknown, ill-typed, out of range, or not read by the chosen parts."""
+
+
+class DataError(AgentEnvError):
+    """A dataset, a row of it, or a model directory cannot be used; the text names file and row."""
+
+
+class ToolError(AgentEnvError):
+    """The call itself is wrong (bad arguments, code that raises); the policy reads the text."""
+
+
+class InfraError(AgentEnvError):
+    """The tool's machinery failed (time-out, connection, worker died); retried, never shown."""
+
+
+class EnvError(AgentEnvError):
+    """An environment cannot go on; its leaf ends as failed and never counts as reward 0."""
+
+
+class EngineError(AgentEnvError):
+    """An engine refused a request, failed, or died."""
+
+
+class GraderError(AgentEnvError):
+    """A grader could not reach a verdict; the leaf ends as failed."""
+
+
+class LearnerError(AgentEnvError):
+    """The learner reported a failure or its process is gone."""

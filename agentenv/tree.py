@@ -1,0 +1,168 @@
+"""The trajectory tree: one object from the first token to the gradient.
+
+    root: the prompt                         nodes[0], no action
+    +-- turn: action + observation           a node = what the policy sampled, then what the env
+    |   +-- turn: action (leaf)              answered
+    |   +-- turn: action (leaf, a fork)      a fork is a second child of the node that holds the
+    +-- turn: action (leaf)                  tool result
+
+Each token is stored once. Trajectories, masks, returns and staleness are derived by walking.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Literal
+
+import msgspec
+from msgspec import Struct, field
+
+from agentenv.types import Info, Limit, Task, VersionSpan
+
+End = Literal["terminated", "truncated", "failed"]
+
+
+class Node(Struct):
+    """One turn. `logprobs` and `entropies` (nats) have one entry per token of `action_ids`.
+
+    `branch` names the coroutine that grew the node: "0", "1", ... for from-scratch trajectories,
+    "0.2+1" for the first fork taken from branch "0" at its second turn. `num_forks` is how many
+    siblings the plan started at this node, None if it was never asked. A leaf has `end`; a
+    truncated one also says which `limit`, a failed one which `error`.
+    """
+
+    index: int
+    parent: int | None
+    branch: str = ""
+    action_ids: list[int] = []
+    logprobs: list[float] = []
+    entropies: list[float] = []
+    version_spans: list[VersionSpan] = []
+    observation_ids: list[int] = []
+    reward: float = 0.0
+    end: End | None = None
+    limit: Limit | None = None
+    error: str | None = None
+    num_forks: int | None = None
+    info: Info = field(default_factory=dict)
+
+
+class Trajectory:
+    """A root-to-leaf path, derived from its tree."""
+
+    def __init__(self, path: list[Node]) -> None:
+        self.path = path
+        self.leaf = path[-1]
+
+    @property
+    def turns(self) -> list[Node]:
+        """The nodes with an action, in order."""
+        return self.path[1:]
+
+    @property
+    def reward(self) -> float:
+        """The return: the sum of rewards along the path."""
+        return sum(node.reward for node in self.path)
+
+    @property
+    def success(self) -> bool:
+        return bool(self.leaf.info.get("success", False))
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        """Prompt, then action and observation of each turn: exactly what the engine saw."""
+        return [token for node in self.path for token in node.action_ids + node.observation_ids]
+
+    @cached_property
+    def loss_mask(self) -> list[bool]:
+        """True on the tokens that the policy sampled; one entry per token of `token_ids`."""
+        return [
+            sampled
+            for node in self.path
+            for sampled in [True] * len(node.action_ids) + [False] * len(node.observation_ids)
+        ]
+
+    @property
+    def num_action_tokens(self) -> int:
+        return sum(len(node.action_ids) for node in self.path)
+
+    @property
+    def num_tool_calls(self) -> int:
+        """Calls along the path; calls on a shared prefix count in each trajectory through it."""
+        return sum(len(node.info.get("tool_calls", ())) for node in self.path)
+
+
+class TrajectoryTree(Struct):
+    """All trajectories of one task. `index` is its place in start order; nodes[0] is the root.
+
+    `num_started` counts trajectories begun and not failed, those still growing included;
+    `num_live` those still growing. Both belong to the actor that grows the tree.
+    """
+
+    task: Task
+    index: int = 0
+    policy_version: int = 0  # of the engine when the rollout started
+    nodes: list[Node] = []
+    num_started: int = 0
+    num_live: int = 0
+    num_retries: int = 0
+
+    @property
+    def root(self) -> Node:
+        return self.nodes[0]
+
+    def add(self, parent: Node | None, **fields: object) -> Node:
+        """Append a node below `parent` (None for the root) and return it."""
+        node = Node(
+            index=len(self.nodes),
+            parent=None if parent is None else parent.index,
+            **fields,  # type: ignore[arg-type]
+        )
+        self.nodes.append(node)
+        return node
+
+    def leaves(self) -> list[Node]:
+        """The nodes that end a trajectory, failed ones included, in order of creation."""
+        return [node for node in self.nodes if node.end is not None]
+
+    def path(self, node: Node) -> list[Node]:
+        """From the root to `node`, both included."""
+        path = [node]
+        while path[-1].parent is not None:
+            path.append(self.nodes[path[-1].parent])
+        return path[::-1]
+
+    def trajectories(self) -> Iterator[Trajectory]:
+        """One per leaf that did not fail."""
+        for leaf in self.leaves():
+            if leaf.end != "failed":
+                yield Trajectory(self.path(leaf))
+
+    def failures(self) -> list[Node]:
+        return [node for node in self.nodes if node.end == "failed"]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens stored, each shared one once."""
+        return sum(len(node.action_ids) + len(node.observation_ids) for node in self.nodes)
+
+    @property
+    def num_action_tokens(self) -> int:
+        """Sampled tokens, each shared one once."""
+        return sum(len(node.action_ids) for node in self.nodes)
+
+    @property
+    def num_forks(self) -> int:
+        return sum(node.num_forks or 0 for node in self.nodes)
+
+    def oldest_version(self) -> int:
+        """The oldest policy version that chose a token of this tree; staleness counts from it."""
+        versions = [span.version for node in self.nodes for span in node.version_spans]
+        return min(versions, default=self.policy_version)
+
+
+def to_json(tree: TrajectoryTree) -> str:
+    """The tree as one line of JSON, for inspection and exact replay."""
+    return json.dumps(msgspec.to_builtins(tree), separators=(",", ":"))

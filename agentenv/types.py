@@ -1,0 +1,111 @@
+"""The nouns that every part shares: messages, tasks, limits, sampling parameters, completions."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal
+
+from msgspec import Struct, field
+
+Role = Literal["system", "user", "assistant", "tool"]
+Info = dict[str, Any]
+
+
+class ToolCall(Struct, frozen=True):
+    """One call the policy asks for, e.g. ToolCall("search", {"query": "capital of Peru"})."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class Message(Struct, frozen=True, omit_defaults=True):
+    """What envs exchange with the policy; tokens exist only in the actor and its renderer.
+
+    An assistant message keeps the text as the policy wrote it in `content` (tags included) and
+    the calls parsed from it in `tool_calls`. A tool result has role "tool" and the tool's `name`.
+    """
+
+    role: Role
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    name: str | None = None
+
+
+class Task(Struct, frozen=True):
+    """One dataset row. `kind` groups questions in reports; `metadata` is free for envs."""
+
+    id: str
+    env_id: str
+    question: str
+    answers: tuple[str, ...]
+    kind: str = "all"
+    metadata: dict[str, Any] = {}
+
+
+class Limit(StrEnum):
+    """Limits of ours that end a trajectory as truncated. Units: tokens, turns, calls, seconds."""
+
+    TURN_TOKENS = "turn_tokens"
+    RESPONSE_TOKENS = "response_tokens"
+    TURNS = "turns"
+    TOOL_CALLS = "tool_calls"
+    SECONDS = "seconds"
+    ENV = "env"  # the env itself truncated the episode
+
+
+class SamplingParams(Struct, frozen=True):
+    """How one turn is sampled. `stop` strings stay in the output; `seed` makes a turn repeatable.
+
+    temperature 0 is greedy. top_p 1 and top_k -1 switch truncation off, as training requires.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+
+class VersionSpan(Struct, frozen=True, array_like=True):
+    """Tokens [start, end) of a completion were chosen by the logits of policy `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Chunk(Struct, frozen=True):
+    """Newly sampled tokens of a request that is still running; lists of equal length."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    entropies: list[float]
+
+
+class Completion(Struct):
+    """One sampled turn; the first three lists have one entry per sampled token.
+
+    logprobs and entropies are in nats, of the distribution that was sampled from (after
+    temperature). `entropy_kind` says whether entropies are exact over the vocabulary or a lower
+    bound from the top-k log-probabilities plus the remainder. `stop` is the stop string that
+    ended the turn; with finish_reason "stop" and `stop` None an end-of-sequence token did, and
+    it is the last of `token_ids`. `num_cached_tokens` counts prompt tokens whose keys and values
+    came from a prefix cache of the same policy version.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    entropies: list[float]
+    finish_reason: Literal["stop", "length", "abort"]
+    version_spans: list[VersionSpan]
+    stop: str | None = None
+    entropy_kind: Literal["exact", "top_k"] = "exact"
+    num_cached_tokens: int = 0
+
+
+class ToolResult(Struct, frozen=True):
+    """What a tool gives back: the text the policy reads, and facts for the metrics."""
+
+    text: str
+    info: Info = field(default_factory=dict)
