@@ -7,6 +7,7 @@
     +-- InfraError     a tool's machinery is at fault; retried, never shown to the policy
     +-- EnvError       an environment could not go on; the leaf is marked failed
     +-- EngineError    an engine could not generate or load weights
+    |   +-- EngineDeadError   no engine is left; the run ends with the reason
     +-- GraderError    a grader could not give a verdict
     +-- LearnerError   the learner process failed or died
 
@@ -40,6 +41,10 @@ class EnvError(AgentEnvError):
 
 class EngineError(AgentEnvError):
     """An engine refused a request, failed, or died."""
+
+
+class EngineDeadError(EngineError):
+    """The engine is gone for good: no request can succeed any more, so the run ends."""
 
 
 class GraderError(AgentEnvError):

@@ -10,8 +10,8 @@ A tool object is shared by all episodes; what belongs to one episode is its `sta
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, cast, get_type_hints
+from collections.abc import Callable
+from typing import Any, Protocol, get_type_hints
 
 import msgspec
 
@@ -88,7 +88,7 @@ class FunctionTool(StatelessTool):
             raise ToolError(f"{self.name}: {error}") from error
         outcome = self._function(**msgspec.structs.asdict(checked))
         if inspect.isawaitable(outcome):
-            outcome = await cast(Awaitable[Any], outcome)
+            outcome = await outcome
         return outcome if isinstance(outcome, ToolResult) else ToolResult(str(outcome))
 
 

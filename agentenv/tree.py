@@ -97,8 +97,10 @@ class Trajectory:
 class TrajectoryTree(Struct):
     """All trajectories of one task. `index` is its place in start order; nodes[0] is the root.
 
-    `num_started` counts trajectories begun and not failed, those still growing included;
-    `num_live` those still growing. Both belong to the actor that grows the tree.
+    `num_started` counts the trajectories of the budget that are taken: begun and not given back
+    by a failure; `num_roots` those of them that began from scratch; `num_live` those still
+    growing; `num_retries` failures replaced by a fresh root. The actor that grows the tree keeps
+    them.
     """
 
     task: Task
@@ -106,6 +108,7 @@ class TrajectoryTree(Struct):
     policy_version: int = 0  # of the engine when the rollout started
     nodes: list[Node] = []
     num_started: int = 0
+    num_roots: int = 0
     num_live: int = 0
     num_retries: int = 0
 

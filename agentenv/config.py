@@ -1,0 +1,178 @@
+"""Configuration: a TOML file plus `key.sub=value` overrides into typed, frozen structs.
+
+Every key is a field of a msgspec struct, annotated with msgspec.Meta(description=...). An unknown
+key, a wrong type or a value out of range is a ConfigError that names the key. Parts that come in
+several kinds (an engine, an algorithm) are tagged unions on `name`: a key that belongs to another
+kind is unknown to the chosen one, so no key is ever silently ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import msgspec
+from msgspec import inspect as mi
+
+from agentenv.errors import ConfigError
+
+T = TypeVar("T", bound=msgspec.Struct)
+Tree = dict[str, Any]
+
+
+def load_config(config_type: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
+    """Read `path`, apply overrides such as "learner.grad_clip=0.5", check, and build the struct."""
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such configuration file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for override in overrides:
+        _apply(raw, override)
+    return build_config(config_type, raw, str(path))
+
+
+def build_config(config_type: type[T], raw: Tree, source: str) -> T:
+    """Check `raw` against the struct and convert it; errors name `source` and the key."""
+    _check_keys(raw, mi.type_info(config_type), "", source)
+    try:
+        return msgspec.convert(raw, config_type, strict=True)
+    except msgspec.ValidationError as error:
+        reason, _, where = str(error).partition(" - at `$")
+        key = where.rstrip("`").lstrip(".")
+        value = _lookup(raw, key)
+        got = "" if value is None else f", got {value!r}"
+        raise ConfigError(f"{source}: {key or 'the configuration'}: {reason}{got}") from error
+
+
+def describe(config_type: type[msgspec.Struct]) -> Iterator[tuple[str, str, str, str]]:
+    """(key, type, default, meaning) of every key, for --help."""
+    yield from _describe(mi.type_info(config_type), "")
+
+
+def to_toml_tree(config: msgspec.Struct) -> Tree:
+    """The resolved configuration as plain values, for saving with the run."""
+    return cast(Tree, msgspec.to_builtins(config))
+
+
+def _apply(raw: Tree, override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"override {override!r} is not of the form key.sub=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    *parents, last = key.strip().split(".")
+    place = raw
+    for parent in parents:
+        place = place.setdefault(parent, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"override {override!r}: {parent} is a value, not a table")
+    place[last] = value
+
+
+def _check_keys(raw: Any, kind: mi.Type, path: str, source: str) -> None:
+    """Refuse unknown keys with the nearest known one; types are msgspec's business."""
+    kind = _unwrap(kind)
+    if isinstance(kind, mi.DictType) and isinstance(raw, dict):
+        for key, value in raw.items():
+            _check_keys(value, kind.value_type, _join(path, key), source)
+        return
+    if isinstance(kind, mi.ListType | mi.VarTupleType) and isinstance(raw, list):
+        for number, value in enumerate(raw):
+            _check_keys(value, kind.item_type, f"{path}[{number}]", source)
+        return
+    chosen = _chosen(raw, kind, path, source)
+    if chosen is None or not isinstance(raw, dict):
+        return
+    known = {field.encode_name: field.type for field in chosen.fields}
+    for key, value in raw.items():
+        if key in known:
+            _check_keys(value, known[key], _join(path, key), source)
+        elif key != chosen.tag_field:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean {_join(path, near[0])}?" if near else f"known: {sorted(known)}"
+            for_kind = f" for {path}.{chosen.tag_field} = {chosen.tag!r}" if chosen.tag else ""
+            raise ConfigError(f"{source}: {_join(path, key)}: unknown key{for_kind}; {hint}")
+
+
+def _chosen(raw: Any, kind: mi.Type, path: str, source: str) -> mi.StructType | None:
+    """The struct that describes `raw`: of a tagged union the one its tag names."""
+    structs = _structs(kind)
+    if len(structs) <= 1 or not isinstance(raw, dict):
+        return structs[0] if structs else None
+    tag_field = str(structs[0].tag_field)
+    tags = {str(struct.tag): struct for struct in structs}
+    name = raw.get(tag_field)
+    if name not in tags:
+        near = difflib.get_close_matches(str(name), tags, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"{source}: {_join(path, tag_field)}: expected one of {sorted(tags)}, "
+            f"got {name!r}{hint}"
+        )
+    return tags[name]
+
+
+def _structs(kind: mi.Type) -> list[mi.StructType]:
+    kind = _unwrap(kind)
+    if isinstance(kind, mi.UnionType):
+        return [struct for part in kind.types for struct in _structs(part)]
+    return [kind] if isinstance(kind, mi.StructType) else []
+
+
+def _unwrap(kind: mi.Type) -> mi.Type:
+    return _unwrap(kind.type) if isinstance(kind, mi.Metadata) else kind
+
+
+def _describe(kind: mi.Type, path: str) -> Iterator[tuple[str, str, str, str]]:
+    for struct in _structs(kind):
+        variant = f"[{struct.tag}]" if struct.tag else ""
+        for field in struct.fields:
+            key = f"{path}{variant}.{field.encode_name}" if path else field.encode_name
+            if _structs(field.type):
+                yield from _describe(field.type, key)
+                continue
+            meta = field.type.extra_json_schema if isinstance(field.type, mi.Metadata) else None
+            meaning = str((meta or {}).get("description", ""))
+            yield key, _type_name(field.type), _default(field), meaning
+
+
+def _type_name(kind: mi.Type) -> str:
+    kind = _unwrap(kind)
+    if isinstance(kind, mi.UnionType):
+        return " | ".join(_type_name(part) for part in kind.types)
+    if isinstance(kind, mi.LiteralType):
+        return " | ".join(map(repr, kind.values))
+    if isinstance(kind, mi.EnumType):
+        return " | ".join(repr(str(member.value)) for member in kind.cls)
+    if isinstance(kind, mi.DictType):
+        return f"{{{_type_name(kind.key_type)}: {_type_name(kind.value_type)}}}"
+    if isinstance(kind, mi.ListType | mi.VarTupleType):
+        return f"[{_type_name(kind.item_type)}]"
+    return type(kind).__name__.removesuffix("Type").lower()
+
+
+def _default(field: mi.Field) -> str:
+    if field.default is not msgspec.NODEFAULT:
+        return str(msgspec.to_builtins(field.default))
+    if field.default_factory is not msgspec.NODEFAULT:
+        return str(msgspec.to_builtins(field.default_factory()))
+    return "(required)"
+
+
+def _lookup(raw: Any, key: str) -> Any:
+    for part in key.split("."):
+        raw = raw.get(part) if isinstance(raw, dict) else None
+    return raw
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

@@ -1,0 +1,94 @@
+"""The replay queue: a bounded FIFO of running rollouts with an exact bound on staleness.
+
+    feeder   reserve() --slot--> start the rollout, put() its asyncio task, in start order
+    learner  get() the next step's trees, update, publish, then release() their slots
+
+A slot is held from before the rollout starts until weights trained on it are live. There are
+    capacity = groups_per_step * (max_staleness + 1)
+slots, and trees are delivered in start order. A tree that starts while policy version v is live
+has at most capacity - 1 others before it, so it is trained at version v + max_staleness at the
+latest. Delivery in completion order would break the bound and starve long, hard tasks: the price
+of start order is that the learner may wait for one slow tree, hence the deadlines of the actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from agentenv.tree import TrajectoryTree
+
+
+class ReplayQueue:
+    """Slots and trees between the feeder and the learner. One consumer."""
+
+    def __init__(self, groups_per_step: int, max_staleness: int) -> None:
+        self.groups_per_step = groups_per_step
+        self.max_staleness = max_staleness
+        self.capacity = groups_per_step * (max_staleness + 1)
+        self.num_reserved = 0
+        self._rollouts: deque[asyncio.Task[TrajectoryTree]] = deque()
+        self._freed = asyncio.Event()
+        self._arrived = asyncio.Event()
+        self._closed = False
+
+    async def reserve(self) -> None:
+        """Wait until one more rollout may start without becoming too stale."""
+        while self.num_reserved >= self.capacity:
+            self._freed.clear()
+            await self._freed.wait()
+        self.num_reserved += 1
+
+    def put(self, rollout: asyncio.Task[TrajectoryTree]) -> None:
+        """Add a rollout that holds a slot, right after it was started."""
+        self._rollouts.append(rollout)
+        self._arrived.set()
+
+    def finish(self) -> None:
+        """No more rollouts will come; get() then returns what is left, at the end nothing."""
+        self._closed = True
+        self._arrived.set()
+
+    async def get(
+        self, keep: Callable[[TrajectoryTree], bool] = lambda tree: True
+    ) -> list[TrajectoryTree]:
+        """The trees of the next step, in start order.
+
+        Trees that `keep` refuses give their slot back at once and are replaced by later ones.
+        Cancelling get() loses no tree: those already taken go back to the front.
+        """
+        taken: list[asyncio.Task[TrajectoryTree]] = []
+        try:
+            while len(taken) < self.groups_per_step:
+                if not self._rollouts:
+                    if self._closed:
+                        break
+                    self._arrived.clear()
+                    await self._arrived.wait()
+                    continue
+                await asyncio.wait({self._rollouts[0]})
+                rollout = self._rollouts.popleft()
+                if keep(rollout.result()):
+                    taken.append(rollout)
+                else:
+                    self.release(1)
+        except BaseException:
+            self._rollouts.extendleft(reversed(taken))
+            raise
+        return [rollout.result() for rollout in taken]
+
+    def release(self, count: int) -> None:
+        """Give back the slots of trees whose weights are live, or that will not be trained."""
+        assert 0 <= count <= self.num_reserved
+        self.num_reserved -= count
+        self._freed.set()
+
+    @property
+    def num_waiting(self) -> int:
+        """Rollouts put and not yet delivered, finished or not."""
+        return len(self._rollouts)
+
+    @property
+    def num_ready(self) -> int:
+        return sum(rollout.done() for rollout in self._rollouts)

@@ -1,0 +1,273 @@
+"""The actor grows trees: forks, budgets, failures, and every env closed exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentenv.actor import Actor
+from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
+from agentenv.errors import DataError, EngineDeadError
+from agentenv.limits import Limits
+from agentenv.plan import AEPOPlan, ARPOPlan, Independent, RolloutPlan
+from agentenv.renderer import TagRenderer
+from agentenv.tree import TrajectoryTree
+from agentenv.types import Limit, SamplingParams, Task
+from tests.support.toy import CharTokenizer, CountingEnv
+from tests.support.virtual_clock import run_virtual
+
+TASK = Task("t", "toy", "how many?", ("2",))
+
+
+@pytest.fixture(autouse=True)
+def _no_env_left_open() -> Iterator[None]:
+    CountingEnv.num_open = 0
+    yield
+    assert CountingEnv.num_open == 0
+
+
+def two_searches(prompt: str, rng: Random) -> str:
+    if prompt.count("<result>") < 2:
+        return f"<think>{rng.random()}</think><search>q{rng.randrange(9)}</search>"
+    return "<think>done</think><answer>2</answer>"
+
+
+def make_actor(
+    script: Script = two_searches,
+    limits: Limits | None = None,
+    engine: dict[str, Any] | None = None,
+    **env: Any,
+) -> Actor:
+    tokenizer = CharTokenizer()
+    return Actor(
+        ScriptedEngine(
+            ScriptedConfig(max_model_len=9000, **(engine or {})), tokenizer, script=script
+        ),
+        TagRenderer(tokenizer),
+        lambda task: CountingEnv(task, **env),
+        limits or Limits(),
+        SamplingParams(max_tokens=1),
+        seed=7,
+    )
+
+
+def rollout(actor: Actor, plan: RolloutPlan, index: int = 0) -> TrajectoryTree:
+    return run_virtual(actor.rollout(TASK, plan, index=index))
+
+
+@dataclass(frozen=True)
+class AlwaysFork(Independent):
+    """Fork once at every tool result while the group has room."""
+
+    fork_window: int = 4
+
+    def on_start(self, tree: TrajectoryTree) -> int:
+        return 1
+
+    def on_fork_point(self, tree: TrajectoryTree, *_: Any) -> int:
+        return min(1, self.group_size - tree.num_started)
+
+    def on_leaf_end(self, tree: TrajectoryTree, leaf: Any) -> int:
+        return 0 if tree.num_live else self.group_size - tree.num_started
+
+
+def test_a_trajectory_is_exactly_what_the_engine_saw() -> None:
+    tree = rollout(make_actor(), Independent(1))
+    (trajectory,) = tree.trajectories()
+    text = CharTokenizer().decode(trajectory.token_ids)
+    assert text.startswith("how many?\n<think>")
+    assert " <result>\n1:q" in text
+    assert text.endswith("<answer>2</answer><eos>")
+    sampled = CharTokenizer().decode(
+        [
+            token
+            for token, mask in zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
+            if mask
+        ]
+    )
+    assert "<result>" not in sampled
+    assert sampled.count("</search>") == 2
+    assert trajectory.leaf.end == "terminated"
+    assert trajectory.reward == 2
+    assert trajectory.num_tool_calls == 2
+
+
+def test_forks_start_from_the_node_that_holds_the_tool_result() -> None:
+    tree = rollout(make_actor(), AlwaysFork(group_size=4))
+    assert len(list(tree.trajectories())) == 4
+    assert tree.num_forks == 3
+    children: dict[int | None, list[Any]] = {}
+    for node in tree.nodes[1:]:
+        children.setdefault(node.parent, []).append(node)
+    for node in tree.nodes:
+        assert len(children.get(node.index, [])) == 1 + (node.num_forks or 0) or node.end
+    fork = next(node for node in tree.nodes if "+" in node.branch)
+    assert tree.nodes[fork.parent or 0].observation_ids
+    first, second = (t for t in list(tree.trajectories())[:2])
+    assert first.token_ids != second.token_ids
+
+
+@pytest.mark.parametrize("speed", [0.0, 50.0])
+def test_every_node_was_sampled_from_exactly_the_tokens_above_it(speed: float) -> None:
+    actor = make_actor(engine={"tokens_per_s": speed})
+    prompts = []
+    generate = actor.engine.generate
+
+    async def recording(prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        completion = await generate(prompt_ids, *args, **kwargs)
+        prompts.append((list(prompt_ids), completion.token_ids))
+        return completion
+
+    actor.engine.generate = recording  # type: ignore[method-assign]
+    tree = rollout(actor, AlwaysFork(group_size=8))
+    seen = [
+        (
+            [t for above in tree.path(node)[:-1] for t in above.action_ids + above.observation_ids],
+            node.action_ids,
+        )
+        for node in tree.nodes[1:]
+    ]
+    assert sorted(seen) == sorted(prompts)
+
+
+def test_the_parent_is_not_stopped_and_steps_only_after_its_forks_hold_their_env() -> None:
+    actor = make_actor(engine={"tokens_per_s": 100.0}, latency_s=1.0)
+    tree = rollout(actor, AlwaysFork(group_size=6))
+    for trajectory in tree.trajectories():
+        assert trajectory.reward == 2, "a fork taken after the parent's next step would see 3 calls"
+
+
+@pytest.mark.parametrize(
+    ("limits", "limit"),
+    [
+        (Limits(max_turn_tokens=10), Limit.TURN_TOKENS),
+        (Limits(max_response_tokens=60, max_turn_tokens=60), Limit.RESPONSE_TOKENS),
+        (Limits(max_turns=2), Limit.TURNS),
+        (Limits(max_tool_calls=1), Limit.TOOL_CALLS),
+        (Limits(max_seconds=1.5), Limit.SECONDS),
+    ],
+)
+def test_each_limit_truncates_and_the_env_grades_what_is_there(
+    limits: Limits, limit: Limit
+) -> None:
+    actor = make_actor(limits=limits, engine={"latency_s": 1.0})
+    tree = rollout(actor, Independent(2))
+    for trajectory in tree.trajectories():
+        assert trajectory.leaf.end == "truncated"
+        assert trajectory.leaf.limit == limit
+        assert trajectory.reward == -1
+        num_response = len(trajectory.token_ids) - len(tree.root.observation_ids)
+        assert num_response <= limits.max_response_tokens
+
+
+def test_a_prompt_over_its_limit_stops_with_the_task_named() -> None:
+    with pytest.raises(ExceptionGroup) as raised:
+        rollout(make_actor(limits=Limits(max_prompt_tokens=3)), Independent(1))
+    assert raised.group_contains(DataError, match="task t: its prompt has 10 tokens")
+
+
+def test_a_dead_engine_ends_the_rollout_with_its_reason() -> None:
+    actor = make_actor(engine={"latency_s": 5.0})
+
+    async def scenario() -> None:
+        running = asyncio.ensure_future(actor.rollout(TASK, Independent(2)))
+        await asyncio.sleep(1)
+        await actor.engine.close()
+        await running
+
+    with pytest.raises(ExceptionGroup) as raised:
+        run_virtual(scenario())
+    assert raised.group_contains(EngineDeadError, match="closed")
+
+
+def test_an_env_that_cannot_fork_gets_roots_only() -> None:
+    tree = rollout(make_actor(fork_mode="none"), AlwaysFork(group_size=3))
+    assert tree.num_forks == 0
+    assert len(list(tree.trajectories())) == 3
+    assert tree.num_roots == 3
+
+
+def test_a_failed_fork_gives_its_place_to_a_fresh_root() -> None:
+    tree = rollout(make_actor(faults={"fork": 1.0}), AlwaysFork(group_size=3))
+    assert tree.num_retries > 0
+    assert all("fork failed" in (leaf.error or "") for leaf in tree.failures())
+    assert len(list(tree.trajectories())) == 3
+
+
+def test_when_failures_outlast_the_retries_the_group_stays_short() -> None:
+    actor = make_actor(limits=Limits(max_failures=2), faults={"step": 1.0})
+    tree = rollout(actor, Independent(4))
+    assert list(tree.trajectories()) == []
+    assert len(tree.failures()) == 6
+
+
+def test_sampling_depends_on_place_not_on_time() -> None:
+    trees = [
+        rollout(make_actor(engine={"tokens_per_s": speed}), AlwaysFork(group_size=8), index=3)
+        for speed in (0.0, 50.0)
+    ]
+    texts = [
+        {leaf.branch: tree.nodes[leaf.index].action_ids for leaf in tree.leaves()} for tree in trees
+    ]
+    assert texts[0] == texts[1]
+
+
+PLANS: list[RolloutPlan] = [
+    Independent(5),
+    AlwaysFork(group_size=5),
+    ARPOPlan(group_size=6, initial_rollouts=3, vocab_size=256, fork_window=8),
+    AEPOPlan(group_size=6, initial_rollouts=3, vocab_size=256, fork_window=8),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    plan=st.sampled_from(PLANS),
+    seed=st.integers(0, 10**6),
+    fault=st.sampled_from([0.0, 0.1, 0.4]),
+    latency=st.sampled_from([0.0, 0.5]),
+)
+def test_any_plan_under_any_faults_fills_its_group_or_says_why(
+    plan: RolloutPlan, seed: int, fault: float, latency: float
+) -> None:
+    rng = Random(seed)
+    actor = make_actor(
+        limits=Limits(max_seconds=1e6),
+        engine={"tokens_per_s": 100.0},
+        latency_s=latency,
+        faults={"reset": fault, "step": fault, "fork": fault},
+        rng=rng,
+    )
+    actor.seed = seed
+    tree = rollout(actor, plan)
+    done, failed = len(list(tree.trajectories())), len(tree.failures())
+    assert done <= plan.group_size
+    assert done == plan.group_size or tree.num_retries == actor.limits.max_failures
+    assert done + failed == len(tree.leaves())
+    assert tree.num_live == 0
+    assert actor.num_open_envs == 0
+    for trajectory in tree.trajectories():
+        assert len(trajectory.token_ids) == len(trajectory.loss_mask)
+
+
+@settings(max_examples=40, deadline=None)
+@given(plan=st.sampled_from(PLANS), when=st.floats(0, 6))
+def test_cancelling_at_any_moment_closes_every_env(plan: RolloutPlan, when: float) -> None:
+    actor = make_actor(engine={"tokens_per_s": 40.0}, latency_s=0.3)
+
+    async def scenario() -> None:
+        running = asyncio.ensure_future(actor.rollout(TASK, plan))
+        await asyncio.sleep(when)
+        running.cancel()
+        await asyncio.wait({running})
+        assert CountingEnv.num_open == 0
+        assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(scenario())
