@@ -49,7 +49,7 @@ class Actor:
         make_env: Callable[[Task], Env],
         limits: Limits,
         sampling: SamplingParams,
-        seed: int,
+        seed: int | str,
     ) -> None:
         self.engine = engine
         self.renderer = renderer

@@ -56,7 +56,7 @@ def describe(config_type: type[msgspec.Struct]) -> Iterator[tuple[str, str, str,
     yield from _describe(mi.type_info(config_type), "")
 
 
-def to_toml_tree(config: msgspec.Struct) -> Tree:
+def to_plain(config: msgspec.Struct) -> Tree:
     """The resolved configuration as plain values, for saving with the run."""
     return cast(Tree, msgspec.to_builtins(config))
 

@@ -84,12 +84,12 @@ class TagRenderer:
                 raise EnvError(
                     f"the tag protocol renders tool results only, the env sent {message.role!r}"
                 )
-            text = self._encode(self.neutralise(message.content, tools))
+            text = self.encode(self.neutralise(message.content, tools))
             if len(text) > max_tokens:
-                marker = self._encode(" ... ")
+                marker = self.encode(" ... ")
                 room = max(0, max_tokens - len(marker))
                 text = text[: room - room // 2] + marker + text[len(text) - room // 2 :]
-            ids += self._encode(RESULT_OPEN) + text + self._encode(RESULT_CLOSE)
+            ids += self.encode(RESULT_OPEN) + text + self.encode(RESULT_CLOSE)
         return ids
 
     def neutralise(self, text: str, tools: ToolSchemas) -> str:
@@ -106,7 +106,7 @@ class TagRenderer:
         )
         return str(text)
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _call(self, text: str, tool: dict[str, Any]) -> tuple[ToolCall, ...]:

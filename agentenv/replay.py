@@ -84,6 +84,13 @@ class ReplayQueue:
         self.num_reserved -= count
         self._freed.set()
 
+    def drain(self) -> list[asyncio.Task[TrajectoryTree]]:
+        """Take out every rollout that was not delivered, for the caller to cancel."""
+        rollouts = list(self._rollouts)
+        self._rollouts.clear()
+        self.release(len(rollouts))
+        return rollouts
+
     @property
     def num_waiting(self) -> int:
         """Rollouts put and not yet delivered, finished or not."""

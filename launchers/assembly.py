@@ -1,0 +1,140 @@
+"""Builds the parts that a configuration names, and refuses what cannot work before anything
+starts."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import agentenv.env
+from agentenv.engine import Engine
+from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
+from agentenv.env import Env
+from agentenv.errors import ConfigError, DataError
+from agentenv.limits import Limits
+from agentenv.types import Info, Message, Task
+from launchers.config import EnvConfig
+
+EngineConfig = EmbeddedConfig | ScriptedConfig
+
+
+def load_tokenizer(model: Path) -> Any:
+    """The tokenizer of a Hugging Face directory; DataError says what is missing in it."""
+    for name in ("config.json", "tokenizer.json"):
+        if not (model / name).is_file():
+            raise DataError(
+                f"{model} is not a model directory: {name} is missing; expected a Hugging Face "
+                "directory with config.json, safetensors and tokenizer files"
+            )
+    if not any(model.glob("*.safetensors")):
+        raise DataError(f"{model} is not a model directory: it holds no *.safetensors file")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{model}: its tokenizer cannot be loaded: {error}") from error
+    if tokenizer.chat_template is None:
+        raise DataError(f"{model}: its tokenizer has no chat template")
+    return tokenizer
+
+
+def read_model_config(model: Path) -> dict[str, Any]:
+    """config.json of a Hugging Face directory."""
+    path = model / "config.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise DataError(f"{path}: not a readable model configuration: {error}") from error
+
+
+def vocab_size(model: Path) -> int:
+    """The vocabulary that entropies range over."""
+    size = read_model_config(model).get("vocab_size")
+    if not isinstance(size, int):
+        raise DataError(f"{model / 'config.json'}: key vocab_size is missing")
+    return size
+
+
+def make_engine(config: EngineConfig, model: Path, tokenizer: Any, policy_version: int) -> Engine:
+    """The engine that the configuration names, serving `model` as `policy_version`."""
+    if isinstance(config, ScriptedConfig):
+        return ScriptedEngine(config, tokenizer, policy_version=policy_version)
+    from agentenv.engines.embedded import EmbeddedEngine
+
+    return EmbeddedEngine(config, model, policy_version)
+
+
+def env_maker(config: EnvConfig, resolve: Callable[[str], Path]) -> Callable[[Task], Env]:
+    """Makes the env of a task; "{run}" in text arguments stands for the run's directory."""
+    import_envs(config.module)
+    agentenv.env.spec(config.id)
+    kwargs = {
+        key: str(resolve(value)) if isinstance(value, str) and "{run}" in value else value
+        for key, value in config.kwargs.items()
+    }
+
+    def make(task: Task) -> Env:
+        return agentenv.env.make(task.env_id, task, **kwargs)
+
+    return make
+
+
+def import_envs(module: str) -> None:
+    """Import the module that registers the user's environments; `envs` is always there."""
+    importlib.import_module("envs")
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"env.module: {module!r} cannot be imported: {error}; it must be installed or lie in "
+            "the directory that the command is run from"
+        ) from error
+
+
+async def try_env(make_env: Callable[[Task], Env], task: Task) -> tuple[list[Message], Info]:
+    """Make and reset one env, so that what it needs is found missing before the run starts."""
+    env = make_env(task)
+    try:
+        return await env.reset(seed=0)
+    finally:
+        await env.close()
+
+
+def context_length(config: EngineConfig, model: Path) -> int:
+    """Tokens of prompt and response that the engine can hold."""
+    of_model = read_model_config(model).get("max_position_embeddings")
+    if config.max_model_len:
+        return min(config.max_model_len, of_model or config.max_model_len)
+    if not of_model:
+        raise ConfigError(f"engine.max_model_len: must be given, since {model} does not say")
+    return int(of_model)
+
+
+def check_context(limits: Limits, max_model_len: int) -> None:
+    """Refuse limits that the engine's context cannot hold."""
+    needed = limits.max_prompt_tokens + limits.max_response_tokens
+    if needed > max_model_len:
+        raise ConfigError(
+            f"limits: max_prompt_tokens {limits.max_prompt_tokens} + max_response_tokens "
+            f"{limits.max_response_tokens} = {needed} exceed the engine's context of "
+            f"{max_model_len} tokens"
+        )
+
+
+def load_function(path: str, key: str) -> Callable[..., Any]:
+    """The function that 'module:function' names; a ConfigError names the key otherwise."""
+    module, _, name = path.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{key}: {path!r} cannot be loaded: {error}") from error
+    if not inspect.isroutine(function):
+        raise ConfigError(f"{key}: {path!r} is not a function")
+    return function  # type: ignore[no-any-return]

@@ -1,0 +1,210 @@
+"""The configuration of a run, composed of the parts' own structs. `{run}` in a path stands for
+the run's directory."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, field
+
+from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.scripted import ScriptedConfig
+from agentenv.errors import ConfigError
+from agentenv.limits import Limits
+from agentenv.types import SamplingParams
+from learners.aepo import AEPO
+from learners.arpo import ARPO
+from learners.grpo import GRPO
+from learners.learner import LearnerConfig
+
+
+class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the run writes, and the seed of everything random in it."""
+
+    dir: Annotated[str, Meta(description="folder that holds the runs")] = "runs"
+    name: Annotated[
+        str, Meta(description="folder of this run; empty: name of the configuration file")
+    ] = ""
+    seed: Annotated[int, Meta(ge=0, description="seed of data, model, sampling and forks")] = 0
+    setup: Annotated[
+        str,
+        Meta(
+            description="'module:function', called with (run directory, seed) before all else to "
+            "make model and data; empty: they exist already"
+        ),
+    ] = ""
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The policy to start from."""
+
+    path: Annotated[str, Meta(description="Hugging Face directory with model and tokenizer")]
+
+
+class EnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The environment of rows that name none themselves."""
+
+    id: Annotated[str, Meta(description="registered environment id")]
+    module: Annotated[
+        str, Meta(description="module to import first, which registers environments of your own")
+    ] = "envs"
+    kwargs: Annotated[
+        dict[str, Any], Meta(description="keyword arguments of the environment's class")
+    ] = field(default_factory=dict)
+
+
+class DataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The training questions."""
+
+    train: Annotated[str, Meta(description="JSONL file of training rows: question, answer, ...")]
+
+
+class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are sampled."""
+
+    temperature: Annotated[float, Meta(ge=0, description="0 is greedy")] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1, description="1 is off")] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, description="-1 is off")] = -1
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=1, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k
+        )
+
+
+class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling of training and of evaluation, kept apart."""
+
+    train: Sampling = Sampling()
+    eval: Sampling = Sampling()
+
+    def __post_init__(self) -> None:
+        if (self.train.temperature, self.train.top_p, self.train.top_k) != (1.0, 1.0, -1):
+            raise ConfigError(
+                "sampling.train: training samples from the policy itself: temperature 1, top_p 1, "
+                "top_k -1 (log-probabilities of a truncated distribution cannot be trained on)"
+            )
+
+
+class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Between actors and learner."""
+
+    groups_per_step: Annotated[
+        int, Meta(ge=1, description="prompts (trees) that one update consumes")
+    ] = 16
+    max_staleness: Annotated[
+        int,
+        Meta(ge=0, description="bound on policy versions between starting and training a tree"),
+    ] = 1
+    refill: Annotated[
+        bool,
+        Meta(description="replace trees whose returns are all equal by later ones (DAPO)"),
+    ] = False
+
+
+class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The cold start: imitate demonstrations until every kind of question is mastered."""
+
+    data: Annotated[str, Meta(description="JSONL file of demonstrations")]
+    gate: Annotated[
+        str, Meta(description="JSONL file of clean demonstrations that measure the skill")
+    ]
+    batch_size: Annotated[int, Meta(ge=1, description="demonstrations a step")] = 8
+    max_steps: Annotated[int, Meta(ge=1, description="optimizer steps at most")] = 3000
+    gate_every: Annotated[int, Meta(ge=1, description="steps between two measurements")] = 100
+    gate_threshold: Annotated[
+        float,
+        Meta(ge=0, le=1, description="teacher-forced exact match that every kind must reach"),
+    ] = 0.9
+    decay_steps: Annotated[
+        int, Meta(ge=0, description="steps of linear decay to a tenth after the gate is passed")
+    ] = 200
+    warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up")] = 0
+    learning_rate: Annotated[float, Meta(gt=0, description="AdamW's part")] = 1e-2
+    muon_learning_rate: Annotated[float, Meta(gt=0, description="Muon's part")] = 0.012
+
+
+class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long to train: `num_steps` or `num_epochs`, one of them."""
+
+    num_steps: Annotated[int | None, Meta(ge=0, description="updates")] = None
+    num_epochs: Annotated[
+        float | None, Meta(gt=0, description="passes over the training questions")
+    ] = None
+
+    max_logprob_gap: Annotated[
+        float,
+        Meta(gt=0, description="warn when engine and learner differ more, nats at the worst token"),
+    ] = 0.01
+
+    def __post_init__(self) -> None:
+        if (self.num_steps is None) == (self.num_epochs is None):
+            raise ConfigError("train: give exactly one of train.num_steps and train.num_epochs")
+
+
+class EvalSet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One named evaluation set."""
+
+    path: Annotated[str, Meta(description="JSONL file of questions")]
+    every: Annotated[
+        int, Meta(ge=0, description="steps between evaluations; 0: only around the phases")
+    ] = 0
+    phases: Annotated[
+        bool, Meta(description="evaluate before the cold start, after it, and at the end")
+    ] = True
+    max_tasks: Annotated[int, Meta(ge=0, description="first n questions; 0: all")] = 0
+    num_samples: Annotated[int, Meta(ge=1, description="trajectories a question")] = 1
+
+
+class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Evaluation during the run."""
+
+    sets: Annotated[
+        dict[str, EvalSet], Meta(description="evaluation sets by name, [eval.sets.NAME]")
+    ] = field(default_factory=dict)
+    report: Annotated[
+        str, Meta(description="the set that the summary reports; empty: the first")
+    ] = ""
+    concurrency: Annotated[int, Meta(ge=1, description="questions in flight")] = 256
+
+
+class CheckpointConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Checkpoints, in Hugging Face format with the learner's state beside."""
+
+    every: Annotated[int, Meta(ge=0, description="steps between checkpoints; 0: only the end")] = 0
+    keep_last: Annotated[int, Meta(ge=1, description="newest ones to keep")] = 2
+    best_metric: Annotated[
+        str,
+        Meta(description="evaluation metric SET/success or SET/reward whose best one is kept"),
+    ] = ""
+
+
+class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is written beside the metrics."""
+
+    trajectories: Annotated[
+        bool, Meta(description="write every trajectory of each step and evaluation as JSONL")
+    ] = True
+    max_trajectory_mb: Annotated[
+        float, Meta(gt=0, description="stop writing trajectories beyond this size, with a notice")
+    ] = 500.0
+
+
+class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything `launchers/train.py` reads."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    env: EnvConfig
+    data: DataConfig
+    limits: Limits = Limits()
+    sampling: SamplingConfig = SamplingConfig()
+    algorithm: GRPO | ARPO | AEPO
+    queue: QueueConfig = QueueConfig()
+    learner: LearnerConfig = LearnerConfig()
+    engine: EmbeddedConfig | ScriptedConfig = EmbeddedConfig()
+    sft: SFTConfig | None = None
+    train: TrainingConfig
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()

@@ -1,0 +1,170 @@
+"""The parts of a training run, built from its configuration in the order that finds mistakes
+first: data and environment before engine and learner."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentenv.actor import Actor
+from agentenv.dataset import load_tasks
+from agentenv.engine import Engine
+from agentenv.errors import ConfigError
+from agentenv.plan import RolloutPlan
+from agentenv.renderer import TagRenderer
+from agentenv.shared import close_shared
+from agentenv.types import Task
+from launchers.assembly import (
+    check_context,
+    context_length,
+    env_maker,
+    load_function,
+    load_tokenizer,
+    make_engine,
+    try_env,
+    vocab_size,
+)
+from launchers.config import TrainConfig
+from launchers.parity import ParityProbe
+from launchers.rundir import RunDirectory
+from learners.deepspeed_learner import DeepSpeedLearner
+
+NUM_PROBE_PROMPTS = 8
+
+
+@dataclass
+class Parts:
+    """What a run is made of. `tools` are the schemas that the environment offers."""
+
+    tokenizer: Any
+    renderer: TagRenderer
+    tools: list[dict[str, Any]]
+    tasks: list[Task]
+    eval_tasks: dict[str, list[Task]]
+    num_steps: int
+    plan: RolloutPlan
+    engine: Engine
+    learner: DeepSpeedLearner
+    actor: Actor
+    eval_actor: Actor
+    probe: ParityProbe
+    weights: Path
+
+    async def publish(self) -> None:
+        """New weights into the engine while rollouts are running."""
+        version = self.learner.policy_version + 1
+        path = await self.learner.publish(self.weights / f"v{version}")
+        await self.engine.load_weights(path, version)
+        shutil.rmtree(self.weights / f"v{version - 1}", ignore_errors=True)
+        self.probe.start()
+
+
+async def build_parts(
+    config: TrainConfig, run: RunDirectory, checkpoint: Path | None, stack: AsyncExitStack
+) -> Parts:
+    """Build everything; `stack` closes it. Raises ConfigError or DataError for the user's
+    mistakes. With a checkpoint, engine and learner start from it and no set-up is run."""
+    check_units(config)
+    if config.run.setup and checkpoint is None:
+        setup = load_function(config.run.setup, "run.setup")
+        await asyncio.to_thread(setup, run.path, config.run.seed)
+    model = checkpoint or run.resolve(config.model.path)
+    tokenizer = await asyncio.to_thread(load_tokenizer, model)
+    tasks = load_tasks(run.resolve(config.data.train), config.env.id)
+    eval_tasks = {
+        name: load_tasks(run.resolve(chosen.path), config.env.id)[: chosen.max_tasks or None]
+        for name, chosen in config.eval.sets.items()
+    }
+    num_steps = count_steps(config, len(tasks))
+    check_context(config.limits, context_length(config.engine, model))
+
+    make_env = env_maker(config.env, run.resolve)
+    stack.push_async_callback(close_shared)
+    messages, info = await try_env(make_env, tasks[0])
+    renderer = TagRenderer(tokenizer)
+    prompts = [renderer.prompt(messages, info.get("tools", ()))]
+    for task in tasks[1:NUM_PROBE_PROMPTS]:
+        messages, info = await try_env(make_env, task)
+        prompts.append(renderer.prompt(messages, info.get("tools", ())))
+
+    learner = await DeepSpeedLearner.start(
+        config.learner, config.algorithm, model, run.path / "learner.log", seed=config.run.seed
+    )
+    stack.push_async_callback(learner.close)
+    if checkpoint is not None:
+        await learner.load(checkpoint / "trainer")
+    engine = await asyncio.to_thread(
+        make_engine, config.engine, model, tokenizer, learner.policy_version
+    )
+    stack.push_async_callback(engine.close)
+    weights = make_weights_directory()
+    stack.callback(shutil.rmtree, weights, ignore_errors=True)
+    probe = ParityProbe(engine, learner, prompts)
+    stack.callback(probe.cancel)
+    seed, sampling = config.run.seed, config.sampling
+    return Parts(
+        tokenizer=tokenizer,
+        renderer=renderer,
+        tools=list(info.get("tools", ())),
+        tasks=tasks,
+        eval_tasks=eval_tasks,
+        num_steps=num_steps,
+        plan=config.algorithm.plan(vocab_size(model)),
+        engine=engine,
+        learner=learner,
+        actor=Actor(
+            engine, renderer, make_env, config.limits, sampling.train.params(), f"{seed}/train"
+        ),
+        eval_actor=Actor(
+            engine, renderer, make_env, config.limits, sampling.eval.params(), f"{seed}/eval"
+        ),
+        probe=probe,
+        weights=weights,
+    )
+
+
+def check_units(config: TrainConfig) -> None:
+    """Refuse sizes that do not divide and names that do not exist."""
+    groups, part = config.queue.groups_per_step, config.learner.groups_per_minibatch
+    if groups % part:
+        raise ConfigError(
+            f"learner.groups_per_minibatch = {part} does not divide queue.groups_per_step = "
+            f"{groups}"
+        )
+    known = sorted(config.eval.sets)
+    for key, name in (
+        ("eval.report", config.eval.report),
+        ("checkpoint.best_metric", config.checkpoint.best_metric.partition("/")[0]),
+    ):
+        if name and name not in known:
+            raise ConfigError(f"{key}: there is no evaluation set {name!r}; known: {known}")
+    metric = config.checkpoint.best_metric
+    if metric and metric.partition("/")[2] not in ("success", "reward"):
+        raise ConfigError(
+            f"checkpoint.best_metric: expected SET/success or SET/reward, got {metric!r}"
+        )
+
+
+def count_steps(config: TrainConfig, num_tasks: int) -> int:
+    """Updates of the run; from train.num_epochs, the last incomplete one is dropped."""
+    if config.train.num_steps is not None:
+        return config.train.num_steps
+    assert config.train.num_epochs is not None
+    num_steps = int(config.train.num_epochs * num_tasks) // config.queue.groups_per_step
+    if num_steps < 1:
+        raise ConfigError(
+            f"train.num_epochs = {config.train.num_epochs} of {num_tasks} questions are less than "
+            f"one step of queue.groups_per_step = {config.queue.groups_per_step}"
+        )
+    return num_steps
+
+
+def make_weights_directory() -> Path:
+    """Where weights pass from learner to engine: shared memory where there is any."""
+    memory = Path("/dev/shm")
+    return Path(tempfile.mkdtemp(prefix="agentenv-", dir=memory if memory.is_dir() else None))

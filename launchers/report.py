@@ -1,0 +1,216 @@
+"""What a run tells at its end: table, summary, learning curve, sample trajectories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from agentenv.evaluate import Report, Score
+from agentenv.tree import Trajectory, TrajectoryTree
+from launchers.state import RunState
+
+PHASES = ("before_sft", "after_sft", "after_rl")
+TITLES = {
+    "before_sft": "untrained",
+    "after_sft": "after the cold start",
+    "after_rl": "after RL",
+}
+NUM_SAMPLES = 4
+
+
+def step_line(row: dict[str, Any], num_steps: int) -> str:
+    """One line a step for terminal and log."""
+    entropy = row.get("rollout/entropy", 0.0)
+    return (
+        f"step {row['step']:>3}/{num_steps}  reward {row.get('reward/mean', 0.0):6.3f}  "
+        f"success {row.get('reward/success', 0.0):.2f}  "
+        f"trees {row['trees/trained']}+{row['trees/filtered']} flat  "
+        f"calls {row['rollout/tool_calls']:>4.0f}  forks {row['rollout/forks']:>3.0f}  "
+        f"staleness {row.get('staleness/max', 0):.0f}  entropy {entropy:.3f}  "
+        f"{row.get('time/sampled_tokens_per_s', 0.0):5.0f} tok/s"
+    )
+
+
+def report_line(report: Report, when: str) -> str:
+    """One line an evaluation."""
+    low, high = report.overall.interval
+    kinds = "  ".join(f"{kind} {score.success:.2f}" for kind, score in report.by_kind.items())
+    failed = f", {report.overall.num_failed} failed" if report.overall.num_failed else ""
+    return (
+        f"evaluation {report.name} {when}: success {report.overall.success:.3f} "
+        f"[{low:.3f}, {high:.3f}] of {report.overall.num_trajectories}{failed}, reward "
+        f"{report.overall.reward:.3f}, calls {report.overall.tool_calls:.2f}  ({kinds})"
+    )
+
+
+def report_metrics(report: Report) -> dict[str, Any]:
+    """The metrics row of an evaluation: eval/SET/... and eval/SET/KIND/..."""
+    row: dict[str, Any] = {"policy_version": report.policy_versions[1]}
+    places = {f"eval/{report.name}": report.overall}
+    places |= {f"eval/{report.name}/{kind}": score for kind, score in report.by_kind.items()}
+    for place, score in places.items():
+        row |= {
+            f"{place}/success": score.success,
+            f"{place}/success_low": score.interval[0],
+            f"{place}/success_high": score.interval[1],
+            f"{place}/reward": score.reward,
+            f"{place}/tool_calls": score.tool_calls,
+            f"{place}/action_tokens": score.action_tokens,
+            f"{place}/trajectories": score.num_trajectories,
+            f"{place}/failed": score.num_failed,
+        }
+    return row
+
+
+def final_table(state: RunState, name: str) -> Table:
+    """Success by kind and phase with 95 % Wilson intervals."""
+    table = Table(title=f"success on {name}, sampled (95 % Wilson interval)")
+    phases = [phase for phase in PHASES if name in state.reports.get(phase, {})]
+    table.add_column("questions")
+    for phase in phases:
+        table.add_column(TITLES[phase], justify="right")
+    reports = [state.reports[phase][name] for phase in phases]
+    for kind in reports[-1].by_kind if reports else ():
+        table.add_row(kind, *(_cell(report.by_kind[kind]) for report in reports))
+    table.add_section()
+    table.add_row("all", *(_cell(report.overall) for report in reports))
+    table.add_row("reward", *(f"{report.overall.reward:.3f}" for report in reports))
+    table.add_row("tool calls each", *(f"{report.overall.tool_calls:.2f}" for report in reports))
+    return table
+
+
+def _cell(score: Score) -> str:
+    low, high = score.interval
+    return f"{score.success:.3f} [{low:.2f}, {high:.2f}]  n={score.num_trajectories}"
+
+
+def summarize(
+    state: RunState, *, name: str, seed: int, algorithm: str, policy_version: int, in_flight: int
+) -> dict[str, Any]:
+    """The content of summary.json."""
+    reports = {phase: state.reports.get(phase, {}).get(name) for phase in PHASES}
+
+    def by_phase(figure: str) -> dict[str, Any]:
+        return {
+            phase: None if report is None else getattr(report.overall, figure)
+            for phase, report in reports.items()
+        }
+
+    def by_kind(figure: str) -> dict[str, Any]:
+        return {
+            phase: {}
+            if report is None
+            else {kind: getattr(score, figure) for kind, score in report.by_kind.items()}
+            for phase, report in reports.items()
+        }
+
+    totals, ledger = state.totals, state.ledger
+    trees = max(1, totals.num_trees)
+    return {
+        "seed": seed,
+        "algorithm": algorithm,
+        "evaluation_set": name,
+        "success": by_phase("success"),
+        "success_interval": by_phase("interval"),
+        "success_by_kind": by_kind("success"),
+        "reward": by_phase("reward"),
+        "reward_by_kind": by_kind("reward"),
+        "num_trajectories": by_phase("num_trajectories"),
+        "num_failed": by_phase("num_failed"),
+        "tool_calls_total": totals.tool_calls,
+        "forks_total": totals.forks,
+        "trees": {
+            "offered": ledger.offered,
+            "trained": ledger.trained,
+            "filtered": ledger.filtered,
+            "failed": sum(ledger.failed.values()),
+            "failed_by_kind": ledger.failed,
+            "in_flight": in_flight,
+        },
+        "staleness": {"max": totals.staleness_max, "mean": totals.staleness_sum / trees},
+        "tokens": {
+            "sampled": totals.sampled_tokens,
+            "trained": totals.trained_tokens,
+            "sft": totals.sft_tokens,
+        },
+        "wall_s": _phases(state.wall_s),
+        "cpu_s": _phases(state.cpu_s),
+        "num_steps": state.step,
+        "policy_version": policy_version,
+        "incarnation": state.incarnation,
+        "engine_learner_logprob_gap": {"mean": state.parity.mean, "max": state.parity.max},
+        "event_loop_lag_ms": {"p99": state.loop_lag_ms},
+    }
+
+
+def _phases(seconds: dict[str, float]) -> dict[str, float]:
+    phases = {name: round(seconds.get(name, 0.0), 2) for name in ("setup", "sft", "rl", "eval")}
+    return phases | {"total": round(sum(seconds.values()), 2)}
+
+
+def write_samples(
+    path: Path, phase: str, trees: list[TrajectoryTree], tokenizer: Any, *, append: bool
+) -> None:
+    """A few complete trajectories as readable text, one of each kind of question."""
+    seen: set[str] = set()
+    with path.open("a" if append else "w", encoding="utf-8") as file:
+        file.write(f"{'=' * 30} {TITLES[phase]} {'=' * 30}\n\n")
+        for tree in trees:
+            if tree.task.kind in seen or len(seen) == NUM_SAMPLES:
+                continue
+            for trajectory in tree.trajectories():
+                seen.add(tree.task.kind)
+                file.write(_readable(tree, trajectory, tokenizer) + "\n\n")
+                break
+
+
+def _readable(tree: TrajectoryTree, trajectory: Trajectory, tokenizer: Any) -> str:
+    verdict = "right" if trajectory.success else "wrong"
+    lines = [
+        f"--- {tree.task.kind}: {tree.task.question}",
+        f"    expected {' or '.join(tree.task.answers)}; {verdict}, reward {trajectory.reward:g}, "
+        f"{trajectory.leaf.end}"
+        + (f" by {trajectory.leaf.limit}" if trajectory.leaf.limit is not None else ""),
+    ]
+    for node in trajectory.turns:
+        lines.append(f"policy | {tokenizer.decode(node.action_ids)}")
+        if node.observation_ids:
+            lines.append(f"env    | {tokenizer.decode(node.observation_ids).strip()}")
+    return "\n".join(lines)
+
+
+def learning_curve(metrics: Path, target: Path, name: str) -> None:
+    """Plot training reward and success by step, and the evaluations, from metrics.jsonl."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    steps = [row for row in rows if "trees/offered" in row]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for key, label in (("reward/success", "success"), ("reward/mean", "reward")):
+        left.plot([r["step"] for r in steps], [r.get(key) for r in steps], label=label)
+    left.set(title="training rollouts (sampled)", xlabel="update", ylim=(-1.05, 1.15))
+    left.legend(loc="lower right")
+    for key, style in _eval_keys(rows):
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        label = key.removeprefix("eval/").removesuffix("/success")
+        right.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+    right.set(title="evaluation success (sampled)", xlabel="update", ylim=(-0.02, 1.02))
+    right.legend(loc="lower right", fontsize="small")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.suptitle(name)
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+
+
+def _eval_keys(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Success keys with a line style: whole sets solid, kinds of questions dotted."""
+    keys = sorted({k for row in rows for k in row if k.startswith("eval/")})
+    keys = [key for key in keys if key.endswith("/success")]
+    return [(key, "o-" if key.count("/") == 2 else "o:") for key in keys]

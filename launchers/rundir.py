@@ -1,0 +1,212 @@
+"""The directory of a run: what is written where, and which checkpoints are kept.
+
+runs/NAME/config.json  run.log  metrics.jsonl  summary.json  curve.png  samples.txt
+          data/  model/                          made by the setup of the quick start
+          trajectories/STEP.jsonl                every trajectory, as readable text
+          checkpoints/step-000020/               Hugging Face directory
+          checkpoints/step-000020/trainer/       what a resume needs beside it
+          checkpoints/best/                      the best by `checkpoint.best_metric`
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agentenv.errors import ConfigError, DataError
+from agentenv.tree import Trajectory, TrajectoryTree
+
+CONFIG_FILE = "config.json"  # written when everything was found in order; marks a run
+STATE_FILE = "state.json"
+OURS = {"checkpoints", "data", "model", "run.log", "learner.log", "trajectories", "metrics.jsonl"}
+Row = dict[str, Any]
+
+
+class RunDirectory:
+    """Creates or reopens a run's directory; all writing of a run goes through here."""
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self._trajectory_bytes = 0
+        if resume and not (path / CONFIG_FILE).is_file():
+            raise ConfigError(f"{path} holds no run to resume; start it without --resume")
+        try:
+            if not resume:
+                self._claim()
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            probe = path / ".writable"
+            probe.write_bytes(b"\0" * 65536)
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {explain(error)}") from error
+
+    def _claim(self) -> None:
+        """Refuse a directory that holds a run or something else; leftovers of a run that never
+        began are cleared."""
+        found = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
+        if CONFIG_FILE in found:
+            raise ConfigError(
+                f"{self.path} already holds a run; continue it with --resume, choose another name "
+                f"with run.name=NAME, or remove the directory"
+            )
+        if found - OURS:
+            raise ConfigError(
+                f"{self.path} is not empty and no run: it holds {sorted(found - OURS)[0]!r}; "
+                f"choose another name with run.name=NAME"
+            )
+        if self.path.exists():
+            shutil.rmtree(self.path)
+
+    def resolve(self, text: str) -> Path:
+        """A path of the configuration; {run} is this directory."""
+        return Path(text.replace("{run}", str(self.path)))
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a JSON file at once, so that no reader ever sees half of it."""
+        target = self.path / name
+        partial = target.with_suffix(".partial")
+        partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        partial.replace(target)
+
+    def log_metrics(self, row: Row) -> None:
+        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop the rows of steps that a resumed run will write again."""
+        path = self.path / "metrics.jsonl"
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
+            path.write_text("".join(kept), encoding="utf-8")
+
+    def write_trajectories(
+        self, name: str, trees: list[TrajectoryTree], tokenizer: Any, max_bytes: float
+    ) -> bool:
+        """One JSON line a trajectory; False, and nothing written, beyond `max_bytes` in all."""
+        if self._trajectory_bytes > max_bytes:
+            return False
+        folder = self.path / "trajectories"
+        folder.mkdir(exist_ok=True)
+        rows = [trajectory_row(tree, t, tokenizer) for tree in trees for t in tree.trajectories()]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        self._trajectory_bytes += len(text)
+        return True
+
+    # checkpoints
+
+    def checkpoint_path(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:06d}"
+
+    def finished_checkpoints(self) -> list[Path]:
+        """Complete checkpoints, oldest first. A half-written one has no state file."""
+        paths = sorted(self.checkpoints.glob("step-*[0-9]"))
+        return [path for path in paths if (path / STATE_FILE).is_file()]
+
+    def prune(self, keep_last: int) -> None:
+        for path in self.finished_checkpoints()[:-keep_last]:
+            shutil.rmtree(path)
+
+    def keep_best(self, step: int) -> None:
+        """Copy the checkpoint of `step` to checkpoints/best (model only)."""
+        best, partial = self.checkpoints / "best", self.checkpoints / "best.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        source = self.checkpoint_path(step)
+        shutil.copytree(source, partial, ignore=shutil.ignore_patterns("trainer"))
+        shutil.rmtree(best, ignore_errors=True)
+        partial.rename(best)
+
+
+def trajectory_row(tree: TrajectoryTree, trajectory: Trajectory, tokenizer: Any) -> Row:
+    """A trajectory as readable JSON: text by segment with who wrote it, calls, reward parts."""
+    segments: list[Row] = []
+    for node in trajectory.path:
+        if node.action_ids:
+            segments.append({"policy": tokenizer.decode(node.action_ids)})
+        if node.observation_ids:
+            segments.append({"env": tokenizer.decode(node.observation_ids)})
+    leaf = trajectory.leaf
+    return {
+        "task": tree.task.id,
+        "kind": tree.task.kind,
+        "question": tree.task.question,
+        "answers": list(tree.task.answers),
+        "tree": tree.index,
+        "branch": leaf.branch,
+        "fork_parent": _fork_parent(trajectory),
+        "segments": segments,
+        "num_tokens": len(trajectory.token_ids),
+        "loss_mask": _runs(trajectory.loss_mask),
+        "tool_calls": [
+            call for node in trajectory.path for call in node.info.get("tool_calls", ())
+        ],
+        "reward": trajectory.reward,
+        "parts": leaf.info.get("parts", {}),
+        "success": trajectory.success,
+        "end": leaf.end,
+        "limit": leaf.limit,
+        "policy_versions": sorted(
+            {span.version for node in trajectory.path for span in node.version_spans}
+        ),
+    }
+
+
+def _fork_parent(trajectory: Trajectory) -> Row | None:
+    """The branch and node this trajectory was forked from; None for a from-scratch one."""
+    leaf = trajectory.leaf
+    if "+" not in leaf.branch:
+        return None
+    shared = [node for node in trajectory.path if node.branch != leaf.branch]
+    return {"branch": shared[-1].branch, "node": shared[-1].index}
+
+
+def _runs(mask: list[bool]) -> list[int]:
+    """Run lengths of a mask, beginning with the tokens that are not trained."""
+    runs, current = [0], False
+    for value in mask:
+        if value != current:
+            runs.append(0)
+            current = value
+        runs[-1] += 1
+    return runs
+
+
+def load_state(checkpoint: Path, kind: type[Any]) -> Any:
+    """The state beside a checkpoint."""
+    path = checkpoint / STATE_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def save_state(checkpoint: Path, state: msgspec.Struct) -> None:
+    """Write the state last and durably: its presence says that the checkpoint is complete."""
+    path = checkpoint / STATE_FILE
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        file.write(msgspec.json.encode(state))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def explain(error: OSError) -> str:
+    """A reason a user can act on."""
+    if error.errno == errno.ENOSPC:
+        return "no space is left on the device; free some and resume"
+    if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        return f"no permission ({error.strerror}); choose another place with run.dir=DIR"
+    return error.strerror or str(error)
+
+
+def _step_of(line: str) -> int:
+    return int(json.loads(line).get("step", 0))

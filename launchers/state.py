@@ -1,0 +1,75 @@
+"""What a run remembers beside the learner's own state; saved with every checkpoint."""
+
+from __future__ import annotations
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from agentenv.evaluate import Report
+from agentenv.metrics import Ledger, num_tool_calls
+from agentenv.tree import TrajectoryTree
+from launchers.parity import Gap
+
+
+class Totals(Struct):
+    """Sums over all trees that were delivered to the learner."""
+
+    tool_calls: int = 0
+    forks: int = 0
+    sampled_tokens: int = 0
+    trained_tokens: int = 0
+    sft_tokens: int = 0
+    staleness_max: int = 0
+    staleness_sum: int = 0
+    num_trees: int = 0
+
+    def add(self, trees: list[TrajectoryTree], learner_version: int) -> None:
+        for tree in trees:
+            staleness = learner_version - tree.oldest_version()
+            self.tool_calls += num_tool_calls(tree)
+            self.forks += tree.num_forks
+            self.sampled_tokens += tree.num_action_tokens
+            self.staleness_max = max(self.staleness_max, staleness)
+            self.staleness_sum += staleness
+            self.num_trees += 1
+
+
+class ParityGap(Struct):
+    """|engine log-prob - learner log-prob| on the probe batch, nats, over all publishes."""
+
+    num_tokens: int = 0
+    sum: float = 0.0
+    max: float = 0.0
+
+    def add(self, gap: Gap) -> None:
+        self.num_tokens += gap.num_tokens
+        self.sum += gap.mean * gap.num_tokens
+        self.max = max(self.max, gap.max)
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.num_tokens if self.num_tokens else 0.0
+
+
+class RunState(Struct):
+    """`step` updates are done; `position` trees were delivered, in start order; `incarnation`
+    counts starts of the process. Reports are kept by phase (before_sft, after_sft, after_rl)."""
+
+    step: int = 0
+    position: int = 0
+    incarnation: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
+    totals: Totals = field(default_factory=Totals)
+    parity: ParityGap = field(default_factory=ParityGap)
+    reports: dict[str, dict[str, Report]] = field(default_factory=dict)
+    best: float | None = None
+    wall_s: dict[str, float] = field(default_factory=dict)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    loop_lag_ms: float = 0.0
+
+    def settled(self) -> RunState:
+        """The state for a checkpoint: trees in flight are not offered yet, since a resumed run
+        offers them again."""
+        ledger = self.ledger
+        delivered = ledger.trained + ledger.filtered + sum(ledger.failed.values())
+        return replace(self, ledger=replace(ledger, offered=delivered))

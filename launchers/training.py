@@ -1,0 +1,370 @@
+"""One training run from set-up to report.
+
+setup        make or check model, data and environment; nothing is trained yet
+cold start   imitate demonstrations, if [sft] is configured
+RL           feeder --slot--> rollouts --trees--> learner    all at the same time: actors go
+                ^                                    |       on while the learner trains and
+                +---- release <--- engine <--- publish       weights are replaced
+evaluation   before, after the cold start, every so many steps, and at the end
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+from random import Random
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from agentenv.config import to_plain
+from agentenv.dataset import TaskStream
+from agentenv.evaluate import Report, evaluate, make_report
+from agentenv.metrics import LoopLag, failure_kind, rollout_metrics
+from agentenv.replay import ReplayQueue
+from agentenv.tree import TrajectoryTree
+from launchers import report
+from launchers.cold_start import Demonstrations, cold_start, load_demonstrations
+from launchers.config import TrainConfig
+from launchers.parts import Parts, build_parts
+from launchers.phases import PhaseClock
+from launchers.rundir import CONFIG_FILE, RunDirectory, load_state, save_state
+from launchers.state import RunState
+from launchers.view import View
+from learners.learner import LearnerConfig, Metrics, OptimizerConfig
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class Training:
+    """State and loops of one run."""
+
+    def __init__(self, config: TrainConfig, run: RunDirectory, view: View, *, resume: bool) -> None:
+        self.config = config
+        self.run = run
+        self.view = view
+        self.state = RunState()
+        self.checkpoint: Path | None = None
+        if resume and run.finished_checkpoints():
+            self.checkpoint = run.finished_checkpoints()[-1]
+            self.state = load_state(self.checkpoint, RunState)
+        self.state.incarnation += 1
+        self.clock = PhaseClock(self.state.wall_s, self.state.cpu_s)
+        self.queue = ReplayQueue(config.queue.groups_per_step, config.queue.max_staleness)
+        self.lag = LoopLag()
+        self.refused: list[TrajectoryTree] = []  # by the current queue.get, not accounted yet
+        self.updated_at: float | None = None
+        self.report_set = config.eval.report or next(iter(config.eval.sets), "")
+        self.parts: Parts
+
+    async def run_all(self) -> None:
+        """The whole run. Cancelling it stops cleanly, with a checkpoint if RL has begun."""
+        async with AsyncExitStack() as stack:
+            with self.clock.phase("setup"):
+                self.parts = await build_parts(self.config, self.run, self.checkpoint, stack)
+                self._announce()
+            measuring = asyncio.create_task(self.lag.run())
+            stack.callback(measuring.cancel)
+            if self.checkpoint is None:
+                await self._begin()
+            await self._reinforce()
+            if "after_rl" not in self.state.reports:
+                await self._evaluate_phase("after_rl")
+            self._finish()
+
+    # before RL
+
+    def _announce(self) -> None:
+        config, parts = self.config, self.parts
+        if self.checkpoint is None:
+            self.run.write_json(CONFIG_FILE, to_plain(config))
+        else:
+            self.run.forget_metrics_after(self.state.step)
+            self.view.say(f"resuming {self.run.path} after step {self.state.step}")
+        groups, size = config.queue.groups_per_step, config.algorithm.group_size
+        steps = groups // config.learner.groups_per_minibatch * config.learner.num_epochs_per_batch
+        self.view.say(
+            f"{algorithm_name(config)} on {config.env.id}: {len(parts.tasks)} training questions, "
+            f"{parts.num_steps} updates; an update takes {groups} prompts x {size} = "
+            f"{groups * size} trajectories in {steps} optimizer steps"
+        )
+
+    async def _begin(self) -> None:
+        await self._evaluate_phase("before_sft")
+        if self.config.sft is not None:
+            with self.clock.phase("sft"):
+                await self._cold_start()
+            await self._evaluate_phase("after_sft")
+        else:
+            self.state.reports["after_sft"] = self.state.reports["before_sft"]
+        await self._save_checkpoint()
+
+    async def _cold_start(self) -> None:
+        config, parts = self.config.sft, self.parts
+        assert config is not None
+        demos, gate = [
+            await asyncio.to_thread(
+                load_demonstrations, self.run.resolve(path), parts.renderer, parts.tools
+            )
+            for path in (config.data, config.gate)
+        ]
+        self.view.begin("cold start", config.max_steps)
+
+        def on_gate(step: int, loss: float, exact: dict[str, float]) -> None:
+            kinds = "  ".join(f"{kind} {share:.2f}" for kind, share in exact.items())
+            self.view.say(f"cold start step {step}: loss {loss:.3f}, exact match {kinds}")
+            self.view.advance(step)
+            row = {f"sft/exact_match/{kind}": share for kind, share in exact.items()}
+            self._log({"step": 0, "sft/step": step, "sft/loss": loss, **row})
+
+        rates = {
+            "learning_rate": config.learning_rate,
+            "muon_learning_rate": config.muon_learning_rate,
+        }
+        await parts.learner.reset_optimizer(replace(optimizer_of(self.config.learner), **rates))
+        rng = Random(f"{self.config.run.seed}/sft")
+        result = await cold_start(config, parts.learner, Demonstrations(demos, rng), gate, on_gate)
+        self.view.end()
+        self.state.totals.sft_tokens = result.num_tokens
+        if not result.passed:
+            logger.warning("the cold start ended without passing its gate: %s", result.exact_match)
+        await parts.learner.reset_optimizer(optimizer_of(self.config.learner))
+        await parts.publish()
+
+    # RL
+
+    async def _reinforce(self) -> None:
+        self.view.begin("RL", self.parts.num_steps, self.state.step)
+        try:
+            async with asyncio.TaskGroup() as rollouts:
+                feeder = rollouts.create_task(self._feed(rollouts))
+                while self.state.step < self.parts.num_steps:
+                    with self.clock.phase("rl"):
+                        trees = await self.queue.get(self._keep)
+                        await uninterrupted(self._learn(trees))
+                    await self._evaluate_step()
+                    await self._checkpoint_step()
+                feeder.cancel()
+                for rollout in self.queue.drain():
+                    rollout.cancel()
+        except asyncio.CancelledError:
+            await self._save_checkpoint()
+            raise
+        finally:
+            self.view.end()
+        await self._save_checkpoint()
+
+    async def _feed(self, rollouts: asyncio.TaskGroup) -> None:
+        """Start rollouts as slots allow; without refill no more than the run will train."""
+        parts, config = self.parts, self.config
+        needed = None if config.queue.refill else parts.num_steps * self.queue.groups_per_step
+        stream = TaskStream(parts.tasks, config.run.seed, self.state.position)
+        for position, task in stream:
+            if needed is not None and position >= needed:
+                break
+            await self.queue.reserve()
+            self.state.ledger.offered += 1
+            rollout = parts.actor.rollout(task, parts.plan, index=position)
+            self.queue.put(rollouts.create_task(rollout))
+        self.queue.finish()
+
+    def _keep(self, tree: TrajectoryTree) -> bool:
+        if not self.config.queue.refill or self._fate(tree) == "trained":
+            return True
+        self.refused.append(tree)
+        return False
+
+    def _fate(self, tree: TrajectoryTree) -> str:
+        credit = self.config.algorithm.credit(tree)
+        if credit is None:
+            return "failed"
+        return "trained" if credit.has_signal else "filtered"
+
+    async def _learn(self, trees: list[TrajectoryTree]) -> None:
+        """Update on the trees, publish, release their slots, and account for every one."""
+        parts, state = self.parts, self.state
+        metrics = await self._parity()
+        version = parts.learner.policy_version
+        delivered, self.refused = trees + self.refused, []
+        metrics |= rollout_metrics(delivered, version)
+        state.totals.add(delivered, version)
+        trained = []
+        for tree in delivered:
+            fate = self._fate(tree)
+            if fate == "trained":
+                trained.append(tree)
+                state.ledger.trained += 1
+            elif fate == "filtered":
+                state.ledger.filtered += 1
+            else:
+                kind = failure_kind(tree)
+                state.ledger.failed[kind] = state.ledger.failed.get(kind, 0) + 1
+        if trained:
+            update = await parts.learner.update(trained)
+            metrics |= {f"learner/{name}": value for name, value in update.items()}
+            state.totals.trained_tokens += int(update["num_tokens"])
+            await parts.publish()
+        self.queue.release(len(trees))
+        state.position += len(delivered)
+        state.step += 1
+        state.ledger.check(in_flight=self.queue.num_waiting)
+        await self._report_step(delivered, metrics)
+
+    async def _parity(self) -> Metrics:
+        gap = await self.parts.probe.finish()
+        if gap is None:
+            return {}
+        self.state.parity.add(gap)
+        if gap.max > self.config.train.max_logprob_gap:
+            logger.warning(
+                "engine and learner disagree by up to %.4f nats at policy version %d "
+                "(train.max_logprob_gap = %g)",
+                gap.max,
+                self.parts.learner.policy_version,
+                self.config.train.max_logprob_gap,
+            )
+        return {"parity/logprob_gap_mean": gap.mean, "parity/logprob_gap_max": gap.max}
+
+    async def _report_step(self, trees: list[TrajectoryTree], metrics: Metrics) -> None:
+        state, ledger = self.state, self.state.ledger
+        row = {
+            "step": state.step,
+            "policy_version": self.parts.learner.policy_version,
+            **metrics,
+            "trees/offered": ledger.offered,
+            "trees/trained": ledger.trained,
+            "trees/filtered": ledger.filtered,
+            "trees/failed": sum(ledger.failed.values()),
+            "trees/in_flight": self.queue.num_waiting,
+            "queue/ready": self.queue.num_ready,
+            "event_loop/lag_p99_ms": self.lag.percentile_ms(99),
+        }
+        self._log(row)
+        line = report.step_line(row, self.parts.num_steps)
+        self.view.say(line)
+        self.view.advance(state.step)
+        await self._write_trajectories(f"step-{state.step:06d}", trees)
+
+    # evaluation and checkpoints
+
+    async def _evaluate_phase(self, phase: str) -> None:
+        names = [name for name, chosen in self.config.eval.sets.items() if chosen.phases]
+        self.state.reports[phase] = {name: await self._evaluate(name, phase) for name in names}
+
+    async def _evaluate_step(self) -> None:
+        for name, chosen in self.config.eval.sets.items():
+            if chosen.every and self.state.step % chosen.every == 0:
+                result = await self._evaluate(name, f"step-{self.state.step:06d}")
+                await self._consider_best(result)
+
+    async def _consider_best(self, result: Report) -> None:
+        """Keep the checkpoint of the best value of checkpoint.best_metric."""
+        name, _, figure = self.config.checkpoint.best_metric.partition("/")
+        if result.name != name:
+            return
+        value: float = getattr(result.overall, figure)
+        if self.state.best is None or value > self.state.best:
+            self.state.best = value
+            await self._save_checkpoint()
+            await asyncio.to_thread(self.run.keep_best, self.state.step)
+
+    async def _evaluate(self, name: str, when: str) -> Report:
+        with self.clock.phase("eval"):
+            trees = await evaluate(
+                self.parts.eval_actor,
+                self.parts.eval_tasks[name],
+                num_samples=self.config.eval.sets[name].num_samples,
+                concurrency=self.config.eval.concurrency,
+            )
+            result = make_report(name, trees)
+            await self._write_trajectories(f"eval-{name}-{when}", trees)
+        self._log({"step": self.state.step, "phase": when, **report.report_metrics(result)})
+        self.view.say(report.report_line(result, when))
+        if when in report.PHASES and name == self.report_set:
+            path, append = self.run.path / "samples.txt", when != "before_sft"
+            report.write_samples(path, when, trees, self.parts.tokenizer, append=append)
+        return result
+
+    async def _checkpoint_step(self) -> None:
+        every = self.config.checkpoint.every
+        if every and self.state.step % every == 0:
+            await self._save_checkpoint()
+
+    async def _save_checkpoint(self) -> None:
+        """Model, learner state and our own; the state file comes last and makes it complete."""
+        path = self.run.checkpoint_path(self.state.step)
+        if path in self.run.finished_checkpoints():
+            return
+        self.state.loop_lag_ms = max(self.state.loop_lag_ms, self.lag.percentile_ms(99))
+        await self.parts.learner.export(path)
+        await self.parts.learner.save(path / "trainer")
+        save_state(path, self.state.settled())
+        self.run.prune(self.config.checkpoint.keep_last)
+
+    async def _write_trajectories(self, name: str, trees: list[TrajectoryTree]) -> None:
+        log = self.config.log
+        if not log.trajectories:
+            return
+        limit = log.max_trajectory_mb * 1e6
+        if not await asyncio.to_thread(
+            self.run.write_trajectories, name, trees, self.parts.tokenizer, limit
+        ):
+            logger.warning("log.max_trajectory_mb is reached: no more trajectories are written")
+
+    def _log(self, row: dict[str, Any]) -> None:
+        self.run.log_metrics(row)
+
+    def _finish(self) -> None:
+        """Summary, table, curve; the wall time of phases is complete by now."""
+        config, state = self.config, self.state
+        state.loop_lag_ms = max(state.loop_lag_ms, self.lag.percentile_ms(99))
+        summary = report.summarize(
+            state,
+            name=self.report_set,
+            seed=config.run.seed,
+            algorithm=algorithm_name(config),
+            policy_version=self.parts.learner.policy_version,
+            in_flight=self.queue.num_waiting,
+        )
+        self.run.write_json("summary.json", summary)
+        if self.report_set:
+            self.view.show(report.final_table(state, self.report_set))
+        report.learning_curve(
+            self.run.path / "metrics.jsonl", self.run.path / "curve.png", self.run.path.name
+        )
+        for clock, seconds in (("wall", summary["wall_s"]), ("CPU", summary["cpu_s"])):
+            times = "  ".join(f"{name} {value:.0f}" for name, value in seconds.items())
+            self.view.say(f"{clock} seconds: {times}")
+        self.view.say(
+            f"written to {self.run.path}: summary.json, curve.png, samples.txt, metrics.jsonl, "
+            f"trajectories/, checkpoints/{self.run.checkpoint_path(state.step).name}"
+        )
+
+
+def optimizer_of(config: LearnerConfig) -> OptimizerConfig:
+    """The optimizer's part of the learner's configuration."""
+    return OptimizerConfig(
+        **{name: getattr(config, name) for name in OptimizerConfig.__struct_fields__}
+    )
+
+
+def algorithm_name(config: TrainConfig) -> str:
+    return str(config.algorithm.__struct_config__.tag)
+
+
+async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
+    """Await `work` to its end even if the waiter is cancelled meanwhile; then the cancellation
+    goes on."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        if not task.cancelled() and task.exception() is not None:
+            task.result()
+        raise

@@ -1,0 +1,87 @@
+"""What a person sees while a run goes on: a live line in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+
+class View:
+    """Console and log file of a run. Everything said goes to both."""
+
+    def __init__(self) -> None:
+        self.console = Console(highlight=False)
+        self._errors = Console(stderr=True, highlight=False)
+        self._progress: Progress | None = None
+        self._bar: TaskID | None = None
+        self._logger = logging.getLogger("run")
+        self._handler: logging.Handler | None = None
+
+    def log_to(self, path: Path) -> None:
+        """Write what is said, and the warnings of all parts, to `path` as well."""
+        self._handler = logging.FileHandler(path, encoding="utf-8")
+        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        root = logging.getLogger()
+        root.addHandler(self._handler)
+        self._logger.setLevel(logging.INFO)
+
+    def say(self, text: str) -> None:
+        self._logger.info(text)
+        self.console.print(escape(text), soft_wrap=True)
+
+    def fail(self, text: str) -> None:
+        self._logger.error(text)
+        self._errors.print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)
+
+    def show(self, table: Table) -> None:
+        with self.console.capture() as capture:
+            self.console.print(table)
+        self._logger.info("\n%s", capture.get())
+        self.console.print(table)
+
+    def begin(self, title: str, total: int, done: int = 0) -> None:
+        """Start a progress bar; in a terminal only."""
+        self.end()
+        if not self.console.is_terminal:
+            return
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=self.console,
+            transient=True,
+        )
+        self._bar = self._progress.add_task(title, total=total, completed=done, note="")
+        self._progress.start()
+
+    def advance(self, done: int, note: str = "") -> None:
+        if self._progress is not None and self._bar is not None:
+            self._progress.update(self._bar, completed=done, note=note)
+
+    def end(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def close(self) -> None:
+        self.end()
+        if self._handler is not None:
+            logging.getLogger().removeHandler(self._handler)
+            self._handler.close()
+            self._handler = None

@@ -1,0 +1,87 @@
+"""Configuration: what is wrong is said with the key and the nearest name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+from msgspec import Meta, Struct
+
+from agentenv.config import describe, load_config
+from agentenv.errors import ConfigError
+
+
+class Fast(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="fast", tag_field="name"
+):
+    speed: Annotated[int, Meta(ge=1, description="how fast")] = 3
+
+
+class Slow(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="slow", tag_field="name"
+):
+    patience: Annotated[float, Meta(gt=0, description="how slow")] = 1.0
+
+
+class Inner(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    max_staleness: Annotated[int, Meta(ge=0, description="bound")] = 1
+
+
+class Outer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    queue: Inner = Inner()
+    engine: Fast | Slow = Fast()
+    sets: dict[str, Inner] = {}
+    path: Annotated[str, Meta(description="a path")]
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> Outer:
+    path = tmp_path / "c.toml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(Outer, path, overrides)
+
+
+def test_file_and_overrides(tmp_path: Path) -> None:
+    text = 'path = "x"\n[queue]\nmax_staleness = 2\n[sets.dev]\nmax_staleness = 5\n'
+    config = load(tmp_path, text, "queue.max_staleness=4", "path=runs/a b", "engine.name=slow")
+    assert config.queue.max_staleness == 4
+    assert config.path == "runs/a b"
+    assert config.engine == Slow()
+    assert config.sets["dev"].max_staleness == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ('path = "x"\n[queue]\nmax_stalenes = 1', (), r"queue.max_stalenes: unknown key; did you "
+         r"mean queue.max_staleness\?"),
+        ('path = "x"\npaht = 1', (), r"paht: unknown key; did you mean path\?"),
+        ('path = "x"', ("queue.max_staleness=-1",), r"queue.max_staleness: Expected `int` >= 0"),
+        ('path = "x"', ("queue.max_staleness=two",), r"max_staleness: Expected `int`.*'two'"),
+        ("", (), r"required field `path`"),
+        ('path = "x"', ("engine.name=fats",), r"engine.name: expected one of .* mean 'fast'\?"),
+        ('path = "x"', ("engine.name=fast", "engine.patience=2.0"),
+         r"engine.patience: unknown key for engine.name = 'fast'"),
+        ('path = "x"', ("sets.dev.max_stalenes=2",), r"sets.dev.max_stalenes: unknown key"),
+        ('path = "x"', ("nonsense",), r"'nonsense' is not of the form key.sub=value"),
+        ('path = "x"', ("path.sub=1",), r"path is a value, not a table"),
+        ("path = \nx = 1", (), r"not valid TOML.*line 1"),
+    ],
+)  # fmt: skip
+def test_mistakes_name_the_key(
+    tmp_path: Path, text: str, overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, text, *overrides)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: there is no such"):
+        load_config(Outer, tmp_path / "nowhere.toml")
+
+
+def test_describe_lists_every_key() -> None:
+    rows = {key: (kind, default, meaning) for key, kind, default, meaning in describe(Outer)}
+    assert rows["queue.max_staleness"] == ("int", "1", "bound")
+    assert rows["engine[fast].speed"] == ("int", "3", "how fast")
+    assert rows["path"][1] == "(required)"

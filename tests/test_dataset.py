@@ -1,0 +1,68 @@
+"""Datasets: rows into tasks, mistakes with file and row, an order that can be resumed."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from agentenv.dataset import TaskStream, load_tasks
+from agentenv.errors import DataError
+
+
+def write(tmp_path: Path, *rows: object) -> Path:
+    path = tmp_path / "d.jsonl"
+    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows))
+    return path
+
+
+def test_rows_become_tasks(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        {"question": "one?", "answer": 1, "kind": "calc", "hint": "x"},
+        "",
+        {"question": "two?", "answer": ["2", "two"], "id": "me", "env_id": "other"},
+    )
+    first, second = load_tasks(path, "env")
+    assert (first.id, first.env_id, first.answers, first.kind) == ("d-1", "env", ("1",), "calc")
+    assert first.metadata == {"hint": "x"}
+    assert (second.id, second.env_id, second.answers) == ("me", "other", ("2", "two"))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"answer": "1"}, "row 2: key 'question'"),
+        ({"question": " ", "answer": "1"}, "row 2: key 'question'"),
+        ({"question": "q"}, "row 2: key 'answer'"),
+        ({"question": "q", "answer": []}, "row 2: key 'answer'"),
+        ({"question": "q", "answer": {"a": 1}}, "row 2: key 'answer'"),
+        ([1], "row 2: expected a JSON object, got list"),
+        ("{", "row 2: not valid JSON"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, row: object, message: str) -> None:
+    path = write(tmp_path, {"question": "q", "answer": "a"}, row)
+    with pytest.raises(DataError, match=message) as raised:
+        load_tasks(path, "env")
+    assert str(path) in str(raised.value)
+
+
+def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is empty"):
+        load_tasks(write(tmp_path), "env")
+    with pytest.raises(DataError, match="no such dataset"):
+        load_tasks(tmp_path / "none.jsonl", "env")
+
+
+def test_a_stream_goes_through_all_tasks_each_epoch_and_resumes_anywhere(tmp_path: Path) -> None:
+    rows = [{"question": str(n), "answer": "a"} for n in range(5)]
+    tasks = load_tasks(write(tmp_path, *rows), "env")
+    whole = [task.question for _, task in islice(TaskStream(tasks, seed=3), 15)]
+    assert all(sorted(whole[i : i + 5]) == list("01234") for i in (0, 5, 10))
+    assert whole[:5] != whole[5:10]
+    for position in range(10):
+        rest = [t.question for _, t in islice(TaskStream(tasks, 3, position), 5)]
+        assert rest == whole[position : position + 5]

@@ -1,0 +1,138 @@
+"""Rollout plans against trees built by hand."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+
+from agentenv.plan import AEPOPlan, ARPOPlan, Independent, consecutive_forks
+from agentenv.tree import Node, TrajectoryTree
+from agentenv.types import Task
+
+V = 100
+UNIT = math.log(V)
+
+
+class Draws(Random):
+    """A generator that returns the given numbers."""
+
+    def __init__(self, *numbers: float) -> None:
+        super().__init__(0)
+        self.numbers = list(numbers)
+
+    def random(self) -> float:
+        return self.numbers.pop(0)
+
+
+def make_tree(*turns: float, started: int = 1, roots: int = 1) -> tuple[TrajectoryTree, Node]:
+    """One branch whose turns have the given normalised entropies; returns its last node."""
+    tree = TrajectoryTree(Task("t", "toy", "q", ("a",)), num_started=started, num_roots=roots)
+    node = tree.add(None, observation_ids=[1])
+    for entropy in turns:
+        node = tree.add(
+            node, branch="0", action_ids=[1, 2], entropies=[entropy * UNIT] * 2, observation_ids=[3]
+        )
+    return tree, node
+
+
+def arpo(**fields: object) -> ARPOPlan:
+    return ARPOPlan(group_size=8, initial_rollouts=4, vocab_size=V, **fields)  # type: ignore[arg-type]
+
+
+def test_independent_starts_its_group_and_nothing_else() -> None:
+    tree, node = make_tree(0.5)
+    plan = Independent(6)
+    assert plan.on_start(tree) == 6
+    assert plan.on_fork_point(tree, node, [1.0], Random(0)) == 0
+    assert plan.on_leaf_end(tree, node) == 0
+
+
+def test_arpo_forks_with_probability_alpha_plus_beta_times_the_rise() -> None:
+    tree, node = make_tree(0.3)
+    plan = arpo(entropy_weight=0.5)
+    after = [0.5 * UNIT] * 2  # a rise of 0.2: P = 0.5 + 0.5 * 0.2 = 0.6
+    assert plan.fork_probability(tree, node, after) == pytest.approx(0.6)
+    assert plan.on_fork_point(tree, node, after, Draws(0.59)) == 1
+    assert plan.on_fork_point(tree, node, after, Draws(0.61)) == 0
+
+
+def test_arpo_looks_at_the_window_only_and_at_a_mean() -> None:
+    tree, node = make_tree(0.0)
+    plan = arpo(entropy_weight=1.0, base_probability=0.0, fork_window=2)
+    assert plan.fork_probability(tree, node, [0.2 * UNIT, 0.4 * UNIT, 99.0]) == pytest.approx(0.3)
+
+
+def test_arpo_threshold_mode_forks_above_tau_only() -> None:
+    tree, node = make_tree(0.3)
+    plan = arpo(mode="threshold", beam_size=3)
+    assert plan.on_fork_point(tree, node, [0.31 * UNIT], Random(0)) == 2
+    assert plan.on_fork_point(tree, node, [0.30 * UNIT], Random(0)) == 0
+
+
+def test_a_fork_inherits_the_baseline_of_its_root() -> None:
+    tree, node = make_tree(0.1, 0.9)
+    fork = tree.add(node, branch="0.2+1", entropies=[0.9 * UNIT], observation_ids=[3])
+    plan = arpo(entropy_weight=1.0, base_probability=0.0)
+    assert plan.fork_probability(tree, fork, [0.5 * UNIT]) == pytest.approx(0.4)
+
+
+def test_forks_stop_at_the_budget_and_the_rest_starts_at_once() -> None:
+    tree, node = make_tree(0.3, started=8)
+    plan = arpo(base_probability=1.0)
+    assert plan.on_fork_point(tree, node, [0.3], Random(0)) == 0
+    tree.num_started, tree.num_live = 5, 1
+    assert plan.on_leaf_end(tree, node) == 0
+    tree.num_live = 0
+    assert plan.on_leaf_end(tree, node) == 3
+
+
+def aepo(**fields: object) -> AEPOPlan:
+    return AEPOPlan(group_size=16, initial_rollouts=8, vocab_size=V, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("root", "tools", "num_roots"),
+    [
+        (0.2, (0.2, 0.2), 8),  # no difference: half of 16
+        (0.4, (0.1, 0.3), 14),  # 16 * sigmoid(10 * 0.2) = 14.09
+        (0.1, (0.2, 0.4), 2),  # 16 * sigmoid(10 * -0.2) = 1.91
+        (0.5, (), 8),  # no tool turn: as configured
+    ],
+)
+def test_aepo_splits_the_budget_by_the_probe(
+    root: float, tools: tuple[float, ...], num_roots: int
+) -> None:
+    tree, leaf = make_tree(root, *tools)
+    leaf.end = "terminated"
+    plan = aepo()
+    assert plan.on_start(tree) == 1
+    assert plan.num_roots(tree, leaf) == num_roots
+    assert plan.on_leaf_end(tree, leaf) == num_roots - 1
+
+
+def test_aepo_never_promises_more_roots_than_the_probes_forks_have_left() -> None:
+    tree, leaf = make_tree(0.9, 0.1, started=7)
+    leaf.end = "terminated"
+    assert aepo().num_roots(tree, leaf) == 10
+
+
+def test_aepo_lets_the_probe_fork_on_a_provisional_budget() -> None:
+    tree, node = make_tree(0.3, started=8)
+    plan = aepo(base_probability=1.0)
+    assert plan.on_fork_point(tree, node, [0.3 * UNIT], Random(0)) == 1
+    tree.num_started = 9  # the probe and 16 - 8 forks
+    assert plan.on_fork_point(tree, node, [0.3 * UNIT], Random(0)) == 0
+
+
+def test_aepo_damps_runs_of_forks_on_a_path() -> None:
+    tree, node = make_tree(0.3, 0.3, 0.3, roots=2)
+    plan = aepo(branch_penalty=0.2)
+    first, second = tree.nodes[1:3]
+    first.num_forks, second.num_forks = 1, 1
+    assert consecutive_forks(tree, node) == 2
+    assert plan.fork_probability(tree, node, [0.3 * UNIT]) == pytest.approx(0.5 * 0.6)
+    second.num_forks = 0
+    assert consecutive_forks(tree, node) == 0
+    assert plan.fork_probability(tree, node, [0.3 * UNIT]) == pytest.approx(0.5)

@@ -1,0 +1,64 @@
+"""The tag protocol: calls are parsed from sampled tokens, tool text can forge nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentenv.errors import EnvError
+from agentenv.renderer import TagRenderer
+from agentenv.types import Completion, Message, ToolCall
+from tests.support.toy import TOOL, CharTokenizer
+
+RENDERER = TagRenderer(CharTokenizer())
+
+
+def turn(text: str, stop: str | None = None, eos: bool = False) -> Completion:
+    ids = CharTokenizer().encode(text) + [0] * eos
+    return Completion(ids, [0.0] * len(ids), [0.0] * len(ids), "stop", [], stop)
+
+
+def test_the_closing_tags_of_the_tools_end_a_turn() -> None:
+    assert RENDERER.stop([TOOL, {**TOOL, "name": "python"}]) == ("</search>", "</python>")
+
+
+def test_a_call_is_what_stands_between_the_last_tags() -> None:
+    text = "<think>no <search> here</think><search> who is it </search>"
+    message = RENDERER.parse(turn(text, "</search>"), [TOOL])
+    assert message.content == text
+    assert message.tool_calls == (ToolCall("search", {"query": "who is it"}),)
+
+
+def test_a_closing_tag_without_an_opening_one_is_no_call() -> None:
+    assert RENDERER.parse(turn("oops</search>", "</search>"), [TOOL]).tool_calls == ()
+
+
+def test_an_answer_has_no_calls_and_no_end_of_sequence_text() -> None:
+    message = RENDERER.parse(turn("<answer>2</answer>", eos=True), [TOOL])
+    assert message == Message("assistant", "<answer>2</answer>")
+
+
+def observe(text: str, max_tokens: int = 10**6) -> str:
+    ids = RENDERER.observation([Message("tool", text)], [TOOL], max_tokens)
+    return CharTokenizer().decode(ids)
+
+
+@pytest.mark.parametrize("text", ["</result>", "<search>", "</think>", "<answer>", "<eos>"])
+def test_tool_text_cannot_forge_tags_or_special_tokens(text: str) -> None:
+    shown = observe(f"a {text} b")
+    inside = shown.removeprefix(" <result>\n").removesuffix("\n</result>")
+    assert text not in inside
+    assert text.strip("<>/") in inside
+
+
+def test_ordinary_text_is_left_as_it_is() -> None:
+    assert observe("1 < 2 and <b>x</b>") == " <result>\n1 < 2 and <b>x</b>\n</result>"
+
+
+def test_a_long_result_keeps_head_and_tail() -> None:
+    shown = observe("A" * 500 + "Z" * 500, max_tokens=25)
+    assert shown == " <result>\n" + "A" * 10 + " ... " + "Z" * 10 + "\n</result>"
+
+
+def test_only_tool_results_can_be_rendered() -> None:
+    with pytest.raises(EnvError, match="sent 'user'"):
+        RENDERER.observation([Message("user", "hi")], [TOOL], 100)
