@@ -33,9 +33,14 @@ def load_config(config_type: type[T], path: Path, overrides: Sequence[str] = ())
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    apply_overrides(raw, overrides)
+    return build_config(config_type, raw, str(path))
+
+
+def apply_overrides(raw: Tree, overrides: Sequence[str]) -> None:
+    """Set the keys of `key.sub=value` texts in `raw`; a value that is no TOML is a text."""
     for override in overrides:
         _apply(raw, override)
-    return build_config(config_type, raw, str(path))
 
 
 def build_config(config_type: type[T], raw: Tree, source: str) -> T:

@@ -82,6 +82,24 @@ def final_table(state: RunState, name: str) -> Table:
     return table
 
 
+def report_table(report: Report, title: str) -> Table:
+    """One evaluation by kind of question, with 95 % Wilson intervals."""
+    table = Table(title=title)
+    for column in ("questions", "success [95 % interval]", "reward", "tool calls", "failed"):
+        table.add_column(column, justify="left" if column == "questions" else "right")
+    for kind, score in [*report.by_kind.items(), ("all", report.overall)]:
+        if kind == "all":
+            table.add_section()
+        table.add_row(
+            kind,
+            _cell(score),
+            f"{score.reward:.3f}",
+            f"{score.tool_calls:.2f}",
+            str(score.num_failed),
+        )
+    return table
+
+
 def _cell(score: Score) -> str:
     low, high = score.interval
     return f"{score.success:.3f} [{low:.2f}, {high:.2f}]  n={score.num_trajectories}"

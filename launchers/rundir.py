@@ -107,9 +107,7 @@ class RunDirectory:
         return self.checkpoints / f"step-{step:06d}"
 
     def finished_checkpoints(self) -> list[Path]:
-        """Complete checkpoints, oldest first. A half-written one has no state file."""
-        paths = sorted(self.checkpoints.glob("step-*[0-9]"))
-        return [path for path in paths if (path / STATE_FILE).is_file()]
+        return finished_checkpoints(self.checkpoints)
 
     def prune(self, keep_last: int) -> None:
         for path in self.finished_checkpoints()[:-keep_last]:
@@ -123,6 +121,11 @@ class RunDirectory:
         shutil.copytree(source, partial, ignore=shutil.ignore_patterns("trainer"))
         shutil.rmtree(best, ignore_errors=True)
         partial.rename(best)
+
+
+def finished_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first. A half-written one has no state file."""
+    return [path for path in sorted(folder.glob("step-*[0-9]")) if (path / STATE_FILE).is_file()]
 
 
 def trajectory_row(tree: TrajectoryTree, trajectory: Trajectory, tokenizer: Any) -> Row:

@@ -84,7 +84,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--resume", action="store_true", help="continue a stopped run from its last checkpoint"
     )
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,35 @@
+# Two commands do everything, on a bare machine too:
+#   make train   environment, then the main job (configs/quickstart.toml)
+#   make test    environment, then all checks
+# Another Python: make train PYTHON=python3.12. Another run: make train ARGS="run.seed=1 run.name=b".
+
+PYTHON ?= python3
+CONFIG ?= configs/quickstart.toml
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test lint types environment clean
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help:
+	@sed -n '1,4s/^# \{0,1\}//p' Makefile
+
+train: environment
+	$(BIN)/python launchers/train.py $(CONFIG) $(ARGS)
+
+test: environment lint types
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: environment
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: environment
+	$(BIN)/mypy
+
+environment:
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh .ci/environment
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

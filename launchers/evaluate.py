@@ -1,0 +1,190 @@
+"""Evaluates a run or a model: `python launchers/evaluate.py RUN_OR_MODEL --env ID --n 200`.
+
+The same env API, actor and engine as in training. Of a run, environment, limits, sampling and
+questions are those of its configuration; of a model directory they are given as key=value.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from agentenv.actor import Actor
+from agentenv.config import apply_overrides, build_config
+from agentenv.dataset import load_tasks
+from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.scripted import ScriptedConfig
+from agentenv.errors import AgentEnvError, ConfigError, DataError
+from agentenv.evaluate import Report, evaluate, make_report
+from agentenv.limits import Limits
+from agentenv.renderer import TagRenderer
+from agentenv.shared import close_shared
+from agentenv.tree import TrajectoryTree
+from launchers import report
+from launchers.assembly import (
+    check_context,
+    context_length,
+    env_maker,
+    load_tokenizer,
+    make_engine,
+    try_env,
+)
+from launchers.config import EnvConfig, Sampling
+from launchers.keys import key_table
+from launchers.rundir import CONFIG_FILE, finished_checkpoints, trajectory_row
+from launchers.train import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, first_reason
+from launchers.view import View
+
+
+class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an evaluation reads; of a run, everything comes from the run."""
+
+    env: EnvConfig
+    data: Annotated[str, Meta(description="JSONL file of questions")]
+    limits: Limits = Limits()
+    sampling: Sampling = Sampling()
+    engine: EmbeddedConfig | ScriptedConfig = EmbeddedConfig()
+    num_samples: Annotated[int, Meta(ge=1, description="trajectories a question")] = 1
+    concurrency: Annotated[int, Meta(ge=1, description="questions in flight")] = 256
+    seed: Annotated[int, Meta(ge=0, description="seed of sampling")] = 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
+    arguments = _parse(argv)
+    view = View()
+    try:
+        model, raw, run = _subject(arguments)
+        if arguments.env:
+            raw.setdefault("env", {})["id"] = arguments.env
+        apply_overrides(raw, arguments.overrides)
+        config = build_config(EvaluateConfig, raw, str(arguments.subject))
+        trees, tokenizer = asyncio.run(_evaluate(config, model, run, arguments.n))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except (AgentEnvError, ExceptionGroup) as error:
+        reason = first_reason(error)
+        if reason is None:
+            raise
+        view.fail(str(reason))
+        return EXIT_BAD_INPUT if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
+    result = make_report(Path(config.data).stem, trees)
+    view.show(report.report_table(result, f"{config.env.id} by {model}"))
+    if arguments.out is not None:
+        _write(arguments.out, result, trees, tokenizer)
+        view.say(f"written to {arguments.out}: report.json, trajectories.jsonl")
+    return 0
+
+
+async def _evaluate(
+    config: EvaluateConfig, model: Path, run: Path, num_tasks: int
+) -> tuple[list[TrajectoryTree], Any]:
+    def resolve(text: str) -> Path:
+        return Path(text.replace("{run}", str(run)))
+
+    async with AsyncExitStack() as stack:
+        tokenizer = await asyncio.to_thread(load_tokenizer, model)
+        tasks = load_tasks(resolve(config.data), config.env.id)[: num_tasks or None]
+        check_context(config.limits, context_length(config.engine, model))
+        make_env = env_maker(config.env, resolve)
+        stack.push_async_callback(close_shared)
+        await try_env(make_env, tasks[0])
+        engine = await asyncio.to_thread(make_engine, config.engine, model, tokenizer, 0)
+        stack.push_async_callback(engine.close)
+        actor = Actor(
+            engine,
+            TagRenderer(tokenizer),
+            make_env,
+            config.limits,
+            config.sampling.params(),
+            f"{config.seed}/eval",
+        )
+        trees = await evaluate(
+            actor, tasks, num_samples=config.num_samples, concurrency=config.concurrency
+        )
+    return trees, tokenizer
+
+
+def _subject(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any], Path]:
+    """Model directory, configuration so far, and the run directory, of a run, of a checkpoint in
+    one, or of a model directory by itself."""
+    subject: Path = arguments.subject
+    for run in (subject, *list(subject.absolute().parents)[:2]):
+        if (run / CONFIG_FILE).is_file() and (run / "checkpoints").is_dir():
+            break
+    else:
+        return subject, {}, subject
+    raw = _of_run(run, arguments.set)
+    if run != subject:
+        return subject, raw, run
+    checkpoints = finished_checkpoints(run / "checkpoints")
+    best = run / "checkpoints" / "best"
+    if arguments.checkpoint == "best" and best.is_dir():
+        return best, raw, run
+    if not checkpoints:
+        raise DataError(f"{run} holds no finished checkpoint yet")
+    return checkpoints[-1], raw, run
+
+
+def _of_run(run: Path, set_name: str) -> dict[str, Any]:
+    saved = msgspec.json.decode((run / CONFIG_FILE).read_bytes(), type=dict[str, Any])
+    sets = saved["eval"]["sets"]
+    name = set_name or saved["eval"]["report"] or next(iter(sets), "")
+    if name not in sets:
+        raise ConfigError(f"--set {name}: {run} has the evaluation sets {sorted(sets)}")
+    return {
+        "env": saved["env"],
+        "data": sets[name]["path"],
+        "limits": saved["limits"],
+        "sampling": saved["sampling"]["eval"],
+        "engine": saved["engine"],
+        "seed": saved["run"]["seed"],
+    }
+
+
+def _write(out: Path, result: Report, trees: list[TrajectoryTree], tokenizer: Any) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "report.json").write_text(
+        json.dumps(msgspec.to_builtins(result), indent=2) + "\n", encoding="utf-8"
+    )
+    with (out / "trajectories.jsonl").open("w", encoding="utf-8") as file:
+        for tree in trees:
+            for trajectory in tree.trajectories():
+                row = trajectory_row(tree, trajectory, tokenizer)
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="launchers/evaluate.py",
+        description="Evaluate a run, a checkpoint or a model through the env API.",
+        epilog=key_table(EvaluateConfig),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("subject", type=Path, metavar="RUN_OR_MODEL")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
+    parser.add_argument("--env", default="", help="environment id; of a run: its own")
+    parser.add_argument("--n", type=int, default=0, help="first n questions; 0: all")
+    parser.add_argument("--set", default="", help="evaluation set of the run; default: reported")
+    parser.add_argument(
+        "--checkpoint", choices=("last", "best"), default="last", help="which one of a run"
+    )
+    parser.add_argument("--out", type=Path, help="directory for report.json and trajectories.jsonl")
+    return parser.parse_intermixed_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
