@@ -137,4 +137,4 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
         raise ConfigError(f"{key}: {path!r} cannot be loaded: {error}") from error
     if not inspect.isroutine(function):
         raise ConfigError(f"{key}: {path!r} is not a function")
-    return function  # type: ignore[no-any-return]
+    return function

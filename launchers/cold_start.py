@@ -1,10 +1,9 @@
-"""The cold start: imitate demonstrations on the learner until every kind of question is mastered.
+"""The cold start: imitate demonstrations on the learner, stage by stage.
 
 A small model acquires its skills in jumps, and each kind of question at a time of its own; a
-kind that is missing when reinforcement learning begins never gets a reward to learn from. So the
-demonstrations of a kind are drawn the more often the lower its teacher-forced exact match on
-clean demonstrations about unrelated facts (the gate), and the learning rate starts to decay only
-when every kind has passed it.
+kind that is missing when reinforcement learning begins never gets a reward to learn from. So a
+stage may go on until teacher-forced exact match on clean demonstrations about unrelated facts
+(the gate) is high for every kind, and meanwhile a kind is drawn the more often the lower it is.
 """
 
 from __future__ import annotations
@@ -20,15 +19,17 @@ from msgspec import Struct
 from agentenv.errors import DataError
 from agentenv.renderer import TagRenderer
 from agentenv.types import Message
-from launchers.config import SFTConfig
+from launchers.config import SFTConfig, SFTStage
 from learners.encoding import EncodedTree, encode_sequence
 from learners.learner import Learner
 
-DECAYED = 0.1  # the rate at the end, as a share of the full one
+Demonstrations = dict[str, dict[str, list[EncodedTree]]]  # by stage, then by kind
+OnGate = Callable[[int, float, dict[str, float]], None]
 
 
 class SFTResult(Struct):
-    """Optimizer steps taken, whether the gate was passed, and the exact match by kind."""
+    """Optimizer steps taken, whether every gated stage was passed, exact match by kind at the
+    end, and tokens trained."""
 
     num_steps: int
     passed: bool
@@ -36,30 +37,27 @@ class SFTResult(Struct):
     num_tokens: int
 
 
-class Demonstrations:
-    """Encoded demonstrations by kind, and how often each kind is drawn."""
+class Sampler:
+    """Draws demonstrations; within a kind each one comes once before any comes again."""
 
     def __init__(self, by_kind: dict[str, list[EncodedTree]], rng: Random) -> None:
-        self.by_kind = by_kind
         self.kinds = sorted(by_kind)
-        self.weights = dict.fromkeys(self.kinds, 1.0)
+        self.weights = [1.0] * len(self.kinds)
+        self._by_kind = by_kind
         self._rng = rng
-        self._queues: dict[str, list[EncodedTree]] = {kind: [] for kind in self.kinds}
+        self._left: dict[str, list[EncodedTree]] = {kind: [] for kind in self.kinds}
+
+    def reweigh(self, exact_match: dict[str, float], boost: float) -> None:
+        self.weights = [1 + boost * (1 - exact_match.get(kind, 0.0)) for kind in self.kinds]
 
     def draw(self, count: int) -> list[EncodedTree]:
-        """A batch; within a kind every demonstration comes once before any comes again."""
-        weights = [self.weights[kind] for kind in self.kinds]
-        return [self._next(kind) for kind in self._rng.choices(self.kinds, weights, k=count)]
-
-    def reweigh(self, exact_match: dict[str, float]) -> None:
-        """Kinds that are not mastered yet are drawn up to four times as often."""
-        self.weights = {kind: 1.0 + 3.0 * (1.0 - exact_match[kind]) for kind in self.kinds}
+        return [self._next(kind) for kind in self._rng.choices(self.kinds, self.weights, k=count)]
 
     def _next(self, kind: str) -> EncodedTree:
-        if not self._queues[kind]:
-            self._queues[kind] = list(self.by_kind[kind])
-            self._rng.shuffle(self._queues[kind])
-        return self._queues[kind].pop()
+        if not self._left[kind]:
+            self._left[kind] = list(self._by_kind[kind])
+            self._rng.shuffle(self._left[kind])
+        return self._left[kind].pop()
 
 
 async def cold_start(
@@ -67,51 +65,73 @@ async def cold_start(
     learner: Learner,
     demonstrations: Demonstrations,
     gate: dict[str, list[EncodedTree]],
-    on_gate: Callable[[int, float, dict[str, float]], None],
+    rng: Random,
+    on_gate: OnGate,
 ) -> SFTResult:
-    """Run the cold start. `on_gate` is told step, loss and exact match by kind at each gate."""
-    stop_at: int | None = None
-    step, losses, num_tokens = 0, [0.0], 0
-    exact: dict[str, float] = {}
-    while step < (config.max_steps if stop_at is None else stop_at):
-        metrics = await learner.imitate(
-            demonstrations.draw(config.batch_size), _lr_scale(config, step, stop_at)
-        )
-        losses.append(metrics["loss"])
-        num_tokens += int(metrics["num_tokens"])
-        step += 1
-        if step % config.gate_every == 0 and stop_at is None:
-            exact = await exact_match(learner, gate)
-            on_gate(step, sum(losses[1:]) / max(1, len(losses) - 1), exact)
-            losses = [0.0]
-            demonstrations.reweigh(exact)
-            if min(exact.values()) >= config.gate_threshold:
-                stop_at = min(step + config.decay_steps, config.max_steps)
-    passed = stop_at is not None
-    if gate:
-        exact = await exact_match(learner, gate)
-        on_gate(step, metrics["loss"], exact)
-    return SFTResult(step, passed, exact, num_tokens)
+    """Run all stages. `on_gate` is told step, loss and exact match by kind at each measurement."""
+    run = _ColdStart(config, learner, gate, on_gate)
+    for stage in config.stages:
+        await run.stage(stage, Sampler(demonstrations[stage.rows], rng))
+    exact = await run.measure()
+    return SFTResult(run.step, run.passed, exact, run.num_tokens)
 
 
-async def exact_match(learner: Learner, gate: dict[str, list[EncodedTree]]) -> dict[str, float]:
-    """By kind, the share of sequences of which every trained token is the likeliest one."""
-    result = {}
-    for kind, sequences in gate.items():
-        scores = await learner.score(sequences)
-        result[kind] = sum(all(score.matches) for score in scores) / len(scores)
-    return result
+class _ColdStart:
+    def __init__(
+        self,
+        config: SFTConfig,
+        learner: Learner,
+        gate: dict[str, list[EncodedTree]],
+        on_gate: OnGate,
+    ) -> None:
+        self.config = config
+        self.learner = learner
+        self.gate = gate
+        self.on_gate = on_gate
+        self.step = 0
+        self.num_tokens = 0
+        self.passed = True
+        self._losses: list[float] = []
+
+    async def stage(self, stage: SFTStage, sampler: Sampler) -> None:
+        first, last = stage.lr_scale
+        passed = not stage.until_gate
+        for number in range(stage.num_steps):
+            scale = first + (last - first) * number / stage.num_steps
+            if self.step < self.config.warmup_steps:
+                scale *= (self.step + 1) / self.config.warmup_steps
+            metrics = await self.learner.imitate(sampler.draw(stage.batch_size), scale)
+            self._losses.append(metrics["loss"])
+            self.num_tokens += int(metrics["num_tokens"])
+            self.step += 1
+            if stage.until_gate and self.step % self.config.gate_every == 0:
+                exact = await self.measure()
+                sampler.reweigh(exact, self.config.kind_boost)
+                passed = min(exact.values()) >= self.config.gate_threshold
+                if passed:
+                    break
+        self.passed = self.passed and passed
+
+    async def measure(self) -> dict[str, float]:
+        """By kind, the share of gate sequences of which every trained token is the likeliest."""
+        exact = {}
+        for kind, sequences in self.gate.items():
+            scores = await self.learner.score(sequences)
+            exact[kind] = sum(all(score.matches) for score in scores) / len(scores)
+        self.on_gate(self.step, sum(self._losses) / max(1, len(self._losses)), exact)
+        self._losses = []
+        return exact
 
 
 def load_demonstrations(
     path: Path, renderer: TagRenderer, tools: list[dict[str, Any]]
-) -> dict[str, list[EncodedTree]]:
-    """Read rows {"question", "turns": [{"action", "result"}, ...], "kind"} and encode them.
+) -> Demonstrations:
+    """Read rows {"question", "turns": [{"action", "result"}, ...], "kind", "stage"}, encoded.
 
-    Only what the policy writes is trained: actions and, after the last, the end-of-sequence
-    token. Raises DataError with file and row.
+    The stage "" holds all rows. Only what the policy writes is trained: actions and, after the
+    last, the end-of-sequence token. Raises DataError with file and row.
     """
-    by_kind: dict[str, list[EncodedTree]] = {}
+    demonstrations: Demonstrations = {"": {}}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -121,15 +141,29 @@ def load_demonstrations(
             row = json.loads(line)
             turns = [(str(turn["action"]), turn["result"]) for turn in row["turns"]]
             question, kind = str(row["question"]), str(row.get("kind", "all"))
+            stage = str(row.get("stage", ""))
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise DataError(
                 f"{path}, row {number}: expected an object with 'question' and 'turns', a list of "
                 f"{{'action', 'result'}}: {error!r}"
             ) from error
-        by_kind.setdefault(kind, []).append(_encode(question, turns, renderer, tools))
-    if not by_kind:
+        encoded = _encode(question, turns, renderer, tools)
+        for name in {"", stage}:
+            demonstrations.setdefault(name, {}).setdefault(kind, []).append(encoded)
+    if not demonstrations[""]:
         raise DataError(f"{path}: there are no demonstrations in it")
-    return by_kind
+    return demonstrations
+
+
+def check_stages(config: SFTConfig, demonstrations: Demonstrations) -> None:
+    """Refuse a stage without demonstrations."""
+    for number, stage in enumerate(config.stages):
+        if stage.rows not in demonstrations:
+            known = sorted(filter(None, demonstrations))
+            raise DataError(
+                f"{config.data}: sft.stages[{number}] wants rows with stage {stage.rows!r}; the "
+                f"file has {known}"
+            )
 
 
 def _encode(
@@ -151,11 +185,3 @@ def _encode(
             ids += observation
             mask += [False] * len(observation)
     return encode_sequence(ids, mask)
-
-
-def _lr_scale(config: SFTConfig, step: int, stop_at: int | None) -> float:
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    if stop_at is None or not config.decay_steps:
-        return 1.0
-    return DECAYED + (1 - DECAYED) * (stop_at - step) / config.decay_steps

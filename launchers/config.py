@@ -15,7 +15,7 @@ from agentenv.types import SamplingParams
 from learners.aepo import AEPO
 from learners.arpo import ARPO
 from learners.grpo import GRPO
-from learners.learner import LearnerConfig
+from learners.learner import LearnerConfig, OptimizerConfig
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,34 +102,51 @@ class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = False
 
 
+class SFTStage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One stage of the cold start."""
+
+    rows: Annotated[
+        str, Meta(description="use the rows whose key 'stage' has this value; empty: all")
+    ] = ""
+    num_steps: Annotated[int, Meta(ge=1, description="optimizer steps, at most")]
+    until_gate: Annotated[
+        bool, Meta(description="end the stage as soon as every kind of question passes the gate")
+    ] = False
+    batch_size: Annotated[int, Meta(ge=1, description="demonstrations a step")] = 8
+    lr_scale: Annotated[
+        tuple[float, float], Meta(description="factor on both rates, from first to last step")
+    ] = (1.0, 1.0)
+
+
 class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The cold start: imitate demonstrations until every kind of question is mastered."""
+    """The cold start: imitate demonstrations, stage by stage."""
 
     data: Annotated[str, Meta(description="JSONL file of demonstrations")]
     gate: Annotated[
         str, Meta(description="JSONL file of clean demonstrations that measure the skill")
     ]
-    batch_size: Annotated[int, Meta(ge=1, description="demonstrations a step")] = 8
-    max_steps: Annotated[int, Meta(ge=1, description="optimizer steps at most")] = 3000
-    gate_every: Annotated[int, Meta(ge=1, description="steps between two measurements")] = 100
+    stages: Annotated[list[SFTStage], Meta(description="stages in order, [[sft.stages]]")]
+    gate_every: Annotated[int, Meta(ge=1, description="steps between two measurements")] = 25
     gate_threshold: Annotated[
         float,
         Meta(ge=0, le=1, description="teacher-forced exact match that every kind must reach"),
     ] = 0.9
-    decay_steps: Annotated[
-        int, Meta(ge=0, description="steps of linear decay to a tenth after the gate is passed")
-    ] = 200
-    warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up")] = 0
-    learning_rate: Annotated[float, Meta(gt=0, description="AdamW's part")] = 1e-2
-    muon_learning_rate: Annotated[float, Meta(gt=0, description="Muon's part")] = 0.012
+    kind_boost: Annotated[
+        float,
+        Meta(ge=0, description="draw a kind without any skill 1 + kind_boost times as often"),
+    ] = 2.0
+    warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up")] = 20
+    optimizer: Annotated[OptimizerConfig, Meta(description="optimizer of the cold start")] = (
+        OptimizerConfig(learning_rate=1e-2, muon_learning_rate=0.012, weight_decay=0.1)
+    )
 
 
 class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long to train: `num_steps` or `num_epochs`, one of them."""
 
-    num_steps: Annotated[int | None, Meta(ge=0, description="updates")] = None
+    num_steps: Annotated[Annotated[int, Meta(ge=0)] | None, Meta(description="updates")] = None
     num_epochs: Annotated[
-        float | None, Meta(gt=0, description="passes over the training questions")
+        Annotated[float, Meta(gt=0)] | None, Meta(description="passes over the training questions")
     ] = None
 
     max_logprob_gap: Annotated[

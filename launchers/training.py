@@ -18,8 +18,6 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from msgspec.structs import replace
-
 from agentenv.config import to_plain
 from agentenv.dataset import TaskStream
 from agentenv.evaluate import Report, evaluate, make_report
@@ -27,7 +25,7 @@ from agentenv.metrics import LoopLag, failure_kind, rollout_metrics
 from agentenv.replay import ReplayQueue
 from agentenv.tree import TrajectoryTree
 from launchers import report
-from launchers.cold_start import Demonstrations, cold_start, load_demonstrations
+from launchers.cold_start import check_stages, cold_start, load_demonstrations
 from launchers.config import TrainConfig
 from launchers.parts import Parts, build_parts
 from launchers.phases import PhaseClock
@@ -113,7 +111,8 @@ class Training:
             )
             for path in (config.data, config.gate)
         ]
-        self.view.begin("cold start", config.max_steps)
+        check_stages(config, demos)
+        self.view.begin("cold start", sum(stage.num_steps for stage in config.stages))
 
         def on_gate(step: int, loss: float, exact: dict[str, float]) -> None:
             kinds = "  ".join(f"{kind} {share:.2f}" for kind, share in exact.items())
@@ -122,13 +121,9 @@ class Training:
             row = {f"sft/exact_match/{kind}": share for kind, share in exact.items()}
             self._log({"step": 0, "sft/step": step, "sft/loss": loss, **row})
 
-        rates = {
-            "learning_rate": config.learning_rate,
-            "muon_learning_rate": config.muon_learning_rate,
-        }
-        await parts.learner.reset_optimizer(replace(optimizer_of(self.config.learner), **rates))
+        await parts.learner.reset_optimizer(config.optimizer)
         rng = Random(f"{self.config.run.seed}/sft")
-        result = await cold_start(config, parts.learner, Demonstrations(demos, rng), gate, on_gate)
+        result = await cold_start(config, parts.learner, demos, gate[""], rng, on_gate)
         self.view.end()
         self.state.totals.sft_tokens = result.num_tokens
         if not result.passed:

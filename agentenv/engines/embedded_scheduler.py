@@ -1,0 +1,300 @@
+"""Which requests run: the thread side of the embedded engine, one step at a time.
+
+A step admits waiting requests (each takes over or copies the longest prefix the cache has),
+computes their prompts together with one token of every running request, samples, and lets
+requests that are done go.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from agentenv.engines.embedded_cache import IntArray, SlotCache
+from agentenv.engines.embedded_model import Batch, DecodeGroup, DecoderModel, Prefill
+from agentenv.engines.embedded_sampling import Sampler
+from agentenv.engines.embedded_weights import Architecture, Weights
+from agentenv.engines.stop_strings import StopMatcher, StopStrings
+from agentenv.errors import EngineError
+from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
+
+MAX_PREFILL_TOKENS = 4096  # new prompt tokens of one step, unless one prompt alone has more
+MIN_WAIT_GAIN = 16  # a prompt waits a step for a twin that saves it this many tokens
+ROOM = 16  # columns reserved beyond a prompt, so that short turns need no move
+
+
+@dataclass(eq=False)
+class Request:
+    """One call of generate, as the engine thread sees it."""
+
+    prompt: IntArray
+    sampling: SamplingParams
+    session: str
+    chunk_size: int  # tokens of a Chunk, 0: no streaming
+    random: random.Random = field(init=False)
+    matcher: StopMatcher | None = None
+    enders: frozenset[int] = frozenset()  # tokens that may end the request
+    slot: int = -1
+    num_cached: int = 0
+    num_reported: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.sampling.seed)
+
+    def take_chunk(self) -> Chunk:
+        """The tokens not reported yet."""
+        start, self.num_reported = self.num_reported, len(self.token_ids)
+        return Chunk(self.token_ids[start:], self.logprobs[start:], self.entropies[start:])
+
+    def enter_version(self, version: int) -> None:
+        """Tokens from here on are chosen by `version`."""
+        if self.versions and self.versions[-1][1] == len(self.token_ids):
+            self.versions.pop()
+        self.versions.append((version, len(self.token_ids)))
+
+    def end(self, at_eos: bool) -> Completion | None:
+        """The completion if the last token ended the request."""
+        reason: Literal["stop", "length"] = "stop"
+        stop = None
+        if not at_eos:
+            if self.matcher is not None and self.token_ids[-1] in self.matcher.candidates:
+                stop = self.matcher.match(self.token_ids)
+            if stop is None:
+                if len(self.token_ids) < self.sampling.max_tokens:
+                    return None
+                reason = "length"
+        ends = [start for _, start in self.versions[1:]] + [len(self.token_ids)]
+        spans = zip(self.versions, ends, strict=True)
+        return Completion(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            entropies=self.entropies,
+            finish_reason=reason,
+            version_spans=[VersionSpan(version, start, end) for (version, start), end in spans],
+            stop=stop,
+            num_cached_tokens=self.num_cached,
+        )
+
+
+Event = tuple[Request, Chunk | None, Completion | EngineError | None]
+
+
+class Scheduler:
+    """Waiting and running requests over the model and its slots. Used by one thread only."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        weights: Weights,
+        cache: SlotCache,
+        stop_strings: StopStrings,
+        policy_version: int,
+        max_num_seqs: int,
+    ) -> None:
+        self.policy_version = policy_version
+        self.counts: Counter[str] = Counter()
+        self.events: list[Event] = []  # since the last step, for the callers
+        self.waiting: deque[Request] = deque()
+        self.running: dict[int, Request] = {}  # by slot
+        self._arch, self._weights, self._cache = arch, weights, cache
+        self._model = DecoderModel(arch, weights)
+        self._stop_strings = stop_strings
+        self._max_num_seqs = max_num_seqs
+        self._device = weights.embed.device
+        # The batch of the last step, kept while the same requests go on in the same rows.
+        self._batch: Batch | None = None
+        self._order: list[Request] = []
+        self._slots = np.zeros(0, dtype=np.int64)  # of the decoding rows
+        self._inputs: list[int] = []  # their tokens, which the next step computes
+        self._sampler = Sampler((), self._device)
+        self._steps_to_grow = 0
+
+    @property
+    def idle(self) -> bool:
+        """True when a step would do nothing."""
+        return not self.waiting and not self.running
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+        try:
+            request.matcher = self._stop_strings.matcher(request.sampling.stop)
+        except EngineError as error:
+            self.events.append((request, None, error))
+            return
+        request.enders = self._arch.eos_ids
+        if request.matcher is not None:
+            request.enders |= request.matcher.candidates
+        self.counts["requests"] += 1
+        self.counts["prompt_tokens"] += len(request.prompt)
+        self.waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Forget a request; unknown and finished ones are ignored."""
+        if self.running.get(request.slot) is request:
+            self._release(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def load_weights(self, source: Path, policy_version: int) -> None:
+        """Replace the weights in place. Raises EngineError and changes nothing if they misfit."""
+        self._weights.load(source)
+        self._cache.forget_all()
+        self.policy_version = policy_version
+        for request in self.running.values():
+            request.enter_version(policy_version)
+        self.counts["weight_updates"] += 1
+
+    def step(self) -> None:
+        """Admit, compute one token of every running request, sample, let go of those done."""
+        if self._steps_to_grow == 0:
+            self._grow_slots()
+        fresh = self._admit()
+        if not self.running:
+            return
+        if self._batch is None:
+            self._batch = self._make_batch(fresh)
+        batch = self._batch
+        self._cache.append(self._slots, self._inputs)
+        uniforms = [request.random.random() for request in self._order]
+        sampled, logprobs, entropies = self._sampler.sample(
+            self._model.forward(batch),
+            torch.tensor(uniforms, dtype=torch.float64, device=self._device),
+        )
+        for request in fresh:
+            self._cache.publish(request.slot, self.policy_version)
+        self._steps_to_grow -= 1
+        if fresh:
+            self._batch = None
+        self._inputs = sampled.tolist()
+        self._record(self._inputs, logprobs.tolist(), entropies.tolist())
+        if self._batch is batch:
+            batch.advance(sampled)
+
+    def _grow_slots(self) -> None:
+        """Move the running slots that are full to a larger pool."""
+        self._batch = None
+        for slot in self.running:
+            length = int(self._cache.lengths[slot])
+            if length == self._cache.location(slot)[0].capacity:
+                self._cache.grow(slot, length + 1)
+
+    def _admit(self) -> list[Request]:
+        """Open slots for waiting requests, in order; returns those to prefill in this step."""
+        fresh: list[Request] = []
+        held: list[Request] = []
+        budget = MAX_PREFILL_TOKENS
+        while self.waiting and len(self.running) + len(held) < self._max_num_seqs:
+            request = self.waiting[0]
+            source, common = self._cache.find(request.prompt, request.session, self.policy_version)
+            num_new = max(1, len(request.prompt) - common)
+            if fresh and num_new > budget:
+                break
+            self.waiting.popleft()
+            if twin_prefix(request, fresh) >= common + MIN_WAIT_GAIN:
+                held.append(request)
+                continue
+            budget -= num_new
+            if source is not None and self._cache.version(source) != self.policy_version:
+                self.counts["cross_version_hits"] += 1
+            self._open(request, source, common)
+            fresh.append(request)
+        self.waiting.extendleft(reversed(held))
+        return fresh
+
+    def _open(self, request: Request, source: int | None, common: int) -> None:
+        room = min(request.sampling.max_tokens, ROOM)
+        request.slot, request.num_cached = self._cache.open(
+            request.prompt, request.session, source, common, room
+        )
+        self._model.reserve(len(request.prompt) + request.sampling.max_tokens)
+        self.running[request.slot] = request
+        request.enter_version(self.policy_version)
+        self.counts["cached_tokens"] += request.num_cached
+        self._batch = None
+
+    def _make_batch(self, fresh: list[Request]) -> Batch:
+        """The decoding rows pool by pool, then the prompts of `fresh` in order."""
+        cache, device = self._cache, self._device
+        new_slots = {request.slot for request in fresh}
+        groups: list[DecodeGroup] = []
+        slots: list[int] = []
+        spare: list[int] = []  # steps until a slot is full
+        for pool in cache.pools.values():
+            rows = [slot for slot in pool.running() if slot not in new_slots]
+            if rows:
+                lengths = cache.lengths[rows].tolist()
+                groups.append(DecodeGroup(pool, len(slots), lengths, device))
+                spare.append(pool.capacity - max(lengths))
+                slots += rows
+        self._slots = np.array(slots, dtype=np.int64)
+        positions = cache.lengths[self._slots].tolist()
+        self._order = [self.running[slot] for slot in slots]
+        token_ids = [request.token_ids[-1] for request in self._order]
+        self._inputs = token_ids[:]
+        prefills: list[Prefill] = []
+        for request in fresh:
+            pool, row = cache.location(request.slot)
+            past, start = request.num_cached, len(token_ids)
+            token_ids += request.prompt[past:].tolist()
+            positions += range(past, len(request.prompt))
+            prefills.append(Prefill(pool, row, past, start, len(token_ids), device))
+            spare.append(pool.capacity - len(request.prompt) + 1)
+        self._order += fresh
+        self._steps_to_grow = min(spare)
+        self._sampler = Sampler([request.sampling for request in self._order], device)
+        tokens = torch.tensor(token_ids, device=device)
+        return Batch(tokens, torch.tensor(positions, device=device), groups, prefills)
+
+    def _record(self, token_ids: list[int], logprobs: list[float], entropies: list[float]) -> None:
+        """Give every row its token; make the events; release the rows that are done."""
+        self.counts["steps"] += 1
+        self.counts["sampled_tokens"] += len(token_ids)
+        if not math.isfinite(sum(logprobs)):
+            raise EngineError(f"the logits of policy version {self.policy_version} are not finite")
+        done: list[Request] = []
+        for request, token, logprob, entropy in zip(
+            self._order, token_ids, logprobs, entropies, strict=True
+        ):
+            request.token_ids.append(token)
+            request.logprobs.append(logprob)
+            request.entropies.append(entropy)
+            completion = None
+            num_tokens = len(request.token_ids)
+            if token in request.enders or num_tokens == request.sampling.max_tokens:
+                completion = request.end(token in self._arch.eos_ids)
+                if completion is not None:
+                    done.append(request)
+            chunk = None
+            if request.chunk_size and num_tokens - request.num_reported >= request.chunk_size:
+                chunk = request.take_chunk()
+            if chunk is not None or completion is not None:
+                self.events.append((request, chunk, completion))
+        for request in done:
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        self._cache.close(request.slot, self.policy_version)
+        del self.running[request.slot]
+        self._batch = None
+
+
+def twin_prefix(request: Request, others: list[Request]) -> int:
+    """Length of the longest prefix shared with a prompt of the same session among `others`."""
+    longest = 0
+    for other in others:
+        if other.session == request.session:
+            size = min(len(other.prompt), len(request.prompt))
+            differs = other.prompt[:size] != request.prompt[:size]
+            longest = max(longest, int(differs.argmax()) if differs.any() else size)
+    return longest

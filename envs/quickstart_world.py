@@ -1,0 +1,305 @@
+"""The made-up world of the quick start: facts, questions that need tools, and demonstrations.
+
+Four kinds of question. None can be answered from the question alone: products are too long for
+the head of a tiny model, and facts stand only in the knowledge base.
+
+    calc  What is 4837 * 57?                                  python
+    cost  How much do 57 shares of Zorvex Labs cost?               search, python
+    hop   In which city was the founder of Zorvex Labs born?       search, search
+    age   How old was the founder of Zorvex Labs in 1987?          search, search, python
+
+Training, development and held-out questions speak of disjoint companies and founders and of
+disjoint calculations. Demonstrations draw fresh facts for every trace: they never show a fact of
+the knowledge base nor a development or held-out question, only the same vocabulary.
+
+Part of the demonstrations is poor on purpose (see HABITS): most give up although a tool would
+have helped. Imitating them gives a real but partial skill and leaves reinforcement learning
+something to improve.
+
+Everything is deterministic in the `random.Random` or seed that is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from random import Random
+
+KINDS = ("calc", "cost", "hop", "age")
+# How a demonstration behaves, with its default share. clean: as it should be. refuse: gives up at
+# once. quit: gives up after the first tool result. unboxed: right, but without \boxed. slip: the
+# last tool call is wrong and its result is believed.
+HABITS = {"clean": 0.40, "refuse": 0.25, "quit": 0.25, "unboxed": 0.04, "slip": 0.06}
+GIVE_UP = r"<think>I do not know.</think><answer>\boxed{unknown}</answer>"
+ATTRIBUTES = ("founder", "price", "birthplace", "home", "birthyear")
+
+
+COMPANY_WORDS = (
+    "Zorvex Veltron Quandex Trilab Nexor Balmat Dynix Fexpath Gralrom Hovsys Jintek Kolvond "
+    "Lumwick Myrgild Paxzan Synyard".split(),
+    "Labs Works Mills Motors Foods Steel Media Farms Airways Energy Optics Tools Paper Glass "
+    "Rail Toys".split(),
+)
+PEOPLE_WORDS = (
+    "Kaldan Mornik Beshub Livek Rumird Santos Tojarl Viplon Dezeth Fabbe Gukko Hadral Joffor "
+    "Negwen Pistra Waquin".split(),
+    "Arbow Brelm Corvane Dusk Elmeth Fyrn Gostal Hulme Ilvar Jesk Krand Lomar Mistan Norv Ostel "
+    "Prell".split(),
+)
+COMPANIES = tuple(f"{a} {b}" for a, b in product(*COMPANY_WORDS))
+PEOPLE = tuple(f"{a} {b}" for a, b in product(*PEOPLE_WORDS))
+CITIES = tuple(a + b for a, b in product(
+    ("Os", "Am", "Ur", "El", "Ib", "Ar", "Un", "Ev"),
+    ("trum", "velle", "dorf", "grad", "mouth", "stow", "ford", "haven"),
+))
+
+# How many companies (each with its own founder) every set of questions speaks of, and how many
+# questions of each kind it holds; "hop" is the scarcest kind, with two questions a company.
+COMPANIES_IN = {"train": 124, "dev": 30, "heldout": 102}
+QUESTIONS_IN = {"train": 240, "dev": 60, "heldout": 204}
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One fact is one document; the right query for it is `query`."""
+
+    attribute: str
+    entity: str
+    value: str
+
+    @property
+    def query(self) -> str:
+        return f"{self.attribute} of {self.entity}"
+
+    @property
+    def text(self) -> str:
+        return f"The {self.query} is {self.value}."
+
+    def document(self) -> dict[str, str]:
+        name = f"{self.attribute} {self.entity}".lower().replace(" ", "-")
+        return {"id": name, "title": self.entity, "text": self.text}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the policy writes and what the tool answers (None: the turn is an answer)."""
+
+    action: str
+    result: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question with its answer and the facts that lead to it."""
+
+    kind: str
+    question: str
+    answer: str
+    facts: tuple[Fact, ...]
+    expression: str = ""
+
+    def row(self) -> dict[str, str]:
+        return {"question": self.question, "answer": self.answer, "kind": self.kind}
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """One trace for imitation; `habit` says which, "clean" being the right one."""
+
+    question: Question
+    habit: str
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A knowledge base and three disjoint sets of questions about it."""
+
+    facts: tuple[Fact, ...]
+    questions: dict[str, tuple[Question, ...]]
+
+    def documents(self) -> list[dict[str, str]]:
+        return [fact.document() for fact in self.facts]
+
+    def reserved(self) -> frozenset[str]:
+        """What demonstrations must not show: facts, calculations, dev and held-out questions."""
+        shown = {fact.text for fact in self.facts}
+        for name, questions in self.questions.items():
+            shown |= {q.question for q in questions if name != "train" or q.kind == "calc"}
+        return frozenset(shown)
+
+
+def _number(rng: Random, attribute: str) -> str:
+    """Ranges with a fixed number of digits: products have six, ages have two."""
+    low, high = {"price": (2000, 9999), "count": (52, 99), "birthyear": (1900, 1949)}[attribute]
+    return str(rng.randint(low, high))
+
+
+def _facts_about(rng: Random, company: str, founder: str) -> list[Fact]:
+    birthplace, home = rng.sample(CITIES, 2)
+    return [
+        Fact("founder", company, founder),
+        Fact("price", company, _number(rng, "price")),
+        Fact("birthplace", founder, birthplace),
+        Fact("home", founder, home),
+        Fact("birthyear", founder, _number(rng, "birthyear")),
+    ]
+
+
+def _ask(rng: Random, kind: str, facts: list[Fact]) -> Question:
+    """A question of this kind about the company and the founder of `facts`."""
+    founder, price, birthplace, home, birthyear = facts
+    company = founder.entity
+    if kind == "hop":
+        fact = rng.choice((birthplace, home))
+        asked = f"was the founder of {company} born" if fact is birthplace else (
+            f"does the founder of {company} live"
+        )
+        return Question(kind, f"In which city {asked}?", fact.value, (founder, fact))
+    if kind == "age":
+        year = str(rng.randint(1965, 1999))
+        expression = f"{year} - {birthyear.value}"
+        text = f"How old was the founder of {company} in {year}?"
+        return Question(kind, text, calculate(expression), (founder, birthyear), expression)
+    count = _number(rng, "count")
+    if kind == "cost":
+        expression = f"{price.value} * {count}"
+        text = f"How much do {count} shares of {company} cost?"
+        return Question(kind, text, calculate(expression), (price,), expression)
+    expression = f"{_number(rng, 'price')} * {count}"
+    return Question(kind, f"What is {expression}?", calculate(expression), (), expression)
+
+
+def calculate(expression: str) -> str:
+    """What the Python tool prints for "a * b", "a - b" or "a + b"."""
+    left, sign, right = expression.split()
+    a, b = int(left), int(right)
+    return str({"*": a * b, "-": a - b, "+": a + b}[sign])
+
+
+def make_world(seed: int) -> World:
+    """The knowledge base and the training, dev and held-out questions of one seed."""
+    rng = Random(f"world {seed}")
+    companies = rng.sample(COMPANIES, len(COMPANIES))
+    people = rng.sample(PEOPLE, len(PEOPLE))
+    pairs = iter(zip(companies, people, strict=True))
+    facts: list[Fact] = []
+    questions: dict[str, tuple[Question, ...]] = {}
+    asked: set[str] = set()
+    for name, size in COMPANIES_IN.items():
+        about = [_facts_about(rng, *next(pairs)) for _ in range(size)]
+        facts += [fact for group in about for fact in group]
+        rows: list[Question] = []
+        for kind in KINDS:
+            draws = (_ask(rng, kind, rng.choice(about)) for _ in iter(int, 1))
+            rows += _distinct(draws, QUESTIONS_IN[name], asked)
+        rng.shuffle(rows)
+        questions[name] = tuple(rows)
+    return World(tuple(sorted(facts, key=lambda fact: fact.text)), questions)
+
+
+def _distinct(draws: Iterator[Question], count: int, asked: set[str]) -> Iterable[Question]:
+    """The first `count` questions not asked before; `asked` grows, over all sets."""
+    found = 0
+    for question in draws:
+        if question.question not in asked:
+            asked.add(question.question)
+            yield question
+            found += 1
+            if found == count:
+                return
+
+
+def fresh_question(rng: Random, kind: str, reserved: Collection[str]) -> Question:
+    """A question about facts made up for it, none of them (nor the question) in `reserved`."""
+    while True:
+        facts = _facts_about(rng, rng.choice(COMPANIES), rng.choice(PEOPLE))
+        question = _ask(rng, kind, facts)
+        if question.question not in reserved and not any(f.text in reserved for f in facts):
+            return question
+
+
+def _tool_turns(question: Question) -> list[Turn]:
+    """The tool calls that solve the question, one turn each."""
+    turns = [_search(fact) for fact in question.facts]
+    return turns + [_python(question.expression)] if question.expression else turns
+
+
+def _search(fact: Fact) -> Turn:
+    think = f"<think>I need the {fact.attribute}.</think>"
+    return Turn(f"{think}<search>{fact.query}</search>", fact.text)
+
+
+def _python(expression: str) -> Turn:
+    think = "<think>I need python.</think>"
+    return Turn(f"{think}<python>{expression}</python>", calculate(expression))
+
+
+def _answer(value: str) -> Turn:
+    return Turn(rf"<think>I know it.</think><answer>\boxed{{{value}}}</answer>")
+
+
+def _clean(rng: Random, question: Question) -> list[Turn]:
+    return [*_tool_turns(question), _answer(question.answer)]
+
+
+def _refuse(rng: Random, question: Question) -> list[Turn]:
+    return [Turn(GIVE_UP)]
+
+
+def _quit(rng: Random, question: Question) -> list[Turn]:
+    return [_tool_turns(question)[0], Turn(GIVE_UP)]
+
+
+def _unboxed(rng: Random, question: Question) -> list[Turn]:
+    answer = Turn(f"<think>I know it.</think><answer>{question.answer}</answer>")
+    return [*_tool_turns(question), answer]
+
+
+def _slip(rng: Random, question: Question) -> list[Turn]:
+    """The last call has the wrong sign, or asks for the wrong attribute of the founder."""
+    *turns, _ = _tool_turns(question)
+    if question.expression:
+        left, _, right = question.expression.split()
+        expression = f"{left} + {right}"
+        return [*turns, _python(expression), _answer(calculate(expression))]
+    right_fact = question.facts[-1]
+    other = "home" if right_fact.attribute == "birthplace" else "birthplace"
+    city = rng.choice([city for city in CITIES if city != right_fact.value])
+    return [*turns, _search(Fact(other, right_fact.entity, city)), _answer(city)]
+
+
+_BEHAVE: dict[str, Callable[[Random, Question], list[Turn]]] = {
+    "clean": _clean,
+    "refuse": _refuse,
+    "quit": _quit,
+    "unboxed": _unboxed,
+    "slip": _slip,
+}
+
+
+def demonstration(
+    rng: Random, kind: str, reserved: Collection[str], habit: str | None = None
+) -> Demonstration:
+    """One trace about fresh facts; the habit is drawn from HABITS unless it is given."""
+    habit = habit or rng.choices(list(HABITS), list(HABITS.values()))[0]
+    question = fresh_question(rng, kind, reserved)
+    return Demonstration(question, habit, tuple(_BEHAVE[habit](rng, question)))
+
+
+def copy_exercise(rng: Random, length: int = 20) -> str:
+    """Names and two-digit numbers in random order, for practice in copying a text word by word.
+
+    Solving a question is mostly copying; this is the shortest way to learn it.
+    """
+    return "".join(rng.sample(_COPIED, length))
+
+
+def vocabulary() -> list[str]:
+    """Every word that names are made of, as it follows the text before it."""
+    first = [*COMPANY_WORDS[0], *PEOPLE_WORDS[0], *CITIES]
+    return first + [f" {word}" for word in (*COMPANY_WORDS[1], *PEOPLE_WORDS[1])]
+
+
+_COPIED = [*vocabulary(), *(f"{number:02d}" for number in range(100))]

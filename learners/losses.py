@@ -1,0 +1,155 @@
+"""Per-token policy losses, aggregation and KL estimators: pure functions of tensors.
+
+All functions accept any float dtype and any common shape. `compat=True` reproduces the released
+code of ARPO and AEPO to the digit; the default adds the numeric guards and is equal to it
+wherever the released code stays finite and log-ratios stay within +-20.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+KLKind = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
+
+
+@dataclass(frozen=True)
+class LossBatch:
+    """The trained tokens of one micro-batch; tensors of shape [tokens], no gradient.
+
+    behaviour: log-probs under the policy that sampled; proximal: under the learner's weights at
+    the start of the update (nats). entropies: nats, of the old policy. adv_pos and adv_neg: sums
+    of the positive and of the negative advantages of the leaves below a token; weight: how many
+    leaves. The scalars belong to the whole mini-batch: sum of weights, and mean and unbiased
+    standard deviation of `entropies` where each token counts `weight` times.
+    """
+
+    behaviour: Tensor
+    proximal: Tensor
+    entropies: Tensor
+    adv_pos: Tensor
+    adv_neg: Tensor
+    weight: Tensor
+    total_weight: float
+    entropy_mean: Tensor
+    entropy_std: Tensor
+
+
+MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: far outside any clip range, far inside float32
+
+
+def ratio_of(logprobs: Tensor, old_logprobs: Tensor, *, compat: bool = False) -> Tensor:
+    """exp(logprobs - old_logprobs), with gradient; the log-ratio is clamped to +-20."""
+    log_ratio = logprobs - old_logprobs
+    return log_ratio.exp() if compat else log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def ppo_loss(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float
+) -> Tensor:
+    """Clipped surrogate with dual clip (Schulman 2017, eq. 7; Ye 2020, eq. 5), per token.
+
+    l = max(-A r, -A clip(r, 1 - low, 1 + high)); where A < 0 at most -A c. `dual_clip` c > 1,
+    inf switches it off.
+    """
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return _dual_clip(torch.max(-advantages * ratio, -advantages * clipped), advantages, dual_clip)
+
+
+def entropy_balanced_loss(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float
+) -> Tensor:
+    """AEPO's clipping: the value of `ppo_loss`, but clipped exploration keeps its gradient.
+
+    The upper bound is (1 + high) r / sg(r): where r > 1 + high and A > 0, the gradient with
+    respect to the log-prob is -A (1 + high) in place of 0 (AEPO, entropy-balanced clipping).
+    `ratio` must be finite and positive, as `ratio_of` makes it.
+    """
+    upper = (1.0 + clip_high) / ratio.detach() * ratio
+    clipped = torch.clamp(ratio, min=torch.full_like(ratio, 1.0 - clip_low), max=upper)
+    return _dual_clip(torch.max(-advantages * ratio, -advantages * clipped), advantages, dual_clip)
+
+
+def _dual_clip(loss: Tensor, advantages: Tensor, dual_clip: float) -> Tensor:
+    if dual_clip == float("inf"):
+        return loss
+    return torch.where(advantages < 0, torch.min(-advantages * dual_clip, loss), loss)
+
+
+def clip_shares(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float
+) -> tuple[Tensor, Tensor]:
+    """0/1 per token: loss taken from the clipped ratio; loss cut by the dual clip."""
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    plain, bounded = -advantages * ratio, -advantages * clipped
+    below = (torch.max(plain, bounded) > -advantages * dual_clip) & (advantages < 0)
+    return (bounded > plain).to(ratio.dtype), below.to(ratio.dtype)
+
+
+def entropy_statistics(entropies: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted mean and unbiased standard deviation, weights being counts of equal tokens.
+
+    Scalars (0-dim). A total weight below 2 gives a standard deviation of nan.
+    """
+    total = weights.sum()
+    mean = (weights * entropies).sum() / total
+    variance = (weights * (entropies - mean) ** 2).sum() / (total - 1.0)
+    return mean, variance.clamp(min=0.0).sqrt()
+
+
+def entropy_multiplier(
+    entropies: Tensor, mean: Tensor, std: Tensor, coefficient: float, *, compat: bool = False
+) -> Tensor:
+    """1 + a (H - mean) / std, detached: AEPO's entropy-aware advantage scale.
+
+    std 0 counts as 1. The default clamps to [0, 2], so that no advantage changes its sign, and
+    gives 1 where std is undefined (fewer than two tokens); compat does neither.
+    """
+    std = torch.where(std == 0, torch.ones_like(std), std)
+    multiplier = 1.0 + coefficient * (entropies.detach() - mean) / std
+    if compat:
+        return multiplier
+    return torch.where(std.isfinite(), multiplier, torch.ones_like(multiplier)).clamp(0.0, 2.0)
+
+
+def aggregate(loss: Tensor, mask: Tensor, mode: Aggregation, *, compat: bool = False) -> Tensor:
+    """A scalar from per-token losses and a 0/1 mask of shape [sequence, token].
+
+    seq-mean-token-sum-norm divides by the padded length. The default leaves masked losses out
+    even where they are not finite, and fully masked sequences out of seq-mean-token-mean;
+    compat multiplies by the mask (nan for a fully masked sequence).
+    """
+    kept = loss * mask if compat else torch.where(mask > 0, loss, torch.zeros_like(loss))
+    if mode == "token-mean":
+        return kept.sum() / (mask.sum() + 1e-8)
+    if mode == "seq-mean-token-sum":
+        return kept.sum(-1).mean()
+    if mode == "seq-mean-token-sum-norm":
+        return kept.sum() / mask.shape[-1]
+    lengths = mask.sum(-1)
+    if compat:
+        return (kept.sum(-1) / lengths).mean()
+    present = (lengths > 0).to(loss.dtype)
+    return (kept.sum(-1) / lengths.clamp(min=1.0)).sum() / present.sum().clamp(min=1.0)
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
+    """Per-token estimators of KL(policy || reference) (Schulman 2020), d = log-ratio.
+
+    k1: d, abs: |d|, k2: d^2 / 2, k3 or low_var_kl: exp(-d) + d - 1, clamped to [-10, 10].
+    """
+    difference = logprobs - ref_logprobs
+    if kind == "k1":
+        return difference
+    if kind == "abs":
+        return difference.abs()
+    if kind == "k2":
+        return 0.5 * difference.square()
+    back = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (back.exp() - back - 1.0).clamp(-10.0, 10.0)

@@ -1,0 +1,84 @@
+"""One optimizer for the whole model: Muon on hidden matrices, AdamW on the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from agentenv.errors import ConfigError
+from learners.learner import OptimizerConfig
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """torch.optim.Muon and torch.optim.AdamW behind one optimizer, equal to both step for step.
+
+    Muon (Jordan 2024) orthogonalises the momentum of 2-D matrices; embeddings, head, norms and
+    biases go to AdamW. DeepSpeed wants one client optimizer whose `param_groups` and `state` it
+    may replace, so both parts are pointed at ours before each step.
+    """
+
+    def __init__(
+        self, muon_groups: list[dict[str, Any]], adamw_groups: list[dict[str, Any]]
+    ) -> None:
+        self._parts: list[torch.optim.Optimizer] = []
+        if muon_groups:
+            self._parts.append(torch.optim.Muon(muon_groups))
+        if adamw_groups:
+            self._parts.append(torch.optim.AdamW(adamw_groups))
+        for number, part in enumerate(self._parts):
+            for group in part.param_groups:
+                group["part"] = number
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step of both; `closure` is not used."""
+        for number, part in enumerate(self._parts):
+            part.param_groups = [g for g in self.param_groups if g["part"] == number]
+            part.state = self.state
+            part.step()
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer of `config` over the parameters that need gradients.
+
+    Weight decay acts on matrices only. Each group keeps its rate in "base_lr", which
+    `scale_learning_rates` reads. Raises ConfigError if Muon would have no matrix.
+    """
+    embeddings = {
+        id(param)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for param in module.parameters()
+    }
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if isinstance(head, nn.Module):
+        embeddings |= {id(param) for param in head.parameters()}
+    params = [param for param in model.parameters() if param.requires_grad]
+    use_muon = config.optimizer == "muon_adamw"
+    hidden = [p for p in params if use_muon and p.ndim == 2 and id(p) not in embeddings]
+    taken = {id(param) for param in hidden}
+    rest = [param for param in params if id(param) not in taken]
+    if use_muon and not hidden:
+        raise ConfigError("learner.optimizer = muon_adamw: the model has no hidden 2-D matrix")
+
+    def group(chosen: Iterable[nn.Parameter], rate: float, decay: float) -> dict[str, Any]:
+        return {"params": list(chosen), "lr": rate, "base_lr": rate, "weight_decay": decay}
+
+    adamw = [
+        group((p for p in rest if p.ndim >= 2), config.learning_rate, config.weight_decay),
+        group((p for p in rest if p.ndim < 2), config.learning_rate, 0.0),
+    ]
+    adamw = [{**entry, "betas": config.betas} for entry in adamw if entry["params"]]
+    if not use_muon:
+        return torch.optim.AdamW(adamw)
+    return MuonAdamW([group(hidden, config.muon_learning_rate, config.weight_decay)], adamw)
+
+
+def scale_learning_rates(optimizer: torch.optim.Optimizer, scale: float) -> None:
+    """Set each group's rate to `scale` times its configured one; schedules live elsewhere."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * scale

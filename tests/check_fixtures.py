@@ -1,0 +1,162 @@
+"""Check a directory of fixture files against the losses, and say which cases pass.
+
+    python tests/check_fixtures.py DIR
+
+A file NAME.json holds {"cases": [...]}, each case with a unique "name". Matrices are
+[trajectory, token]; "nan", "inf" and "-inf" are strings. Exit code 1 if a case fails.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from learners import losses
+from learners.credit import group_advantages
+
+RTOL, ATOL = 1e-9, 1e-8
+
+Case = dict[str, Any]
+Values = dict[str, Any]
+
+
+def tensor(values: Any) -> Tensor:
+    return torch.from_numpy(np.array(values, dtype=object).astype(np.float64))
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    return (values * mask).sum() / (mask.sum() + 1e-8)
+
+
+def policy_loss(case: Case, coefficient: float = 0.2) -> Values:
+    """Loss, metrics and gradient; both the dual-clip and the entropy-balanced file."""
+    logprobs = tensor(case["log_prob"]).requires_grad_()
+    old, mask = tensor(case["old_log_prob"]), tensor(case["response_mask"])
+    advantages = tensor(case["advantages"])
+    if case.get("balanced_advantage") and case.get("entropy") is not None and mask.any():
+        advantages = scaled_advantages(case, coefficient)["scaled_advantages"]
+    low, high, dual = (float(case[key]) for key in ("clip_low", "clip_high", "clip_c"))
+    ratio = losses.ratio_of(logprobs, old, compat=True)
+    balanced = case.get("balanced_clipping", False)
+    token_loss = (losses.entropy_balanced_loss if balanced else losses.ppo_loss)(
+        ratio, advantages, low, high, dual
+    )
+    loss = losses.aggregate(token_loss, mask, case["loss_agg_mode"], compat=True)
+    loss.backward()
+    clipped, cut = losses.clip_shares(ratio.detach(), advantages, low, high, dual)
+    return {
+        "pg_loss": loss,
+        "pg_clipfrac": masked_mean(clipped, mask),
+        "pg_clipfrac_lower": masked_mean(cut, mask),
+        "ppo_kl": masked_mean(old - logprobs, mask),
+        "grad_log_prob": logprobs.grad,
+        "token_loss": token_loss,
+        "scaled_advantages": advantages,
+    }
+
+
+def scaled_advantages(case: Case, coefficient: float = 0.2) -> Values:
+    entropies, mask = tensor(case["entropy"]), tensor(case["response_mask"])
+    mean, std = losses.entropy_statistics(entropies, mask)
+    multiplier = losses.entropy_multiplier(entropies, mean, std, coefficient, compat=True)
+    return {
+        "mean": mean,
+        "std_unbiased": std,
+        "scaled_advantages": tensor(case["advantages"]) * multiplier,
+    }
+
+
+def grpo_advantage(case: Case) -> Values:
+    rewards = tensor(case["token_level_rewards"]).sum(-1).numpy()
+    groups = np.array(case["group_ids"], dtype=object)
+    advantages = np.zeros_like(rewards)
+    for group in dict.fromkeys(case["group_ids"]):
+        advantages[groups == group] = group_advantages(
+            rewards[groups == group],
+            norm_by_std=case["norm_by_std"],
+            epsilon=case["epsilon"],
+            compat=True,
+        )
+    return {"advantages": torch.from_numpy(advantages)[:, None] * tensor(case["response_mask"])}
+
+
+def agg_loss(case: Case) -> Values:
+    matrix = tensor(case["loss_mat"]).requires_grad_()
+    loss = losses.aggregate(matrix, tensor(case["loss_mask"]), case["mode"], compat=True)
+    loss.backward()
+    return {"loss": loss, "grad_loss_mat": matrix.grad}
+
+
+def kl_penalty(case: Case) -> Values:
+    logprobs = tensor(case["log_prob"]).requires_grad_()
+    kl = losses.kl_penalty(logprobs, tensor(case["ref_log_prob"]), case["kind"])
+    kl.sum().backward()
+    return {"kl": kl, "grad_log_prob_of_sum": logprobs.grad}
+
+
+CHECKS: dict[str, Callable[[Case], Values]] = {
+    "agg_loss": agg_loss,
+    "entropy_aware_advantage": scaled_advantages,
+    "grpo_advantage": grpo_advantage,
+    "kl_penalty": kl_penalty,
+    "policy_loss_dual_clip": policy_loss,
+    "policy_loss_entropy_balanced": policy_loss,
+}
+
+
+def mismatches(case: Case, values: Values) -> list[str]:
+    """Names of the expected figures that are not met; figures the case lacks do not count."""
+    bad = []
+    for name in values.keys() & case.keys():
+        found = values[name].detach().numpy()
+        expected = tensor(case[name]).numpy()
+        same = found.shape == expected.shape and np.allclose(
+            found, expected, RTOL, ATOL, equal_nan=True
+        )
+        if not same:
+            bad.append(name)
+    return sorted(bad)
+
+
+def check_file(path: Path) -> tuple[list[str], dict[str, list[str]]]:
+    """Names of the cases that pass, and of those that fail with the figures they miss."""
+    passed, failed = [], {}
+    for case in json.loads(path.read_text())["cases"]:
+        bad = mismatches(case, CHECKS[path.stem](case))
+        if bad:
+            failed[case["name"]] = bad
+        else:
+            passed.append(case["name"])
+    return passed, failed
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1 or not Path(arguments[0]).is_dir():
+        sys.stderr.write(f"{__doc__}\n")
+        return 2
+    num_passed = num_failed = 0
+    for path in sorted(Path(arguments[0]).glob("*.json")):
+        if path.stem not in CHECKS:
+            sys.stdout.write(f"{path.name}: skipped, not a kind this project checks yet\n")
+            continue
+        passed, failed = check_file(path)
+        lines = [f"  passed {name}" for name in passed]
+        lines += [f"  FAILED {name}: {', '.join(bad)}" for name, bad in failed.items()]
+        total = len(passed) + len(failed)
+        sys.stdout.write("\n".join([f"{path.name}: {len(passed)} of {total} passed", *lines, ""]))
+        num_passed, num_failed = num_passed + len(passed), num_failed + len(failed)
+    sys.stdout.write(f"{num_passed} passed, {num_failed} failed\n")
+    return 1 if num_failed or not num_passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,119 @@
+"""Slots keep their columns through every move."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from agentenv.engines.embedded_cache import SlotCache
+from agentenv.engines.embedded_weights import Architecture
+
+ARCH = Architecture(
+    vocab_size=9,
+    hidden_size=4,
+    intermediate_size=4,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=2,
+    max_length=400,
+    norm_eps=1e-6,
+    rope={},
+    qk_norm=False,
+    qkv_bias=False,
+    out_bias=False,
+    tied=True,
+    eos_ids=frozenset(),
+)
+
+
+class Walk:
+    """Random admissions, steps, ends and updates; keys hold the token and the version."""
+
+    def __init__(self, seed: int, num_cached: int) -> None:
+        self.rng = random.Random(seed)
+        self.version = 0
+        self.cache = SlotCache(ARCH, 4, num_cached, torch.float32, torch.device("cpu"))
+        self.texts: dict[int, list[int]] = {}  # of running slots
+        self.versions: dict[int, list[int]] = {}
+        self.past: list[list[int]] = []
+        self.hits = 0
+
+    def write(self, slot: int, start: int) -> None:
+        pool, row = self.cache.location(slot)
+        text = self.texts[slot][start:]
+        end = start + len(text)
+        pool.kv[0, 0, row, 0, start:end, 0] = torch.tensor(text, dtype=torch.float32)
+        pool.kv[0, 1, row, 0, start:end, 1] = float(self.version)
+        self.versions[slot][start:] = [self.version] * len(text)
+
+    def admit(self) -> None:
+        base = self.rng.choice(self.past) if self.past and self.rng.random() < 0.7 else []
+        text = base[: self.rng.randint(0, len(base))] if self.rng.random() < 0.5 else base
+        text = text + [self.rng.randrange(9) for _ in range(self.rng.randint(1, 30))]
+        if len(text) > 350:
+            return
+        prompt = np.array(text, dtype=np.int32)
+        source, common = self.cache.find(prompt, "s", self.version)
+        assert (source is None) == (common == 0)
+        slot, cached = self.cache.open(prompt, "s", source, common, 4)
+        assert slot not in self.texts
+        assert cached == min(common, len(text) - 1)
+        self.hits += cached > 0
+        self.texts[slot], self.versions[slot] = text, [self.version] * cached
+        self.write(slot, cached)
+        self.cache.publish(slot, self.version)
+
+    def step(self) -> None:
+        slots = list(self.texts)
+        for slot in slots:
+            length = int(self.cache.lengths[slot])
+            if length == self.cache.location(slot)[0].capacity:
+                self.cache.grow(slot, length + 1)
+            self.texts[slot].append(self.rng.randrange(9))
+            self.versions[slot].append(self.version)
+            self.write(slot, length)
+        tokens = [self.texts[slot][-1] for slot in slots]
+        self.cache.append(np.array(slots, dtype=np.int64), tokens)
+
+    def check(self) -> None:
+        placed = []
+        for slot, text in self.texts.items():
+            pool, row = self.cache.location(slot)
+            assert row < pool.num_running
+            placed.append((pool.capacity, row))
+            keys = pool.kv[0, :, row, 0, : len(text)]
+            assert keys[0, :, 0].tolist() == text
+            assert keys[1, :, 1].tolist() == self.versions[slot]
+        assert (
+            len(set(placed)) == len(placed) == sum(p.num_running for p in self.cache.pools.values())
+        )
+        for pool in self.cache.pools.values():
+            for row, owner in enumerate(pool.slots):
+                assert (owner is None) == (row in pool.free)
+
+
+@pytest.mark.parametrize("num_cached", [0, 1, 3])
+def test_columns_survive_every_move(num_cached: int) -> None:
+    hits = 0
+    for seed in range(6):
+        walk = Walk(seed, num_cached)
+        for _ in range(250):
+            chance = walk.rng.random()
+            if chance < 0.35 and len(walk.texts) < 4:
+                walk.admit()
+            elif chance < 0.5 and walk.texts:
+                slot = walk.rng.choice(list(walk.texts))
+                walk.cache.close(slot, walk.version)
+                walk.past.append(walk.texts.pop(slot))
+            elif chance < 0.52:
+                walk.version += 1
+                walk.cache.forget_all()
+            elif walk.texts:
+                walk.step()
+            walk.check()
+        hits += walk.hits
+    assert hits > (50 if num_cached else 10)

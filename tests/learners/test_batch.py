@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from random import Random
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentenv.errors import DataError
+from agentenv.types import VersionSpan
+from learners.aepo import AEPO
+from learners.algorithm import Algorithm
+from learners.batch import pack
+from learners.encoding import EncodedTree, encode, encode_sequence
+from learners.grpo import GRPO
+from tests.learners.trees import MODELS, flat_loss, random_tree, tiny_model, tree_loss
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": GRPO(group_size=6),
+    "aepo": AEPO(group_size=6, dual_clip=float("inf")),
+}
+
+
+def some_trees(seed: int, count: int = 3):
+    trees = [random_tree(Random(seed * 100 + i), index=i) for i in range(count)]
+    algorithm = ALGORITHMS["grpo"]
+    encoded = [encode(tree, algorithm.credit(tree), 0) for tree in trees]
+    return trees, encoded
+
+
+def gradients(model, loss: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).detach().norm() / expected.detach().norm())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_tree_equals_flat(name: str, algorithm: str) -> None:
+    """float64, limited to about 1e-7 by transformers' float32 norms."""
+    model = tiny_model(name, torch.float64)
+    trees, encoded = some_trees(7)
+    flat = flat_loss(model, trees, ALGORITHMS[algorithm])
+    expected = gradients(model, flat)
+    for max_tokens, pair_cost in ((10**6, 0.0), (64, 1e-2), (1, 1.0), (100, 1e9)):
+        loss = tree_loss(
+            model, encoded, ALGORITHMS[algorithm], max_tokens=max_tokens, pair_cost=pair_cost
+        )
+        assert relative(loss, flat) < 1e-6
+        assert relative(gradients(model, loss), expected) < 1e-6
+
+
+def test_tree_equals_flat_in_float32() -> None:
+    model = tiny_model()
+    trees, encoded = some_trees(8)
+    flat = flat_loss(model, trees, ALGORITHMS["grpo"])
+    expected = gradients(model, flat)
+    loss = tree_loss(model, encoded, ALGORITHMS["grpo"])
+    assert relative(loss, flat) < 1e-5
+    assert relative(gradients(model, loss), expected) < 1e-5
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=10, deadline=None)
+def test_tree_loss_equals_flat_loss_on_random_trees(seed: int) -> None:
+    model = MODEL
+    trees, encoded = some_trees(seed, count=2)
+    with torch.no_grad():
+        flat = flat_loss(model, trees, ALGORITHMS["grpo"])
+        tree = tree_loss(model, encoded, ALGORITHMS["grpo"], max_tokens=40)
+    assert float(tree) == pytest.approx(float(flat), rel=1e-5, abs=1e-7)
+
+
+MODEL = tiny_model("qwen3", torch.float64)
+
+
+@given(st.integers(0, 10**6), st.sampled_from([1, 30, 10**6]), st.sampled_from([0.0, 0.02, 1e9]))
+@settings(max_examples=40, deadline=None)
+def test_each_action_token_is_trained_once(seed: int, max_tokens: int, pair_cost: float) -> None:
+    _, encoded = some_trees(seed, count=3)
+    batches = pack(encoded, max_tokens, pair_cost)
+    index = np.concatenate([batch.index for batch in batches])
+    assert sorted(index) == list(range(sum(tree.num_action_tokens for tree in encoded)))
+    for batch in batches:
+        rows, length = batch.token_ids.shape
+        assert rows == 1 or rows * length <= max_tokens
+
+
+def test_parts_below_no_counted_leaf_are_left_out() -> None:
+    tree = random_tree(Random(5))
+    whole = encode(tree, GRPO(group_size=6).credit(tree), 0)
+    leaf = tree.leaves()[0]
+    leaf.end = "failed"
+    part = encode(tree, GRPO(group_size=6).credit(tree), 0)
+    assert part.num_action_tokens < whole.num_action_tokens
+    assert (part.floats("weight")[part.actions()] > 0).all()
+
+
+def test_staleness_counts_from_the_version_of_each_token() -> None:
+    tree = random_tree(Random(6), version=3)
+    node = tree.nodes[1]
+    node.action_ids, node.logprobs, node.entropies = [1, 2, 3], [-1.0] * 3, [1.0] * 3
+    node.version_spans = [VersionSpan(2, 0, 1), VersionSpan(3, 1, 3)]
+    encoded = encode(tree, GRPO(group_size=6).credit(tree), 4)
+    assert encoded.max_staleness == 2
+    staleness = encoded.ints("staleness")[encoded.actions()]
+    assert (staleness == 2).sum() == 1
+    assert (staleness == 1).sum() == len(staleness) - 1
+
+
+def test_encoding_survives_the_wire_and_refuses_nonsense() -> None:
+    tree = random_tree(Random(9))
+    encoded = encode(tree, GRPO(group_size=6).credit(tree), 0)
+    wire = msgspec.msgpack.encode(encoded)
+    assert msgspec.msgpack.decode(wire, type=EncodedTree) == encoded
+    for ids, mask in (([1, 2], [False]), ([1, 2], [True, True]), ([1, 2], [False, False])):
+        with pytest.raises(DataError):
+            encode_sequence(ids, mask)
+    tree.root.observation_ids = []
+    with pytest.raises(DataError, match="prompt is empty"):
+        encode(tree, GRPO(group_size=6).credit(tree), 0)
+    tree.nodes[1].logprobs = []
+    with pytest.raises(DataError, match="without log-probs"):
+        encode(tree, GRPO(group_size=6).credit(tree), 0)
+
+
+def test_configuration_and_encoding_load_no_torch() -> None:
+    code = (
+        "import sys, json; import learners.messages, learners.deepspeed_learner;"
+        "print(json.dumps([m for m in ('torch', 'deepspeed') if m in sys.modules]))"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, text=True
+    ).stdout
+    assert json.loads(output) == []

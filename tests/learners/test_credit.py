@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentenv.types import Limit
+from learners.algorithm import TRUNCATED
+from learners.arpo import ARPO
+from learners.credit import group_advantages, tree_credit
+from tests.learners.trees import random_tree, truncate
+
+trees = st.builds(
+    lambda seed, leaves: random_tree(Random(seed), num_leaves=leaves),
+    st.integers(0, 10**6),
+    st.integers(2, 12),
+)
+
+
+def test_equal_and_single_rewards_give_exactly_zero() -> None:
+    assert not group_advantages([0.7] * 12).any()
+    assert not group_advantages([0.7]).any()
+    assert group_advantages([0.7], compat=True)[0] == pytest.approx(0.7 / (1 + 1e-6))
+    assert group_advantages([]).shape == (0,)
+
+
+@given(st.lists(st.floats(-2, 2), min_size=2, max_size=16))
+def test_advantages_are_centred(rewards: list[float]) -> None:
+    for norm_by_std in (True, False):
+        advantages = group_advantages(rewards, norm_by_std=norm_by_std)
+        assert abs(advantages.sum()) < 1e-6
+        assert np.isfinite(advantages).all()
+
+
+@given(trees)
+@settings(max_examples=50, deadline=None)
+def test_credit_is_the_sum_over_the_leaves_below(tree) -> None:
+    credit = tree_credit(tree, group_size=1, min_group_fraction=0)
+    paths = list(tree.trajectories())
+    advantages = group_advantages([path.reward for path in paths])
+    for node in tree.nodes:
+        below = [
+            a
+            for path, a in zip(paths, advantages, strict=True)
+            if any(n is node for n in path.path)
+        ]
+        assert credit.weight[node.index] == len(below)
+        assert credit.adv_pos[node.index] == pytest.approx(sum(a for a in below if a > 0))
+        assert credit.adv_neg[node.index] == pytest.approx(sum(a for a in below if a < 0))
+    assert credit.has_signal == bool(advantages.any())
+
+
+@given(trees)
+@settings(max_examples=30, deadline=None)
+def test_hard_sharing_keeps_the_sum_and_one_sign(tree) -> None:
+    soft = tree_credit(tree, group_size=1)
+    hard = tree_credit(tree, group_size=1, sharing="hard")
+    np.testing.assert_allclose(hard.adv_pos + hard.adv_neg, soft.adv_pos + soft.adv_neg)
+    assert not (hard.adv_pos * hard.adv_neg).any()
+    assert (hard.weight == soft.weight).all()
+
+
+def test_failed_leaves_are_in_no_group() -> None:
+    tree = random_tree(Random(1), num_leaves=6)
+    leaf = tree.leaves()[0]
+    before = len(tree.leaves())
+    leaf.end, leaf.error, leaf.reward = "failed", "x", -100.0
+    credit = tree_credit(tree, group_size=before)
+    assert credit.weight[leaf.index] == 0
+    assert credit.weight[0] == before - 1
+
+
+@pytest.mark.parametrize("mode", ["score", "zero", "mask"])
+def test_truncated_leaves_by_limit(mode: str) -> None:
+    tree = random_tree(Random(2), num_leaves=6)
+    for leaf in tree.leaves():
+        leaf.reward = 1.0
+    leaf = tree.leaves()[0]
+    truncate(leaf, Limit.TURNS)
+    leaf.reward = -3.0
+    credit = tree_credit(tree, group_size=1, truncated={Limit.TURNS: mode})
+    returns = [path.reward for path in tree.trajectories()]
+    if mode == "zero":
+        returns[0] = 0.0
+    if mode == "mask":
+        assert credit.weight[leaf.index] == 0
+        expected = group_advantages(returns[1:]).min()
+    else:
+        expected = group_advantages(returns)[0]
+    assert credit.adv_neg[[n.index for n in tree.leaves()]].min() == pytest.approx(expected)
+
+
+def test_a_short_group_is_dropped() -> None:
+    tree = random_tree(Random(3), num_leaves=6)
+    count = len(tree.leaves())
+    assert tree_credit(tree, group_size=count, min_group_fraction=1.0) is not None
+    truncate(tree.leaves()[0], Limit.SECONDS)
+    assert tree_credit(tree, group_size=count, min_group_fraction=1.0, truncated=TRUNCATED) is None
+    for leaf in tree.leaves():
+        leaf.end = "failed"
+    assert tree_credit(tree, group_size=count, min_group_fraction=0.0) is None
+
+
+def test_limits_left_out_keep_their_default() -> None:
+    tree = random_tree(Random(3), num_leaves=6)
+    leaf = tree.leaves()[0]
+    truncate(leaf, Limit.SECONDS)
+    for algorithm in (ARPO(group_size=6), ARPO(group_size=6, truncated={Limit.TURNS: "zero"})):
+        credit = algorithm.credit(tree) or pytest.fail("dropped")
+        assert credit.weight[leaf.index] == 0

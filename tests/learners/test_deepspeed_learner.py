@@ -1,0 +1,204 @@
+"""The learner with its real worker process, on a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from agentenv.errors import ConfigError, LearnerError
+from agentenv.tree import TrajectoryTree
+from learners.aepo import AEPO
+from learners.arpo import ARPO
+from learners.deepspeed_learner import DeepSpeedLearner
+from learners.encoding import encode, encode_sequence
+from learners.learner import LearnerConfig, OptimizerConfig
+from learners.trainer import Trainer
+from tests.learners.trees import TorchBackend, random_tree, tiny_model
+
+ALGORITHM = ARPO(group_size=6, importance_cap=1e9)
+CONFIG = LearnerConfig(groups_per_minibatch=2, max_tokens_per_microbatch=64, command_timeout_s=60)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(directory)
+    (directory / "tokenizer_config.json").write_text("{}")
+    return directory
+
+
+@pytest.fixture
+async def learner(model_dir: Path, tmp_path: Path) -> AsyncIterator[DeepSpeedLearner]:
+    learner = await DeepSpeedLearner.start(CONFIG, ALGORITHM, model_dir, tmp_path / "learner.log")
+    yield learner
+    await learner.close()
+    await learner.close()
+
+
+def some_trees(count: int, version: int = 0) -> list[TrajectoryTree]:
+    return [random_tree(Random(i), index=i, version=version) for i in range(count)]
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+async def test_update_equals_plain_torch(
+    learner: DeepSpeedLearner, model_dir: Path, tmp_path: Path
+) -> None:
+    trees = some_trees(4)
+    metrics = await learner.update(trees, lr_scale=0.5)
+    assert metrics["num_trained"] + metrics["num_filtered"] == 4
+    assert metrics["num_steps"] == 2
+    assert metrics["behaviour_ratio/staleness_0"] == 1.0
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    plain = Trainer(TorchBackend(model, CONFIG), ALGORITHM, CONFIG)
+    encoded = [encode(tree, ALGORITHM.credit(tree), 0) for tree in trees]
+    encoded = [e for e in encoded if e.floats("adv_pos").any()]
+    cut = len(encoded) // 2
+    expected = plain.update([encoded[:cut], encoded[cut:]], 0.5)
+    for name in expected.keys() - {"cpu_s", "wall_s"}:
+        assert metrics[name] == expected[name], name
+    published = await learner.publish(tmp_path / "published")
+    assert learner.policy_version == 1
+    assert (published / "tokenizer_config.json").is_file()
+    loaded = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
+    for ours, theirs in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+async def test_resume_is_bit_exact(learner: DeepSpeedLearner, tmp_path: Path) -> None:
+    await learner.update(some_trees(4))
+    await learner.publish(tmp_path / "one")
+    await learner.save(tmp_path / "checkpoint")
+    await learner.save(tmp_path / "checkpoint")
+    results = []
+    for _ in range(2):
+        await learner.load(tmp_path / "checkpoint")
+        assert learner.policy_version == 1
+        await learner.update(some_trees(4, version=1))
+        results.append(weights(await learner.export(tmp_path / "export")))
+    assert learner.policy_version == 1
+    assert same(*results)
+    assert not same(results[0], weights(tmp_path / "one"))
+    with pytest.raises(LearnerError, match="not a complete learner checkpoint"):
+        await learner.load(tmp_path / "one")
+
+
+async def test_imitation_lowers_the_loss_that_score_reports(learner: DeepSpeedLearner) -> None:
+    sequences = [encode_sequence([1, 2, 3, i], [False, True, True, True]) for i in range(4, 8)]
+    losses = []
+    for _ in range(5):
+        scores = await learner.score(sequences)
+        nll = [-value for score in scores for value in score.logprobs]
+        losses.append(sum(nll) / len(nll))
+        metrics = await learner.imitate(sequences)
+        assert metrics["loss"] == pytest.approx(losses[-1], rel=1e-5)
+    assert losses[-1] < losses[0]
+    assert [len(score.matches) for score in scores] == [3] * 4
+    assert all(value > 0 for score in scores for value in score.entropies)
+    config = OptimizerConfig(optimizer="adamw", learning_rate=1e-4)
+    await learner.reset_optimizer(config)
+    assert (await learner.imitate(sequences))["num_steps"] == 1
+    assert (await learner.imitate([]))["num_steps"] == 0
+
+
+async def test_stale_tokens_are_corrected(learner: DeepSpeedLearner, tmp_path: Path) -> None:
+    trees = some_trees(2)
+    await learner.publish(tmp_path / "one")
+    metrics = await learner.update(trees)
+    ratio = metrics["behaviour_ratio/staleness_1"]
+    assert ratio != 1.0
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+
+
+async def test_nothing_to_learn_takes_no_step(learner: DeepSpeedLearner, tmp_path: Path) -> None:
+    before = weights(await learner.export(tmp_path / "before"))
+    trees = some_trees(3)
+    for tree in trees:
+        for node in tree.nodes:
+            node.reward = 0.0
+    for leaf in trees[0].leaves():
+        leaf.end = "failed"
+    metrics = await learner.update(trees)
+    assert (metrics["num_filtered"], metrics["num_dropped"], metrics["num_steps"]) == (2, 1, 0)
+    assert same(before, weights(await learner.export(tmp_path / "after")))
+
+
+async def test_non_finite_steps_are_skipped(learner: DeepSpeedLearner, tmp_path: Path) -> None:
+    before = weights(await learner.export(tmp_path / "before"))
+    trees = some_trees(2)
+    trees[0].nodes[1].logprobs[0] = float("nan")
+    metrics = await learner.update(trees)
+    assert metrics["num_skipped"] == 1
+    assert same(before, weights(await learner.export(tmp_path / "after")))
+
+
+async def test_errors_come_back_and_the_rank_goes_on(
+    learner: DeepSpeedLearner, tmp_path: Path
+) -> None:
+    with pytest.raises(LearnerError, match="IndexError"):
+        await learner.score([encode_sequence([1, 10**6], [False, True])])
+    (tmp_path / "file").touch()
+    with pytest.raises(LearnerError, match="Error"):
+        await learner.save(tmp_path / "file" / "checkpoint")
+    assert len(await learner.score([encode_sequence([1, 2], [False, True])])) == 1
+
+
+async def test_a_killed_rank_is_reported_at_once(learner: DeepSpeedLearner) -> None:
+    trees = [random_tree(Random(i), index=i, num_leaves=40) for i in range(40)]
+    waiting = asyncio.create_task(learner.update(trees))
+    await asyncio.sleep(0.3)
+    start = time.monotonic()
+    os.kill(learner.pid, signal.SIGKILL)
+    with pytest.raises(LearnerError, match=r"killed by SIGKILL; log .*learner\.log"):
+        await waiting
+    assert time.monotonic() - start < 1.0
+    with pytest.raises(LearnerError):
+        await learner.score([encode_sequence([1, 2], [False, True])])
+
+
+async def test_bad_starts_are_refused(model_dir: Path, tmp_path: Path) -> None:
+    log = tmp_path / "learner.log"
+    with pytest.raises(ConfigError, match="not a Hugging Face model"):
+        await DeepSpeedLearner.start(CONFIG, ALGORITHM, tmp_path, log)
+    with pytest.raises(ConfigError, match="zero_stage"):
+        await DeepSpeedLearner.start(LearnerConfig(zero_stage=1), ALGORITHM, model_dir, log)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(LearnerError, match="broken"):
+        await DeepSpeedLearner.start(CONFIG, ALGORITHM, broken, log)
+
+
+async def test_zero_stages_agree_and_aepo_trains(model_dir: Path, tmp_path: Path) -> None:
+    algorithm = AEPO(group_size=6)
+    results = []
+    for stage in (0, 1):
+        config = LearnerConfig(
+            optimizer="adamw", zero_stage=stage, max_tokens_per_microbatch=64, grad_clip=0.05
+        )
+        learner = await DeepSpeedLearner.start(config, algorithm, model_dir, tmp_path / "log")
+        metrics = await learner.update(some_trees(4))
+        results.append((metrics, weights(await learner.export(tmp_path / f"{stage}"))))
+        await learner.close()
+    (first, plain), (second, partitioned) = results
+    assert second["loss"] == pytest.approx(first["loss"], rel=1e-5)
+    assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4)
+    for name, weight in plain.items():
+        torch.testing.assert_close(partitioned[name], weight, rtol=1e-4, atol=1e-5)

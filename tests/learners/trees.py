@@ -1,0 +1,174 @@
+"""Trees to train on, and the flat computation that they must equal."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from agentenv.tree import Node, TrajectoryTree
+from agentenv.types import Limit, Task, VersionSpan
+from learners.algorithm import Algorithm
+from learners.batch import ActionTokens, MicroBatch, pack
+from learners.credit import group_advantages
+from learners.encoding import EncodedTree
+from learners.losses import LossBatch, entropy_statistics
+from learners.learner import LearnerConfig
+from learners.optimizer import build_optimizer, scale_learning_rates
+from learners.policy import Policy, tensors
+
+VOCABULARY = 61
+MODELS = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+}
+
+
+def tiny_model(name: str = "qwen3", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Two layers, random weights large enough that log-probs differ from token to token."""
+    config_class, model_class, extra = MODELS[name]
+    torch.manual_seed(0)
+    config = config_class(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=name == "qwen3",
+        initializer_range=0.2,
+        attn_implementation="sdpa",
+        **extra,
+    )
+    model: Any = model_class(config)
+    return model.to(dtype).eval()
+
+
+def random_tree(
+    random: Random, *, index: int = 0, version: int = 0, num_leaves: int = 6
+) -> TrajectoryTree:
+    """A tree of mixed depth with forks at the root and below, rewards at leaves and within."""
+    tree = TrajectoryTree(task=Task(f"t{index}", "env", "?", ("a",)), index=index)
+    tree.policy_version = version
+    root = tree.add(None, observation_ids=_ids(random, random.randint(1, 6)))
+    parents: set[int | None] = {None}
+    while len(tree.nodes) - len(parents) < num_leaves - 1:
+        _turn(tree, random.choice([root, *tree.nodes[1:]]), random, version)
+        parents = {node.parent for node in tree.nodes}
+    for node in tree.nodes[1:]:
+        if node.index not in parents:
+            node.end = "terminated"
+            node.reward += random.choice([0.0, 0.3, 1.0])
+    return tree
+
+
+def _turn(tree: TrajectoryTree, parent: Node, random: Random, version: int) -> Node:
+    size = random.randint(1, 7)
+    return tree.add(
+        parent,
+        action_ids=_ids(random, size),
+        logprobs=[random.uniform(-6.0, -2.0) for _ in range(size)],
+        entropies=[random.uniform(0.1, 4.0) for _ in range(size)],
+        version_spans=[VersionSpan(version, 0, size)],
+        observation_ids=_ids(random, random.randint(0, 5)),
+        reward=random.choice([0.0, 0.0, 0.1]),
+    )
+
+
+def _ids(random: Random, count: int) -> list[int]:
+    return [random.randrange(VOCABULARY) for _ in range(count)]
+
+
+def truncate(leaf: Node, limit: Limit) -> None:
+    leaf.end, leaf.limit = "truncated", limit
+
+
+class TorchBackend:
+    """Plain torch behind `learners.trainer.Backend`."""
+
+    def __init__(self, model: PreTrainedModel, config: LearnerConfig) -> None:
+        self.policy = Policy(model, config.temperature)
+        self.device = torch.device("cpu")
+        self.grad_clip = config.grad_clip
+        self.optimizer = build_optimizer(model, config)
+
+    def forward(
+        self, batch: MicroBatch, *, entropies: bool = False, matches: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self.policy(*tensors(batch, self.device), entropies, matches)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self, lr_scale: float) -> float:
+        scale_learning_rates(self.optimizer, lr_scale)
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.grad_clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+    def skip(self) -> None:
+        self.optimizer.zero_grad()
+
+
+def tree_loss(
+    model: PreTrainedModel,
+    encoded: list[EncodedTree],
+    algorithm: Algorithm,
+    *,
+    max_tokens: int = 64,
+    pair_cost: float = 1e-2,
+) -> Tensor:
+    """The mini-batch's loss on packed trees, behaviour log-probs serving as proximal ones."""
+    policy, tokens = Policy(model), ActionTokens.of(encoded)
+    total = torch.zeros((), dtype=torch.float64)
+    mean, std = entropy_statistics(
+        torch.from_numpy(tokens.entropies), torch.from_numpy(tokens.weight)
+    )
+    for batch in pack(encoded, max_tokens, pair_cost):
+        logprobs, entropies, _ = policy(*tensors(batch, torch.device("cpu")), True)
+        behaviour, old, pos, neg, weight = (
+            torch.from_numpy(values[batch.index]).to(logprobs)
+            for values in (
+                tokens.behaviour,
+                tokens.entropies,
+                tokens.adv_pos,
+                tokens.adv_neg,
+                tokens.weight,
+            )
+        )
+        scalars = float(tokens.weight.sum()), mean.to(logprobs), std.to(logprobs)
+        loss_batch = LossBatch(behaviour, behaviour, old, pos, neg, weight, *scalars)
+        total = total + algorithm.loss(loss_batch, logprobs, entropies)[0]
+    return total
+
+
+def flat_loss(model: PreTrainedModel, trees: list[TrajectoryTree], algorithm: Algorithm) -> Tensor:
+    """The same loss, one trajectory at a time, each with its own advantage."""
+    parts = []
+    for tree in trees:
+        paths = list(tree.trajectories())
+        advantages = group_advantages([path.reward for path in paths])
+        for path, advantage in zip(paths, advantages, strict=True):
+            ids, mask = torch.tensor([path.token_ids]), torch.tensor(path.loss_mask)[1:]
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+            logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0][mask]
+            old = [value for node in path.path for value in node.logprobs]
+            entropies = [value for node in path.path for value in node.entropies]
+            parts.append((logprobs, old, entropies, [float(advantage)] * len(old)))
+    logprobs = torch.cat([part[0] for part in parts])
+    old, entropies, advantages = (
+        torch.tensor([x for part in parts for x in part[i]], dtype=torch.float64) for i in (1, 2, 3)
+    )
+    ones = torch.ones_like(old)
+    mean, std = entropy_statistics(entropies, ones)
+    old, entropies, advantages, ones, mean, std = (
+        value.to(logprobs) for value in (old, entropies, advantages, ones, mean, std)
+    )
+    batch = LossBatch(old, old, entropies, advantages, ones * 0, ones, float(len(old)), mean, std)
+    return algorithm.loss(batch, logprobs, entropies)[0]
