@@ -15,7 +15,7 @@ from launchers.state import RunState
 PHASES = ("before_sft", "after_sft", "after_rl")
 TITLES = {
     "before_sft": "untrained",
-    "after_sft": "after the cold start",
+    "after_sft": "after cold start",
     "after_rl": "after RL",
 }
 NUM_SAMPLES = 4
@@ -67,8 +67,10 @@ def report_metrics(report: Report) -> dict[str, Any]:
 
 def final_table(state: RunState, name: str) -> Table:
     """Success by kind and phase with 95 % Wilson intervals."""
-    table = Table(title=f"success on {name}, sampled (95 % Wilson interval)")
     phases = [phase for phase in PHASES if name in state.reports.get(phase, {})]
+    counts = {state.reports[phase][name].overall.num_trajectories for phase in phases}
+    count = "-".join(map(str, sorted(counts)))
+    table = Table(title=f"success on {name}, sampled, n = {count} (95 % Wilson interval)")
     table.add_column("questions")
     for phase in phases:
         table.add_column(TITLES[phase], justify="right")
@@ -85,13 +87,14 @@ def final_table(state: RunState, name: str) -> Table:
 def report_table(report: Report, title: str) -> Table:
     """One evaluation by kind of question, with 95 % Wilson intervals."""
     table = Table(title=title)
-    for column in ("questions", "success [95 % interval]", "reward", "tool calls", "failed"):
+    for column in ("questions", "n", "success [95 %]", "reward", "tool calls", "failed"):
         table.add_column(column, justify="left" if column == "questions" else "right")
     for kind, score in [*report.by_kind.items(), ("all", report.overall)]:
         if kind == "all":
             table.add_section()
         table.add_row(
             kind,
+            str(score.num_trajectories),
             _cell(score),
             f"{score.reward:.3f}",
             f"{score.tool_calls:.2f}",
@@ -102,7 +105,7 @@ def report_table(report: Report, title: str) -> Table:
 
 def _cell(score: Score) -> str:
     low, high = score.interval
-    return f"{score.success:.3f} [{low:.2f}, {high:.2f}]  n={score.num_trajectories}"
+    return f"{score.success:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def summarize(

@@ -56,7 +56,7 @@ class Training:
         self.queue = ReplayQueue(config.queue.groups_per_step, config.queue.max_staleness)
         self.lag = LoopLag()
         self.refused: list[TrajectoryTree] = []  # by the current queue.get, not accounted yet
-        self.updated_at: float | None = None
+        self.throughput = Throughput()
         self.report_set = config.eval.report or next(iter(config.eval.sets), "")
         self.parts: Parts
 
@@ -134,6 +134,7 @@ class Training:
     # RL
 
     async def _reinforce(self) -> None:
+        self.throughput.rate(self.parts.engine.stats())
         self.view.begin("RL", self.parts.num_steps, self.state.step)
         try:
             async with asyncio.TaskGroup() as rollouts:
@@ -237,6 +238,7 @@ class Training:
             "trees/failed": sum(ledger.failed.values()),
             "trees/in_flight": self.queue.num_waiting,
             "queue/ready": self.queue.num_ready,
+            "time/sampled_tokens_per_s": self.throughput.rate(self.parts.engine.stats()),
             "event_loop/lag_p99_ms": self.lag.percentile_ms(99),
         }
         self._log(row)
@@ -339,6 +341,19 @@ class Training:
             f"written to {self.run.path}: summary.json, curve.png, samples.txt, metrics.jsonl, "
             f"trajectories/, checkpoints/{self.run.checkpoint_path(state.step).name}"
         )
+
+
+class Throughput:
+    """Tokens that the engine sampled a second, between one call of `rate` and the next."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, float] | None = None
+
+    def rate(self, stats: dict[str, float]) -> float:
+        now = (asyncio.get_running_loop().time(), stats["sampled_tokens"])
+        before, self._before = self._before or now, now
+        seconds = now[0] - before[0]
+        return (now[1] - before[1]) / seconds if seconds else 0.0
 
 
 def optimizer_of(config: LearnerConfig) -> OptimizerConfig:

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct, field
 from agentenv.plan import RolloutPlan
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limit
-from learners.credit import Truncated, TreeCredit, tree_credit
+from learners.credit import TreeCredit, Truncated, tree_credit
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,8 +2,8 @@
 
 A row is a subtree preceded by the path to it. A tree goes into one row, or is cut at a node into
 one row for each child, which repeats the path and saves attention between siblings: dense
-attention pays for every pair of a row's tokens. The cheaper of both is taken at each node; gradients
-are the same, since a repeated token has its loss in one row only.
+attention pays for every pair of a row's tokens. The cheaper of both is taken at each node;
+gradients are the same, since a repeated token has its loss in one row only.
 """
 
 from __future__ import annotations

@@ -57,8 +57,10 @@ def group_advantages(
         return values / (1.0 + epsilon) if norm_by_std else values.copy()
     if values.size < 2 or (not compat and values.max() == values.min()):
         return np.zeros_like(values)
-    centred = values - values.mean()
-    return centred / (values.std(ddof=1) + epsilon) if norm_by_std else centred
+    centred: Floats = values - values.mean()
+    if norm_by_std:
+        centred /= values.std(ddof=1) + epsilon
+    return centred
 
 
 def tree_credit(

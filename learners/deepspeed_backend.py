@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from agentenv.errors import ConfigError
 from learners.batch import MicroBatch
@@ -41,7 +42,7 @@ def prepare_process() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized() and os.environ["WORLD_SIZE"] == "1":
         name = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(name, store=HashStore(), rank=0, world_size=1)
 
 
 class DeepSpeedBackend:

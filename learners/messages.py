@@ -8,7 +8,6 @@ Failed. TCP, so that a rank may live on another machine.
 
 from __future__ import annotations
 
-
 import msgspec
 from msgspec import Struct
 

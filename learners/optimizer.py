@@ -42,7 +42,7 @@ class MuonAdamW(torch.optim.Optimizer):
             part.step()
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+def build_optimizer(model: Any, config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer of `config` over the parameters that need gradients.
 
     Weight decay acts on matrices only. Each group keeps its rate in "base_lr", which
@@ -55,7 +55,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         for param in module.parameters()
     }
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if isinstance(head, nn.Module):
+    if head is not None:
         embeddings |= {id(param) for param in head.parameters()}
     params = [param for param in model.parameters() if param.requires_grad]
     use_muon = config.optimizer == "muon_adamw"

@@ -70,10 +70,11 @@ class Policy(nn.Module):
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         embedding = self.model.get_input_embeddings().weight
         head = self.model.get_output_embeddings().weight
-        weights = sum(param.numel() for param in self.model.parameters())
+        weights: int = sum(param.numel() for param in self.model.parameters())
         if embedding is not head:
             weights -= embedding.numel()
-        return 14.0 * width * config.num_hidden_layers / (6.0 * weights)
+        cost: float = 14.0 * width * config.num_hidden_layers / (6.0 * weights)
+        return cost
 
 
 def visible(end: Tensor) -> Tensor:

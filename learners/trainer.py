@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ from learners.batch import ActionTokens, Floats, MicroBatch, pack
 from learners.encoding import EncodedTree
 from learners.learner import LearnerConfig, Metrics, Score
 from learners.losses import LossBatch, entropy_statistics
-from learners.policy import Policy, tensors
+from learners.policy import Policy
 
 
 class Backend(Protocol):

@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import pytest_asyncio
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -18,12 +19,15 @@ from transformers import AutoModelForCausalLM
 from agentenv.errors import ConfigError, LearnerError
 from agentenv.tree import TrajectoryTree
 from learners.aepo import AEPO
+from learners.algorithm import Algorithm
 from learners.arpo import ARPO
 from learners.deepspeed_learner import DeepSpeedLearner
-from learners.encoding import encode, encode_sequence
+from learners.encoding import EncodedTree, encode, encode_sequence
 from learners.learner import LearnerConfig, OptimizerConfig
 from learners.trainer import Trainer
 from tests.learners.trees import TorchBackend, random_tree, tiny_model
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ALGORITHM = ARPO(group_size=6, importance_cap=1e9)
 CONFIG = LearnerConfig(groups_per_minibatch=2, max_tokens_per_microbatch=64, command_timeout_s=60)
@@ -37,16 +41,30 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture
-async def learner(model_dir: Path, tmp_path: Path) -> AsyncIterator[DeepSpeedLearner]:
-    learner = await DeepSpeedLearner.start(CONFIG, ALGORITHM, model_dir, tmp_path / "learner.log")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started(model_dir: Path) -> AsyncIterator[DeepSpeedLearner]:
+    learner = await DeepSpeedLearner.start(CONFIG, ALGORITHM, model_dir, model_dir / "learner.log")
+    await learner.save(model_dir / "start")
     yield learner
     await learner.close()
     await learner.close()
 
 
+@pytest_asyncio.fixture(loop_scope="module")
+async def learner(started: DeepSpeedLearner, model_dir: Path) -> DeepSpeedLearner:
+    """The one process of this file, as it was at its start."""
+    await started.reset_optimizer(CONFIG)
+    await started.load(model_dir / "start")
+    return started
+
+
 def some_trees(count: int, version: int = 0) -> list[TrajectoryTree]:
     return [random_tree(Random(i), index=i, version=version) for i in range(count)]
+
+
+def encode_trees(trees: list[TrajectoryTree], algorithm: Algorithm) -> list[EncodedTree]:
+    encoded = [encode(tree, algorithm.credit(tree), 0) for tree in trees]
+    return [tree for tree in encoded if tree.floats("adv_pos").any()]
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -68,8 +86,7 @@ async def test_update_equals_plain_torch(
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     plain = Trainer(TorchBackend(model, CONFIG), ALGORITHM, CONFIG)
-    encoded = [encode(tree, ALGORITHM.credit(tree), 0) for tree in trees]
-    encoded = [e for e in encoded if e.floats("adv_pos").any()]
+    encoded = encode_trees(trees, ALGORITHM)
     cut = len(encoded) // 2
     expected = plain.update([encoded[:cut], encoded[cut:]], 0.5)
     for name in expected.keys() - {"cpu_s", "wall_s"}:
@@ -160,7 +177,9 @@ async def test_errors_come_back_and_the_rank_goes_on(
     assert len(await learner.score([encode_sequence([1, 2], [False, True])])) == 1
 
 
-async def test_a_killed_rank_is_reported_at_once(learner: DeepSpeedLearner) -> None:
+async def test_a_killed_rank_is_reported_at_once(model_dir: Path, tmp_path: Path) -> None:
+    log = tmp_path / "learner.log"
+    learner = await DeepSpeedLearner.start(CONFIG, ALGORITHM, model_dir, log)
     trees = [random_tree(Random(i), index=i, num_leaves=40) for i in range(40)]
     waiting = asyncio.create_task(learner.update(trees))
     await asyncio.sleep(0.3)
@@ -171,6 +190,9 @@ async def test_a_killed_rank_is_reported_at_once(learner: DeepSpeedLearner) -> N
     assert time.monotonic() - start < 1.0
     with pytest.raises(LearnerError):
         await learner.score([encode_sequence([1, 2], [False, True])])
+    await learner.close()
+    with pytest.raises(LearnerError, match="is closed"):
+        await learner.save(tmp_path / "late")
 
 
 async def test_bad_starts_are_refused(model_dir: Path, tmp_path: Path) -> None:
@@ -186,19 +208,20 @@ async def test_bad_starts_are_refused(model_dir: Path, tmp_path: Path) -> None:
         await DeepSpeedLearner.start(CONFIG, ALGORITHM, broken, log)
 
 
-async def test_zero_stages_agree_and_aepo_trains(model_dir: Path, tmp_path: Path) -> None:
+async def test_zero_1_equals_plain_torch_with_aepo(model_dir: Path, tmp_path: Path) -> None:
     algorithm = AEPO(group_size=6)
-    results = []
-    for stage in (0, 1):
-        config = LearnerConfig(
-            optimizer="adamw", zero_stage=stage, max_tokens_per_microbatch=64, grad_clip=0.05
-        )
-        learner = await DeepSpeedLearner.start(config, algorithm, model_dir, tmp_path / "log")
-        metrics = await learner.update(some_trees(4))
-        results.append((metrics, weights(await learner.export(tmp_path / f"{stage}"))))
-        await learner.close()
-    (first, plain), (second, partitioned) = results
-    assert second["loss"] == pytest.approx(first["loss"], rel=1e-5)
-    assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4)
-    for name, weight in plain.items():
-        torch.testing.assert_close(partitioned[name], weight, rtol=1e-4, atol=1e-5)
+    config = LearnerConfig(
+        optimizer="adamw", zero_stage=1, max_tokens_per_microbatch=64, grad_clip=0.05
+    )
+    learner = await DeepSpeedLearner.start(config, algorithm, model_dir, tmp_path / "log")
+    metrics = await learner.update(some_trees(4))
+    partitioned = weights(await learner.export(tmp_path / "export"))
+    await learner.close()
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    plain = Trainer(TorchBackend(model, config), algorithm, config)
+    expected = plain.update([encode_trees(some_trees(4), algorithm)], 1.0)
+    assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    for name, weight in partitioned.items():
+        torch.testing.assert_close(model.state_dict()[name], weight, rtol=1e-4, atol=1e-5)

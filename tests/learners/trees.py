@@ -7,8 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config
-from transformers import Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Limit, Task, VersionSpan
@@ -16,8 +23,8 @@ from learners.algorithm import Algorithm
 from learners.batch import ActionTokens, MicroBatch, pack
 from learners.credit import group_advantages
 from learners.encoding import EncodedTree
-from learners.losses import LossBatch, entropy_statistics
 from learners.learner import LearnerConfig
+from learners.losses import LossBatch, entropy_statistics
 from learners.optimizer import build_optimizer, scale_learning_rates
 from learners.policy import Policy, tensors
 

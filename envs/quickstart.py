@@ -1,0 +1,39 @@
+"""The environment of the quick start: search a small knowledge base, calculate in Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentenv.shared import shared
+from agentenv.tool_env import ToolEnv
+from agentenv.types import Info, Message, Task
+from envs.code_interpreter import PythonTool, shared_sandbox
+from envs.qa_grader import ToolReward
+from envs.web_search import SearchTool
+
+
+class QuickstartEnv(ToolEnv):
+    """Search and Python, graded by the published ARPO reward.
+
+    `corpus` is a JSONL file with the rows {"id", "title", "text"}. `allow_unsafe` lets
+    model-written code run without a sandbox where none can be had.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        corpus: str,
+        python_timeout_s: float = 2.0,
+        allow_unsafe: bool = False,
+    ) -> None:
+        self._sandbox = shared_sandbox(allow_unsafe)
+        search = shared(("search tool", corpus), lambda: SearchTool(corpus))
+        python = PythonTool(self._sandbox, timeout_s=python_timeout_s)
+        super().__init__(task, tools=[search, python], grader=ToolReward())
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[list[Message], Info]:
+        """The question is the prompt. A sandbox that cannot work is refused here, once."""
+        await self._sandbox.start()
+        return await super().reset(seed=seed, options=options)

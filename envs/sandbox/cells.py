@@ -1,0 +1,117 @@
+"""Part of the zygote: runs the cells of one session, and talks to the host about them."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import linecache
+import os
+import struct
+import sys
+import traceback
+from typing import Any
+
+MAX_ERROR_CHARS = 2000
+FLOOD_FACTOR = 500  # a cell that writes this many times the output limit is stopped
+
+
+def serve(fd: int, scope: dict[str, Any], max_chars: int) -> None:
+    """Run cell after cell until the host closes its end."""
+    number = 0
+    while (request := receive(fd)) is not None:
+        number += 1
+        ok, text = run_cell(request["code"], scope, number, max_chars)
+        send(fd, {"ok": ok, "output": text.encode("utf-8", "backslashreplace").decode()})
+
+
+class _Output(io.TextIOBase):
+    """Keeps head and tail of what is written, in bounded memory."""
+
+    def __init__(self, max_chars: int) -> None:
+        self.half = max_chars // 2
+        self.total = 0
+        self.head = ""
+        self.parts: list[str] = []
+        self.num_pending = 0
+
+    def write(self, text: str) -> int:
+        self.parts.append(text)
+        self.total += len(text)
+        self.num_pending += len(text)
+        if self.num_pending > 8 * self.half:
+            self._compact()
+        if self.total > 2 * self.half * FLOOD_FACTOR:
+            raise RuntimeError("too much output")
+        return len(text)
+
+    def _compact(self) -> None:
+        text = "".join(self.parts)
+        room = self.half - len(self.head)
+        self.head += text[:room]
+        self.parts = [text[room:][-self.half :]]
+        self.num_pending = len(self.parts[0])
+
+    def text(self) -> str:
+        self._compact()
+        num_left_out = self.total - len(self.head) - self.num_pending
+        gap = f"\n... {num_left_out} characters left out ...\n" if num_left_out > 0 else ""
+        return (self.head + gap + self.parts[0]).rstrip("\n")
+
+
+def run_cell(code: str, scope: dict[str, Any], number: int, max_chars: int) -> tuple[bool, str]:
+    """Run one cell like a REPL: whether it ended well, and what it wrote."""
+    name = f"<cell {number}>"
+    linecache.cache[name] = (len(code), None, code.splitlines(True), name)
+    output = _Output(max_chars)
+    sys.stdout = sys.stderr = output
+    try:
+        tree = ast.parse(code, name)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, name, "exec"), scope)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), name, "eval"), scope)
+            if value is not None:
+                output.write(f"{value!r}\n")
+    except MemoryError:
+        problem = "MemoryError"  # there may be none left to say more
+    except SystemExit as error:
+        problem = f"SystemExit: {error.code}" if error.code else ""
+    except BaseException as error:  # the boundary: whatever a cell raises is its result
+        problem = _traceback_end(error)
+    else:
+        problem = ""
+    text = output.text()
+    return not problem, f"{text}\n{problem}".strip("\n") if problem else text
+
+
+def _traceback_end(error: BaseException) -> str:
+    """The traceback without our own frames; only the innermost ones when there are many."""
+    frames = error.__traceback__
+    while frames is not None and not frames.tb_frame.f_code.co_filename.startswith("<cell"):
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames, limit=-5)).rstrip()
+    return text if len(text) <= MAX_ERROR_CHARS else "..." + text[-MAX_ERROR_CHARS:]
+
+
+def send(fd: int, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode()
+    data = struct.pack("!I", len(data)) + data
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def receive(fd: int) -> dict[str, Any] | None:
+    header = _read(fd, 4)
+    message = _read(fd, struct.unpack("!I", header)[0]) if header else b""
+    return json.loads(message) if message else None
+
+
+def _read(fd: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = os.read(fd, size - len(data))
+        if not piece:
+            return b""
+        data += piece
+    return data

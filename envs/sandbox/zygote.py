@@ -1,0 +1,159 @@
+"""Runs inside the sandbox, as its process 1; needs nothing but the standard library.
+
+    control socket   one JSON packet a request: {"spawn": n, "seed": s} with the session's socket
+                     attached, or {"kill": n}. At its end of file everything in here dies.
+    session          a fork in namespaces of its own, so a session sees no other one. It reads
+                     length-prefixed JSON {"code"} and answers {"ok", "output"}.
+
+What a session answers comes from a process that runs untrusted code: the host believes nothing.
+"""
+
+from __future__ import annotations
+
+import array
+import builtins
+import gc
+import json
+import os
+import random
+import resource
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from envs.sandbox import cells, confine
+else:  # inside, these files are all there is
+    import cells
+    import confine
+
+# warm for every session: what code that calculates is likely to import
+PRELOAD = (
+    "bisect cmath collections contextlib copy dataclasses datetime decimal enum fractions "
+    "functools heapq itertools math operator re statistics string textwrap typing"
+)
+CHANNEL_FD = 3  # of a session, beside the standard three
+
+
+def main() -> None:
+    config = json.loads(sys.argv[1])
+    control = socket.socket(fileno=config["control_fd"])
+    if config["uid"] is not None:
+        os.setgroups([])
+        os.setresgid(config["uid"], config["uid"], config["uid"])
+        os.setresuid(config["uid"], config["uid"], config["uid"])
+    null = os.open(os.devnull, os.O_RDWR)
+    for name in PRELOAD.split():
+        __import__(name)
+    del sys.path[0]
+    home = "/tmp" if config["isolated"] else tempfile.mkdtemp(prefix="agentenv-")
+    for fd in range(3):  # last, so that the host can read about a failure until here
+        os.dup2(null, fd)
+    control.send(b"ready")
+    gc.collect()
+    gc.freeze()
+    _serve(control, config, home)
+
+
+def _serve(control: socket.socket, config: dict[str, Any], home: str) -> None:
+    pids: dict[int, int] = {}
+    while True:
+        if select.select([control], [], [], 1.0)[0]:
+            packet, channel = _receive_packet(control)
+            if not packet:
+                break
+            request = json.loads(packet)
+            if "spawn" in request:
+                pids[request["spawn"]] = _spawn(channel, request["seed"], config, home)
+                os.close(channel)
+            elif pids.get(request["kill"]):
+                os.kill(pids[request["kill"]], signal.SIGKILL)
+        _reap(pids)
+    if not config["isolated"]:  # elsewhere the end of process 1 is the end of all
+        for pid in pids.values():
+            os.killpg(pid, signal.SIGKILL)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _receive_packet(control: socket.socket) -> tuple[bytes, int]:
+    fds = array.array("i")
+    packet, ancillary, _, _ = control.recvmsg(4096, socket.CMSG_SPACE(fds.itemsize))
+    for _, _, data in ancillary:
+        fds.frombytes(data)
+    return packet, fds[0] if fds else -1
+
+
+def _reap(pids: dict[int, int]) -> None:
+    numbers = {pid: number for number, pid in pids.items()}
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        pids.pop(numbers.get(pid, -1), None)
+
+
+def _spawn(channel: int, seed: int, config: dict[str, Any], home: str) -> int:
+    """Fork a session; its pid, or 0 when it could not be made (the host reads why)."""
+    if not config["isolated"]:
+        pid = os.fork()
+        if pid == 0:
+            _run_session(channel, seed, config, home)
+        return pid
+    # unsharing the pid namespace takes effect for children only: the middle process makes the
+    # namespaces, forks the session as their process 1, tells its pid and is gone
+    read_end, write_end = os.pipe()
+    if os.fork() == 0:
+        pid = 0
+        try:
+            confine.unshare()
+            pid = os.fork()
+            if pid == 0:
+                _run_session(channel, seed, config, home)
+        except OSError as error:
+            cells.send(channel, {"error": str(error)})
+        os.write(write_end, str(pid).encode())
+        os._exit(0)
+    os.close(write_end)
+    pid = int(os.read(read_end, 20) or b"0")
+    os.close(read_end)
+    return pid
+
+
+def _run_session(channel: int, seed: int, config: dict[str, Any], home: str) -> None:
+    """Confine this process, then serve its cells until the host is gone. Never returns."""
+    try:
+        if config["isolated"]:
+            confine.cover(config["tmp_bytes"])
+        else:
+            os.setsid()
+            home = tempfile.mkdtemp(dir=home)
+            confine.die_with_parent()
+        os.chdir(home)
+        os.dup2(channel, CHANNEL_FD)
+        os.closerange(CHANNEL_FD + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        confine.limit(config["rlimits"])
+        confine.drop_privileges()
+    except OSError as error:
+        cells.send(channel, {"error": str(error)})
+        os._exit(1)
+    random.seed(seed)
+    os.environ["HOME"] = home
+    sys.argv = [""]
+    main_module = types.ModuleType("__main__")
+    main_module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main_module
+    cells.send(CHANNEL_FD, {"ready": True})
+    cells.serve(CHANNEL_FD, main_module.__dict__, config["max_output_chars"])
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The walls between the packages: who may import whom, and what importing must not load."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("agentenv", "envs", "learners", "launchers")
+FORBIDDEN = {
+    "agentenv": {"envs", "learners", "launchers"},
+    "envs": {"learners", "launchers"},
+    "learners": {"envs", "launchers"},
+    "launchers": set(),
+}
+HEAVY = {"torch", "deepspeed", "vllm", "sglang", "transformers"}
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """Top-level packages imported anywhere in a module."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_import_arrows(package: str) -> None:
+    for path in sources(package):
+        wrong = imports(ast.parse(path.read_text())) & FORBIDDEN[package]
+        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+
+
+@pytest.mark.parametrize("modules", ["agentenv, envs", "launchers.config, launchers.keys"])
+def test_importing_loads_nothing_heavy(modules: str) -> None:
+    code = f"import {modules}, sys; print(*sorted({HEAVY} & set(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert result.stdout.strip() == ""
+
+
+def test_the_core_takes_time_from_the_loop_and_randomness_from_keys() -> None:
+    """So that the same scheduler can run under a virtual clock, bit for bit."""
+    outside_the_loop = ("agentenv/engines/embedded", "envs/sandbox/")  # threads and processes
+    for path in [*sources("agentenv"), *sources("envs")]:
+        if str(path.relative_to(ROOT)).startswith(outside_the_loop):
+            continue
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
+                continue
+            call = f"{node.value.id}.{node.attr}"
+            assert node.value.id != "time", f"{path}: {call}"
+            assert node.value.id != "random" or node.attr == "Random", f"{path}: {call}"
