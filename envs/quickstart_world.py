@@ -3,7 +3,7 @@
 Four kinds of question. None can be answered from the question alone: products are too long for
 the head of a tiny model, and facts stand only in the knowledge base.
 
-    calc  What is 4837 * 57?                                  python
+    calc  What is 83 * 57 + 46?                                python
     cost  How much do 57 shares of Zorvex Labs cost?               search, python
     hop   In which city was the founder of Zorvex Labs born?       search, search
     age   How old was the founder of Zorvex Labs in 1987?          search, search, python
@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from random import Random
 
 KINDS = ("calc", "cost", "hop", "age")
@@ -130,20 +131,19 @@ class World:
         return frozenset(shown)
 
 
-def _number(rng: Random, attribute: str) -> str:
-    """Ranges with a fixed number of digits: products have six, ages have two."""
-    low, high = {"price": (2000, 9999), "count": (52, 99), "birthyear": (1900, 1949)}[attribute]
-    return str(rng.randint(low, high))
+def _factor(rng: Random) -> str:
+    """The product of two such factors has four digits."""
+    return str(rng.randint(52, 99))
 
 
 def _facts_about(rng: Random, company: str, founder: str) -> list[Fact]:
     birthplace, home = rng.sample(CITIES, 2)
     return [
         Fact("founder", company, founder),
-        Fact("price", company, _number(rng, "price")),
+        Fact("price", company, _factor(rng)),
         Fact("birthplace", founder, birthplace),
         Fact("home", founder, home),
-        Fact("birthyear", founder, _number(rng, "birthyear")),
+        Fact("birthyear", founder, str(rng.randint(1900, 1949))),
     ]
 
 
@@ -162,20 +162,19 @@ def _ask(rng: Random, kind: str, facts: list[Fact]) -> Question:
         expression = f"{year} - {birthyear.value}"
         text = f"How old was the founder of {company} in {year}?"
         return Question(kind, text, calculate(expression), (founder, birthyear), expression)
-    count = _number(rng, "count")
+    count = _factor(rng)
     if kind == "cost":
         expression = f"{price.value} * {count}"
         text = f"How much do {count} shares of {company} cost?"
         return Question(kind, text, calculate(expression), (price,), expression)
-    expression = f"{_number(rng, 'price')} * {count}"
+    expression = f"{_factor(rng)} * {count} + {rng.randint(10, 98)}"
     return Question(kind, f"What is {expression}?", calculate(expression), (), expression)
 
 
 def calculate(expression: str) -> str:
-    """What the Python tool prints for "a * b", "a - b" or "a + b"."""
-    left, sign, right = expression.split()
-    a, b = int(left), int(right)
-    return str({"*": a * b, "-": a - b, "+": a + b}[sign])
+    """What the Python tool prints for sums, differences and products of integers."""
+    terms = expression.replace(" - ", " + -").split(" + ")
+    return str(sum(prod(int(factor) for factor in term.split(" * ")) for term in terms))
 
 
 def make_world(seed: int) -> World:
@@ -261,8 +260,7 @@ def _slip(rng: Random, question: Question) -> list[Turn]:
     """The last call has the wrong sign, or asks for the wrong attribute of the founder."""
     *turns, _ = _tool_turns(question)
     if question.expression:
-        left, _, right = question.expression.split()
-        expression = f"{left} + {right}"
+        expression = question.expression.replace(" * ", " + ").replace(" - ", " + ")
         return [*turns, _python(expression), _answer(calculate(expression))]
     right_fact = question.facts[-1]
     other = "home" if right_fact.attribute == "birthplace" else "birthplace"
