@@ -8,7 +8,9 @@ kind is unknown to the chosen one, so no key is ever silently ignored.
 
 from __future__ import annotations
 
+import copy
 import difflib
+import logging
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,9 +24,15 @@ from agentenv.errors import ConfigError
 T = TypeVar("T", bound=msgspec.Struct)
 Tree = dict[str, Any]
 
+logger = logging.getLogger(__name__)
+
 
 def load_config(config_type: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
-    """Read `path`, apply overrides such as "learner.grad_clip=0.5", check, and build the struct."""
+    """Read `path`, apply overrides such as "learner.grad_clip=0.5", check, and build the struct.
+
+    An override that chooses another kind of a part (algorithm.name=grpo) leaves out the file's
+    keys that belong to the old kind only, with a warning.
+    """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -33,7 +41,9 @@ def load_config(config_type: type[T], path: Path, overrides: Sequence[str] = ())
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    before = copy.deepcopy(raw)
     apply_overrides(raw, overrides)
+    _leave_out_old_kinds(raw, before, mi.type_info(config_type), "")
     return build_config(config_type, raw, str(path))
 
 
@@ -64,6 +74,23 @@ def describe(config_type: type[msgspec.Struct]) -> Iterator[tuple[str, str, str,
 def to_plain(config: msgspec.Struct) -> Tree:
     """The resolved configuration as plain values, for saving with the run."""
     return cast(Tree, msgspec.to_builtins(config))
+
+
+def _leave_out_old_kinds(raw: Tree, before: Tree, kind: mi.Type, path: str) -> None:
+    for field in [field for struct in _structs(kind) for field in struct.fields]:
+        new, old = raw.get(field.encode_name), before.get(field.encode_name)
+        structs = {str(struct.tag): struct for struct in _structs(field.type)}
+        if not isinstance(new, dict) or not isinstance(old, dict) or not structs:
+            continue
+        key, tag = _join(path, field.encode_name), str(next(iter(structs.values())).tag_field)
+        chosen = structs.get(str(new.get(tag)))
+        if len(structs) == 1:
+            _leave_out_old_kinds(new, old, field.type, key)
+        elif chosen is not None and new.get(tag) != old.get(tag):
+            known = {part.encode_name for part in chosen.fields} | {tag}
+            for name in [name for name in new if name in old and name not in known]:
+                del new[name]
+                logger.warning("%s.%s is left out: %s has no such key", key, name, chosen.tag)
 
 
 def _apply(raw: Tree, override: str) -> None:
@@ -142,12 +169,23 @@ def _describe(kind: mi.Type, path: str) -> Iterator[tuple[str, str, str, str]]:
         variant = f"[{struct.tag}]" if struct.tag else ""
         for field in struct.fields:
             key = f"{path}{variant}.{field.encode_name}" if path else field.encode_name
-            if _structs(field.type):
-                yield from _describe(field.type, key)
+            inner, suffix = _element(field.type)
+            if _structs(inner):
+                yield from _describe(inner, key + suffix)
                 continue
             meta = field.type.extra_json_schema if isinstance(field.type, mi.Metadata) else None
             meaning = str((meta or {}).get("description", ""))
             yield key, _type_name(field.type), _default(field), meaning
+
+
+def _element(kind: mi.Type) -> tuple[mi.Type, str]:
+    """What a table or list holds, and how its keys are written; other types are themselves."""
+    bare = _unwrap(kind)
+    if isinstance(bare, mi.DictType):
+        return bare.value_type, ".NAME"
+    if isinstance(bare, mi.ListType):
+        return bare.item_type, "[n]"
+    return kind, ""
 
 
 def _type_name(kind: mi.Type) -> str:

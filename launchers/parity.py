@@ -65,6 +65,8 @@ class ParityProbe:
         ]
         return Gap(len(gaps), sum(gaps) / len(gaps), max(gaps))
 
-    def cancel(self) -> None:
+    async def close(self) -> None:
+        """Stop sampling, if it is still going on."""
         if self._sampling is not None:
             self._sampling.cancel()
+            await asyncio.gather(self._sampling, return_exceptions=True)

@@ -105,7 +105,7 @@ async def build_parts(
     weights = make_weights_directory()
     stack.callback(shutil.rmtree, weights, ignore_errors=True)
     probe = ParityProbe(engine, learner, prompts)
-    stack.callback(probe.cancel)
+    stack.push_async_callback(probe.close)
     seed, sampling = config.run.seed, config.sampling
     return Parts(
         tokenizer=tokenizer,

@@ -217,12 +217,14 @@ def learning_curve(metrics: Path, target: Path, name: str) -> None:
         left.plot([r["step"] for r in steps], [r.get(key) for r in steps], label=label)
     left.set(title="training rollouts (sampled)", xlabel="update", ylim=(-1.05, 1.15))
     left.legend(loc="lower right")
-    for key, style in _eval_keys(rows):
+    eval_keys = _eval_keys(rows)
+    for key, style in eval_keys:
         points = [(row["step"], row[key]) for row in rows if key in row]
         label = key.removeprefix("eval/").removesuffix("/success")
         right.plot(*zip(*points, strict=True), style, label=label, markersize=4)
     right.set(title="evaluation success (sampled)", xlabel="update", ylim=(-0.02, 1.02))
-    right.legend(loc="lower right", fontsize="small")
+    if eval_keys:
+        right.legend(loc="lower right", fontsize="small")
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.suptitle(name)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from learners.batch import MicroBatch
 
@@ -49,14 +50,10 @@ class Policy(nn.Module):
             logits = logits.float()
         if self.temperature != 1.0:
             logits = logits / self.temperature
-        all_logprobs = logits.log_softmax(-1)
-        logprobs = all_logprobs.gather(-1, targets[:, None])[:, 0]
-        entropy, match = logprobs.new_empty(0), torch.empty(0, dtype=torch.bool)
-        with torch.no_grad():
-            if entropies:
-                entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-            if matches:
-                match = all_logprobs.argmax(-1) == targets
+        logprobs, entropy, likeliest = SelectedLogprobs.apply(  # type: ignore[no-untyped-call]
+            logits, targets, entropies
+        )
+        match = likeliest == targets if matches else likeliest[:0].bool()
         return logprobs, entropy, match
 
     def pair_cost(self) -> float:
@@ -75,6 +72,38 @@ class Policy(nn.Module):
             weights -= embedding.numel()
         cost: float = 14.0 * width * config.num_hidden_layers / (6.0 * weights)
         return cost
+
+
+class SelectedLogprobs(torch.autograd.Function):
+    """log softmax(logits)[target], entropy and arg-max per row; gradient for the first only.
+
+    Plain autograd keeps and walks three times as many [tokens, vocabulary] tensors. Backward
+    may run once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, entropies: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """logits [tokens, vocabulary], targets [tokens]; entropies are empty unless asked for."""
+        probabilities = logits.softmax(-1)
+        highest, likeliest = logits.max(-1)
+        log_total = highest - probabilities.gather(-1, likeliest[:, None])[:, 0].log()
+        logprobs = logits.gather(-1, targets[:, None])[:, 0] - log_total
+        entropy = log_total[:0]
+        if entropies:
+            entropy = log_total - torch.linalg.vecdot(probabilities, logits)
+        ctx.probabilities, ctx.targets = probabilities, targets
+        ctx.mark_non_differentiable(entropy, likeliest)
+        return logprobs, entropy, likeliest
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
+        """d log p(target) = onehot(target) - softmax."""
+        gradient, ctx.probabilities = ctx.probabilities.mul_(-grad[:, None]), None
+        gradient.scatter_add_(-1, ctx.targets[:, None], grad[:, None])
+        return gradient, None, None
 
 
 def visible(end: Tensor) -> Tensor:

@@ -15,51 +15,27 @@ from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import torch
 
+from agentenv.engines.embedded_architecture import read_architecture
 from agentenv.engines.embedded_cache import IntArray, SlotCache
-from agentenv.engines.embedded_scheduler import Event, Request, Scheduler
-from agentenv.engines.embedded_weights import Weights, read_architecture
+from agentenv.engines.embedded_config import EmbeddedConfig
+from agentenv.engines.embedded_request import Call, Event, Request, settle
+from agentenv.engines.embedded_scheduler import Scheduler
+from agentenv.engines.embedded_weights import Weights
 from agentenv.engines.stop_strings import StopStrings
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
 
+__all__ = ["EmbeddedConfig", "EmbeddedEngine"]
+
 logger = logging.getLogger(__name__)
 
-
-class EmbeddedConfig(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag="embedded",
-    tag_field="name",
-):
-    """Settings of the embedded engine."""
-
-    max_num_seqs: Annotated[
-        int, msgspec.Meta(description="Requests that run at a time; more wait in order.", ge=1)
-    ] = 128
-    max_model_len: Annotated[
-        int, msgspec.Meta(description="Most tokens of prompt and output; 0: the model's.", ge=0)
-    ] = 0
-    num_cached_seqs: Annotated[
-        int, msgspec.Meta(description="Ended requests kept as prefix cache.", ge=0)
-    ] = 128
-    num_threads: Annotated[
-        int, msgspec.Meta(description="Threads of torch on the CPU, process-wide.", ge=1)
-    ] = 1
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        msgspec.Meta(description="Where the model runs; auto: a GPU if there is one."),
-    ] = "auto"
-    dtype: Annotated[
-        Literal["float32", "bfloat16"], msgspec.Meta(description="Of weights, keys and values.")
-    ] = "float32"
+MIN_TEMPERATURE = 1e-3  # below it logits / temperature could overflow; 0 is greedy
 
 
 class Load(msgspec.Struct, frozen=True, eq=False):
@@ -74,28 +50,6 @@ class Cancel(msgspec.Struct, frozen=True, eq=False):
     """Ask the engine thread to free the slot of a request."""
 
     request: Request
-
-
-class Call:
-    """One call of generate, as the event loop sees it."""
-
-    def __init__(
-        self, future: asyncio.Future[Completion], on_tokens: Callable[[Chunk], None] | None
-    ) -> None:
-        self.future, self._on_tokens = future, on_tokens
-        self.over = False  # generate has returned or is about to
-
-    def report(self, chunk: Chunk) -> None:
-        """Hand out a chunk; if the callback raises, the call fails and the loop logs why."""
-        if self.over or self._on_tokens is None:
-            return
-        failed = True
-        try:
-            self._on_tokens(chunk)
-            failed = False
-        finally:
-            if failed:
-                settle(self.future, EngineError("on_tokens raised; the request is aborted"))
 
 
 class EmbeddedEngine:
@@ -225,7 +179,7 @@ class EmbeddedEngine:
                 f"max_model_len {self._max_length}"
             )
         if not (
-            0 <= sampling.temperature < float("inf")
+            (sampling.temperature == 0 or MIN_TEMPERATURE <= sampling.temperature < float("inf"))
             and 0 < sampling.top_p <= 1
             and (sampling.top_k == -1 or sampling.top_k >= 1)
         ):
@@ -302,16 +256,6 @@ class EmbeddedEngine:
             settle(call.future, EngineError(reason))
         for done in self._loads:
             settle(done, EngineError(reason))
-
-
-def settle(future: asyncio.Future[Any], outcome: object) -> None:
-    """Give the future its result or exception unless its caller is gone."""
-    if future.done():
-        return
-    if isinstance(outcome, EngineError):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
 
 
 def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from agentenv.engines.embedded_weights import Architecture
+from agentenv.engines.embedded_architecture import Architecture
 
 IntArray = npt.NDArray[np.int32]
 CAPACITIES = sorted([2**n for n in range(6, 31)] + [3 * 2**n for n in range(5, 30)])

@@ -8,86 +8,24 @@ requests that are done go.
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter, deque
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 
-from agentenv.engines.embedded_cache import IntArray, SlotCache
+from agentenv.engines.embedded_architecture import Architecture
+from agentenv.engines.embedded_cache import SlotCache
 from agentenv.engines.embedded_model import Batch, DecodeGroup, DecoderModel, Prefill
+from agentenv.engines.embedded_request import Event, Request
 from agentenv.engines.embedded_sampling import Sampler
-from agentenv.engines.embedded_weights import Architecture, Weights
-from agentenv.engines.stop_strings import StopMatcher, StopStrings
+from agentenv.engines.embedded_weights import Weights
+from agentenv.engines.stop_strings import StopStrings
 from agentenv.errors import EngineError
-from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 MAX_PREFILL_TOKENS = 4096  # new prompt tokens of one step, unless one prompt alone has more
 MIN_WAIT_GAIN = 16  # a prompt waits a step for a twin that saves it this many tokens
 ROOM = 16  # columns reserved beyond a prompt, so that short turns need no move
-
-
-@dataclass(eq=False)
-class Request:
-    """One call of generate, as the engine thread sees it."""
-
-    prompt: IntArray
-    sampling: SamplingParams
-    session: str
-    chunk_size: int  # tokens of a Chunk, 0: no streaming
-    random: random.Random = field(init=False)
-    matcher: StopMatcher | None = None
-    enders: frozenset[int] = frozenset()  # tokens that may end the request
-    slot: int = -1
-    num_cached: int = 0
-    num_reported: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
-
-    def __post_init__(self) -> None:
-        self.random = random.Random(self.sampling.seed)
-
-    def take_chunk(self) -> Chunk:
-        """The tokens not reported yet."""
-        start, self.num_reported = self.num_reported, len(self.token_ids)
-        return Chunk(self.token_ids[start:], self.logprobs[start:], self.entropies[start:])
-
-    def enter_version(self, version: int) -> None:
-        """Tokens from here on are chosen by `version`."""
-        if self.versions and self.versions[-1][1] == len(self.token_ids):
-            self.versions.pop()
-        self.versions.append((version, len(self.token_ids)))
-
-    def end(self, at_eos: bool) -> Completion | None:
-        """The completion if the last token ended the request."""
-        reason: Literal["stop", "length"] = "stop"
-        stop = None
-        if not at_eos:
-            if self.matcher is not None and self.token_ids[-1] in self.matcher.candidates:
-                stop = self.matcher.match(self.token_ids)
-            if stop is None:
-                if len(self.token_ids) < self.sampling.max_tokens:
-                    return None
-                reason = "length"
-        ends = [start for _, start in self.versions[1:]] + [len(self.token_ids)]
-        spans = zip(self.versions, ends, strict=True)
-        return Completion(
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            entropies=self.entropies,
-            finish_reason=reason,
-            version_spans=[VersionSpan(version, start, end) for (version, start), end in spans],
-            stop=stop,
-            num_cached_tokens=self.num_cached,
-        )
-
-
-Event = tuple[Request, Chunk | None, Completion | EngineError | None]
 
 
 class Scheduler:
@@ -166,7 +104,7 @@ class Scheduler:
             self._batch = self._make_batch(fresh)
         batch = self._batch
         self._cache.append(self._slots, self._inputs)
-        uniforms = [request.random.random() for request in self._order]
+        uniforms = [request.rng.random() for request in self._order]
         sampled, logprobs, entropies = self._sampler.sample(
             self._model.forward(batch),
             torch.tensor(uniforms, dtype=torch.float64, device=self._device),

@@ -74,7 +74,10 @@ class StopStrings:
                 raise EngineError(f"stop strings need {self._path}, which does not exist")
             tokenizer = Tokenizer.from_file(str(self._path))
             # Each token twice: some decoders strip a space at the start, the second one has it.
-            pairs = [[index, index] for index in range(self._vocab_size)]
-            self._texts = tokenizer.decode_batch(pairs, skip_special_tokens=False)
+            # One by one, since decode_batch starts a pool of threads that dislikes forks.
+            self._texts = [
+                tokenizer.decode([index, index], skip_special_tokens=False)
+                for index in range(self._vocab_size)
+            ]
             self._tokenizer = tokenizer
         return self._tokenizer

@@ -16,22 +16,42 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
 CAPABILITY_VERSION_3 = 0x20080522
 
+SYS_CLONE3 = 435  # on every architecture
+
 _libc = ctypes.CDLL(None, use_errno=True)
+_python = ctypes.PyDLL(None, use_errno=True)  # calls that must keep the interpreter's lock
 
 
-def unshare() -> None:
-    """Namespaces for the children of this process, in which they are root over nothing else."""
-    uid, gid = os.getuid(), os.getgid()
-    _prctl(PR_SET_DUMPABLE, 1)  # else the id maps belong to root
-    flags = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS
-    _check(_libc.unshare(flags), "new user namespace")
+def fork_into_namespaces() -> int:
+    """Like os.fork, but the child is process 1 of namespaces of its own. Raises OSError.
+
+    One system call does what unshare needs a second fork for, at half the cost.
+    """
+    _prctl(PR_SET_DUMPABLE, 1)  # else the child's id maps belong to root
+    arguments = (ctypes.c_uint64 * 11)()  # struct clone_args
+    arguments[0] = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS
+    arguments[4] = signal.SIGCHLD
+    _python.PyOS_BeforeFork()
+    pid = int(_python.syscall(SYS_CLONE3, arguments, ctypes.c_size_t(88)))
+    number = ctypes.get_errno()
+    if pid:
+        _python.PyOS_AfterFork_Parent()
+        _check(0 if pid > 0 else -1, "new namespaces", number)
+        return pid
+    _python.PyOS_AfterFork_Child()
+    return 0
+
+
+def map_ids(uid: int, gid: int) -> None:
+    """In the child: make the ids that it had outside known inside, as SESSION_ID."""
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{SESSION_ID} {uid} 1"),
         ("gid_map", f"{SESSION_ID} {gid} 1"),
     ):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
+        fd = os.open(f"/proc/self/{name}", os.O_WRONLY)
+        os.write(fd, text.encode())
+        os.close(fd)
 
 
 def cover(tmp_bytes: int) -> None:
@@ -73,7 +93,7 @@ def _prctl(option: int, value: int) -> None:
     _check(_libc.prctl(option, value, 0, 0, 0), f"prctl {option}")
 
 
-def _check(result: int, what: str) -> None:
+def _check(result: int, what: str, number: int | None = None) -> None:
     if result != 0:
-        number = ctypes.get_errno()
+        number = ctypes.get_errno() if number is None else number
         raise OSError(number, f"{what}: {os.strerror(number)}")

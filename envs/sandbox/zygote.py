@@ -76,7 +76,7 @@ def _serve(control: socket.socket, config: dict[str, Any], home: str) -> None:
         _reap(pids)
     if not config["isolated"]:  # elsewhere the end of process 1 is the end of all
         for pid in pids.values():
-            os.killpg(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
         shutil.rmtree(home, ignore_errors=True)
 
 
@@ -102,33 +102,24 @@ def _reap(pids: dict[int, int]) -> None:
 
 def _spawn(channel: int, seed: int, config: dict[str, Any], home: str) -> int:
     """Fork a session; its pid, or 0 when it could not be made (the host reads why)."""
-    if not config["isolated"]:
-        pid = os.fork()
-        if pid == 0:
-            _run_session(channel, seed, config, home)
-        return pid
-    # unsharing the pid namespace takes effect for children only: the middle process makes the
-    # namespaces, forks the session as their process 1, tells its pid and is gone
-    read_end, write_end = os.pipe()
-    if os.fork() == 0:
-        pid = 0
+    ids = os.getuid(), os.getgid()  # inside they are unknown, until mapped
+    try:
+        pid = confine.fork_into_namespaces() if config["isolated"] else os.fork()
+    except OSError as error:
+        cells.send(channel, {"error": str(error)})
+        return 0
+    if pid == 0:
         try:
-            confine.unshare()
-            pid = os.fork()
-            if pid == 0:
-                _run_session(channel, seed, config, home)
-        except OSError as error:
-            cells.send(channel, {"error": str(error)})
-        os.write(write_end, str(pid).encode())
-        os._exit(0)
-    os.close(write_end)
-    pid = int(os.read(read_end, 20) or b"0")
-    os.close(read_end)
+            if config["isolated"]:
+                confine.map_ids(*ids)
+            _run_session(channel, seed, config, home)
+        finally:
+            os._exit(1)  # whatever happened, never go on as a second zygote
     return pid
 
 
 def _run_session(channel: int, seed: int, config: dict[str, Any], home: str) -> None:
-    """Confine this process, then serve its cells until the host is gone. Never returns."""
+    """Confine this process, then serve its cells until the host is gone."""
     try:
         if config["isolated"]:
             confine.cover(config["tmp_bytes"])
@@ -143,7 +134,7 @@ def _run_session(channel: int, seed: int, config: dict[str, Any], home: str) -> 
         confine.drop_privileges()
     except OSError as error:
         cells.send(channel, {"error": str(error)})
-        os._exit(1)
+        return
     random.seed(seed)
     os.environ["HOME"] = home
     sys.argv = [""]
@@ -152,7 +143,6 @@ def _run_session(channel: int, seed: int, config: dict[str, Any], home: str) -> 
     sys.modules["__main__"] = main_module
     cells.send(CHANNEL_FD, {"ready": True})
     cells.serve(CHANNEL_FD, main_module.__dict__, config["max_output_chars"])
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from agentenv.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from agentenv.engines.embedded_request import Call
 from agentenv.engines.embedded_scheduler import Scheduler
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
@@ -196,6 +197,15 @@ async def test_streaming(tiny: tuple[Path, Any]) -> None:
         await asyncio.gather(*(call(size, n) for size in (1, 8, 10) for n in (1, 4, 20)))
 
 
+async def test_a_chunk_that_comes_late_is_not_reported() -> None:
+    chunks: list[Chunk] = []
+    call = Call(asyncio.get_running_loop().create_future(), chunks.append)
+    call.report(Chunk([1], [0.0], [0.0]))
+    call.over = True
+    call.report(Chunk([2], [0.0], [0.0]))
+    assert [chunk.token_ids for chunk in chunks] == [[1]]
+
+
 async def test_a_callback_that_raises_fails_its_own_call(tiny: tuple[Path, Any]) -> None:
     folder, _ = tiny
     logged: list[dict[str, Any]] = []
@@ -328,6 +338,19 @@ async def test_sampled_distribution(tiny: tuple[Path, Any]) -> None:
             check(model, ids, done, temperature=1.5)
 
 
+async def test_bfloat16_runs(tiny: tuple[Path, Any]) -> None:
+    folder, model = tiny
+    ids = prompt(0, 30)
+    async with serving(folder, dtype="bfloat16") as engine:
+        for session in ("a", "b"):
+            params = SamplingParams(max_tokens=40)
+            done = await engine.generate(ids, params, session=session)
+            with torch.no_grad():
+                logits = model(torch.tensor([ids + done.token_ids])).logits[0, len(ids) - 1 : -1]
+            chosen = logits.log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+            assert (torch.tensor(done.logprobs) - chosen).abs().mean() < 0.1
+
+
 async def test_cancel_frees_the_slot(tiny: tuple[Path, Any]) -> None:
     folder, _ = tiny
     async with serving(folder, max_num_seqs=1) as engine:
@@ -390,8 +413,13 @@ async def test_weights_change_while_requests_run(tmp_path: Path) -> None:
         after = await engine.generate(turn, SamplingParams(max_tokens=5), session="s")
         assert after.num_cached_tokens < len(ids) + 30
         check(new, turn, after)
+        # Other weights under the same number meet no old columns either.
+        await engine.load_weights(tmp_path / "old", 7)
+        again = await engine.generate(turn, SamplingParams(max_tokens=5), session="s")
+        assert again.num_cached_tokens == 0
+        check(old, turn, again)
         assert engine.stats()["cross_version_hits"] == 0
-        assert engine.stats()["weight_updates"] == 1
+        assert engine.stats()["weight_updates"] == 2
     cache = DynamicCache(config=old.config)
     with torch.no_grad():
         before = old(
@@ -453,6 +481,7 @@ async def test_requests_that_cannot_be_served(tiny: tuple[Path, Any]) -> None:
         ([1], SamplingParams(max_tokens=0), "max_tokens"),
         ([1] * 60, ok, "max_model_len 64"),
         ([1], SamplingParams(max_tokens=5, temperature=-1.0), "temperature"),
+        ([1], SamplingParams(max_tokens=5, temperature=1e-9), "temperature"),
         ([1], SamplingParams(max_tokens=5, top_p=0.0), "top_p"),
         ([1], SamplingParams(max_tokens=5, top_k=0), "top_k"),
         ([1], SamplingParams(max_tokens=5, stop=("x",)), "tokenizer.json"),
@@ -563,7 +592,6 @@ def test_configs_that_are_not_supported(tiny: tuple[Path, Any], tmp_path: Path) 
 
 
 def test_importing_the_core_loads_no_torch() -> None:
-    code = (
-        "import sys, agentenv, agentenv.engine, agentenv.engines; sys.exit('torch' in sys.modules)"
-    )
+    names = "agentenv, agentenv.engine, agentenv.engines.embedded_config"
+    code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -78,6 +78,18 @@ def test_matcher_agrees_with_decoding_everything(make: type[Tokenizer], tmp_path
     assert found > 50
 
 
+def test_a_cut_through_a_long_run_of_bytes(tmp_path: Path) -> None:
+    """Cut at the wrong byte, the whole run would decode to nothing readable."""
+    tokenizer = byte_fallback()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    vocab = tokenizer.get_vocab()
+    matcher = StopStrings(tmp_path, len(vocab)).matcher(("\u00e9>",))
+    assert matcher is not None
+    run = [vocab["<0xC3>"], vocab["<0xA9>"]] * 20
+    for end in ([vocab[">"]], [vocab["<0x3E>"]], [vocab["<0x3E>"], vocab["<0x61>"]]):
+        assert matcher.match(run + end) == "\u00e9>"
+
+
 def automaton(folder: Path, chain: list[int], vocab: int, eos: int | list[int] | None) -> None:
     """A model that writes `chain`: each token surely follows the one before."""
     config = LlamaConfig(

@@ -1,0 +1,106 @@
+"""One call of generate: what the engine thread keeps of it, and what the event loop keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from agentenv.engines.embedded_cache import IntArray
+from agentenv.engines.stop_strings import StopMatcher
+from agentenv.errors import EngineError
+from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
+
+
+@dataclass(eq=False)
+class Request:
+    """One call of generate, as the engine thread sees it."""
+
+    prompt: IntArray
+    sampling: SamplingParams
+    session: str
+    chunk_size: int  # tokens of a Chunk, 0: no streaming
+    rng: random.Random = field(init=False)
+    matcher: StopMatcher | None = None
+    enders: frozenset[int] = frozenset()  # tokens that may end the request
+    slot: int = -1
+    num_cached: int = 0
+    num_reported: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.sampling.seed)
+
+    def take_chunk(self) -> Chunk:
+        """The tokens not reported yet."""
+        start, self.num_reported = self.num_reported, len(self.token_ids)
+        return Chunk(self.token_ids[start:], self.logprobs[start:], self.entropies[start:])
+
+    def enter_version(self, version: int) -> None:
+        """Tokens from here on are chosen by `version`."""
+        if self.versions and self.versions[-1][1] == len(self.token_ids):
+            self.versions.pop()
+        self.versions.append((version, len(self.token_ids)))
+
+    def end(self, at_eos: bool) -> Completion | None:
+        """The completion if the last token ended the request."""
+        reason: Literal["stop", "length"] = "stop"
+        stop = None
+        if not at_eos:
+            if self.matcher is not None and self.token_ids[-1] in self.matcher.candidates:
+                stop = self.matcher.match(self.token_ids)
+            if stop is None:
+                if len(self.token_ids) < self.sampling.max_tokens:
+                    return None
+                reason = "length"
+        ends = [start for _, start in self.versions[1:]] + [len(self.token_ids)]
+        spans = zip(self.versions, ends, strict=True)
+        return Completion(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            entropies=self.entropies,
+            finish_reason=reason,
+            version_spans=[VersionSpan(version, start, end) for (version, start), end in spans],
+            stop=stop,
+            num_cached_tokens=self.num_cached,
+        )
+
+
+Event = tuple[Request, Chunk | None, Completion | EngineError | None]
+
+
+class Call:
+    """One call of generate, as the event loop sees it."""
+
+    def __init__(
+        self, future: asyncio.Future[Completion], on_tokens: Callable[[Chunk], None] | None
+    ) -> None:
+        self.future, self._on_tokens = future, on_tokens
+        self.over = False  # generate has returned or is about to
+
+    def report(self, chunk: Chunk) -> None:
+        """Hand out a chunk; if the callback raises, the call fails and the loop logs why."""
+        if self.over or self._on_tokens is None:
+            return
+        failed = True
+        try:
+            self._on_tokens(chunk)
+            failed = False
+        finally:
+            if failed:
+                settle(self.future, EngineError("on_tokens raised; the request is aborted"))
+
+
+def settle(future: asyncio.Future[Any], outcome: object) -> None:
+    """Give the future its result or exception unless its caller is gone."""
+    if future.done():
+        return
+    if isinstance(outcome, EngineError):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

@@ -1,0 +1,219 @@
+"""The training run around the loop: cadence, files, resume, interruption, death of a part."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agentenv.config import load_config
+from launchers import evaluate, train
+from launchers.config import TrainConfig
+from tests.support.warehouse import ROOT
+
+SETS = [
+    "eval.sets.a.path={folder}/a.jsonl",
+    "eval.sets.a.every=1",
+    "eval.sets.a.max_tasks=3",
+    "eval.sets.b.path={folder}/b.jsonl",
+    "eval.sets.b.every=2",
+    "eval.sets.b.phases=false",
+    "eval.sets.b.num_samples=2",
+    "checkpoint.every=1",
+    "checkpoint.keep_last=2",
+    "checkpoint.best_metric=b/success",
+]
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def trees_of(run: Path, step: int) -> list[int]:
+    path = run / "trajectories" / f"step-{step:06d}.jsonl"
+    return sorted({json.loads(line)["tree"] for line in path.read_text().splitlines()})
+
+
+@pytest.fixture(scope="module")
+def finished(warehouse: Path) -> Path:
+    """A finished run with two evaluation sets and a checkpoint every step."""
+    overrides = [text.format(folder=warehouse.parent) for text in SETS]
+    assert train.main([str(warehouse), "run.name=finished", *overrides]) == 0
+    return warehouse.parent / "runs" / "finished"
+
+
+def test_each_evaluation_set_has_its_own_cadence_and_name(finished: Path) -> None:
+    rows = rows_of(finished)
+    phases = ["before_sft", "after_rl"]
+    assert [r["phase"] for r in rows if "eval/a/success" in r] == [
+        phases[0], *(f"step-00000{n}" for n in (1, 2, 3, 4)), phases[1],
+    ]  # fmt: skip
+    assert [r["step"] for r in rows if "eval/b/success" in r] == [2, 4]
+    counted = next(r for r in rows if "eval/b/success" in r)
+    assert counted["eval/b/trajectories"] == 48
+    assert 0.3 < counted["eval/b/success"] < 0.95
+    assert counted["eval/b/bolts/trajectories"] == 16
+
+
+def test_checkpoints_are_rotated_and_the_best_is_kept(finished: Path) -> None:
+    found = sorted(path.name for path in (finished / "checkpoints").iterdir())
+    assert found == ["best", "step-000003", "step-000004"]
+    for name in found:
+        assert (finished / "checkpoints" / name / "model.safetensors").is_file()
+        assert (finished / "checkpoints" / name / "tokenizer.json").is_file()
+
+
+def test_the_summary_holds_what_it_promises_and_no_tree_is_lost(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    assert set(summary) >= {
+        "seed",
+        "algorithm",
+        "success",
+        "success_by_kind",
+        "reward",
+        "reward_by_kind",
+        "tool_calls_total",
+        "forks_total",
+        "trees",
+        "staleness",
+        "tokens",
+        "wall_s",
+        "policy_version",
+        "engine_learner_logprob_gap",
+        "event_loop_lag_ms",
+    }
+    assert set(summary["success"]) == {"before_sft", "after_sft", "after_rl"}
+    assert set(summary["wall_s"]) >= {"setup", "sft", "rl", "eval", "total"}
+    trees = summary["trees"]
+    assert trees["offered"] == 8
+    assert trees["offered"] == (
+        trees["trained"] + trees["filtered"] + trees["failed"] + trees["in_flight"]
+    )
+    assert summary["staleness"]["max"] <= 1
+    updates = sum("learner/loss" in row for row in rows_of(finished))
+    assert summary["policy_version"] == updates > 0
+    assert summary["forks_total"] > 0
+
+
+def test_trajectories_are_written_as_readable_rows(finished: Path) -> None:
+    path = finished / "trajectories" / "step-000001.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == 8
+    row = rows[0]
+    assert row["segments"][1]["policy"].endswith("</stock>")
+    assert "<result>" in row["segments"][2]["env"]
+    assert row["tool_calls"][0]["name"] == "stock"
+    assert sum(row["loss_mask"]) == row["num_tokens"]
+    assert {row["fork_parent"] is None for row in rows} == {True, False}
+    assert set(row["parts"])
+
+
+def test_a_finished_run_is_not_overwritten(
+    finished: Path, warehouse: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main([str(warehouse), "run.name=finished"]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+
+
+def test_evaluating_a_run_and_a_checkpoint(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--env", "me/Warehouse-v0", "--n", "6", "--out", str(tmp_path / "out")]
+    assert evaluate.main([str(finished), *arguments]) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["overall"]["num_trajectories"] == 6
+    checkpoint = finished / "checkpoints" / "best"
+    assert evaluate.main([str(checkpoint), *arguments, "num_samples=2"]) == 0
+    assert "bolts" in capsys.readouterr().out
+
+
+def test_resume_goes_on_with_the_next_tree(warehouse: Path) -> None:
+    arguments = [str(warehouse), "run.name=resumed"]
+    assert train.main([*arguments, "train.num_steps=2"]) == 0
+    assert train.main([*arguments, "train.num_steps=4", "--resume"]) == 0
+    run = warehouse.parent / "runs" / "resumed"
+    assert [trees_of(run, step) for step in (1, 2, 3, 4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    steps = [row["step"] for row in rows_of(run) if "trees/offered" in row]
+    assert steps == [1, 2, 3, 4]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["incarnation"] == 2
+    assert summary["trees"]["offered"] == 8
+
+
+def test_epochs_count_questions(warehouse: Path) -> None:
+    text = warehouse.read_text().replace("num_steps = 4", "num_epochs = 0.25")
+    config = warehouse.with_name("epochs.toml")
+    config.write_text(text)
+    assert train.main([str(config)]) == 0
+    summary = json.loads((warehouse.parent / "runs" / "epochs" / "summary.json").read_text())
+    assert summary["num_steps"] == 3, "a quarter of 24 questions, 2 a step"
+
+
+def start(warehouse: Path, name: str, *overrides: str) -> tuple[subprocess.Popen[str], Path]:
+    """A run of its own process, returned when its first step is done."""
+    environment = {**os.environ, "PYTHONPATH": f"{warehouse.parent}:{ROOT}"}
+    process = subprocess.Popen(
+        [sys.executable, "launchers/train.py", str(warehouse), f"run.name={name}", *overrides],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    run = warehouse.parent / "runs" / name
+    deadline = time.monotonic() + 90
+    while not (run / "trajectories" / "step-000001.jsonl").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process, run
+
+
+def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(warehouse: Path) -> None:
+    endless = ("train.num_steps=100000", "engine.latency_s=0.05")
+    process, run = start(warehouse, "interrupted", *endless)
+    learner = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "--resume" in out
+    assert "Traceback" not in err
+    (checkpoint,) = (run / "checkpoints").glob("step-*")
+    steps = int(checkpoint.name.removeprefix("step-"))
+    assert steps >= 1
+    assert not any(psutil.pid_exists(pid) for pid in learner)
+    resumed = [str(warehouse), "run.name=interrupted", f"train.num_steps={steps + 1}", "--resume"]
+    assert train.main(resumed) == 0
+    assert trees_of(run, steps + 1) == [2 * steps, 2 * steps + 1]
+
+
+def test_a_killed_learner_ends_the_run_with_the_reason(warehouse: Path) -> None:
+    process, _ = start(warehouse, "killed", "train.num_steps=100000", "engine.latency_s=0.05")
+    children = psutil.Process(process.pid).children(recursive=True)
+    victims = [child for child in children if "learners" in " ".join(child.cmdline())]
+    assert victims
+    victims[0].kill()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "the learner was killed by SIGKILL" in err.replace("\n", " ")
+    assert "Traceback (most recent call last)" not in err
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.stem)
+def test_every_shipped_configuration_loads(path: Path) -> None:
+    load_config(TrainConfig, path)
+
+
+@pytest.mark.parametrize("name", ["grpo", "aepo"])
+def test_the_quick_start_changes_its_algorithm_by_one_key(name: str) -> None:
+    path = ROOT / "configs" / "quickstart.toml"
+    config = load_config(TrainConfig, path, [f"algorithm.name={name}"])
+    assert type(config.algorithm).__name__ == name.upper()

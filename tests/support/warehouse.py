@@ -1,0 +1,79 @@
+"""What the launcher tests train on: the README's environment, a script that plays it, and files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from random import Random
+
+from launchers.quickstart import build_model
+
+ROOT = Path(__file__).resolve().parents[2]
+STOCK = {"bolts": 1240, "nuts": 310, "rivets": 77}
+
+
+def readme_env() -> str:
+    """The Python block of the README that defines an environment."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    return str(block)
+
+
+def warehouse_turn(prompt: str, rng: Random) -> str:
+    """A scripted policy: asks the stock tool, then answers right two times in three."""
+    if "<result>" not in prompt:
+        item = next(item for item in STOCK if item in prompt)
+        return f"<think>look</think><stock>{item}</stock>"
+    found = prompt.rpartition("<result>")[2].split("<")[0].strip()
+    answer = found if rng.random() < 2 / 3 else "unknown"
+    return f"<think>done</think><answer>{answer}</answer>"
+
+
+def make_workspace(folder: Path) -> Path:
+    """Model, questions, env module and configuration; returns the configuration's path."""
+    build_model(folder / "model", seed=0)
+    (folder / "my_env.py").write_text(readme_env(), encoding="utf-8")
+    items = list(STOCK)
+    rows = [
+        {"question": f"How many {item} are there? ({n})", "answer": STOCK[item], "kind": item}
+        for n in range(8)
+        for item in items
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    for name in ("train", "a", "b"):
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    config = folder / "warehouse.toml"
+    config.write_text(
+        f"""
+[run]
+dir = "{folder}/runs"
+[model]
+path = "{folder}/model"
+[env]
+id = "me/Warehouse-v0"
+module = "my_env"
+[data]
+train = "{folder}/train.jsonl"
+[limits]
+max_prompt_tokens = 256
+max_response_tokens = 512
+max_turn_tokens = 256
+[algorithm]
+name = "arpo"
+group_size = 4
+entropy_window = 4
+[queue]
+groups_per_step = 2
+[learner]
+groups_per_minibatch = 2
+[engine]
+name = "scripted"
+script = "tests.support.warehouse:warehouse_turn"
+[train]
+num_steps = 4
+max_logprob_gap = 1e9
+""",
+        encoding="utf-8",
+    )
+    return config
