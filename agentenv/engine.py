@@ -33,7 +33,8 @@ class Engine(Protocol):
         time at least `stream_interval` of them are known, and never after generate has returned;
         tokens of an incomplete last chunk appear only in the Completion. Cancelling the call
         aborts the request. Raises EngineError for a request the engine cannot serve (empty or
-        too long prompt, ids outside the vocabulary, max_tokens < 1) and when the engine is gone.
+        too long prompt, ids outside the vocabulary, max_tokens < 1), and EngineDeadError when the
+        engine is gone for good.
         """
         ...
 
@@ -51,5 +52,5 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stop; requests still running raise EngineError. Idempotent."""
+        """Stop; requests still running raise EngineDeadError. Idempotent."""
         ...

@@ -110,12 +110,15 @@ def final_answer(text: str) -> str:
 
 
 def same_answer(answer: str, gold: str) -> bool:
-    """Equal as numbers if both are numbers, else equal as normalised text."""
+    """Equal as numbers if the gold is a number, else equal as normalised text."""
     if len(answer) > _MAX_ANSWER_CHARS:
         return False
-    numbers = as_number(answer), as_number(gold)
-    if numbers[0] is not None and numbers[1] is not None:
-        return numbers[0] == numbers[1]
+    number = as_number(gold)
+    if number is not None:  # dropping punctuation would make 5 of -5 and 314 of 3.14
+        return (
+            as_number(answer.strip().lstrip("$\N{EURO SIGN}\N{POUND SIGN} ").rstrip("%. "))
+            == number
+        )
     wanted = normalise(gold)
     if not wanted:  # a gold of nothing but punctuation or an article
         return answer.strip() == gold.strip()

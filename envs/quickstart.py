@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentenv.shared import shared
 from agentenv.tool_env import ToolEnv
 from agentenv.types import Info, Message, Task
 from envs.code_interpreter import PythonTool, shared_sandbox
@@ -27,9 +26,8 @@ class QuickstartEnv(ToolEnv):
         allow_unsafe: bool = False,
     ) -> None:
         self._sandbox = shared_sandbox(allow_unsafe)
-        search = shared(("search tool", corpus), lambda: SearchTool(corpus))
         python = PythonTool(self._sandbox, timeout_s=python_timeout_s)
-        super().__init__(task, tools=[search, python], grader=ToolReward())
+        super().__init__(task, tools=[SearchTool(corpus), python], grader=ToolReward())
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

@@ -1,12 +1,12 @@
 """The made-up world of the quick start: facts, questions that need tools, and demonstrations.
 
-Four kinds of question. None can be answered from the question alone: products are too long for
-the head of a tiny model, and facts stand only in the knowledge base.
+Four kinds of question. None can be answered from the question alone: the products are too long
+for the head of a tiny model, and facts stand only in the knowledge base.
 
-    calc  What is 83 * 57 + 46?                                python
-    cost  How much do 57 shares of Zorvex Labs cost?               search, python
-    hop   In which city was the founder of Zorvex Labs born?       search, search
-    age   How old was the founder of Zorvex Labs in 1987?          search, search, python
+    calc  What is 83 * 57 + 46?                                  python
+    cost  How much do 57 shares of Zorvex Labs cost?             search, python
+    hop   In which city was the founder of Zorvex Labs born?     search, search
+    age   How old was the founder of Zorvex Labs in 1987?        search, search, python
 
 Training, development and held-out questions speak of disjoint companies and founders and of
 disjoint calculations. Demonstrations draw fresh facts for every trace: they never show a fact of
@@ -21,7 +21,7 @@ Everything is deterministic in the `random.Random` or seed that is passed in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -31,9 +31,7 @@ KINDS = ("calc", "cost", "hop", "age")
 # How a demonstration behaves, with its default share. clean: as it should be. refuse: gives up at
 # once. quit: gives up after the first tool result. unboxed: right, but without \boxed. slip: the
 # last tool call is wrong and its result is believed.
-HABITS = {"clean": 0.40, "refuse": 0.25, "quit": 0.25, "unboxed": 0.04, "slip": 0.06}
-GIVE_UP = r"<think>I do not know.</think><answer>\boxed{unknown}</answer>"
-ATTRIBUTES = ("founder", "price", "birthplace", "home", "birthyear")
+HABITS = {"clean": 0.34, "refuse": 0.28, "quit": 0.28, "unboxed": 0.04, "slip": 0.06}
 
 
 COMPANY_WORDS = (
@@ -50,10 +48,9 @@ PEOPLE_WORDS = (
 )
 COMPANIES = tuple(f"{a} {b}" for a, b in product(*COMPANY_WORDS))
 PEOPLE = tuple(f"{a} {b}" for a, b in product(*PEOPLE_WORDS))
-CITIES = tuple(a + b for a, b in product(
-    ("Os", "Am", "Ur", "El", "Ib", "Ar", "Un", "Ev"),
-    ("trum", "velle", "dorf", "grad", "mouth", "stow", "ford", "haven"),
-))
+_CITY_STARTS = ("Os", "Am", "Ur", "El", "Ib", "Ar", "Un", "Ev")
+_CITY_ENDS = ("trum", "velle", "dorf", "grad", "mouth", "stow", "ford", "haven")
+CITIES = tuple(a + b for a, b in product(_CITY_STARTS, _CITY_ENDS))
 
 # How many companies (each with its own founder) every set of questions speaks of, and how many
 # questions of each kind it holds; "hop" is the scarcest kind, with two questions a company.
@@ -88,6 +85,9 @@ class Turn:
 
     action: str
     result: str | None = None
+
+
+GIVE_UP = Turn(r"<think>I do not know.</think><answer>\boxed{unknown}</answer>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,19 +150,18 @@ def _facts_about(rng: Random, company: str, founder: str) -> list[Fact]:
 def _ask(rng: Random, kind: str, facts: list[Fact]) -> Question:
     """A question of this kind about the company and the founder of `facts`."""
     founder, price, birthplace, home, birthyear = facts
-    company = founder.entity
+    company, count = founder.entity, _factor(rng)
     if kind == "hop":
         fact = rng.choice((birthplace, home))
-        asked = f"was the founder of {company} born" if fact is birthplace else (
-            f"does the founder of {company} live"
-        )
-        return Question(kind, f"In which city {asked}?", fact.value, (founder, fact))
+        born = f"In which city was the founder of {company} born?"
+        lives = f"In which city does the founder of {company} live?"
+        text = born if fact is birthplace else lives
+        return Question(kind, text, fact.value, (founder, fact))
     if kind == "age":
         year = str(rng.randint(1965, 1999))
         expression = f"{year} - {birthyear.value}"
         text = f"How old was the founder of {company} in {year}?"
         return Question(kind, text, calculate(expression), (founder, birthyear), expression)
-    count = _factor(rng)
     if kind == "cost":
         expression = f"{price.value} * {count}"
         text = f"How much do {count} shares of {company} cost?"
@@ -191,23 +190,15 @@ def make_world(seed: int) -> World:
         facts += [fact for group in about for fact in group]
         rows: list[Question] = []
         for kind in KINDS:
-            draws = (_ask(rng, kind, rng.choice(about)) for _ in iter(int, 1))
-            rows += _distinct(draws, QUESTIONS_IN[name], asked)
+            end = len(rows) + QUESTIONS_IN[name]
+            while len(rows) < end:
+                question = _ask(rng, kind, rng.choice(about))
+                if question.question not in asked:
+                    asked.add(question.question)
+                    rows.append(question)
         rng.shuffle(rows)
         questions[name] = tuple(rows)
     return World(tuple(sorted(facts, key=lambda fact: fact.text)), questions)
-
-
-def _distinct(draws: Iterator[Question], count: int, asked: set[str]) -> Iterable[Question]:
-    """The first `count` questions not asked before; `asked` grows, over all sets."""
-    found = 0
-    for question in draws:
-        if question.question not in asked:
-            asked.add(question.question)
-            yield question
-            found += 1
-            if found == count:
-                return
 
 
 def fresh_question(rng: Random, kind: str, reserved: Collection[str]) -> Question:
@@ -217,12 +208,6 @@ def fresh_question(rng: Random, kind: str, reserved: Collection[str]) -> Questio
         question = _ask(rng, kind, facts)
         if question.question not in reserved and not any(f.text in reserved for f in facts):
             return question
-
-
-def _tool_turns(question: Question) -> list[Turn]:
-    """The tool calls that solve the question, one turn each."""
-    turns = [_search(fact) for fact in question.facts]
-    return turns + [_python(question.expression)] if question.expression else turns
 
 
 def _search(fact: Fact) -> Turn:
@@ -239,42 +224,32 @@ def _answer(value: str) -> Turn:
     return Turn(rf"<think>I know it.</think><answer>\boxed{{{value}}}</answer>")
 
 
-def _clean(rng: Random, question: Question) -> list[Turn]:
-    return [*_tool_turns(question), _answer(question.answer)]
+def _behave(rng: Random, question: Question, habit: str) -> list[Turn]:
+    turns = [_search(fact) for fact in question.facts]
+    if question.expression:
+        turns.append(_python(question.expression))
+    if habit == "refuse":
+        return [GIVE_UP]
+    if habit == "quit":
+        return [turns[0], GIVE_UP]
+    if habit == "unboxed":
+        answer = f"<think>I know it.</think><answer>{question.answer}</answer>"
+        return [*turns, Turn(answer)]
+    if habit == "slip":
+        turns[-1], value = _slip(rng, question)
+        return [*turns, _answer(value)]
+    return [*turns, _answer(question.answer)]
 
 
-def _refuse(rng: Random, question: Question) -> list[Turn]:
-    return [Turn(GIVE_UP)]
-
-
-def _quit(rng: Random, question: Question) -> list[Turn]:
-    return [_tool_turns(question)[0], Turn(GIVE_UP)]
-
-
-def _unboxed(rng: Random, question: Question) -> list[Turn]:
-    answer = Turn(f"<think>I know it.</think><answer>{question.answer}</answer>")
-    return [*_tool_turns(question), answer]
-
-
-def _slip(rng: Random, question: Question) -> list[Turn]:
-    """The last call has the wrong sign, or asks for the wrong attribute of the founder."""
-    *turns, _ = _tool_turns(question)
+def _slip(rng: Random, question: Question) -> tuple[Turn, str]:
+    """A last call with the wrong sign, or about the wrong city of the founder, and its result."""
     if question.expression:
         expression = question.expression.replace(" * ", " + ").replace(" - ", " + ")
-        return [*turns, _python(expression), _answer(calculate(expression))]
-    right_fact = question.facts[-1]
-    other = "home" if right_fact.attribute == "birthplace" else "birthplace"
-    city = rng.choice([city for city in CITIES if city != right_fact.value])
-    return [*turns, _search(Fact(other, right_fact.entity, city)), _answer(city)]
-
-
-_BEHAVE: dict[str, Callable[[Random, Question], list[Turn]]] = {
-    "clean": _clean,
-    "refuse": _refuse,
-    "quit": _quit,
-    "unboxed": _unboxed,
-    "slip": _slip,
-}
+        return _python(expression), calculate(expression)
+    fact = question.facts[-1]
+    other = "home" if fact.attribute == "birthplace" else "birthplace"
+    city = rng.choice([city for city in CITIES if city != fact.value])
+    return _search(Fact(other, fact.entity, city)), city
 
 
 def demonstration(
@@ -283,7 +258,7 @@ def demonstration(
     """One trace about fresh facts; the habit is drawn from HABITS unless it is given."""
     habit = habit or rng.choices(list(HABITS), list(HABITS.values()))[0]
     question = fresh_question(rng, kind, reserved)
-    return Demonstration(question, habit, tuple(_BEHAVE[habit](rng, question)))
+    return Demonstration(question, habit, tuple(_behave(rng, question, habit)))
 
 
 def copy_exercise(rng: Random, length: int = 20) -> str:

@@ -13,10 +13,10 @@ import msgspec
 
 import agentenv.env
 from agentenv.engine import Engine
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded_config import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.env import Env
-from agentenv.errors import ConfigError, DataError
+from agentenv.errors import ConfigError, DataError, EngineError
 from agentenv.limits import Limits
 from agentenv.types import Info, Message, Task
 from launchers.config import EnvConfig
@@ -63,12 +63,18 @@ def vocab_size(model: Path) -> int:
 
 
 def make_engine(config: EngineConfig, model: Path, tokenizer: Any, policy_version: int) -> Engine:
-    """The engine that the configuration names, serving `model` as `policy_version`."""
+    """The engine that the configuration names, serving `model` as `policy_version`.
+
+    Raises ConfigError if it cannot serve that model.
+    """
     if isinstance(config, ScriptedConfig):
         return ScriptedEngine(config, tokenizer, policy_version=policy_version)
     from agentenv.engines.embedded import EmbeddedEngine
 
-    return EmbeddedEngine(config, model, policy_version)
+    try:
+        return EmbeddedEngine(config, model, policy_version)
+    except EngineError as error:
+        raise ConfigError(f"engine: {error}") from error
 
 
 def env_maker(config: EnvConfig, resolve: Callable[[str], Path]) -> Callable[[Task], Env]:

@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 from agentenv.actor import Actor
 from agentenv.config import apply_overrides, build_config
 from agentenv.dataset import load_tasks
-from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded_config import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.errors import AgentEnvError, ConfigError, DataError
 from agentenv.evaluate import Report, evaluate, make_report

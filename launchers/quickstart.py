@@ -13,7 +13,6 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from envs.quickstart_world import (
-    GIVE_UP,
     HABITS,
     KINDS,
     Demonstration,
@@ -37,7 +36,7 @@ CHAT_TEMPLATE = (
 # Lower-case words and signs absorb the spaces around them, so that a name is the same token
 # wherever it stands; digits go in pairs. Both shorten the traces and make copying easy to learn.
 PIECE = r"\\boxed\{| ?[a-z]+ ?| ?[A-Z][a-z]+|[0-9]{1,2}| [*+-] "
-# The cold start has three stages: copying as such, clean demonstrations, demonstrations with habits.
+# The cold start has three stages: copying, clean demonstrations, demonstrations with habits.
 COPIES = 2000  # exercises
 CLEAN = 2500  # demonstrations of each kind, as the two below
 MIXED = 1000
@@ -131,7 +130,7 @@ def _pieces() -> Iterator[str]:
         for habit in HABITS:
             for _ in range(30):
                 demo = demonstration(rng, kind, (), habit)
-                texts = [demo.question.question, GIVE_UP]
+                texts = [demo.question.question]
                 texts += [text for turn in demo.turns for text in (turn.action, turn.result or "")]
                 for text in texts:
                     words.update(re.findall(PIECE, text))

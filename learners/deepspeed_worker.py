@@ -21,6 +21,7 @@ import torch
 from msgspec import Struct
 from transformers import AutoModelForCausalLM
 
+from agentenv.errors import ConfigError
 from learners import messages as wire
 from learners.checkpoint import load_state, save_state, write_model
 from learners.deepspeed_backend import DeepSpeedBackend
@@ -71,6 +72,10 @@ class Rank:
             self.trainer.moved = False
 
     def state(self) -> dict[str, object]:
+        """What `load` needs for a bit-exact resume. Raises ConfigError at ZeRO stages above 0,
+        whose optimizer state is spread over ranks."""
+        if self.backend.config.zero_stage:
+            raise ConfigError("learner.zero_stage must be 0 for checkpoints")
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         return {
             "model": self.backend.policy.model.state_dict(),

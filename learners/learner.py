@@ -38,7 +38,7 @@ class LearnerConfig(OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_f
     """How the learner's ranks run and how an update is cut into optimizer steps."""
 
     zero_stage: Annotated[
-        Literal[0, 1, 2], Meta(description="DeepSpeed ZeRO stage; Muon needs 0")
+        Literal[0, 1, 2], Meta(description="DeepSpeed ZeRO stage; Muon and checkpoints need 0")
     ] = 0
     dtype: Annotated[
         Literal["float32"], Meta(description="of weights, gradients and optimizer state")
@@ -61,7 +61,7 @@ class LearnerConfig(OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_f
     ] = 1
     max_tokens_per_microbatch: Annotated[
         int, Meta(ge=1, description="padded tokens computed at once on a rank; bounds memory")
-    ] = 4096
+    ] = 2048
     num_threads: Annotated[int, Meta(ge=1, description="torch threads of a rank")] = 1
     start_timeout_s: Annotated[
         float, Meta(gt=0, description="seconds a rank may take to load its model")

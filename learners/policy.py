@@ -77,8 +77,7 @@ class Policy(nn.Module):
 class SelectedLogprobs(torch.autograd.Function):
     """log softmax(logits)[target], entropy and arg-max per row; gradient for the first only.
 
-    Plain autograd keeps and walks three times as many [tokens, vocabulary] tensors. Backward
-    may run once.
+    Plain autograd keeps and walks three times as many [tokens, vocabulary] tensors.
     """
 
     @staticmethod
@@ -93,7 +92,7 @@ class SelectedLogprobs(torch.autograd.Function):
         entropy = log_total[:0]
         if entropies:
             entropy = log_total - torch.linalg.vecdot(probabilities, logits)
-        ctx.probabilities, ctx.targets = probabilities, targets
+        ctx.save_for_backward(probabilities, targets)
         ctx.mark_non_differentiable(entropy, likeliest)
         return logprobs, entropy, likeliest
 
@@ -101,8 +100,9 @@ class SelectedLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
         """d log p(target) = onehot(target) - softmax."""
-        gradient, ctx.probabilities = ctx.probabilities.mul_(-grad[:, None]), None
-        gradient.scatter_add_(-1, ctx.targets[:, None], grad[:, None])
+        probabilities, targets = ctx.saved_tensors
+        gradient = probabilities * -grad[:, None]
+        gradient.scatter_add_(-1, targets[:, None], grad[:, None])
         return gradient, None, None
 
 

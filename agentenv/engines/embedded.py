@@ -28,7 +28,7 @@ from agentenv.engines.embedded_request import Call, Event, Request, settle
 from agentenv.engines.embedded_scheduler import Scheduler
 from agentenv.engines.embedded_weights import Weights
 from agentenv.engines.stop_strings import StopStrings
-from agentenv.errors import EngineError
+from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
 
 __all__ = ["EmbeddedConfig", "EmbeddedEngine"]
@@ -142,16 +142,16 @@ class EmbeddedEngine:
         return counts
 
     async def close(self) -> None:
-        """Stop the thread; pending calls raise EngineError. Idempotent."""
+        """Stop the thread; pending calls raise EngineDeadError. Idempotent."""
         self._end(self._reason or "the engine is closed")
         self._commands.put(None)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
 
     def _enter(self) -> asyncio.AbstractEventLoop:
-        """The running loop, with the thread started. Raises EngineError if the engine is gone."""
+        """The running loop, with the thread started. EngineDeadError if the engine is gone."""
         if self._reason is not None:
-            raise EngineError(self._reason)
+            raise EngineDeadError(self._reason)
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             if self._calls or self._loads:
@@ -250,12 +250,12 @@ class EmbeddedEngine:
                 settle(call.future, outcome)
 
     def _end(self, reason: str) -> None:
-        """On the loop: everyone who waits, and everyone who comes, raises EngineError."""
+        """On the loop: everyone who waits, and everyone who comes, raises EngineDeadError."""
         self._reason = reason
         for call in self._calls.values():
-            settle(call.future, EngineError(reason))
+            settle(call.future, EngineDeadError(reason))
         for done in self._loads:
-            settle(done, EngineError(reason))
+            settle(done, EngineDeadError(reason))
 
 
 def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:

@@ -59,12 +59,16 @@ class ZygoteProcess:
     @classmethod
     async def launch(cls, limits: SandboxLimits, isolated: bool) -> ZygoteProcess:
         """Start one. A ConfigError says what this machine lacks."""
+        python = _interpreter()
+        prefix = _bubblewrap(python) if isolated else []
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
+            script = "/sandbox/zygote.py" if isolated else str(_HERE / "zygote.py")
+            settings = _settings(limits, isolated, theirs.fileno())
             # on the loop's own thread: the zygote dies with the thread that started it
             process = subprocess.Popen(  # noqa: ASYNC220 - a few ms, once
-                _command(limits, isolated, theirs.fileno()),
+                [*prefix, python, "-s", "-B", script, settings],
                 env={} if isolated else {"PYTHONHASHSEED": "0"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -180,12 +184,18 @@ class ZygoteProcess:
         raise ConfigError(f"the Python sandbox cannot start: {reason}{advice}")
 
 
-def _command(limits: SandboxLimits, isolated: bool, control_fd: int) -> list[str]:
-    as_root = isolated and os.geteuid() == 0
+def _interpreter() -> str:
+    """The interpreter itself, not the link to it in a virtual environment."""
+    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def _settings(limits: SandboxLimits, isolated: bool, control_fd: int) -> str:
+    """What the zygote reads from its command line."""
     config = {
         "control_fd": control_fd,
         "isolated": isolated,
-        "uid": UNUSED_ID if as_root else None,  # process limits do not bind uid 0
+        # process limits do not bind uid 0
+        "uid": UNUSED_ID if isolated and os.geteuid() == 0 else None,
         "tmp_bytes": limits.tmp_bytes,
         "max_output_chars": limits.max_output_chars,
         "rlimits": {
@@ -196,14 +206,10 @@ def _command(limits: SandboxLimits, isolated: bool, control_fd: int) -> list[str
             "FSIZE": limits.tmp_bytes,
         },
     }
-    python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-    settings = msgspec.json.encode(config).decode()
-    if not isolated:
-        return [python, "-s", "-B", str(_HERE / "zygote.py"), settings]
-    return [*_bubblewrap(python, as_root), python, "-s", "-B", "/sandbox/zygote.py", settings]
+    return msgspec.json.encode(config).decode()
 
 
-def _bubblewrap(python: str, as_root: bool) -> list[str]:
+def _bubblewrap(python: str) -> list[str]:
     """No network, a read-only system with nothing in it but /usr and the interpreter."""
     program = shutil.which("bwrap")
     if program is None:
@@ -213,7 +219,7 @@ def _bubblewrap(python: str, as_root: bool) -> list[str]:
         )
     command = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     command += ["--unshare-cgroup-try", "--as-pid-1", "--die-with-parent", "--cap-drop", "ALL"]
-    if as_root:  # to become another user, once inside
+    if os.geteuid() == 0:  # to become another user, once inside
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user"]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
 
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -18,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from agentenv.errors import ConfigError, LearnerError
 from agentenv.tree import TrajectoryTree
+from learners import messages as wire
 from learners.aepo import AEPO
 from learners.algorithm import Algorithm
 from learners.arpo import ARPO
@@ -65,6 +68,13 @@ def some_trees(count: int, version: int = 0) -> list[TrajectoryTree]:
 def encode_trees(trees: list[TrajectoryTree], algorithm: Algorithm) -> list[EncodedTree]:
     encoded = [encode(tree, algorithm.credit(tree), 0) for tree in trees]
     return [tree for tree in encoded if tree.floats("adv_pos").any()]
+
+
+def wait_until_gone(pid: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -195,6 +205,23 @@ async def test_a_killed_rank_is_reported_at_once(model_dir: Path, tmp_path: Path
         await learner.save(tmp_path / "late")
 
 
+async def test_the_rank_dies_with_its_controller(model_dir: Path, tmp_path: Path) -> None:
+    script = (
+        "import asyncio, os, pathlib, sys\n"
+        "from tests.learners.test_deepspeed_learner import ALGORITHM, CONFIG, DeepSpeedLearner\n"
+        "async def main(model, log):\n"
+        "    learner = await DeepSpeedLearner.start(CONFIG, ALGORITHM, model, log)\n"
+        "    os.write(1, str(learner.pid).encode())\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "asyncio.run(main(*map(pathlib.Path, sys.argv[1:])))\n"
+    )
+    controller = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, model_dir, tmp_path / "log", stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await controller.communicate()
+    await asyncio.to_thread(wait_until_gone, int(output), 5.0)
+
+
 async def test_bad_starts_are_refused(model_dir: Path, tmp_path: Path) -> None:
     log = tmp_path / "learner.log"
     with pytest.raises(ConfigError, match="not a Hugging Face model"):
@@ -216,11 +243,16 @@ async def test_zero_1_equals_plain_torch_with_aepo(model_dir: Path, tmp_path: Pa
     learner = await DeepSpeedLearner.start(config, algorithm, model_dir, tmp_path / "log")
     metrics = await learner.update(some_trees(4))
     partitioned = weights(await learner.export(tmp_path / "export"))
-    await learner.close()
+    with pytest.raises(LearnerError, match="zero_stage must be 0"):
+        await learner.save(tmp_path / "checkpoint")
+    encoded = encode_trees(some_trees(4), algorithm)
+    with pytest.raises(LearnerError, match="took longer than 0 s for Update"):
+        await learner.rank.call(wire.Update([encoded], 1.0), 0.001)
+    assert learner.pid is None
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     plain = Trainer(TorchBackend(model, config), algorithm, config)
-    expected = plain.update([encode_trees(some_trees(4), algorithm)], 1.0)
+    expected = plain.update([encoded], 1.0)
     assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     for name, weight in partitioned.items():

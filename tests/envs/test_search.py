@@ -1,0 +1,100 @@
+"""The search tool over a local corpus."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.errors import DataError, ToolError
+from agentenv.shared import close_shared
+from envs.web_search import SearchTool, words
+
+ROWS = [
+    {"id": "lima", "title": "Lima", "text": "Lima is the capital of Peru."},
+    {"id": "peru", "title": "Peru", "text": "Peru is a country of the Andes."},
+    {"id": "oslo", "title": "Oslo", "text": "Oslo, the capital of Norway, lies on a fjord."},
+    {"id": "copy", "title": "Oslo", "text": "Oslo, the capital of Norway, lies on a fjord."},
+    {"id": "ort", "title": "Straße", "text": "Größe und Länge der Straße: ÄÖÜ, 東京, 42."},
+]
+
+
+@pytest.fixture(autouse=True)
+async def _shared() -> AsyncIterator[None]:
+    yield
+    await close_shared()
+
+
+def write(directory: Path, rows: list[Any]) -> Path:
+    path = directory / "corpus.jsonl"
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+async def search(tool: SearchTool, query: str) -> str:
+    return (await tool.call({"query": query}, None)).text
+
+
+async def test_the_best_passage_comes_first(tmp_path: Path) -> None:
+    tool = SearchTool(write(tmp_path, ROWS))
+    assert await search(tool, "capital of Peru?") == ROWS[0]["text"]
+    assert await search(tool, "ANDES") == ROWS[1]["text"]
+    assert await search(tool, "größe straße") == ROWS[4]["text"]
+    result = await tool.call({"query": "fjord"}, None)
+    assert result.info == {"ids": ["oslo"]}  # of equals the first in the corpus
+
+
+async def test_results_are_lines_and_cut(tmp_path: Path) -> None:
+    tool = SearchTool(write(tmp_path, ROWS), top_k=3, max_chars_per_result=9)
+    assert await search(tool, "norway fjord") == "Oslo, the\nOslo, the"
+    assert len((await search(tool, "capital of")).splitlines()) == 3
+
+
+@pytest.mark.parametrize("query", ["", "   ", "?!", "zebra", "ZEBRA's stripes"])
+async def test_nothing_found(tmp_path: Path, query: str) -> None:
+    assert await search(SearchTool(write(tmp_path, ROWS)), query) == "No results."
+
+
+@pytest.mark.parametrize("arguments", [{}, {"query": 3}, {"query": "x", "k": 2}])
+async def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ToolError, match="search: "):
+        await SearchTool(write(tmp_path, ROWS)).call(arguments, None)
+
+
+def test_one_index_for_one_corpus(tmp_path: Path) -> None:
+    path = write(tmp_path, ROWS)
+    assert SearchTool(path).index is SearchTool(str(path), top_k=2).index
+
+
+def test_words_of_any_script() -> None:
+    assert words("The Zorvex-Labs' ÉTÉ, 東京_1!") == ["the", "zorvex", "labs", "été", "東京_1"]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("{", "row 2"),
+        ('["a"]', "row 2.*object"),
+        ({"id": "a", "title": "b"}, "row 2.*text"),
+        ({"id": 1, "title": "b", "text": "c"}, "row 2.*id"),
+        ({"id": "a", "title": "", "text": "..."}, "row 2: no word"),
+        (ROWS[0], "row 2: id 'lima' is already that of row 1"),
+    ],
+)
+def test_a_bad_row_is_refused(tmp_path: Path, row: Any, says: str) -> None:
+    path = write(tmp_path, [ROWS[0], row])
+    with pytest.raises(DataError, match=says) as raised:
+        SearchTool(path)
+    assert str(path) in str(raised.value)
+    assert "expected" in str(raised.value)
+
+
+def test_no_corpus(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere.jsonl cannot be read: No such file"):
+        SearchTool(tmp_path / "nowhere.jsonl")
+    with pytest.raises(DataError, match="is empty"):
+        SearchTool(write(tmp_path, [""]))
