@@ -34,23 +34,29 @@ KINDS = ("calc", "cost", "hop", "age")
 HABITS = {"clean": 0.34, "refuse": 0.28, "quit": 0.28, "unboxed": 0.04, "slip": 0.06}
 
 
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 COMPANY_WORDS = (
-    "Zorvex Veltron Quandex Trilab Nexor Balmat Dynix Fexpath Gralrom Hovsys Jintek Kolvond "
-    "Lumwick Myrgild Paxzan Synyard".split(),
-    "Labs Works Mills Motors Foods Steel Media Farms Airways Energy Optics Tools Paper Glass "
-    "Rail Toys".split(),
+    _words("Zorvex Veltron Quandex Trilab Nexor Balmat Dynix Fexpath")
+    + _words("Gralrom Hovsys Jintek Kolvond Lumwick Myrgild Paxzan Synyard"),
+    _words("Labs Works Mills Motors Foods Steel Media Farms")
+    + _words("Airways Energy Optics Tools Paper Glass Rail Toys"),
 )
 PEOPLE_WORDS = (
-    "Kaldan Mornik Beshub Livek Rumird Santos Tojarl Viplon Dezeth Fabbe Gukko Hadral Joffor "
-    "Negwen Pistra Waquin".split(),
-    "Arbow Brelm Corvane Dusk Elmeth Fyrn Gostal Hulme Ilvar Jesk Krand Lomar Mistan Norv Ostel "
-    "Prell".split(),
+    _words("Kaldan Mornik Beshub Livek Rumird Sanlos Tojarl Viplon")
+    + _words("Dezeth Fabbe Gukko Hadral Joffor Negwen Pistra Waquin"),
+    _words("Arbow Brelm Corvane Dusk Elmeth Fyrn Gostal Hulme")
+    + _words("Ilvar Jesk Krand Lomar Mistan Norv Ostel Prell"),
 )
 COMPANIES = tuple(f"{a} {b}" for a, b in product(*COMPANY_WORDS))
 PEOPLE = tuple(f"{a} {b}" for a, b in product(*PEOPLE_WORDS))
-_CITY_STARTS = ("Os", "Am", "Ur", "El", "Ib", "Ar", "Un", "Ev")
-_CITY_ENDS = ("trum", "velle", "dorf", "grad", "mouth", "stow", "ford", "haven")
-CITIES = tuple(a + b for a, b in product(_CITY_STARTS, _CITY_ENDS))
+CITIES = tuple(
+    a + b
+    for a in _words("Os Am Ur El Ib Ar Un Ev")
+    for b in _words("trum velle dorf grad mouth stow ford haven")
+)
 
 # How many companies (each with its own founder) every set of questions speaks of, and how many
 # questions of each kind it holds; "hop" is the scarcest kind, with two questions a company.
@@ -99,6 +105,7 @@ class Question:
     answer: str
     facts: tuple[Fact, ...]
     expression: str = ""
+    decoy: tuple[Fact, ...] = ()  # what a careless look-up finds instead of the last fact
 
     def row(self) -> dict[str, str]:
         return {"question": self.question, "answer": self.answer, "kind": self.kind}
@@ -152,11 +159,11 @@ def _ask(rng: Random, kind: str, facts: list[Fact]) -> Question:
     founder, price, birthplace, home, birthyear = facts
     company, count = founder.entity, _factor(rng)
     if kind == "hop":
-        fact = rng.choice((birthplace, home))
+        fact, decoy = rng.sample((birthplace, home), 2)
         born = f"In which city was the founder of {company} born?"
         lives = f"In which city does the founder of {company} live?"
         text = born if fact is birthplace else lives
-        return Question(kind, text, fact.value, (founder, fact))
+        return Question(kind, text, fact.value, (founder, fact), "", (decoy,))
     if kind == "age":
         year = str(rng.randint(1965, 1999))
         expression = f"{year} - {birthyear.value}"
@@ -201,15 +208,6 @@ def make_world(seed: int) -> World:
     return World(tuple(sorted(facts, key=lambda fact: fact.text)), questions)
 
 
-def fresh_question(rng: Random, kind: str, reserved: Collection[str]) -> Question:
-    """A question about facts made up for it, none of them (nor the question) in `reserved`."""
-    while True:
-        facts = _facts_about(rng, rng.choice(COMPANIES), rng.choice(PEOPLE))
-        question = _ask(rng, kind, facts)
-        if question.question not in reserved and not any(f.text in reserved for f in facts):
-            return question
-
-
 def _search(fact: Fact) -> Turn:
     think = f"<think>I need the {fact.attribute}.</think>"
     return Turn(f"{think}<search>{fact.query}</search>", fact.text)
@@ -224,7 +222,7 @@ def _answer(value: str) -> Turn:
     return Turn(rf"<think>I know it.</think><answer>\boxed{{{value}}}</answer>")
 
 
-def _behave(rng: Random, question: Question, habit: str) -> list[Turn]:
+def _behave(question: Question, habit: str) -> list[Turn]:
     turns = [_search(fact) for fact in question.facts]
     if question.expression:
         turns.append(_python(question.expression))
@@ -236,29 +234,33 @@ def _behave(rng: Random, question: Question, habit: str) -> list[Turn]:
         answer = f"<think>I know it.</think><answer>{question.answer}</answer>"
         return [*turns, Turn(answer)]
     if habit == "slip":
-        turns[-1], value = _slip(rng, question)
+        turns[-1], value = _slip(question)
         return [*turns, _answer(value)]
     return [*turns, _answer(question.answer)]
 
 
-def _slip(rng: Random, question: Question) -> tuple[Turn, str]:
+def _slip(question: Question) -> tuple[Turn, str]:
     """A last call with the wrong sign, or about the wrong city of the founder, and its result."""
     if question.expression:
         expression = question.expression.replace(" * ", " + ").replace(" - ", " + ")
         return _python(expression), calculate(expression)
-    fact = question.facts[-1]
-    other = "home" if fact.attribute == "birthplace" else "birthplace"
-    city = rng.choice([city for city in CITIES if city != fact.value])
-    return _search(Fact(other, fact.entity, city)), city
+    (decoy,) = question.decoy
+    return _search(decoy), decoy.value
 
 
 def demonstration(
     rng: Random, kind: str, reserved: Collection[str], habit: str | None = None
 ) -> Demonstration:
-    """One trace about fresh facts; the habit is drawn from HABITS unless it is given."""
+    """One trace about facts made up for it, none of them (nor the question) in `reserved`.
+
+    The habit is drawn from HABITS unless it is given.
+    """
     habit = habit or rng.choices(list(HABITS), list(HABITS.values()))[0]
-    question = fresh_question(rng, kind, reserved)
-    return Demonstration(question, habit, tuple(_behave(rng, question, habit)))
+    while True:
+        facts = _facts_about(rng, rng.choice(COMPANIES), rng.choice(PEOPLE))
+        question = _ask(rng, kind, facts)
+        if question.question not in reserved and not any(f.text in reserved for f in facts):
+            return Demonstration(question, habit, tuple(_behave(question, habit)))
 
 
 def copy_exercise(rng: Random, length: int = 20) -> str:

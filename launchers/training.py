@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from agentenv.config import to_plain
 from agentenv.dataset import TaskStream
+from agentenv.errors import EnvError
 from agentenv.evaluate import Report, evaluate, make_report
 from agentenv.metrics import LoopLag, failure_kind, rollout_metrics
 from agentenv.replay import ReplayQueue
@@ -187,6 +188,7 @@ class Training:
         metrics = await self._parity()
         version = parts.learner.policy_version
         delivered, self.refused = trees + self.refused, []
+        refuse_total_failure(delivered)
         metrics |= rollout_metrics(delivered, version)
         state.totals.add(delivered, version)
         trained = []
@@ -340,6 +342,15 @@ class Training:
         self.view.say(
             f"written to {self.run.path}: summary.json, curve.png, samples.txt, metrics.jsonl, "
             f"trajectories/, checkpoints/{self.run.checkpoint_path(state.step).name}"
+        )
+
+
+def refuse_total_failure(trees: list[TrajectoryTree]) -> None:
+    """Stop when not one trajectory of a step succeeded: something is broken, not unlucky."""
+    failures = [leaf for tree in trees for leaf in tree.failures()]
+    if failures and not any(True for tree in trees for _ in tree.trajectories()):
+        raise EnvError(
+            f"all {len(failures)} trajectories of a step failed; the first: {failures[0].error}"
         )
 
 

@@ -1,0 +1,81 @@
+"""The mutable state of one growing trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+
+from agentenv.env import Env
+from agentenv.limits import Limits
+from agentenv.renderer import ToolSchemas
+from agentenv.tree import Node
+from agentenv.types import Completion, Limit, Message
+
+
+class Branch:
+    """Where a trajectory stands: the tokens so far, what was counted, its env.
+
+    `cursor` is the last node with an observation; `pending` an action below it whose observation
+    is not there yet, in the end the leaf.
+    """
+
+    def __init__(self, name: str, cursor: Node, deadline: float) -> None:
+        self.name = name
+        self.cursor = cursor
+        self.pending: Node | None = None
+        self.deadline = deadline
+        self.env: Env | None = None
+        self.tools: ToolSchemas = ()
+        self.prefix_ids: list[int] = []
+        self.num_prompt_tokens = 0
+        self.num_turns = 0
+        self.num_tool_calls = 0
+        self.may_fork = False  # the next turn follows a tool result and is no fork itself
+        self.forking: asyncio.Task[None] | None = None
+
+    def sibling(self, name: str) -> Branch:
+        """A branch at the same place: same prefix, counts and deadline, no env yet."""
+        other = Branch(name, self.cursor, self.deadline)
+        other.tools = self.tools
+        other.prefix_ids = self.prefix_ids
+        other.num_prompt_tokens = self.num_prompt_tokens
+        other.num_turns = self.num_turns
+        other.num_tool_calls = self.num_tool_calls
+        return other
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it began from scratch."""
+        return "+" not in self.name
+
+    @property
+    def num_response_tokens(self) -> int:
+        return len(self.prefix_ids) - self.num_prompt_tokens
+
+    def add_action(self, node: Node) -> None:
+        """Go on to `node`, which holds an action and no observation yet."""
+        self.pending = node
+        self.prefix_ids = self.prefix_ids + node.action_ids
+        self.num_turns += 1
+
+    def add_observation(self, observation_ids: list[int]) -> None:
+        """The pending action is answered; the next turn starts behind the observation."""
+        assert self.pending is not None
+        self.pending.observation_ids = observation_ids
+        self.prefix_ids = self.prefix_ids + observation_ids
+        self.cursor, self.pending = self.pending, None
+
+    def limit_of_action(
+        self, completion: Completion, action: Message, limits: Limits
+    ) -> Limit | None:
+        """The limit that the pending action reached, if any; counts its tool calls."""
+        if completion.finish_reason == "length":
+            full = self.num_response_tokens >= limits.max_response_tokens
+            return Limit.RESPONSE_TOKENS if full else Limit.TURN_TOKENS
+        self.num_tool_calls += len(action.tool_calls)
+        return Limit.TOOL_CALLS if self.num_tool_calls > limits.max_tool_calls else None
+
+    def limit_of_observation(self, observation_ids: list[int], limits: Limits) -> Limit | None:
+        """The limit that leaves no room for a turn behind this observation, if any."""
+        if self.num_response_tokens + len(observation_ids) >= limits.max_response_tokens:
+            return Limit.RESPONSE_TOKENS
+        return Limit.TURNS if self.num_turns >= limits.max_turns else None

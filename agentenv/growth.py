@@ -1,0 +1,278 @@
+"""Growing one tree: its branches from opening to end. The actor is the door to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from agentenv.branch import Branch
+from agentenv.env import Env
+from agentenv.errors import AgentEnvError, DataError, EngineDeadError, EngineError, EnvError
+from agentenv.plan import RolloutPlan
+from agentenv.tree import End, Node, TrajectoryTree
+from agentenv.types import Chunk, Completion, Limit, Message
+
+if TYPE_CHECKING:
+    from agentenv.actor import Actor
+
+Opening = Callable[[], Awaitable[None]]
+
+logger = logging.getLogger(__name__)
+
+
+class Growth:
+    """Grows one tree; lives as long as its task group."""
+
+    def __init__(
+        self, actor: Actor, tree: TrajectoryTree, plan: RolloutPlan, group: asyncio.TaskGroup
+    ) -> None:
+        self.actor = actor
+        self.limits = actor.limits
+        self.tree = tree
+        self.plan = plan
+        self.group = group
+        self.num_root_names = 0
+
+    # starting branches
+
+    def start_roots(self, count: int) -> None:
+        for _ in range(count):
+            deadline = asyncio.get_running_loop().time() + self.limits.max_seconds
+            branch = Branch(str(self.num_root_names), self.tree.root, deadline)
+            self.num_root_names += 1
+            self.tree.num_roots += 1
+            self._start(branch, partial(self._open_root, branch))
+
+    def _start(self, branch: Branch, opening: Opening) -> asyncio.Task[None]:
+        self.tree.num_started += 1
+        self.tree.num_live += 1
+        return self.group.create_task(self._grow(branch, opening))
+
+    async def _decide_forks(self, branch: Branch, origin: Branch, entropies: list[float]) -> None:
+        """Ask the plan, start the siblings, and wait until each holds its env.
+
+        `origin` is the branch as it was before the turn; the branch itself may be further on.
+        """
+        rng = Random(self._key(origin, "fork"))
+        count = self.plan.on_fork_point(self.tree, origin.cursor, entropies, rng)
+        origin.cursor.num_forks = count
+        holding = []
+        for number in range(1, count + 1):
+            sibling = origin.sibling(f"{origin.name}.{origin.num_turns}+{number}")
+            held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            growing = self._start(sibling, partial(self._open_fork, sibling, branch, held))
+            growing.add_done_callback(partial(_settle, held))
+            holding.append(held)
+        if holding:
+            await asyncio.wait(holding)
+
+    # one branch from opening to end
+
+    async def _grow(self, branch: Branch, opening: Opening) -> None:
+        timeout = asyncio.timeout_at(branch.deadline)
+        cut: tuple[Limit, Message | None] | None
+        try:
+            try:
+                async with timeout:
+                    await opening()
+                    cut = await self._turns(branch)
+            except TimeoutError:
+                if not timeout.expired():
+                    raise
+                cut = Limit.SECONDS, None
+            if cut is not None:
+                await self._truncate(branch, *cut)
+        except (EngineDeadError, DataError):
+            raise
+        except AgentEnvError as error:
+            self._fail(branch, error)
+        else:
+            self.tree.num_live -= 1
+            leaf = branch.pending
+            assert leaf is not None
+            assert leaf.end is not None
+            self.start_roots(self.plan.on_leaf_end(self.tree, leaf))
+        finally:
+            await self._close(branch)
+
+    async def _open_root(self, branch: Branch) -> None:
+        env = self.actor.make_env(self.tree.task)
+        branch.env = env
+        self.actor.num_open_envs += 1
+        seed = Random(f"{self.actor.seed}/{self.tree.task.id}").getrandbits(31)
+        async with self._env_deadline("reset"):
+            messages, info = await env.reset(seed=seed)
+        branch.tools = info.get("tools", ())
+        prompt_ids = self.actor.renderer.prompt(messages, branch.tools)
+        if len(prompt_ids) > self.limits.max_prompt_tokens:
+            raise DataError(
+                f"task {self.tree.task.id}: its prompt has {len(prompt_ids)} tokens, "
+                f"limits.max_prompt_tokens is {self.limits.max_prompt_tokens}"
+            )
+        known = self.tree.root.observation_ids
+        if known and known != prompt_ids:
+            raise EnvError(f"task {self.tree.task.id}: two resets with one seed gave two prompts")
+        self.tree.root.observation_ids = prompt_ids
+        branch.prefix_ids = prompt_ids
+        branch.num_prompt_tokens = len(prompt_ids)
+
+    async def _open_fork(self, branch: Branch, parent: Branch, held: asyncio.Future[None]) -> None:
+        assert parent.env is not None
+        async with self._env_deadline("fork"):
+            branch.env = await parent.env.fork()
+        self.actor.num_open_envs += 1
+        _settle(held)
+
+    async def _turns(self, branch: Branch) -> tuple[Limit, Message | None] | None:
+        """Take turns until the env ends the episode, or return the limit that does, with an
+        action that the env has not seen."""
+        while True:
+            completion = await self._generate(branch)
+            action = self.actor.renderer.parse(completion, branch.tools)
+            node = self._add_action(branch, completion)
+            if branch.forking is not None:
+                await branch.forking
+            limit = branch.limit_of_action(completion, action, self.limits)
+            if limit is not None:
+                return limit, action
+            assert branch.env is not None
+            messages, node.reward, terminated, truncated, info = await branch.env.step(action)
+            node.info.update(info)
+            if terminated or truncated:
+                node.end = "terminated" if terminated else "truncated"
+                node.limit = None if terminated else Limit.ENV
+                return None
+            observation_ids = self.actor.renderer.observation(
+                messages, branch.tools, self.limits.max_tool_result_tokens
+            )
+            limit = branch.limit_of_observation(observation_ids, self.limits)
+            if limit is not None:
+                return limit, None
+            branch.add_observation(observation_ids)
+            forkable = branch.env.fork_mode != "none"
+            branch.may_fork = forkable and self.tree.num_started < self.plan.group_size
+
+    async def _generate(self, branch: Branch) -> Completion:
+        actor, window, origin = self.actor, self.plan.fork_window, branch.sibling(branch.name)
+        room = self.limits.max_response_tokens - branch.num_response_tokens
+        sampling = replace(
+            actor.sampling,
+            max_tokens=min(self.limits.max_turn_tokens, room),
+            stop=actor.renderer.stop(branch.tools),
+            seed=Random(self._key(branch, "turn")).getrandbits(63),
+        )
+        seen: list[float] = []
+
+        def on_tokens(chunk: Chunk) -> None:
+            seen.extend(chunk.entropies)
+            if branch.forking is None and len(seen) >= window:
+                decision = self._decide_forks(branch, origin, seen[:window])
+                branch.forking = self.group.create_task(decision)
+
+        branch.forking = None
+        may_fork = branch.may_fork and window > 0
+        try:
+            async with asyncio.timeout(self.limits.engine_timeout_s):
+                completion = await actor.engine.generate(
+                    branch.prefix_ids,
+                    sampling,
+                    session=str(self.tree.index),
+                    on_tokens=on_tokens if may_fork else None,
+                    stream_interval=max(1, window),
+                )
+        except TimeoutError as error:
+            raise EngineError(f"no turn within {self.limits.engine_timeout_s} s") from error
+        if may_fork and branch.forking is None:
+            decision = self._decide_forks(branch, origin, completion.entropies[:window])
+            branch.forking = self.group.create_task(decision)
+        return completion
+
+    def _add_action(self, branch: Branch, completion: Completion) -> Node:
+        node = self.tree.add(
+            branch.cursor,
+            branch=branch.name,
+            action_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            entropies=completion.entropies,
+            version_spans=completion.version_spans,
+        )
+        branch.add_action(node)
+        return node
+
+    # ends
+
+    async def _truncate(self, branch: Branch, limit: Limit, action: Message | None) -> None:
+        leaf = self._leaf(branch, "truncated")
+        leaf.limit = limit
+        if branch.env is not None:
+            async with self._env_deadline("finish"):
+                reward, info = await branch.env.finish(limit, action)
+            leaf.reward += reward
+            leaf.info.update(info)
+
+    def _fail(self, branch: Branch, error: AgentEnvError) -> None:
+        """Record the failure; its place in the group goes to a fresh root while retries last."""
+        leaf = self._leaf(branch, "failed")
+        leaf.error = f"{type(error).__name__}: {error}"
+        self.tree.num_live -= 1
+        if self.tree.num_retries < self.limits.max_failures:
+            self.tree.num_retries += 1
+            self.tree.num_started -= 1
+            self.tree.num_roots -= branch.is_root
+            self.start_roots(1)
+
+    def _leaf(self, branch: Branch, end: End) -> Node:
+        if branch.pending is None:
+            branch.pending = self.tree.add(branch.cursor, branch=branch.name)
+        branch.pending.end = end
+        return branch.pending
+
+    async def _close(self, branch: Branch) -> None:
+        """Close the env after the last sibling took its copy, even while being cancelled."""
+        try:
+            if branch.forking is not None and not branch.forking.done():
+                await asyncio.wait({branch.forking})
+        finally:
+            if branch.env is not None:
+                closing = asyncio.ensure_future(self._close_env(branch.env))
+                try:
+                    await asyncio.shield(closing)
+                except asyncio.CancelledError:
+                    await closing
+                    raise
+
+    async def _close_env(self, env: Env) -> None:
+        try:
+            async with self._env_deadline("close"):
+                await env.close()
+        except EnvError as error:
+            logger.warning("task %s: %s", self.tree.task.id, error)
+        finally:
+            self.actor.num_open_envs -= 1
+
+    @asynccontextmanager
+    async def _env_deadline(self, what: str) -> AsyncIterator[None]:
+        timeout = asyncio.timeout(self.limits.env_timeout_s)
+        try:
+            async with timeout:
+                yield
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            raise EnvError(f"env.{what} took over {self.limits.env_timeout_s} s") from error
+
+    def _key(self, branch: Branch, use: str) -> str:
+        place = (self.tree.index, self.tree.task.id, branch.name, branch.num_turns)
+        return "/".join(map(str, (self.actor.seed, *place, use)))
+
+
+def _settle(future: asyncio.Future[None], _: object = None) -> None:
+    if not future.done():
+        future.set_result(None)
