@@ -109,7 +109,14 @@ def _cell(score: Score) -> str:
 
 
 def summarize(
-    state: RunState, *, name: str, seed: int, algorithm: str, policy_version: int, in_flight: int
+    state: RunState,
+    *,
+    name: str,
+    seed: int,
+    algorithm: str,
+    policy_version: int,
+    in_flight: int,
+    loop_lag_ms: float,
 ) -> dict[str, Any]:
     """The content of summary.json."""
     reports = {phase: state.reports.get(phase, {}).get(name) for phase in PHASES}
@@ -163,7 +170,7 @@ def summarize(
         "policy_version": policy_version,
         "incarnation": state.incarnation,
         "engine_learner_logprob_gap": {"mean": state.parity.mean, "max": state.parity.max},
-        "event_loop_lag_ms": {"p99": state.loop_lag_ms},
+        "event_loop_lag_ms": {"p99": loop_lag_ms},
     }
 
 

@@ -65,7 +65,6 @@ class RunState(Struct):
     best: float | None = None
     wall_s: dict[str, float] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
-    loop_lag_ms: float = 0.0
 
     def settled(self) -> RunState:
         """The state for a checkpoint: trees in flight are not offered yet, since a resumed run

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 from agentenv.config import to_plain
 from agentenv.dataset import TaskStream
 from agentenv.errors import EnvError
-from agentenv.evaluate import Report, evaluate, make_report
 from agentenv.metrics import LoopLag, failure_kind, rollout_metrics
 from agentenv.replay import ReplayQueue
 from agentenv.tree import TrajectoryTree
@@ -30,7 +29,8 @@ from launchers.cold_start import check_stages, cold_start, load_demonstrations
 from launchers.config import TrainConfig
 from launchers.parts import Parts, build_parts
 from launchers.phases import PhaseClock
-from launchers.rundir import CONFIG_FILE, RunDirectory, load_state, save_state
+from launchers.recorder import Recorder
+from launchers.rundir import CONFIG_FILE, RunDirectory, load_state
 from launchers.state import RunState
 from launchers.view import View
 from learners.learner import LearnerConfig, Metrics, OptimizerConfig
@@ -58,14 +58,17 @@ class Training:
         self.lag = LoopLag()
         self.refused: list[TrajectoryTree] = []  # by the current queue.get, not accounted yet
         self.throughput = Throughput()
-        self.report_set = config.eval.report or next(iter(config.eval.sets), "")
         self.parts: Parts
+        self.recorder: Recorder
 
     async def run_all(self) -> None:
         """The whole run. Cancelling it stops cleanly, with a checkpoint if RL has begun."""
         async with AsyncExitStack() as stack:
             with self.clock.phase("setup"):
                 self.parts = await build_parts(self.config, self.run, self.checkpoint, stack)
+                self.recorder = Recorder(
+                    self.config, self.run, self.view, self.state, self.clock, self.parts
+                )
                 self._announce()
             measuring = asyncio.create_task(self.lag.run())
             stack.callback(measuring.cancel)
@@ -73,7 +76,7 @@ class Training:
                 await self._begin()
             await self._reinforce()
             if "after_rl" not in self.state.reports:
-                await self._evaluate_phase("after_rl")
+                await self.recorder.evaluate_phase("after_rl")
             self._finish()
 
     # before RL
@@ -94,14 +97,14 @@ class Training:
         )
 
     async def _begin(self) -> None:
-        await self._evaluate_phase("before_sft")
+        await self.recorder.evaluate_phase("before_sft")
         if self.config.sft is not None:
             with self.clock.phase("sft"):
                 await self._cold_start()
-            await self._evaluate_phase("after_sft")
+            await self.recorder.evaluate_phase("after_sft")
         else:
             self.state.reports["after_sft"] = self.state.reports["before_sft"]
-        await self._save_checkpoint()
+        await self.recorder.save_checkpoint()
 
     async def _cold_start(self) -> None:
         config, parts = self.config.sft, self.parts
@@ -120,7 +123,7 @@ class Training:
             self.view.say(f"cold start step {step}: loss {loss:.3f}, exact match {kinds}")
             self.view.advance(step)
             row = {f"sft/exact_match/{kind}": share for kind, share in exact.items()}
-            self._log({"step": 0, "sft/step": step, "sft/loss": loss, **row})
+            self.recorder.log({"step": 0, "sft/step": step, "sft/loss": loss, **row})
 
         await parts.learner.reset_optimizer(config.optimizer)
         rng = Random(f"{self.config.run.seed}/sft")
@@ -144,17 +147,16 @@ class Training:
                     with self.clock.phase("rl"):
                         trees = await self.queue.get(self._keep)
                         await uninterrupted(self._learn(trees))
-                    await self._evaluate_step()
-                    await self._checkpoint_step()
+                    await self.recorder.after_step()
                 feeder.cancel()
                 for rollout in self.queue.drain():
                     rollout.cancel()
         except asyncio.CancelledError:
-            await self._save_checkpoint()
+            await self.recorder.save_checkpoint()
             raise
         finally:
             self.view.end()
-        await self._save_checkpoint()
+        await self.recorder.save_checkpoint()
 
     async def _feed(self, rollouts: asyncio.TaskGroup) -> None:
         """Start rollouts as slots allow; without refill no more than the run will train."""
@@ -243,96 +245,27 @@ class Training:
             "time/sampled_tokens_per_s": self.throughput.rate(self.parts.engine.stats()),
             "event_loop/lag_p99_ms": self.lag.percentile_ms(99),
         }
-        self._log(row)
+        self.recorder.log(row)
         line = report.step_line(row, self.parts.num_steps)
         self.view.say(line)
         self.view.advance(state.step)
-        await self._write_trajectories(f"step-{state.step:06d}", trees)
-
-    # evaluation and checkpoints
-
-    async def _evaluate_phase(self, phase: str) -> None:
-        names = [name for name, chosen in self.config.eval.sets.items() if chosen.phases]
-        self.state.reports[phase] = {name: await self._evaluate(name, phase) for name in names}
-
-    async def _evaluate_step(self) -> None:
-        for name, chosen in self.config.eval.sets.items():
-            if chosen.every and self.state.step % chosen.every == 0:
-                result = await self._evaluate(name, f"step-{self.state.step:06d}")
-                await self._consider_best(result)
-
-    async def _consider_best(self, result: Report) -> None:
-        """Keep the checkpoint of the best value of checkpoint.best_metric."""
-        name, _, figure = self.config.checkpoint.best_metric.partition("/")
-        if result.name != name:
-            return
-        value: float = getattr(result.overall, figure)
-        if self.state.best is None or value > self.state.best:
-            self.state.best = value
-            await self._save_checkpoint()
-            await asyncio.to_thread(self.run.keep_best, self.state.step)
-
-    async def _evaluate(self, name: str, when: str) -> Report:
-        with self.clock.phase("eval"):
-            trees = await evaluate(
-                self.parts.eval_actor,
-                self.parts.eval_tasks[name],
-                num_samples=self.config.eval.sets[name].num_samples,
-                concurrency=self.config.eval.concurrency,
-            )
-            result = make_report(name, trees)
-            await self._write_trajectories(f"eval-{name}-{when}", trees)
-        self._log({"step": self.state.step, "phase": when, **report.report_metrics(result)})
-        self.view.say(report.report_line(result, when))
-        if when in report.PHASES and name == self.report_set:
-            path, append = self.run.path / "samples.txt", when != "before_sft"
-            report.write_samples(path, when, trees, self.parts.tokenizer, append=append)
-        return result
-
-    async def _checkpoint_step(self) -> None:
-        every = self.config.checkpoint.every
-        if every and self.state.step % every == 0:
-            await self._save_checkpoint()
-
-    async def _save_checkpoint(self) -> None:
-        """Model, learner state and our own; the state file comes last and makes it complete."""
-        path = self.run.checkpoint_path(self.state.step)
-        if path in self.run.finished_checkpoints():
-            return
-        self.state.loop_lag_ms = max(self.state.loop_lag_ms, self.lag.percentile_ms(99))
-        await self.parts.learner.export(path)
-        await self.parts.learner.save(path / "trainer")
-        save_state(path, self.state.settled())
-        self.run.prune(self.config.checkpoint.keep_last)
-
-    async def _write_trajectories(self, name: str, trees: list[TrajectoryTree]) -> None:
-        log = self.config.log
-        if not log.trajectories:
-            return
-        limit = log.max_trajectory_mb * 1e6
-        if not await asyncio.to_thread(
-            self.run.write_trajectories, name, trees, self.parts.tokenizer, limit
-        ):
-            logger.warning("log.max_trajectory_mb is reached: no more trajectories are written")
-
-    def _log(self, row: dict[str, Any]) -> None:
-        self.run.log_metrics(row)
+        await self.recorder.write_trajectories(f"step-{state.step:06d}", trees)
 
     def _finish(self) -> None:
         """Summary, table, curve; the wall time of phases is complete by now."""
         config, state = self.config, self.state
-        state.loop_lag_ms = max(state.loop_lag_ms, self.lag.percentile_ms(99))
         summary = report.summarize(
             state,
-            name=self.report_set,
+            name=self.recorder.report_set,
             seed=config.run.seed,
             algorithm=algorithm_name(config),
             policy_version=self.parts.learner.policy_version,
             in_flight=self.queue.num_waiting,
+            loop_lag_ms=self.lag.percentile_ms(99),
         )
         self.run.write_json("summary.json", summary)
-        if self.report_set:
-            self.view.show(report.final_table(state, self.report_set))
+        if self.recorder.report_set:
+            self.view.show(report.final_table(state, self.recorder.report_set))
         report.learning_curve(
             self.run.path / "metrics.jsonl", self.run.path / "curve.png", self.run.path.name
         )

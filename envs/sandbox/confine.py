@@ -85,7 +85,7 @@ def drop_privileges() -> None:
 
 
 def die_with_parent() -> None:
-    """For sessions that no namespace ends."""
+    """For what no namespace ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

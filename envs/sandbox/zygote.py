@@ -37,6 +37,7 @@ PRELOAD = (
     "bisect cmath collections contextlib copy dataclasses datetime decimal enum fractions "
     "functools heapq itertools math operator re statistics string textwrap typing"
 )
+REAP_INTERVAL_S = 0.1
 CHANNEL_FD = 3  # of a session, beside the standard three
 
 
@@ -47,6 +48,7 @@ def main() -> None:
         os.setgroups([])
         os.setresgid(config["uid"], config["uid"], config["uid"])
         os.setresuid(config["uid"], config["uid"], config["uid"])
+    confine.die_with_parent()  # becoming another user has undone bubblewrap's own setting
     null = os.open(os.devnull, os.O_RDWR)
     for name in PRELOAD.split():
         __import__(name)
@@ -63,7 +65,7 @@ def main() -> None:
 def _serve(control: socket.socket, config: dict[str, Any], home: str) -> None:
     pids: dict[int, int] = {}
     while True:
-        if select.select([control], [], [], 1.0)[0]:
+        if select.select([control], [], [], REAP_INTERVAL_S if pids else None)[0]:
             packet, channel = _receive_packet(control)
             if not packet:
                 break

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from collections import deque
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -133,14 +135,17 @@ class ZygoteProcess:
         while self._outgoing:
             self._drop_first()
         self._control.close()
-        waiting = loop.run_in_executor(None, self._process.wait)
+        waiting = loop.run_in_executor(None, self._wait)
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await asyncio.shield(waiting)
         except TimeoutError:
-            self._process.kill()  # takes all others with it
+            self._kill_group()
             await waiting
         finally:
+            self._kill_group()  # bubblewrap may have died first; while a zombie, its id is ours
+            if waiting.done():
+                self._process.wait()
             if self._process.stderr is not None:
                 self._process.stderr.close()
 
@@ -173,6 +178,15 @@ class ZygoteProcess:
         _, attached = self._outgoing.popleft()
         if attached is not None:
             attached.close()
+
+    def _wait(self) -> None:
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+
+    def _kill_group(self) -> None:
+        """bubblewrap itself may not kill a zygote that is another user by now."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _refuse(self) -> None:
         """The process ended before it was ready: say why."""

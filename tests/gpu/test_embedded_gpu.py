@@ -1,0 +1,36 @@
+"""The embedded engine on a GPU: `python -m pytest tests/gpu -m gpu`. Skipped without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentenv.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from agentenv.types import SamplingParams
+from tests.engines.test_embedded import check, make, prompt
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU"),
+]
+
+
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-untied", "qwen2", "llama"])
+async def test_logprobs_equal_transformers_before_and_after_an_update(
+    kind: str, tmp_path: Path
+) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    first, second = make(tmp_path / "a", kind), make(tmp_path / "b", kind, seed=1)
+    engine = EmbeddedEngine(EmbeddedConfig(device="cuda"), tmp_path / "a")
+    ids = prompt(1, 20)
+    try:
+        for version, model in ((0, first), (1, second)):
+            if version:
+                await engine.load_weights(tmp_path / "b", 1)
+            completion = await engine.generate(ids, SamplingParams(12, seed=3), session="s")
+            check(model, ids, completion)
+            assert completion.version_spans[0].version == version
+    finally:
+        await engine.close()
