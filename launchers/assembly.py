@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,15 @@ from agentenv.types import Info, Message, Task
 from launchers.config import EnvConfig
 
 EngineConfig = EmbeddedConfig | ScriptedConfig
+
+
+def import_from_working_directory() -> None:
+    """Let the user's modules be found where the command is run, as with `python -m`; the folder
+    of the launchers itself, which Python puts there instead, would shadow names of theirs."""
+    if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+        del sys.path[0]
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def load_tokenizer(model: Path) -> Any:

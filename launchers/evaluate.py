@@ -38,6 +38,7 @@ from launchers.assembly import (
     check_context,
     context_length,
     env_maker,
+    import_from_working_directory,
     load_tokenizer,
     make_engine,
     try_env,
@@ -65,6 +66,7 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
     arguments = _parse(argv)
+    import_from_working_directory()
     view = View()
     try:
         model, raw, run = _subject(arguments)

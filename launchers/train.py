@@ -15,6 +15,7 @@ from pathlib import Path
 
 from agentenv.config import load_config
 from agentenv.errors import AgentEnvError, ConfigError, DataError
+from launchers.assembly import import_from_working_directory
 from launchers.config import TrainConfig
 from launchers.keys import key_table
 from launchers.rundir import RunDirectory, explain
@@ -26,6 +27,7 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
     arguments = _parse(argv)
+    import_from_working_directory()
     view = View()
     try:
         config = load_config(TrainConfig, arguments.config, arguments.overrides)

@@ -232,6 +232,7 @@ class Training:
 
     async def _report_step(self, trees: list[TrajectoryTree], metrics: Metrics) -> None:
         state, ledger = self.state, self.state.ledger
+        engine = self.parts.engine.stats()
         row = {
             "step": state.step,
             "policy_version": self.parts.learner.policy_version,
@@ -242,7 +243,8 @@ class Training:
             "trees/failed": sum(ledger.failed.values()),
             "trees/in_flight": self.queue.num_waiting,
             "queue/ready": self.queue.num_ready,
-            "time/sampled_tokens_per_s": self.throughput.rate(self.parts.engine.stats()),
+            **{f"engine/{name}": value for name, value in engine.items()},
+            "time/sampled_tokens_per_s": self.throughput.rate(engine),
             "event_loop/lag_p99_ms": self.lag.percentile_ms(99),
         }
         self.recorder.log(row)

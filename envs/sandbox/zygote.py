@@ -48,7 +48,7 @@ def main() -> None:
         os.setgroups([])
         os.setresgid(config["uid"], config["uid"], config["uid"])
         os.setresuid(config["uid"], config["uid"], config["uid"])
-    confine.die_with_parent()  # becoming another user has undone bubblewrap's own setting
+    confine.die_with_parent()
     null = os.open(os.devnull, os.O_RDWR)
     for name in PRELOAD.split():
         __import__(name)

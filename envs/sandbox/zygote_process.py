@@ -135,19 +135,16 @@ class ZygoteProcess:
         while self._outgoing:
             self._drop_first()
         self._control.close()
-        waiting = loop.run_in_executor(None, self._wait)
+        burying = loop.run_in_executor(None, self._bury)
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
-                await asyncio.shield(waiting)
+                await asyncio.shield(burying)
         except TimeoutError:
             self._kill_group()
-            await waiting
+            await burying
         finally:
-            self._kill_group()  # bubblewrap may have died first; while a zombie, its id is ours
-            if waiting.done():
-                self._process.wait()
-            if self._process.stderr is not None:
-                self._process.stderr.close()
+            if not burying.done():  # cancelled: no time to be polite
+                self._kill_group()
 
     # inner workings
 
@@ -179,9 +176,14 @@ class ZygoteProcess:
         if attached is not None:
             attached.close()
 
-    def _wait(self) -> None:
+    def _bury(self) -> None:
+        """Blocks until the process is gone, then sees that nothing of its group is left."""
         with suppress(ChildProcessError):
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+            self._kill_group()  # while the dead leader is not reaped, the group's id is ours
+        self._process.wait()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
 
     def _kill_group(self) -> None:
         """bubblewrap itself may not kill a zygote that is another user by now."""
@@ -194,7 +196,8 @@ class ZygoteProcess:
             None, self._process.communicate
         )
         reason = errors.decode(errors="replace").strip()[-500:] or "no reason given"
-        advice = f". {NAMESPACES_ADVICE}" if reason.startswith("bwrap:") else ""
+        forbidden = "namespace" in reason or "ermi" in reason
+        advice = f". {NAMESPACES_ADVICE}" if forbidden else ""
         raise ConfigError(f"the Python sandbox cannot start: {reason}{advice}")
 
 

@@ -1,0 +1,97 @@
+"""Every registered environment keeps the contract: an env without a case here fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import agentenv.env
+import envs
+from agentenv.shared import close_shared
+from agentenv.testing import check_tool_env
+from agentenv.types import Message, Task, ToolCall
+
+
+class Case(NamedTuple):
+    """An episode of an env: keyword arguments, given a directory to write to, and actions."""
+
+    kwargs: Callable[[Path], dict[str, Any]]
+    actions: list[Message]
+
+
+def call(name: str, **arguments: Any) -> Message:
+    return Message("assistant", f"<think>.</think><{name}>", (ToolCall(name, arguments),))
+
+
+def answer(text: str) -> Message:
+    return Message("assistant", rf"<think>.</think><answer>\boxed{{{text}}}</answer>")
+
+
+def knowledge_base(directory: Path) -> dict[str, Any]:
+    row = {"id": "price", "title": "Zorvex", "text": "The price of Zorvex Labs is 4837."}
+    (directory / "kb.jsonl").write_text(json.dumps(row))
+    return {"corpus": str(directory / "kb.jsonl"), "python_timeout_s": 20.0}
+
+
+CASES = {
+    "agentenv/Quickstart-v0": Case(
+        knowledge_base,
+        [
+            call("search", query="price of Zorvex Labs"),
+            call("python", code="import random; x = [random.random()]; x"),
+            call("python", code="x.append(1 / 0)"),
+            call("python", code="x.append(4837 * 57); x"),
+            call("bing", query="?"),
+            answer("275709"),
+        ],
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+async def _shared() -> AsyncIterator[None]:
+    yield
+    await close_shared()
+
+
+def ours() -> list[str]:
+    return [env_id for env_id in agentenv.env.envs() if env_id.startswith("agentenv/")]
+
+
+@pytest.mark.parametrize("env_id", ours())
+async def test_an_env_keeps_the_contract(env_id: str, tmp_path: Path) -> None:
+    case = CASES[env_id]
+    kwargs = case.kwargs(tmp_path)
+    task = Task("t", env_id, "How much do 57 shares of Zorvex Labs cost?", ("275709",))
+    await check_tool_env(lambda task: agentenv.env.make(env_id, task, **kwargs), task, case.actions)
+
+
+async def test_the_quick_start_pays_for_the_right_answer(tmp_path: Path) -> None:
+    env_id = "agentenv/Quickstart-v0"
+    case = CASES[env_id]
+    task = Task("t", env_id, "How much do 57 shares of Zorvex Labs cost?", ("275709",))
+    env = agentenv.env.make(env_id, task, **case.kwargs(tmp_path))
+    prompt, info = await env.reset(seed=1)
+    assert prompt == [Message("user", task.question)]
+    assert [tool["name"] for tool in info["tools"]] == ["search", "python"]
+    assert env.fork_mode == "replay"
+    observation, *_ = await env.step(case.actions[0])
+    assert observation[0].content == "The price of Zorvex Labs is 4837."
+    observation, *_ = await env.step(call("python", code="4837 * 57"))
+    assert observation[0].content == "275709"
+    _, reward, terminated, _, info = await env.step(answer("275,709"))
+    assert (reward, terminated, info["success"]) == (1.1, True, True)
+    await env.close()
+
+
+def test_importing_envs_imports_none_of_them() -> None:
+    assert set(vars(envs)) & {"quickstart", "web_search"} <= set(envs.__dict__)
+    assert envs.__file__ is not None
+    text = Path(envs.__file__).read_text()
+    assert [line for line in text.splitlines() if "import" in line.split()] == [
+        "from agentenv.env import register"
+    ]
