@@ -8,9 +8,10 @@ import logging
 from msgspec import Struct
 
 from agentenv.errors import ConfigError, EnvError, InfraError
+from envs.sandbox.bubblewrap import NAMESPACES_ADVICE
 from envs.sandbox.channel import Channel, ChannelClosedError
 from envs.sandbox.self_test import find_escape
-from envs.sandbox.zygote_process import NAMESPACES_ADVICE, SandboxLimits, ZygoteProcess
+from envs.sandbox.zygote_process import SandboxLimits, ZygoteProcess
 
 MAX_CODE_CHARS = 100_000
 MAX_CONCURRENT_SPAWNS = 8  # forking is serial; the others wait here instead of in its queue

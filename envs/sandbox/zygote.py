@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import array
 import builtins
+import contextlib
 import gc
 import json
 import os
@@ -108,7 +109,8 @@ def _spawn(channel: int, seed: int, config: dict[str, Any], home: str) -> int:
     try:
         pid = confine.fork_into_namespaces() if config["isolated"] else os.fork()
     except OSError as error:
-        cells.send(channel, {"error": str(error)})
+        with contextlib.suppress(OSError):  # the host may have turned away meanwhile
+            cells.send(channel, {"error": str(error)})
         return 0
     if pid == 0:
         try:

@@ -4,34 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import sys
 from collections import deque
 from contextlib import suppress
 from itertools import count
-from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
 from agentenv.errors import ConfigError, InfraError
+from envs.sandbox.bubblewrap import HERE, NAMESPACES_ADVICE, bubblewrap, interpreter
 from envs.sandbox.channel import Channel, ChannelClosedError
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
 UNUSED_ID = 1_948_000_000  # uid and gid of model-written code when the host runs as root
-
-_HERE = Path(__file__).resolve().parent
-_INSIDE = ("zygote.py", "cells.py", "confine.py")
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-NAMESPACES_ADVICE = (
-    "Unprivileged user namespaces must be allowed: sysctl kernel.unprivileged_userns_clone=1 "
-    "(Debian), sysctl kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu 24.04 and later), "
-    "--security-opt seccomp=unconfined or --privileged (Docker)"
-)
 
 
 class SandboxLimits(Struct, frozen=True):
@@ -61,23 +50,27 @@ class ZygoteProcess:
     @classmethod
     async def launch(cls, limits: SandboxLimits, isolated: bool) -> ZygoteProcess:
         """Start one. A ConfigError says what this machine lacks."""
-        python = _interpreter()
-        prefix = _bubblewrap(python) if isolated else []
+        python = interpreter()
+        prefix = bubblewrap(python) if isolated else []
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
-            script = "/sandbox/zygote.py" if isolated else str(_HERE / "zygote.py")
+            script = "/sandbox/zygote.py" if isolated else str(HERE / "zygote.py")
             settings = _settings(limits, isolated, theirs.fileno())
-            # on the loop's own thread: the zygote dies with the thread that started it
-            process = subprocess.Popen(  # noqa: ASYNC220 - a few ms, once
-                [*prefix, python, "-s", "-B", script, settings],
-                env={} if isolated else {"PYTHONHASHSEED": "0"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+            try:
+                # on the loop's own thread: the zygote dies with the thread that started it
+                process = subprocess.Popen(  # noqa: ASYNC220 - a few ms, once
+                    [*prefix, python, "-s", "-B", script, settings],
+                    env={} if isolated else {"PYTHONHASHSEED": "0"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                ours.close()
+                raise ConfigError(f"the Python sandbox cannot start: {error}") from error
         zygote = cls(process, ours, isolated)
         started = False
         try:
@@ -201,11 +194,6 @@ class ZygoteProcess:
         raise ConfigError(f"the Python sandbox cannot start: {reason}{advice}")
 
 
-def _interpreter() -> str:
-    """The interpreter itself, not the link to it in a virtual environment."""
-    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-
-
 def _settings(limits: SandboxLimits, isolated: bool, control_fd: int) -> str:
     """What the zygote reads from its command line."""
     config = {
@@ -224,38 +212,3 @@ def _settings(limits: SandboxLimits, isolated: bool, control_fd: int) -> str:
         },
     }
     return msgspec.json.encode(config).decode()
-
-
-def _bubblewrap(python: str) -> list[str]:
-    """No network, a read-only system with nothing in it but /usr and the interpreter."""
-    program = shutil.which("bwrap")
-    if program is None:
-        raise ConfigError(
-            "the Python sandbox needs bubblewrap, and there is no program bwrap: install it "
-            "(apt install bubblewrap, dnf install bubblewrap, apk add bubblewrap)"
-        )
-    command = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
-    command += ["--unshare-cgroup-try", "--as-pid-1", "--die-with-parent", "--cap-drop", "ALL"]
-    if os.geteuid() == 0:  # to become another user, once inside
-        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    else:
-        command += ["--unshare-user"]
-    command += ["--ro-bind", "/usr", "/usr"]
-    for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
-        if os.path.islink(name):
-            command += ["--symlink", os.readlink(name), name]
-        elif os.path.isdir(name):
-            command += ["--ro-bind", name, name]
-    for prefix in {os.path.realpath(sys.base_prefix), str(Path(python).parents[1])}:
-        if not Path(prefix).is_relative_to("/usr"):
-            for parent in reversed(Path(prefix).parents[:-1]):  # else only root may pass
-                command += ["--dir", str(parent)]
-            command += ["--ro-bind", prefix, prefix]
-    command += ["--dir", "/sandbox"]
-    for name in _INSIDE:
-        command += ["--ro-bind", str(_HERE / name), f"/sandbox/{name}"]
-    command += ["--tmpfs", "/dev"]
-    for name in _DEVICES:
-        command += ["--dev-bind", name, name]
-    command += ["--proc", "/proc", "--dir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
-    return [*command, "--chdir", "/", "--setenv", "PYTHONHASHSEED", "0", "--"]

@@ -89,7 +89,6 @@ async def test_the_quick_start_pays_for_the_right_answer(tmp_path: Path) -> None
 
 
 def test_importing_envs_imports_none_of_them() -> None:
-    assert set(vars(envs)) & {"quickstart", "web_search"} <= set(envs.__dict__)
     assert envs.__file__ is not None
     text = Path(envs.__file__).read_text()
     assert [line for line in text.splitlines() if "import" in line.split()] == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -83,7 +84,7 @@ async def said(session: SandboxSession, code: str, timeout_s: float = 10.0) -> s
         ("import sys; print('e', file=sys.stderr)", "e"),
         ("'\\ud800'", "'\\ud800'"),
         ("print('\\ud800')", "\\ud800"),
-        ("print('é 東京')", "é 東京"),
+        ("print('\u00e9 \u6771\u4eac')", "\u00e9 \u6771\u4eac"),
         ("import sys; sys.exit()", ""),
         ("import statistics, fractions; fractions.Fraction(1, 3)", "Fraction(1, 3)"),
         ("open('f', 'w').write('hi'); open('f').read()", "'hi'"),
@@ -459,7 +460,7 @@ async def test_the_python_tool(sandbox: Sandbox) -> None:
 
 
 async def test_without_bubblewrap_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zygote_process.shutil, "which", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(ConfigError, match=r"apt install bubblewrap.*allow_unsafe = true"):
         await Sandbox().start()
 
@@ -470,7 +471,7 @@ async def test_without_namespaces_it_is_refused(
     bubblewrap = tmp_path / "bwrap"
     bubblewrap.write_text("#!/bin/sh\necho 'bwrap: No permissions to create namespace' >&2\nexit 1")
     bubblewrap.chmod(0o700)
-    monkeypatch.setattr(zygote_process.shutil, "which", lambda _: str(bubblewrap))
+    monkeypatch.setattr(shutil, "which", lambda _: str(bubblewrap))
     before = num_descriptors()
     with pytest.raises(ConfigError, match=r"No permissions.*user namespaces must be allowed"):
         await Sandbox().start()
@@ -478,13 +479,13 @@ async def test_without_namespaces_it_is_refused(
 
 
 async def test_a_sandbox_with_a_hole_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = zygote_process._bubblewrap
+    original = zygote_process.bubblewrap
 
     def with_a_hole(python: str) -> list[str]:
         program, *options = original(python)
         return [program, "--ro-bind", "/etc", "/etc", *options]
 
-    monkeypatch.setattr(zygote_process, "_bubblewrap", with_a_hole)
+    monkeypatch.setattr(zygote_process, "bubblewrap", with_a_hole)
     with pytest.raises(ConfigError, match="it could read a file of the host: /etc/"):
         await Sandbox().start()
     assert children() == []
@@ -493,7 +494,7 @@ async def test_a_sandbox_with_a_hole_is_refused(monkeypatch: pytest.MonkeyPatch)
 async def test_a_plain_subprocess_only_when_allowed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(zygote_process.shutil, "which", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
     sandbox = Sandbox(allow_unsafe=True)
     session = sandbox.session(1)
     assert await said(session, "x = 1; x") == "1"

@@ -1,0 +1,59 @@
+"""The command line that puts the zygote into bubblewrap."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from agentenv.errors import ConfigError
+
+HERE = Path(__file__).resolve().parent
+_INSIDE = ("zygote.py", "cells.py", "confine.py")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+NAMESPACES_ADVICE = (
+    "Unprivileged user namespaces must be allowed: sysctl kernel.unprivileged_userns_clone=1 "
+    "(Debian), sysctl kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu 24.04 and later), "
+    "--security-opt seccomp=unconfined or --privileged (Docker)"
+)
+
+
+def interpreter() -> str:
+    """The interpreter itself, not the link to it in a virtual environment."""
+    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def bubblewrap(python: str) -> list[str]:
+    """No network, a read-only system with nothing in it but /usr and the interpreter."""
+    program = shutil.which("bwrap")
+    if program is None:
+        raise ConfigError(
+            "the Python sandbox needs bubblewrap, and there is no program bwrap: install it "
+            "(apt install bubblewrap, dnf install bubblewrap, apk add bubblewrap)"
+        )
+    command = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
+    command += ["--unshare-cgroup-try", "--as-pid-1", "--die-with-parent", "--cap-drop", "ALL"]
+    if os.geteuid() == 0:  # to become another user, once inside
+        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        command += ["--unshare-user"]
+    command += ["--ro-bind", "/usr", "/usr"]
+    for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
+        if os.path.islink(name):
+            command += ["--symlink", os.readlink(name), name]
+        elif os.path.isdir(name):
+            command += ["--ro-bind", name, name]
+    for prefix in {os.path.realpath(sys.base_prefix), str(Path(python).parents[1])}:
+        if not Path(prefix).is_relative_to("/usr"):
+            for parent in reversed(Path(prefix).parents[:-1]):  # else only root may pass
+                command += ["--dir", str(parent)]
+            command += ["--ro-bind", prefix, prefix]
+    command += ["--dir", "/sandbox"]
+    for name in _INSIDE:
+        command += ["--ro-bind", str(HERE / name), f"/sandbox/{name}"]
+    command += ["--tmpfs", "/dev"]
+    for name in _DEVICES:
+        command += ["--dev-bind", name, name]
+    command += ["--proc", "/proc", "--dir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
+    return [*command, "--chdir", "/", "--setenv", "PYTHONHASHSEED", "0", "--"]
