@@ -21,7 +21,7 @@ ROWS = [
     {
         "id": "ort",
         "title": "Stra\u00dfe",
-        "text": "Gr\u00f6\u00dfe und L\u00e4nge der Stra\u00dfe: \u00c4\u00d6\u00dc, \u6771\u4eac, 42.",
+        "text": "Gr\u00f6\u00dfe und L\u00e4nge der Stra\u00dfe, \u6771\u4eac, 42.",
     },
 ]
 
