@@ -70,8 +70,9 @@ async def cold_start(
 ) -> SFTResult:
     """Run all stages. `on_gate` is told step, loss and exact match by kind at each measurement."""
     run = _ColdStart(config, learner, gate, on_gate)
+    samplers = {stage.rows: Sampler(demonstrations[stage.rows], rng) for stage in config.stages}
     for stage in config.stages:
-        await run.stage(stage, Sampler(demonstrations[stage.rows], rng))
+        await run.stage(stage, samplers[stage.rows])
     exact = await run.measure()
     return SFTResult(run.step, run.passed, exact, run.num_tokens)
 

@@ -137,7 +137,7 @@ class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 2.0
     warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up")] = 20
     optimizer: Annotated[OptimizerConfig, Meta(description="optimizer of the cold start")] = (
-        OptimizerConfig(learning_rate=1e-2, muon_learning_rate=0.012, weight_decay=0.1)
+        OptimizerConfig()
     )
 
 

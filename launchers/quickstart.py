@@ -43,6 +43,12 @@ MIXED = 1000
 GATE = 32  # never trained on; they measure the skill of each kind
 
 
+def prepare(run: Path, seed: int) -> None:
+    """Everything below the directory of a run: data/ and model/."""
+    write_data(run / "data", seed)
+    build_model(run / "model", seed)
+
+
 def write_data(directory: str | Path, seed: int) -> None:
     """Writes kb, train, dev, heldout, sft and gate as JSONL files.
 
@@ -83,11 +89,6 @@ def _demonstration_row(demo: Demonstration, stage: str) -> dict[str, Any]:
         "question": demo.question.question,
         "turns": [{"action": turn.action, "result": turn.result} for turn in demo.turns],
     }
-
-
-def wrap_result(text: str) -> str:
-    """How a tool result stands in the trajectory; the policy goes on right behind it."""
-    return f" <result>\n{text}\n</result>"
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -146,7 +147,9 @@ def build_model(path: str | Path, seed: int) -> None:
     """
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer = build_tokenizer()
     ids: Mapping[str, int] = tokenizer.get_vocab()
     config = Qwen3Config(

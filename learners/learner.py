@@ -24,7 +24,10 @@ class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     learning_rate: Annotated[float, Meta(ge=0, description="rate of AdamW")] = 1e-3
     muon_learning_rate: Annotated[float, Meta(ge=0, description="rate of Muon")] = 4e-3
     weight_decay: Annotated[
-        float, Meta(ge=0, description="decoupled decay of matrices; norms and biases have none")
+        float, Meta(ge=0, description="decoupled decay of AdamW's matrices; norms have none")
+    ] = 0.01
+    muon_weight_decay: Annotated[
+        float, Meta(ge=0, description="decoupled decay of Muon's matrices")
     ] = 0.01
     betas: Annotated[
         tuple[float, float], Meta(description="AdamW's decay rates of both moments")

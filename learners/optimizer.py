@@ -75,7 +75,7 @@ def build_optimizer(model: Any, config: OptimizerConfig) -> torch.optim.Optimize
     adamw = [{**entry, "betas": config.betas} for entry in adamw if entry["params"]]
     if not use_muon:
         return torch.optim.AdamW(adamw)
-    return MuonAdamW([group(hidden, config.muon_learning_rate, config.weight_decay)], adamw)
+    return MuonAdamW([group(hidden, config.muon_learning_rate, config.muon_weight_decay)], adamw)
 
 
 def scale_learning_rates(optimizer: torch.optim.Optimizer, scale: float) -> None:

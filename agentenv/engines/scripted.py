@@ -29,7 +29,7 @@ class ScriptedConfig(
     script: Annotated[
         str,
         Meta(description="'module:function' called with (prompt text, Random), returns the turn"),
-    ] = "envs.quickstart_world:scripted_turn"
+    ] = "envs.quickstart_script:scripted_turn"
     max_model_len: Annotated[int, Meta(ge=1, description="tokens of prompt and turn")] = 4096
     tokens_per_s: Annotated[
         float, Meta(ge=0, description="sampling speed of one request; 0 is at once")
