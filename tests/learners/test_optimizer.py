@@ -11,7 +11,9 @@ from learners.learner import OptimizerConfig
 from learners.optimizer import MuonAdamW, build_optimizer, scale_learning_rates
 from tests.learners.trees import VOCABULARY, tiny_model
 
-CONFIG = OptimizerConfig(learning_rate=0.01, muon_learning_rate=0.02, weight_decay=0.1)
+CONFIG = OptimizerConfig(
+    learning_rate=0.01, muon_learning_rate=0.02, weight_decay=0.1, muon_weight_decay=0.2
+)
 
 
 def add_gradients(model: torch.nn.Module, seed: int) -> None:
@@ -27,7 +29,7 @@ def test_equal_to_both_torch_optimizers_step_for_step() -> None:
     is_hidden = {
         n: p.ndim == 2 and "embed" not in n and "lm_head" not in n for n, p in named.items()
     }
-    muon = torch.optim.Muon([p for n, p in named.items() if is_hidden[n]], 0.02, weight_decay=0.1)
+    muon = torch.optim.Muon([p for n, p in named.items() if is_hidden[n]], 0.02, weight_decay=0.2)
     rest = [p for n, p in named.items() if not is_hidden[n]]
     adamw = torch.optim.AdamW(
         [
