@@ -39,6 +39,7 @@ class Growth:
         self.plan = plan
         self.group = group
         self.num_root_names = 0
+        self.prompt_messages: list[Message] | None = None
 
     # starting branches
 
@@ -110,18 +111,22 @@ class Growth:
         async with self._env_deadline("reset"):
             messages, info = await env.reset(seed=seed)
         branch.tools = info.get("tools", ())
+        if messages != self.prompt_messages:  # rendered once for all roots
+            self._render_prompt(messages, branch)
+        branch.prefix_ids = self.tree.root.observation_ids
+        branch.num_prompt_tokens = len(branch.prefix_ids)
+
+    def _render_prompt(self, messages: list[Message], branch: Branch) -> None:
+        if self.prompt_messages is not None:
+            raise EnvError(f"task {self.tree.task.id}: two resets with one seed gave two prompts")
         prompt_ids = self.actor.renderer.prompt(messages, branch.tools)
         if len(prompt_ids) > self.limits.max_prompt_tokens:
             raise DataError(
                 f"task {self.tree.task.id}: its prompt has {len(prompt_ids)} tokens, "
                 f"limits.max_prompt_tokens is {self.limits.max_prompt_tokens}"
             )
-        known = self.tree.root.observation_ids
-        if known and known != prompt_ids:
-            raise EnvError(f"task {self.tree.task.id}: two resets with one seed gave two prompts")
+        self.prompt_messages = messages
         self.tree.root.observation_ids = prompt_ids
-        branch.prefix_ids = prompt_ids
-        branch.num_prompt_tokens = len(prompt_ids)
 
     async def _open_fork(self, branch: Branch, parent: Branch, held: asyncio.Future[None]) -> None:
         assert parent.env is not None

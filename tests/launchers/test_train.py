@@ -15,6 +15,9 @@ import psutil
 import pytest
 
 from agentenv.config import load_config
+from agentenv.engines.scripted import ScriptedEngine
+from agentenv.errors import EngineDeadError, EnvError
+from agentenv.tool_env import ToolEnv
 from launchers import evaluate, train
 from launchers.config import TrainConfig
 from tests.support.warehouse import ROOT
@@ -217,3 +220,59 @@ def test_the_quick_start_changes_its_algorithm_by_one_key(name: str) -> None:
     path = ROOT / "configs" / "quickstart.toml"
     config = load_config(TrainConfig, path, [f"algorithm.name={name}"])
     assert type(config.algorithm).__name__ == name.upper()
+
+
+def test_refill_replaces_groups_without_signal(warehouse: Path) -> None:
+    arguments = [str(warehouse), "run.name=refill", "queue.refill=true", "algorithm.group_size=2"]
+    assert train.main(arguments) == 0
+    run = warehouse.parent / "runs" / "refill"
+    assert all(row["learner/num_trained"] == 2 for row in rows_of(run) if "learner/loss" in row)
+    trees = json.loads((run / "summary.json").read_text())["trees"]
+    assert trees["trained"] == 8
+    assert trees["filtered"] > 0
+
+
+def test_trajectories_can_be_switched_off_and_are_bounded(warehouse: Path) -> None:
+    runs = warehouse.parent / "runs"
+    short = [str(warehouse), "train.num_steps=2"]
+    assert train.main([*short, "run.name=silent", "log.trajectories=false"]) == 0
+    assert not (runs / "silent" / "trajectories").exists()
+    assert train.main([*short, "run.name=bounded", "log.max_trajectory_mb=0.0001"]) == 0
+    assert len(list((runs / "bounded" / "trajectories").iterdir())) == 1
+    assert "log.max_trajectory_mb is reached" in (runs / "bounded" / "run.log").read_text()
+
+
+def test_a_dead_engine_ends_the_run_with_the_reason(
+    warehouse: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate = ScriptedEngine.generate
+
+    async def dying(self: ScriptedEngine, *args: Any, **kwargs: Any) -> Any:
+        if self.stats()["requests"] >= 20:
+            raise EngineDeadError("the engine thread died: out of memory")
+        return await generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(ScriptedEngine, "generate", dying)
+    assert train.main([str(warehouse), "run.name=dead-engine"]) == 1
+    assert "the engine thread died: out of memory" in capsys.readouterr().err
+
+
+def test_a_step_without_any_trajectory_ends_the_run(
+    warehouse: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def broken(*_: Any) -> Any:
+        raise EnvError("the index is gone")
+
+    monkeypatch.setattr(ToolEnv, "step", broken)
+    assert train.main([str(warehouse), "run.name=broken-env"]) == 1
+    assert "EnvError: the index is gone" in capsys.readouterr().err
+
+
+def test_the_quick_start_can_be_dry_run_with_a_scripted_engine(tmp_path: Path) -> None:
+    overrides = ["engine.name=scripted", "sft.stages=[]", "train.num_steps=2"]
+    overrides += ["eval.sets.heldout.max_tasks=40", "train.max_logprob_gap=1e9"]
+    overrides += [f"run.dir={tmp_path}", "run.name=dry"]
+    assert train.main([str(ROOT / "configs" / "quickstart.toml"), *overrides]) == 0
+    summary = json.loads((tmp_path / "dry" / "summary.json").read_text())
+    assert 0.5 < summary["success"]["after_rl"] < 0.9
+    assert summary["trees"]["offered"] == 32
