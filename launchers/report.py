@@ -23,14 +23,14 @@ NUM_SAMPLES = 4
 
 def step_line(row: dict[str, Any], num_steps: int) -> str:
     """One line a step for terminal and log."""
-    entropy = row.get("rollout/entropy", 0.0)
     return (
-        f"step {row['step']:>3}/{num_steps}  reward {row.get('reward/mean', 0.0):6.3f}  "
-        f"success {row.get('reward/success', 0.0):.2f}  "
-        f"trees {row['trees/trained']}+{row['trees/filtered']} flat  "
-        f"calls {row['rollout/tool_calls']:>4.0f}  forks {row['rollout/forks']:>3.0f}  "
-        f"staleness {row.get('staleness/max', 0):.0f}  entropy {entropy:.3f}  "
-        f"{row.get('time/sampled_tokens_per_s', 0.0):5.0f} tok/s"
+        f"step {row['step']:>3}/{num_steps} reward {row.get('reward/mean', 0.0):6.3f} "
+        f"success {row.get('reward/success', 0.0):.2f} "
+        f"trained {row.get('learner/num_trained', 0):.0f}/{row['rollout/trees']:.0f} trees "
+        f"calls {row['rollout/tool_calls']:.0f} forks {row['rollout/forks']:.0f} "
+        f"staleness {row.get('staleness/max', 0):.0f} "
+        f"entropy {row.get('rollout/entropy', 0.0):.3f} "
+        f"{row.get('time/sampled_tokens_per_s', 0.0):.0f} tok/s"
     )
 
 

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except OSError as error:
-        view.fail(f"{error.filename or ''}: {explain(error)}")
+        view.fail(f"{error.filename or 'writing the run'}: {explain(error)}")
         return EXIT_FAILED
     except (AgentEnvError, ExceptionGroup) as error:
         reason = first_reason(error)

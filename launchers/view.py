@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -19,6 +20,17 @@ from rich.progress import (
 from rich.table import Table
 
 
+class _LogFile(logging.FileHandler):
+    """A log file that a full disk does not turn into tracebacks; the run says what is wrong."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 class View:
     """Console and log file of a run. Everything said goes to both."""
 
@@ -32,7 +44,7 @@ class View:
 
     def log_to(self, path: Path) -> None:
         """Write what is said, and the warnings of all parts, to `path` as well."""
-        self._handler = logging.FileHandler(path, encoding="utf-8")
+        self._handler = _LogFile(path, encoding="utf-8")
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         root = logging.getLogger()
         root.addHandler(self._handler)

@@ -21,7 +21,7 @@ import torch
 from msgspec import Struct
 from transformers import AutoModelForCausalLM
 
-from agentenv.errors import ConfigError
+from agentenv.errors import AgentEnvError, ConfigError
 from learners import messages as wire
 from learners.checkpoint import load_state, save_state, write_model
 from learners.deepspeed_backend import DeepSpeedBackend
@@ -118,8 +118,21 @@ def serve(connection: socket.socket) -> None:
         except Exception as error:  # the command boundary: the controller decides what to do
             text = traceback.format_exc()
             sys.stderr.write(text)
-            reply = wire.Failed(f"{type(error).__name__}: {error}", text)
+            reply = failure(error, text)
         connection.sendall(wire.pack_frame(reply))
+
+
+def failure(error: Exception, text: str) -> wire.Failed:
+    """What the controller is told. A reason of ours, or one of the system such as a full disk,
+    needs no traceback, also where torch wraps it in another error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, AgentEnvError):
+            return wire.Failed(str(cause), "")
+        if isinstance(cause, OSError) and cause.strerror:
+            return wire.Failed(f"{cause.strerror}: {cause.filename or 'writing a file'}", "")
+        cause = cause.__cause__ or cause.__context__
+    return wire.Failed(f"{type(error).__name__}: {error}", text)
 
 
 def receive(connection: socket.socket) -> wire.Command | None:

@@ -118,7 +118,7 @@ class RankProcess:
                 await self.close()
                 raise
         if isinstance(reply, wire.Failed):
-            raise LearnerError(f"{reply.error}\n{reply.traceback}")
+            raise LearnerError(f"{reply.error}\n{reply.traceback}".rstrip())
         if not isinstance(reply, wire.Done):
             raise self._error(f"gave an unexpected answer: {reply!r}")
         return reply
