@@ -23,6 +23,7 @@ from agentenv.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
 Tree = dict[str, Any]
+REQUIRED = "required"
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +209,7 @@ def _default(field: mi.Field) -> str:
         return str(msgspec.to_builtins(field.default))
     if field.default_factory is not msgspec.NODEFAULT:
         return str(msgspec.to_builtins(field.default_factory()))
-    return "(required)"
+    return REQUIRED
 
 
 def _lookup(raw: Any, key: str) -> Any:

@@ -7,7 +7,7 @@ import textwrap
 
 import msgspec
 
-from agentenv.config import describe
+from agentenv.config import REQUIRED, describe
 
 
 def key_table(config_type: type[msgspec.Struct]) -> str:
@@ -15,6 +15,7 @@ def key_table(config_type: type[msgspec.Struct]) -> str:
     width = max(60, min(100, shutil.get_terminal_size().columns))
     lines = ["configuration keys (in the file, or on the command line as key.sub=value):", ""]
     for key, kind, default, meaning in describe(config_type):
-        lines.append(f"  {key}  ({kind}, default {default!r})" if default else f"  {key}  ({kind})")
+        default = default if default == REQUIRED else f"default {default!r}"
+        lines.append(f"  {key}  ({kind}, {default})")
         lines += textwrap.wrap(meaning, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)

@@ -84,4 +84,4 @@ def test_describe_lists_every_key() -> None:
     rows = {key: (kind, default, meaning) for key, kind, default, meaning in describe(Outer)}
     assert rows["queue.max_staleness"] == ("int", "1", "bound")
     assert rows["engine[fast].speed"] == ("int", "3", "how fast")
-    assert rows["path"][1] == "(required)"
+    assert rows["path"][1] == "required"
