@@ -1,0 +1,61 @@
+"""The tree stores each token once; trajectories, masks and returns are views of it."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentenv.tree import TrajectoryTree, to_json
+from agentenv.types import Task, VersionSpan
+
+TASK = Task("t", "toy", "q", ("a",))
+
+
+def random_tree(rng: Random) -> TrajectoryTree:
+    """Up to twenty turns below random nodes; every childless node is a leaf."""
+    tree = TrajectoryTree(TASK, policy_version=9)
+    tree.add(None, observation_ids=[rng.randrange(50) for _ in range(rng.randint(1, 4))])
+    for _ in range(rng.randint(1, 20)):
+        action = [rng.randrange(50) for _ in range(rng.randint(0, 5))]
+        tree.add(
+            rng.choice(tree.nodes),
+            action_ids=action,
+            logprobs=[-rng.random() for _ in action],
+            observation_ids=[rng.randrange(50) for _ in range(rng.randint(0, 4))],
+            reward=rng.choice([0.0, 1.0, -1.0]),
+            version_spans=[VersionSpan(rng.randint(3, 9), 0, len(action))] if action else [],
+        )
+    parents = {node.parent for node in tree.nodes}
+    for node in tree.nodes:
+        if node.index not in parents:
+            node.end = rng.choice(["terminated", "truncated", "failed"])
+    return tree
+
+
+@given(st.integers(0, 10**9))
+def test_views_of_a_random_tree(seed: int) -> None:
+    tree = random_tree(Random(seed))
+    ended = [leaf for leaf in tree.leaves() if leaf.end != "failed"]
+    trajectories = list(tree.trajectories())
+    assert [t.leaf.index for t in trajectories] == [leaf.index for leaf in ended]
+    assert len(trajectories) + len(tree.failures()) == len(tree.leaves())
+    for trajectory in trajectories:
+        assert trajectory.path[0] is tree.root
+        assert len(trajectory.token_ids) == len(trajectory.loss_mask)
+        sampled = [
+            token
+            for token, mask in zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
+            if mask
+        ]
+        assert sampled == [token for node in trajectory.path for token in node.action_ids]
+        assert not any(trajectory.loss_mask[: len(tree.root.observation_ids)])
+        assert trajectory.reward == sum(node.reward for node in trajectory.path)
+    flat = sum(len(t.token_ids) for t in trajectories)
+    if not tree.failures():
+        assert tree.num_tokens <= flat
+    versions = [span.version for node in tree.nodes for span in node.version_spans]
+    assert tree.oldest_version() == min(versions, default=9)
+    assert len(json.loads(to_json(tree))["nodes"]) == len(tree.nodes)
