@@ -77,6 +77,16 @@ def to_plain(config: msgspec.Struct) -> Tree:
     return cast(Tree, msgspec.to_builtins(config))
 
 
+def changes(before: Any, after: Any, path: str = "") -> Iterator[str]:
+    """What differs between two plain configurations, as "key: old -> new"."""
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        if before != after:
+            yield f"{path}: {before!r} -> {after!r}"
+        return
+    for key in [*before, *(key for key in after if key not in before)]:
+        yield from changes(before.get(key), after.get(key), _join(path, key))
+
+
 def _leave_out_old_kinds(raw: Tree, before: Tree, kind: mi.Type, path: str) -> None:
     for field in [field for struct in _structs(kind) for field in struct.fields]:
         new, old = raw.get(field.encode_name), before.get(field.encode_name)

@@ -30,7 +30,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str,
         Meta(
             description="'module:function', called with (run directory, seed) before all else to "
-            "make model and data; empty: they exist already"
+            "make model and data; a text it returns is shown; empty: they exist already"
         ),
     ] = ""
 

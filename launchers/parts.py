@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,14 +66,20 @@ class Parts:
 
 
 async def build_parts(
-    config: TrainConfig, run: RunDirectory, checkpoint: Path | None, stack: AsyncExitStack
+    config: TrainConfig,
+    run: RunDirectory,
+    checkpoint: Path | None,
+    stack: AsyncExitStack,
+    say: Callable[[str], None],
 ) -> Parts:
     """Build everything; `stack` closes it. Raises ConfigError or DataError for the user's
     mistakes. With a checkpoint, engine and learner start from it and no set-up is run."""
     check_units(config)
     if config.run.setup and checkpoint is None:
         setup = load_function(config.run.setup, "run.setup")
-        await asyncio.to_thread(setup, run.path, config.run.seed)
+        told = await asyncio.to_thread(setup, run.path, config.run.seed)
+        if isinstance(told, str):
+            say(told)
     model = checkpoint or run.resolve(config.model.path)
     tokenizer = await asyncio.to_thread(load_tokenizer, model)
     tasks = load_tasks(run.resolve(config.data.train), config.env.id)

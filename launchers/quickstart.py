@@ -43,10 +43,20 @@ MIXED = 1000
 GATE = 32  # never trained on; they measure the skill of each kind
 
 
-def prepare(run: Path, seed: int) -> None:
-    """Everything below the directory of a run: data/ and model/."""
+TOLD = """\
+Made on the spot: an untrained model of half a million parameters, a knowledge base of invented
+companies, and questions that need search, Python, or both; held-out ones are about others.
+The cold start imitates demonstrations. The last of them are poor on purpose: in most the agent
+gives up at once or after its first tool result. So it can do the task and mostly does not.
+Reinforcement learning then sees only the reward of its own attempts; what it adds is the habit of
+going through with the tools."""
+
+
+def prepare(run: Path, seed: int) -> str:
+    """Everything below the directory of a run: data/ and model/. Returns what the user is told."""
     write_data(run / "data", seed)
     build_model(run / "model", seed)
+    return TOLD
 
 
 def write_data(directory: str | Path, seed: int) -> None:

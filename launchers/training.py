@@ -11,6 +11,7 @@ evaluation   before, after the cold start, every so many steps, and at the end
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
@@ -18,7 +19,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from agentenv.config import to_plain
+from agentenv.config import changes, to_plain
 from agentenv.dataset import TaskStream
 from agentenv.errors import EnvError
 from agentenv.metrics import LoopLag, failure_kind, rollout_metrics
@@ -65,7 +66,9 @@ class Training:
         """The whole run. Cancelling it stops cleanly, with a checkpoint if RL has begun."""
         async with AsyncExitStack() as stack:
             with self.clock.phase("setup"):
-                self.parts = await build_parts(self.config, self.run, self.checkpoint, stack)
+                self.parts = await build_parts(
+                    self.config, self.run, self.checkpoint, stack, self.view.say
+                )
                 self.recorder = Recorder(
                     self.config, self.run, self.view, self.state, self.clock, self.parts
                 )
@@ -88,6 +91,9 @@ class Training:
         else:
             self.run.forget_metrics_after(self.state.step)
             self.view.say(f"resuming {self.run.path} after step {self.state.step}")
+            saved = json.loads((self.run.path / CONFIG_FILE).read_text(encoding="utf-8"))
+            for change in changes(saved, to_plain(config)):
+                self.view.say(f"changed since the start: {change}")
         groups, size = config.queue.groups_per_step, config.algorithm.group_size
         steps = groups // config.learner.groups_per_minibatch * config.learner.num_epochs_per_batch
         self.view.say(

@@ -8,7 +8,7 @@ from typing import Annotated
 import pytest
 from msgspec import Meta, Struct
 
-from agentenv.config import describe, load_config
+from agentenv.config import changes, describe, load_config
 from agentenv.errors import ConfigError
 
 
@@ -85,3 +85,12 @@ def test_describe_lists_every_key() -> None:
     assert rows["queue.max_staleness"] == ("int", "1", "bound")
     assert rows["engine[fast].speed"] == ("int", "3", "how fast")
     assert rows["path"][1] == "required"
+
+
+def test_changes_between_two_configurations() -> None:
+    before = {"queue": {"max_staleness": 1, "refill": False}, "sft": None}
+    after = {"queue": {"max_staleness": 2, "refill": False}, "sft": {"gate": "x"}}
+    assert list(changes(before, after)) == [
+        "queue.max_staleness: 1 -> 2",
+        "sft: None -> {'gate': 'x'}",
+    ]
