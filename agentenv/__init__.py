@@ -19,8 +19,10 @@ from agentenv.grader import Grade, Grader
 from agentenv.shared import shared
 from agentenv.tool import StatelessTool, Tool, tool
 from agentenv.tool_env import ToolEnv
+from agentenv.tool_limits import ToolLimits
 from agentenv.tree import Trajectory, TrajectoryTree
 from agentenv.types import Limit, Message, Task, ToolCall, ToolResult
+from agentenv.vector import VectorEnv
 
 __all__ = [
     "AgentEnvError",
@@ -42,9 +44,11 @@ __all__ = [
     "ToolCall",
     "ToolEnv",
     "ToolError",
+    "ToolLimits",
     "ToolResult",
     "Trajectory",
     "TrajectoryTree",
+    "VectorEnv",
     "envs",
     "make",
     "register",

@@ -72,6 +72,8 @@ class Branch:
             full = self.num_response_tokens >= limits.max_response_tokens
             return Limit.RESPONSE_TOKENS if full else Limit.TURN_TOKENS
         self.num_tool_calls += len(action.tool_calls)
+        if limits.on_limit == "result":  # the env answers that there are no more
+            return None
         return Limit.TOOL_CALLS if self.num_tool_calls > limits.max_tool_calls else None
 
     def limit_of_observation(self, observation_ids: list[int], limits: Limits) -> Limit | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import logging
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from agentenv.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
 Tree = dict[str, Any]
+_type_info = functools.cache(mi.type_info)  # costs milliseconds, and some envs ask each time
 REQUIRED = "required"
 
 logger = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ def load_config(config_type: type[T], path: Path, overrides: Sequence[str] = ())
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     before = copy.deepcopy(raw)
     apply_overrides(raw, overrides)
-    _leave_out_old_kinds(raw, before, mi.type_info(config_type), "")
+    _leave_out_old_kinds(raw, before, _type_info(config_type), "")
     return build_config(config_type, raw, str(path))
 
 
@@ -56,7 +58,7 @@ def apply_overrides(raw: Tree, overrides: Sequence[str]) -> None:
 
 def build_config(config_type: type[T], raw: Tree, source: str) -> T:
     """Check `raw` against the struct and convert it; errors name `source` and the key."""
-    _check_keys(raw, mi.type_info(config_type), "", source)
+    _check_keys(raw, _type_info(config_type), "", source)
     try:
         return msgspec.convert(raw, config_type, strict=True)
     except msgspec.ValidationError as error:
@@ -69,7 +71,7 @@ def build_config(config_type: type[T], raw: Tree, source: str) -> T:
 
 def describe(config_type: type[msgspec.Struct]) -> Iterator[tuple[str, str, str, str]]:
     """(key, type, default, meaning) of every key, for --help."""
-    yield from _describe(mi.type_info(config_type), "")
+    yield from _describe(_type_info(config_type), "")
 
 
 def to_plain(config: msgspec.Struct) -> Tree:

@@ -3,18 +3,27 @@
 An environment speaks Gymnasium's words, asynchronously and in messages. One instance is one
 episode of one task. Registration is lazy: an id maps to "module:Class", and nothing is imported
 until an environment of that id is made.
+
+An installed package adds its environments by entry points, and needs no import to be listed:
+
+    [project.entry-points."agentenv.envs"]
+    "acme/Dice-v0" = "acme_envs.dice:DiceEnv"
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Callable
+from importlib import metadata
 from typing import Any, Literal, Protocol, Self
 
 from agentenv.errors import ConfigError
 from agentenv.types import Info, Limit, Message, Task
 
 ForkMode = Literal["pure", "replay", "snapshot", "none"]
+
+ENTRY_POINT_GROUP = "agentenv.envs"
 
 
 class Env(Protocol):
@@ -55,18 +64,32 @@ class Env(Protocol):
 
 
 class EnvSpec:
-    """A registered id: where its class is, and the keyword arguments it is made with."""
+    """A registered id: where its class is, and the keyword arguments it is made with.
 
-    def __init__(self, entry_point: str, kwargs: dict[str, Any]) -> None:
+    `source` names what registered it, for error messages.
+    """
+
+    def __init__(
+        self, entry_point: str, kwargs: dict[str, Any], source: str = "agentenv.register"
+    ) -> None:
         self.entry_point = entry_point
         self.kwargs = kwargs
+        self.source = source
 
     def load(self) -> Any:
+        """The class; a ConfigError says what cannot be imported, and who registered it."""
         module, _, name = self.entry_point.partition(":")
-        return getattr(importlib.import_module(module), name)
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"{self.entry_point!r}, registered by {self.source}, cannot be loaded: {error}"
+            ) from error
 
 
 _registry: dict[str, EnvSpec] = {}
+_listeners: list[Callable[[str], None]] = []
+_installed: dict[str, list[EnvSpec]] | None = None
 
 
 def register(env_id: str, entry_point: str, **kwargs: Any) -> None:
@@ -79,20 +102,53 @@ def register(env_id: str, entry_point: str, **kwargs: Any) -> None:
             f"register({env_id!r}): entry point {entry_point!r} is not of the form 'module:Class'"
         )
     _registry[env_id] = EnvSpec(entry_point, kwargs)
+    for listener in _listeners:
+        listener(env_id)
+
+
+def on_register(listener: Callable[[str], None]) -> None:
+    """Have `listener` called with every known id now, and with each that is registered later."""
+    _listeners.append(listener)
+    for env_id in envs():
+        listener(env_id)
 
 
 def envs() -> list[str]:
-    """All registered ids, sorted. Imports none of the environments."""
-    return sorted(_registry)
+    """All known ids, registered or installed, sorted. Imports none of the environments."""
+    return sorted({*_registry, *installed_envs()})
 
 
 def spec(env_id: str) -> EnvSpec:
-    """The registration of `env_id`; a ConfigError names the nearest ids when there is none."""
-    if env_id not in _registry:
-        near = difflib.get_close_matches(env_id, _registry, n=3, cutoff=0.4)
-        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(envs())}"
+    """The registration of `env_id`, which comes before what an installed package says.
+
+    A ConfigError names the nearest ids when there is none, and both packages when two of them
+    claim the id.
+    """
+    if env_id in _registry:
+        return _registry[env_id]
+    claims = installed_envs().get(env_id)
+    if claims is None:
+        known = envs()
+        near = difflib.get_close_matches(env_id, known, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known)}"
         raise ConfigError(f"no environment is registered as {env_id!r}; {hint}")
-    return _registry[env_id]
+    if len(claims) > 1:
+        packages = " and ".join(claim.source for claim in claims)
+        raise ConfigError(f"{env_id!r} is claimed by {packages}; uninstall one of them")
+    return claims[0]
+
+
+def installed_envs() -> dict[str, list[EnvSpec]]:
+    """What installed packages declare in the group "agentenv.envs"; read once a process."""
+    global _installed
+    if _installed is None:
+        _installed = {}
+        for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
+            source = f"the package {point.dist.name}" if point.dist else "an installed package"
+            claims = _installed.setdefault(point.name, [])
+            if point.value not in [claim.entry_point for claim in claims]:
+                claims.append(EnvSpec(point.value, {}, source))
+    return _installed
 
 
 def make(env_id: str, task: Task, **kwargs: Any) -> Env:

@@ -140,7 +140,7 @@ class Growth:
         action that the env has not seen."""
         while True:
             completion = await self._generate(branch)
-            action = self.actor.renderer.parse(completion, branch.tools)
+            action = self.actor.renderer.parse(completion, branch.tools, branch.prefix_ids)
             node = self._add_action(branch, completion)
             if branch.forking is not None:
                 await branch.forking

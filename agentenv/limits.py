@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -22,6 +22,13 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 1024
     max_turns: Annotated[int, Meta(ge=1, description="turns of the policy")] = 16
     max_tool_calls: Annotated[int, Meta(ge=0, description="tool calls")] = 8
+    on_limit: Annotated[
+        Literal["end", "result"],
+        Meta(
+            description="at the end of tool calls, of all or of one tool: the rollout ends, or the "
+            "policy reads a result that says so"
+        ),
+    ] = "end"
     max_seconds: Annotated[float, Meta(gt=0, description="wall time of one trajectory")] = 600.0
     engine_timeout_s: Annotated[
         float, Meta(gt=0, description="deadline of one turn's sampling")

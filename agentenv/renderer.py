@@ -1,4 +1,4 @@
-"""Messages outside, tokens inside: the renderer of the tag protocol.
+"""Messages outside, tokens inside: the seam of renderers, and the one of the tag protocol.
 
 The policy writes   <think>..</think><search>query</search>
 the env answers      <result>\\n..\\n</result>
@@ -6,34 +6,113 @@ and so on until      <think>..</think><answer>..</answer> and an end-of-sequence
 
 A renderer only appends: the prompt is rendered once by the model's chat template, sampled tokens
 are never tokenized again, and tool text is tokenized by itself, so it can neither forge a tag nor
-a special token.
+a special token. `agentenv/native.py` is the renderer of native tool calls.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
-from agentenv.errors import EnvError
+from msgspec import Struct
+
+from agentenv.errors import ConfigError, DataError, EnvError
+from agentenv.prompt import PromptConfig
 from agentenv.types import Completion, Message, ToolCall
 
 RESULT_OPEN = " <result>\n"
 RESULT_CLOSE = "\n</result>"
 TAGS = ("think", "result", "answer")
+THOUGHT_OPEN = "<think>"
+CUT_MARKER = " ... "
+NUM_TAIL_IDS = 8  # of a prefix; enough to hold <think> and blanks, whatever the vocabulary
 
 ToolSchemas = Sequence[dict[str, Any]]
+
+
+class TagsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="tags",
+                 tag_field="name"):  # fmt: skip
+    """The tag protocol of ARPO: <think> <search> <python> <result> <answer>."""
 
 
 class Renderer(Protocol):
     """Turns messages into token ids and sampled tokens into a message."""
 
+    tokenizer: Any
+
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]: ...
     def stop(self, tools: ToolSchemas) -> tuple[str, ...]: ...
-    def parse(self, completion: Completion, tools: ToolSchemas) -> Message: ...
+    def parse(
+        self, completion: Completion, tools: ToolSchemas, prefix_ids: Sequence[int] = ()
+    ) -> Message:
+        """The action as a message. Where the prompt in `prefix_ids` ends with an open <think>,
+        the content starts with it, so that a format check counts it."""
+        ...
+
     def observation(
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
     ) -> list[int]: ...
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class TextCodec:
+    """Text to ids and back, the same for every protocol; tool text loses what could forge."""
+
+    def __init__(self, tokenizer: Any, eos_ids: Collection[int] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.eos_ids = frozenset(eos_ids) or frozenset({tokenizer.eos_token_id})
+        self._special_ids = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        markers = sorted(_markers(tokenizer), key=len, reverse=True)
+        self._marker = re.compile("|".join(map(re.escape, markers))) if markers else None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of text of ours, special tokens included."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_foreign(self, text: str, tags: Iterable[str], max_tokens: int) -> list[int]:
+        """Ids of text that is not ours: neutralised, without special tokens, and within
+        max_tokens, head and tail kept."""
+        ids = self.encode(self.neutralise(text, tags))
+        ids = [token for token in ids if token not in self._special_ids]
+        if len(ids) <= max_tokens:
+            return ids
+        marker = self.encode(CUT_MARKER)
+        room = max(0, max_tokens - len(marker))
+        return ids[: room - room // 2] + marker + ids[len(ids) - room // 2 :]
+
+    def neutralise(self, text: str, tags: Iterable[str]) -> str:
+        """Break the strings of tags and of special tokens with a space."""
+        names = "|".join(map(re.escape, {*TAGS, *tags}))
+        text = re.sub(rf"<(?=/?(?:{names})>)", "< ", text)
+        if self._marker is not None:
+            text = self._marker.sub(lambda match: match[0][:1] + " " + match[0][1:], text)
+        return text
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+        text = self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def written(self, completion: Completion, prefix_ids: Sequence[int]) -> str:
+        """What a turn says: without its end-of-sequence token, with the <think> that the prompt
+        may have opened for it."""
+        ids = completion.token_ids
+        if ids and completion.stop is None and ids[-1] in self.eos_ids:
+            ids = ids[:-1]
+        tail = self.decode(prefix_ids[-NUM_TAIL_IDS:]) if prefix_ids else ""
+        opened = tail.rstrip().endswith(THOUGHT_OPEN)
+        return (THOUGHT_OPEN + "\n" if opened else "") + self.decode(ids)
+
+    def single_bos(self, ids: list[int]) -> list[int]:
+        """Without the second of two leading begin-of-sequence tokens, one being a template's."""
+        bos = getattr(self.tokenizer, "bos_token_id", None)
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
 
 class TagRenderer:
@@ -43,30 +122,45 @@ class TagRenderer:
     owns the tags <search> and </search>, and the text between them becomes its first parameter.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: PromptConfig | None = None,
+        eos_ids: Collection[int] = (),
+    ) -> None:
         self.tokenizer = tokenizer
-        self._eos_ids = {tokenizer.eos_token_id}
-        specials = [re.escape(token) for token in tokenizer.all_special_tokens]
-        self._special = re.compile("|".join(specials)) if specials else None
+        self.config = prompt or PromptConfig()
+        self.codec = TextCodec(tokenizer, eos_ids)
+        if self.config.apply_chat_template and getattr(tokenizer, "chat_template", "") is None:
+            raise ConfigError(
+                "prompt.apply_chat_template: the tokenizer has no chat template; set it to false "
+                "to train a base model on plain text"
+            )
 
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
-        """The prompt of the first turn, by the model's chat template."""
+        """The prompt of the first turn, by the model's chat template or as plain text."""
+        if not self.config.apply_chat_template:
+            text = "\n\n".join(message.content for message in messages) + "\n"
+            return list(self.tokenizer.encode(text, add_special_tokens=True))
         chat = [{"role": message.role, "content": message.content} for message in messages]
         encoded = self.tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, tokenize=True, return_dict=True
+            chat,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **self.config.chat_template_kwargs,
         )
-        return list(encoded["input_ids"])
+        return self.codec.single_bos(list(encoded["input_ids"]))
 
     def stop(self, tools: ToolSchemas) -> tuple[str, ...]:
         """The strings that end a turn: the closing tag of each tool."""
         return tuple(f"</{tool['name']}>" for tool in tools)
 
-    def parse(self, completion: Completion, tools: ToolSchemas) -> Message:
+    def parse(
+        self, completion: Completion, tools: ToolSchemas, prefix_ids: Sequence[int] = ()
+    ) -> Message:
         """The action as a message. A turn that did not end in a complete call has no calls."""
-        ids = completion.token_ids
-        if ids and completion.stop is None and ids[-1] in self._eos_ids:
-            ids = ids[:-1]
-        text = self.decode(ids)
+        text = self.codec.written(completion, prefix_ids)
         calls: tuple[ToolCall, ...] = ()
         if completion.stop is not None:
             for tool in tools:
@@ -84,35 +178,51 @@ class TagRenderer:
                 raise EnvError(
                     f"the tag protocol renders tool results only, the env sent {message.role!r}"
                 )
-            text = self.encode(self.neutralise(message.content, tools))
-            if len(text) > max_tokens:
-                marker = self.encode(" ... ")
-                room = max(0, max_tokens - len(marker))
-                text = text[: room - room // 2] + marker + text[len(text) - room // 2 :]
+            names = [str(tool["name"]) for tool in tools]
+            text = self.codec.encode_foreign(message.content, names, max_tokens)
             ids += self.encode(RESULT_OPEN) + text + self.encode(RESULT_CLOSE)
         return ids
 
-    def neutralise(self, text: str, tools: ToolSchemas) -> str:
-        """Break tag strings and special-token strings of tool text with a space."""
-        names = [*TAGS, *(str(tool["name"]) for tool in tools)]
-        text = re.sub(rf"<(?=/?(?:{'|'.join(map(re.escape, names))})>)", "< ", text)
-        if self._special is not None:
-            text = self._special.sub(lambda match: match[0][:1] + " " + match[0][1:], text)
-        return text
-
     def decode(self, token_ids: Sequence[int]) -> str:
-        text = self.tokenizer.decode(
-            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return str(text)
+        """The text of ids, special tokens included."""
+        return self.codec.decode(token_ids)
 
     def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        """Ids of text of ours."""
+        return self.codec.encode(text)
 
     def _call(self, text: str, tool: dict[str, Any]) -> tuple[ToolCall, ...]:
         name = tool["name"]
         body, opened = text[: text.rfind(f"</{name}>")], f"<{name}>"
         if opened not in body:
             return ()
-        argument = next(iter(tool["parameters"]["properties"]))
-        return (ToolCall(name, {argument: body.rpartition(opened)[2].strip()}),)
+        return (ToolCall(name, first_argument(tool, body.rpartition(opened)[2].strip())),)
+
+
+def first_argument(tool: dict[str, Any], text: str) -> dict[str, Any]:
+    """The arguments of a call that is one text: it is the first parameter, if there is any."""
+    for name in tool["parameters"].get("properties", {}):
+        return {name: text}
+    return {}
+
+
+def read_eos_ids(model: Path, tokenizer: Any) -> frozenset[int]:
+    """All tokens that end a turn: those of generation_config.json and the tokenizer's own."""
+    path = model / "generation_config.json"
+    found: Any = None
+    if path.is_file():
+        try:
+            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise DataError(f"{path}: not a readable generation configuration: {error}") from error
+    ids = found if isinstance(found, list) else [found]
+    own = getattr(tokenizer, "eos_token_id", None)
+    return frozenset(token for token in [*ids, own] if isinstance(token, int))
+
+
+def _markers(tokenizer: Any) -> set[str]:
+    """Strings that the tokenizer treats as one token because they were declared, and that mean
+    structure: special tokens, and added ones in the form of a tag."""
+    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+    tags = {text for text in added if text.startswith("<") and text.endswith(">")}
+    return {*map(str, tokenizer.all_special_tokens), *tags}

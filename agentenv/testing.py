@@ -9,23 +9,25 @@ async def test_weather() -> None:
 from __future__ import annotations
 
 import asyncio
-import os
-import types
-from collections.abc import Awaitable, Callable, Generator, Sequence
-from typing import Any, NamedTuple, TypeVar
+import math
+from collections.abc import Callable, Sequence
+from random import getstate
+from typing import Any, get_args
 
-import psutil
-
-from agentenv.env import Env
+from agentenv.cancelling import Ending, cancel_at
+from agentenv.env import Env, ForkMode
+from agentenv.errors import AgentEnvError
+from agentenv.leftovers import Leftovers
 from agentenv.types import Limit, Message, Task
 
-T = TypeVar("T")
 Make = Callable[[Task], Env]
 Outcome = tuple[list[Message], float, bool, bool]
 
 SEED = 20
 SETTLE_S = 5.0  # how long killed processes may take to be gone
+CANCEL_TIMEOUT_S = 30.0  # how long a cancelled step may take to let go
 MAX_SUSPENSIONS = 200
+NUM_CONCURRENT = 8
 
 
 async def check_tool_env(make: Make, task: Task, actions: Sequence[Message]) -> None:
@@ -33,18 +35,29 @@ async def check_tool_env(make: Make, task: Task, actions: Sequence[Message]) -> 
 
     `actions` are one whole episode, the last action being the one that ends it. They should give
     the same observations each time, and change the state of the tools if they have any.
+
+    Checked are Gymnasium's rules for reset and step, seeding, idempotent close, `finish`, that a
+    deadline can end a step or a fork at each of its awaits and leaves nothing behind, that
+    episodes at the same time do not touch each other, and the fork law.
     """
+    before = getstate()
     reference = await _play(make, task, actions)
+    assert getstate() == before, "an episode changed the state of the global random generator"
+    _check_end(reference)
     again = await _play(make, task, actions)
     _same(reference, again, "two episodes with one seed")
     await _check_reset_and_close(make, task)
+    await _check_second_reset(make, task, actions, reference)
     await _check_finish(make, task, actions)
+    await _check_concurrency(make, task, actions, reference)
     await _check_cancellation(make, task, actions)
     env = make(task)
     fork_mode = env.fork_mode
     await env.close()
+    assert fork_mode in get_args(ForkMode), f"fork_mode is {fork_mode!r}"
     if fork_mode != "none":
         await _check_forks(make, task, actions, reference)
+        await _check_concurrent_forks(make, task, actions, reference)
 
 
 async def _play(make: Make, task: Task, actions: Sequence[Message]) -> list[Outcome]:
@@ -73,25 +86,99 @@ def _check_outcome(outcome: Any) -> None:
     assert all(isinstance(message, Message) for message in messages), (
         f"the observation of step holds something else than messages: {messages!r}"
     )
-    assert type(reward) in (int, float), f"the reward is {reward!r}, not a number"
+    _check_reward(reward, "step")
+    roles = {message.role for message in messages}
+    assert roles <= {"tool", "user"}, f"an observation speaks as {sorted(roles)}"
     assert type(terminated) is bool, f"terminated is {terminated!r}, not a bool"
     assert type(truncated) is bool, f"truncated is {truncated!r}, not a bool"
     assert isinstance(info, dict), f"info is {type(info).__name__}, not a dict"
 
 
+def _check_reward(reward: Any, what: str) -> None:
+    assert type(reward) in (int, float), f"{what}: the reward is {reward!r}, not a number"
+    assert math.isfinite(reward), f"{what}: the reward is {reward!r}, not finite"
+
+
+def _check_end(outcomes: list[Outcome]) -> None:
+    """The last action ends the episode, and none before it."""
+    for number, (_, _, terminated, truncated) in enumerate(outcomes):
+        ended = terminated or truncated
+        if number < len(outcomes) - 1:
+            assert not ended, f"action {number} already ends the episode"
+        else:
+            assert ended, "the last action does not end the episode"
+
+
 async def _check_reset_and_close(make: Make, task: Task) -> None:
     unused = make(task)
+    try:
+        await unused.step(Message("assistant", "too early"))
+    except AgentEnvError:
+        pass
+    else:
+        raise AssertionError("step before reset raised no EnvError")
     await unused.close()  # an env that was never reset
     prompts = []
-    for _ in range(2):
+    choices: tuple[dict[str, Any] | None, ...] = (None, {})
+    for options in choices:
         env = make(task)
-        messages, info = await env.reset(seed=SEED)
+        outcome = await env.reset(seed=SEED, options=options)
+        assert isinstance(outcome, tuple), "reset returned no tuple"
+        assert len(outcome) == 2, f"reset returned {len(outcome)} values, not 2"
+        messages, info = outcome
         assert messages, "reset gave no prompt"
+        assert all(isinstance(message, Message) for message in messages), (
+            f"the prompt holds something else than messages: {messages!r}"
+        )
         assert isinstance(info, dict), f"info of reset is {type(info).__name__}, not a dict"
         prompts.append(messages)
         await env.close()
         await env.close()  # idempotent
+    env = make(task)
+    await env.reset()  # no seed is allowed too
+    await env.close()
     assert prompts[0] == prompts[1], f"two resets with one seed gave two prompts: {prompts}"
+
+
+async def _check_second_reset(
+    make: Make, task: Task, actions: Sequence[Message], reference: list[Outcome]
+) -> None:
+    env = make(task)
+    try:
+        await env.reset(seed=SEED)
+        await _act(env, actions[:-1])
+        await env.reset(seed=SEED)
+        _same(reference, await _act(env, actions), "an episode and the next one of the same env")
+    finally:
+        await env.close()
+
+
+async def _check_concurrency(
+    make: Make, task: Task, actions: Sequence[Message], reference: list[Outcome]
+) -> None:
+    episodes = await asyncio.gather(*(_play(make, task, actions) for _ in range(NUM_CONCURRENT)))
+    for episode in episodes:
+        _same(reference, episode, "an episode alone and one of several at the same time")
+
+
+async def _check_concurrent_forks(
+    make: Make, task: Task, actions: Sequence[Message], reference: list[Outcome]
+) -> None:
+    """A parent and its child play the rest at the same time."""
+    place = len(actions) // 2
+    env = make(task)
+    try:
+        await env.reset(seed=SEED)
+        await _act(env, actions[:place])
+        child = await env.fork()
+        try:
+            both = await asyncio.gather(_act(env, actions[place:]), _act(child, actions[place:]))
+        finally:
+            await child.close()
+        for outcomes in both:
+            _same(reference[place:], outcomes, "a parent and its fork that act at the same time")
+    finally:
+        await env.close()
 
 
 async def _check_finish(make: Make, task: Task, actions: Sequence[Message]) -> None:
@@ -100,7 +187,7 @@ async def _check_finish(make: Make, task: Task, actions: Sequence[Message]) -> N
         await env.reset(seed=SEED)
         await _act(env, actions[:-1])
         reward, info = await env.finish(Limit.TURNS, actions[-1])
-        assert type(reward) in (int, float), f"finish: the reward is {reward!r}, not a number"
+        _check_reward(reward, "finish")
         assert isinstance(info, dict), f"finish: info is {type(info).__name__}, not a dict"
     finally:
         await env.close()
@@ -108,28 +195,37 @@ async def _check_finish(make: Make, task: Task, actions: Sequence[Message]) -> N
 
 async def _check_cancellation(make: Make, task: Task, actions: Sequence[Message]) -> None:
     """Cancel each step, and each fork, at every point where it waits; closing must still work."""
-    before = await _Leftovers.settled(None)
+    before = await Leftovers.settled(None, SETTLE_S)
     for number, action in enumerate(actions):
         for suspension in range(1, MAX_SUSPENSIONS):
             env = make(task)
             await env.reset(seed=SEED)
             await _act(env, actions[:number])
-            stepped = await _cancelled_at(env.step(action), suspension)
+            ending = await cancel_at(env.step(action), suspension, CANCEL_TIMEOUT_S)
+            _check_ending(ending, f"step {number}", suspension)
             await env.close()
-            if stepped:
+            if ending == "finished before":
                 break
     env = make(task)
     try:
         await env.reset(seed=SEED)
         await _act(env, actions[:-1])
         for suspension in range(1, MAX_SUSPENSIONS if env.fork_mode != "none" else 1):
-            forked = await _cancelled_at(_fork_and_close(env), suspension)
-            if forked:
+            ending = await cancel_at(_fork_and_close(env), suspension, CANCEL_TIMEOUT_S)
+            _check_ending(ending, "fork", suspension)
+            if ending == "finished before":
                 break
     finally:
         await env.close()
-    after = await _Leftovers.settled(before)
+    after = await Leftovers.settled(before, SETTLE_S)
     assert after.beyond(before) == "", f"after cancelled steps: {after.beyond(before)}"
+
+
+def _check_ending(ending: Ending, what: str, suspension: int) -> None:
+    """A deadline ends what it is set for, so a cancellation must come through."""
+    assert ending not in ("went on", "stuck"), (
+        f"{what}, cancelled at its wait number {suspension}, {ending}: no deadline could end it"
+    )
 
 
 async def _fork_and_close(env: Env) -> None:
@@ -163,72 +259,3 @@ async def _check_forks(
 def _same(expected: list[Outcome], found: list[Outcome], what: str) -> None:
     for number, (one, other) in enumerate(zip(expected, found, strict=True)):
         assert one == other, f"{what} differ at step {number}:\n  {one}\n  {other}"
-
-
-async def _cancelled_at(awaitable: Awaitable[Any], suspension: int) -> bool:
-    """Run, and cancel where it waits for the n-th time. True if it ended before that."""
-    task = asyncio.ensure_future(_cancelling(awaitable, suspension))
-    await asyncio.wait({task})
-    if task.cancelled():
-        return False
-    cancelled: bool = task.result()[0]
-    return not cancelled
-
-
-@types.coroutine
-def _cancelling(awaitable: Awaitable[T], suspension: int) -> Generator[Any, Any, tuple[bool, T]]:
-    """Passes every wait on to the event loop, and has this task cancelled in the n-th."""
-    task = asyncio.current_task()
-    assert task is not None
-    loop = asyncio.get_running_loop()
-    iterator = awaitable.__await__()
-    error: BaseException | None = None
-    count = 0
-    while True:
-        try:
-            waiting = next(iterator) if error is None else iterator.throw(error)
-        except StopIteration as stop:
-            return count >= suspension, stop.value
-        count += 1
-        if count == suspension:
-            loop.call_soon(task.cancel)
-        try:
-            yield waiting
-            error = None
-        except BaseException as raised:  # a cancellation, above all: the awaitable must see it
-            error = raised
-
-
-class _Leftovers(NamedTuple):
-    """What an episode could leave behind in this process."""
-
-    tasks: int
-    descriptors: int
-    processes: int
-
-    @classmethod
-    def now(cls) -> _Leftovers:
-        directory = "/proc/self/fd"
-        descriptors = len(os.listdir(directory)) if os.path.isdir(directory) else 0
-        children = psutil.Process().children(recursive=True)
-        return cls(len(asyncio.all_tasks()), descriptors, len(children))
-
-    @classmethod
-    async def settled(cls, wanted: _Leftovers | None) -> _Leftovers:
-        """The state once it is no more than `wanted`, or no longer falls."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + SETTLE_S
-        last = cls.now()
-        while loop.time() < deadline:
-            await asyncio.sleep(0.05)
-            state = cls.now()
-            if wanted is not None and not state.beyond(wanted):
-                return state
-            if wanted is None and state == last:
-                return state
-            last = state
-        return last
-
-    def beyond(self, before: _Leftovers) -> str:
-        found = zip(("asyncio tasks", "file descriptors", "processes"), self, before, strict=True)
-        return ", ".join(f"{now - then} {what} left" for what, now, then in found if now > then)

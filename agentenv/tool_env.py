@@ -13,21 +13,27 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any, Self
 
 from agentenv.env import ForkMode
-from agentenv.errors import AgentEnvError, ConfigError, EnvError, InfraError, ToolError
+from agentenv.errors import ConfigError, EnvError, InfraError, ToolError
 from agentenv.grader import Grader
+from agentenv.prompt import Instruction
 from agentenv.tool import Tool
-from agentenv.types import Info, Limit, Message, Task, ToolCall
+from agentenv.tool_limits import (
+    CallBudget,
+    ChosenTool,
+    OnLimit,
+    ToolLimits,
+    ToolSource,
+    run_call,
+)
+from agentenv.tool_states import close_states
+from agentenv.types import MALFORMED_CALL, Info, Limit, Message, Task, ToolCall
 
 Prompt = Callable[[Task], Sequence[Message]] | str | None
-
-FIRST_DELAY_S = 0.1  # before the first retry; doubles with each, up to MAX_DELAY_S
-MAX_DELAY_S = 5.0
-CLOSE_TIMEOUT_S = 10.0
 
 _WEAKEST_FIRST: tuple[ForkMode, ...] = ("none", "snapshot", "replay", "pure")
 
@@ -38,7 +44,9 @@ class ToolEnv:
     `prompt` is the text of a system message, or a function from the task to all prompt messages;
     without it the question alone is the prompt. A call that fails by infrastructure, or takes
     over `tool_timeout_s`, is tried `num_retries` more times and then raises EnvError; the policy
-    never reads about it.
+    never reads about it. `tool_limits` bounds single tools by name, `max_tool_calls` all calls
+    together; beyond a bound, with `on_limit` "result", the policy reads that there are no more
+    calls, and with "end" the episode ends as truncated and is graded.
 
     A fork shares the attributes of a subclass; one that keeps state outside its tools' states
     overrides `fork`.
@@ -47,24 +55,34 @@ class ToolEnv:
     def __init__(
         self,
         task: Task,
-        tools: Sequence[Tool],
+        tools: Sequence[Tool | ToolSource],
         grader: Grader,
         *,
         prompt: Prompt = None,
         tool_timeout_s: float = 30.0,
         num_retries: int = 2,
+        tool_limits: Mapping[str, ToolLimits] | None = None,
+        max_tool_calls: int | None = None,
+        on_limit: OnLimit = "result",
     ) -> None:
         self.task = task
-        self.tools = {tool.name: tool for tool in tools}
-        if len(self.tools) < len(tools):
-            raise ConfigError(f"two tools share a name: {[tool.name for tool in tools]}")
+        self.tools: dict[str, Tool] = {}
+        self._sources: list[tuple[ToolSource, ToolLimits]] = []
+        self.tool_limits = dict(tool_limits or {})
+        self._choose([(tool, None) for tool in tools])
+        unknown = sorted(self.tool_limits.keys() - self.tools.keys())
+        if unknown and not self._sources:
+            raise ConfigError(f"tool_limits: no tools {unknown}; known: {sorted(self.tools)}")
+        self.max_tool_calls = max_tool_calls
+        self.on_limit: OnLimit = on_limit
+        self.instruction = Instruction()
         self.grader = grader
         self.prompt = prompt
         self.tool_timeout_s = tool_timeout_s
         self.num_retries = num_retries
         self._seed: int | None = None
         self._written: list[Message] = []
-        self._num_calls = 0
+        self._budget = CallBudget(max_tool_calls)
         self._num_ok: Counter[str] = Counter()
         self._states: dict[str, Any] | None = None  # None before reset and after close
         self._closing: asyncio.Task[None] | None = None
@@ -75,14 +93,54 @@ class ToolEnv:
         modes = [tool.fork_mode for tool in self.tools.values()]
         return min(modes, key=_WEAKEST_FIRST.index, default="pure")
 
+    def add_tool(self, tool: Tool | ToolSource, limits: ToolLimits | None = None) -> None:
+        """One more tool, before `reset`; for a subclass of an env that has tools already."""
+        self._choose([(tool, limits)])
+
+    def configure(
+        self,
+        *,
+        tools: Sequence[ChosenTool] = (),
+        max_tool_calls: int | None = None,
+        on_limit: OnLimit | None = None,
+        instruction: Instruction | None = None,
+    ) -> None:
+        """What a configuration says, before `reset`: it comes before what the class says.
+
+        `tools`, unless empty, are all tools of the episode; a name means one that the class has.
+        """
+        chosen: list[tuple[Tool | ToolSource, ToolLimits | None]] = []
+        for one, bounds in tools:
+            if isinstance(one, str):
+                if one not in self.tools:
+                    raise ConfigError(
+                        f"env.tools: {type(self).__name__} has no tool {one!r}; it has "
+                        f"{sorted(self.tools)}; another tool is named as 'module:name'"
+                    )
+                one = self.tools[one]
+            chosen.append((one, bounds))
+        if tools:
+            self.tools, self.tool_limits, self._sources = {}, {}, []
+            self._choose(chosen)
+        if max_tool_calls is not None:
+            self.max_tool_calls = max_tool_calls
+        if on_limit is not None:
+            self.on_limit = on_limit
+        if instruction is not None:
+            self.instruction = instruction
+
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[list[Message], Info]:
         """The prompt; info["tools"] holds the schemas of the tools."""
         if self._states is not None:
             await self._close_states(self._states)
-        self._seed, self._written, self._num_calls = seed, [], 0
-        self._num_ok, self._closing, self._states = Counter(), None, {}
+        for source, bounds in self._sources:
+            self._choose([(tool, bounds) for tool in await source.load()])
+        self._sources = []
+        self._seed, self._written, self._num_ok = seed, [], Counter()
+        self._budget = CallBudget(self.max_tool_calls)
+        self._closing, self._states = None, {}
         for name, tool in self.tools.items():
             own_seed = None if seed is None else Random(f"{seed}/{name}").getrandbits(31)
             self._states[name] = tool.start(own_seed)
@@ -102,6 +160,11 @@ class ToolEnv:
         if not action.tool_calls:
             reward, info = await self._grade()
             return [], reward, True, False, {"tool_calls": [], **info}
+        names = [call.name for call in action.tool_calls]
+        over = self._budget.beyond(names, self.tool_limits) if self.on_limit == "end" else ""
+        if over:
+            reward, info = await self._grade()
+            return [], reward, False, True, {"tool_calls": [], "limit": over, **info}
         messages: list[Message] = []
         records: list[Info] = []
         for call in action.tool_calls:
@@ -122,7 +185,7 @@ class ToolEnv:
         states = self._open_states("fork")
         other = copy.copy(self)
         other._written = list(self._written)
-        other._num_ok = self._num_ok.copy()
+        other._num_ok, other._budget = self._num_ok.copy(), self._budget.copy()
         other._states, other._closing = {}, None
         complete = False
         try:
@@ -155,11 +218,25 @@ class ToolEnv:
 
     # inner workings
 
+    def _choose(self, tools: Sequence[tuple[Tool | ToolSource, ToolLimits | None]]) -> None:
+        """Add tools, and sources, which are asked for theirs at `reset`."""
+        for tool, bounds in tools:
+            if isinstance(tool, ToolSource):
+                self._sources.append((tool, bounds or ToolLimits()))
+                continue
+            if tool.name in self.tools:
+                raise ConfigError(f"two tools share a name: {tool.name!r}")
+            self.tools[tool.name] = tool
+            if bounds is not None:
+                self.tool_limits[tool.name] = bounds
+
     def _prompt_messages(self) -> list[Message]:
         if callable(self.prompt):
-            return list(self.prompt(self.task))
-        system = [Message("system", self.prompt)] if self.prompt else []
-        return [*system, Message("user", self.task.question)]
+            messages = list(self.prompt(self.task))
+        else:
+            system = [Message("system", self.prompt)] if self.prompt else []
+            messages = [*system, Message("user", self.task.question)]
+        return self.instruction.apply(messages, self.task)
 
     def _open_states(self, what: str) -> dict[str, Any]:
         if self._states is None:
@@ -176,11 +253,14 @@ class ToolEnv:
         loop = asyncio.get_running_loop()
         start = loop.time()
         record: Info = {"name": call.name, "arguments": call.arguments, "ok": False, "error": None}
-        self._num_calls += 1
+        self._budget.num_calls += 1
         try:
+            if call.name == MALFORMED_CALL:
+                raise ToolError(f"The tool call cannot be read: {call.arguments['problem']}")
             if call.name not in self.tools:
                 known = ", ".join(self.tools) or "none"
                 raise ToolError(f"There is no tool {call.name!r}. Known tools: {known}.")
+            self._budget.use(call.name, self._limits(call.name))
             text = await self._call(call, states[call.name], record)
             record["ok"] = True
             self._num_ok[call.name] += 1
@@ -191,45 +271,21 @@ class ToolEnv:
 
     async def _call(self, call: ToolCall, state: Any, record: Info) -> str:
         """One call with its retries; facts that the tool reports go to record["info"]."""
-        rng = Random(f"{self._seed}/{self.task.id}/{self._num_calls}")
-        problem = ""
-        for attempt in range(self.num_retries + 1):
-            if attempt:
-                delay = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (attempt - 1))
-                await asyncio.sleep(delay * rng.uniform(0.5, 1.5))
-            try:
-                async with asyncio.timeout(self.tool_timeout_s):
-                    result = await self.tools[call.name].call(call.arguments, state)
-            except InfraError as error:
-                problem = str(error)
-            except TimeoutError:
-                problem = f"no result within {self.tool_timeout_s:g} s"
-            else:
-                if result.info:
-                    record["info"] = result.info
-                return result.text
-        raise EnvError(
-            f"task {self.task.id}: tool {call.name} failed {self.num_retries + 1} times, "
-            f"the last time: {problem}"
-        )
+        limits = self._limits(call.name)
+        rng = Random(f"{self._seed}/{self.task.id}/{self._budget.num_calls}")
+        try:
+            result = await run_call(self.tools[call.name], call.arguments, state, limits, rng)
+        except EnvError as error:
+            raise EnvError(f"task {self.task.id}: {error}") from error
+        if result.info:
+            record["info"] = result.info
+        return result.text
+
+    def _limits(self, name: str) -> ToolLimits:
+        limits = self.tool_limits.get(name, ToolLimits())
+        return limits.filled(self.tool_timeout_s, self.num_retries)
 
     async def _close_states(self, states: dict[str, Any]) -> None:
-        async def close(name: str, state: Any) -> str:
-            try:
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await self.tools[name].close(state)
-            except AgentEnvError as error:
-                return f"{name}: {error}"
-            except TimeoutError:
-                return f"{name}: not closed within {CLOSE_TIMEOUT_S:g} s"
-            return ""
-
-        outcomes = await asyncio.gather(
-            *(close(name, state) for name, state in states.items()), return_exceptions=True
-        )
-        for outcome in outcomes:  # only now, so that one bad tool leaves no other one open
-            if isinstance(outcome, BaseException):
-                raise outcome
-        problems = [outcome for outcome in outcomes if outcome]
+        problems = await close_states(self.tools, states)
         if problems:
-            raise EnvError(f"task {self.task.id}: {'; '.join(map(str, problems))}")
+            raise EnvError(f"task {self.task.id}: {problems}")

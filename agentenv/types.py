@@ -11,6 +11,9 @@ Role = Literal["system", "user", "assistant", "tool"]
 Info = dict[str, Any]
 
 
+MALFORMED_CALL = "<malformed>"  # name of a call that cannot be read; arguments["problem"] says why
+
+
 class ToolCall(Struct, frozen=True):
     """One call the policy asks for, e.g. ToolCall("search", {"query": "capital of Peru"})."""
 

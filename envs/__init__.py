@@ -3,3 +3,7 @@
 from agentenv.env import register
 
 register("agentenv/Quickstart-v0", "envs.quickstart:QuickstartEnv")
+register("agentenv/CodeInterpreter-v0", "envs.code_interpreter:CodeInterpreterEnv")
+register("agentenv/WebSearch-v0", "envs.web_search:WebSearchEnv")
+register("agentenv/QAGrader-v0", "envs.qa_grader:QAGraderEnv")
+register("agentenv/DeepSearch-v0", "envs.deep_search:DeepSearchEnv")

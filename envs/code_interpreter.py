@@ -1,28 +1,99 @@
-"""The Python tool: a persistent, sandboxed interpreter session for each episode."""
+"""The Python tool: a persistent, sandboxed interpreter session for each episode.
+
+[env.kwargs.python]
+interpreter = "~/envs/maths"           # a virtual or conda environment; none: the trainer's own
+preload = ["numpy", "sympy", "scipy"]  # none: numpy and sympy, where they are installed
+timeout_s = 10.0
+limits = { memory_bytes = 536870912, max_threads = 1 }
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from msgspec import Struct, ValidationError, convert
+from msgspec import Meta, Struct, ValidationError, convert, field
 
 from agentenv.env import ForkMode
-from agentenv.errors import ToolError
+from agentenv.errors import ConfigError, ToolError
 from agentenv.shared import shared
 from agentenv.tool import argument_schema
-from agentenv.types import ToolResult
-from envs.sandbox import Sandbox, SandboxSession
+from agentenv.tool_env import Prompt, ToolEnv
+from agentenv.types import Info, Message, Task, ToolResult
+from envs.qa_grader import ExactMatch, ToolReward
+from envs.sandbox import InterpreterSession, RemoteSandbox, Sandbox, SandboxLimits
 
 NO_OUTPUT = "(no output)"
+REPLAY_ALLOWANCE = 4.0  # the call that follows a fork runs the earlier cells again first
+START_ALLOWANCE_S = 20.0
+GRADERS = {"exact": ExactMatch, "tool_reward": ToolReward}
 
 
 class _Arguments(Struct, forbid_unknown_fields=True):
     code: str
 
 
-def shared_sandbox(allow_unsafe: bool = False) -> Sandbox:
-    """The sandbox that all episodes of this process share."""
-    return shared(("sandbox", allow_unsafe), lambda: Sandbox(allow_unsafe=allow_unsafe))
+class PythonConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where model-written code runs, and within which bounds."""
+
+    interpreter: Annotated[
+        str | None,
+        Meta(description="virtual or conda environment, seen read-only; none: the trainer's own"),
+    ] = None
+    preload: Annotated[
+        tuple[str, ...] | None,
+        Meta(description="modules imported for all; none: numpy and sympy where installed"),
+    ] = None
+    timeout_s: Annotated[
+        Annotated[float, Meta(gt=0)], Meta(description="wall-clock limit of one call")
+    ] = 10.0
+    limits: Annotated[SandboxLimits, Meta(description="bounds of one session")] = field(
+        default_factory=SandboxLimits
+    )
+    remote_url: Annotated[
+        str | None, Meta(description="a SandboxFusion service that runs the code instead")
+    ] = None
+    allow_unsafe: Annotated[
+        bool, Meta(description="run without any sandbox where none can be had")
+    ] = False
+
+
+def python_config(values: Mapping[str, Any] | PythonConfig | None) -> PythonConfig:
+    """The checked settings. Raises ConfigError."""
+    if isinstance(values, PythonConfig):
+        return values
+    try:
+        config = convert(dict(values or {}), PythonConfig)
+    except ValidationError as error:
+        raise ConfigError(
+            f"python: {error}; known keys: {[*PythonConfig.__struct_fields__]}"
+        ) from (error)
+    if config.remote_url and (config.interpreter or config.preload or config.allow_unsafe):
+        raise ConfigError(
+            "python.remote_url: the service has its own interpreter, so interpreter, preload and "
+            "allow_unsafe cannot be given beside it"
+        )
+    return config
+
+
+def shared_sandbox(
+    allow_unsafe: bool = False, config: PythonConfig | None = None
+) -> Sandbox | RemoteSandbox:
+    """The sandbox that all episodes of this process with these settings share."""
+    one = config or PythonConfig(allow_unsafe=allow_unsafe)
+    if one.remote_url:
+        url, limits = one.remote_url, one.limits
+        return shared(("sandbox", url, limits), lambda: RemoteSandbox(url, limits=limits))
+    key = ("sandbox", one.interpreter, one.preload, one.limits, one.allow_unsafe)
+    return shared(
+        key,
+        lambda: Sandbox(
+            limits=one.limits,
+            allow_unsafe=one.allow_unsafe,
+            interpreter=one.interpreter,
+            preload=one.preload,
+        ),
+    )
 
 
 class PythonTool:
@@ -39,15 +110,15 @@ class PythonTool:
     schema = argument_schema(_Arguments)
     fork_mode: ForkMode = "replay"
 
-    def __init__(self, sandbox: Sandbox, *, timeout_s: float = 10.0) -> None:
+    def __init__(self, sandbox: Sandbox | RemoteSandbox, *, timeout_s: float = 10.0) -> None:
         self.sandbox = sandbox
         self.timeout_s = timeout_s
 
-    def start(self, seed: int | None) -> SandboxSession:
+    def start(self, seed: int | None) -> InterpreterSession:
         """A session whose interpreter starts with the first call."""
         return self.sandbox.session(seed)
 
-    async def call(self, arguments: dict[str, Any], state: SandboxSession) -> ToolResult:
+    async def call(self, arguments: dict[str, Any], state: InterpreterSession) -> ToolResult:
         """Run one cell."""
         try:
             code = convert(arguments, _Arguments).code
@@ -58,10 +129,51 @@ class PythonTool:
             raise ToolError(result.output)
         return ToolResult(result.output or NO_OUTPUT)
 
-    async def fork(self, state: SandboxSession) -> SandboxSession:
+    async def fork(self, state: InterpreterSession) -> InterpreterSession:
         """A session that will replay the cells of `state` when it first runs something."""
         return state.fork()
 
-    async def close(self, state: SandboxSession) -> None:
+    async def close(self, state: InterpreterSession) -> None:
         """Kill the session's interpreter."""
         state.close()
+
+
+def python_tool(**python: Any) -> PythonTool:
+    """The tool for any environment, as [[env.tools]] with kwargs: the keys of PythonConfig."""
+    config = python_config(python)
+    return PythonTool(shared_sandbox(config=config), timeout_s=config.timeout_s)
+
+
+class CodeInterpreterEnv(ToolEnv):
+    """Questions answered with a Python interpreter.
+
+    `python` holds the keys of PythonConfig. `grader` is "exact" (1 for a right answer, else 0) or
+    "tool_reward" (the published ARPO reward: also the format counts).
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        python: Mapping[str, Any] | PythonConfig | None = None,
+        grader: str = "exact",
+        prompt: Prompt = None,
+    ) -> None:
+        config = python_config(python)
+        if grader not in GRADERS:
+            raise ConfigError(f"grader: expected one of {sorted(GRADERS)}, not {grader!r}")
+        self._sandbox = shared_sandbox(config=config)
+        tool = PythonTool(self._sandbox, timeout_s=config.timeout_s)
+        super().__init__(
+            task,
+            tools=[tool],
+            grader=GRADERS[grader](),
+            prompt=prompt,
+            tool_timeout_s=REPLAY_ALLOWANCE * config.timeout_s + START_ALLOWANCE_S,
+        )
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[list[Message], Info]:
+        """The question is the prompt. A sandbox that cannot work is refused here, once."""
+        await self._sandbox.start()
+        return await super().reset(seed=seed, options=options)

@@ -6,7 +6,7 @@ from typing import Any
 
 from agentenv.tool_env import ToolEnv
 from agentenv.types import Info, Message, Task
-from envs.code_interpreter import PythonTool, shared_sandbox
+from envs.code_interpreter import PythonConfig, PythonTool, shared_sandbox
 from envs.qa_grader import ToolReward
 from envs.web_search import SearchTool
 
@@ -25,7 +25,8 @@ class QuickstartEnv(ToolEnv):
         python_timeout_s: float = 2.0,
         allow_unsafe: bool = False,
     ) -> None:
-        self._sandbox = shared_sandbox(allow_unsafe)
+        config = PythonConfig(preload=(), allow_unsafe=allow_unsafe)  # its sums need no numpy
+        self._sandbox = shared_sandbox(config=config)
         python = PythonTool(self._sandbox, timeout_s=python_timeout_s)
         super().__init__(task, tools=[SearchTool(corpus), python], grader=ToolReward())
 

@@ -1,69 +1,41 @@
-"""The search tool: BM25 over a local corpus, in process."""
+"""Web search: the environment `agentenv/WebSearch-v0`, and the plain search tool over a corpus."""
 
 from __future__ import annotations
 
-import re
+import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import bm25s
 import msgspec
-import numpy as np
 from msgspec import Struct
 
-from agentenv.errors import DataError, ToolError
+from agentenv.config import build_config
+from agentenv.errors import ToolError
 from agentenv.shared import shared
 from agentenv.tool import StatelessTool, argument_schema
-from agentenv.types import ToolResult
+from agentenv.tool_env import Prompt, ToolEnv
+from agentenv.types import Info, Message, Task, ToolResult
+from envs.qa_grader import ToolReward
+from envs.search.bm25 import MAX_ON_LOOP, BM25Index
+from envs.search.config import Mode, SearchConfig
+from envs.search.corpus import Passage, read_corpus, words
+from envs.search.service import SearchService, shared_service
+from envs.search.tools import OpenPageTool, SearchPagesTool, tell_tools
+
+__all__ = ["BM25Index", "Passage", "SearchTool", "WebSearchEnv", "read_corpus", "words"]
 
 NO_RESULTS = "No results."
 
-_WORD = re.compile(r"\w+")
-_EXPECTED = 'expected {"id": text, "title": text, "text": text}'
-
-
-class Passage(Struct, frozen=True):
-    """One row of a corpus."""
-
-    id: str
-    title: str
-    text: str
-
-
-class BM25Index:
-    """An immutable index over passages; titles and texts are searched."""
-
-    def __init__(self, passages: list[Passage]) -> None:
-        self.passages = passages
-        self._vocabulary: dict[str, int] = {}
-        number = self._vocabulary
-        ids = [
-            [number.setdefault(word, len(number)) for word in words(f"{p.title} {p.text}")]
-            for p in passages
-        ]
-        self._bm25 = bm25s.BM25(method="lucene", backend="numpy")
-        self._bm25.index((ids, number), show_progress=False)
-
-    def search(self, query: str, k: int) -> list[Passage]:
-        """The best k passages that share a word with the query; ties go by place in the corpus."""
-        ids = [self._vocabulary[word] for word in words(query) if word in self._vocabulary]
-        if not ids:
-            return []
-        # the scores alone: bm25s's own retrieve() costs five times as much on small corpora
-        scores = np.asarray(self._bm25.get_scores_from_ids(ids))
-        candidates = np.flatnonzero(scores)
-        if len(candidates) > k:
-            threshold = np.partition(scores[candidates], -k)[-k]
-            candidates = candidates[scores[candidates] >= threshold]
-        best = sorted(candidates.tolist(), key=lambda place: (-scores[place], place))
-        return [self.passages[place] for place in best[:k]]
+_TIMEOUT_S: dict[Mode, float] = {"snippets": 60.0, "pages": 120.0, "summaries": 300.0}
 
 
 class SearchTool(StatelessTool):
     """Search a JSONL corpus of {"id", "title", "text"} rows; one index a process and corpus.
 
     The policy reads the texts of the `top_k` best passages, a line each and cut to
-    `max_chars_per_result`, or "No results.".
+    `max_chars_per_result`, or "No results.". For large corpora and everything else there is
+    `envs.search.tools.SearchPagesTool`: this one builds its index when it is made.
     """
 
     name = "search"
@@ -83,46 +55,70 @@ class SearchTool(StatelessTool):
         self.max_chars_per_result = max_chars_per_result
 
     async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
-        """Search; quick enough to run on the event loop for corpora of some ten thousand rows."""
+        """Search; a large corpus is searched in a thread."""
         try:
             query = msgspec.convert(arguments, self._Arguments).query
         except msgspec.ValidationError as error:
             raise ToolError(f"search: {error}") from error
-        found = self.index.search(query, self.top_k)
+        if len(self.index.passages) <= MAX_ON_LOOP:
+            found = self.index.search(query, self.top_k)
+        else:
+            found = await asyncio.to_thread(self.index.search, query, self.top_k)
         text = "\n".join(passage.text[: self.max_chars_per_result] for passage in found)
         return ToolResult(text or NO_RESULTS, {"ids": [passage.id for passage in found]})
 
 
-def words(text: str) -> list[str]:
-    """Lower-case words of any script; no stemming, no stop words."""
-    return _WORD.findall(text.lower())
+class WebSearchEnv(ToolEnv):
+    """Search and open pages, graded by the published ARPO reward.
+
+    `search` holds the keys of `SearchConfig`, e.g. {"backend": {"name": "web", "provider":
+    "serper"}, "mode": "pages"}; without it the shipped sample of Wikipedia is searched.
+    `tool_timeout_s` 0 is a default that fits the mode.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        search: Mapping[str, Any] | SearchConfig | None = None,
+        open_page: bool = True,
+        prompt: Prompt = None,
+        tool_timeout_s: float = 0.0,
+        num_retries: int = 2,
+    ) -> None:
+        config = search_config(search, show_links=open_page)
+        self._service: SearchService = shared_service(config)
+        tools: list[SearchPagesTool | OpenPageTool] = [SearchPagesTool(self._service)]
+        if open_page:
+            tools.append(OpenPageTool(self._service))
+        super().__init__(
+            task,
+            tools=tools,
+            grader=ToolReward(),
+            prompt=prompt,
+            tool_timeout_s=tool_timeout_s or _TIMEOUT_S[config.sizes.mode],
+            num_retries=num_retries,
+        )
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[list[Message], Info]:
+        """The question is the prompt. The index is built or loaded here, once a process."""
+        await self._service.start()
+        return await super().reset(seed=seed, options=options)
+
+    async def step(self, action: Message) -> tuple[list[Message], float, bool, bool, Info]:
+        """Run the calls; the tools know the question and what was written before."""
+        tell_tools(self._open_states("step").values(), self.task.question, action)
+        return await super().step(action)
 
 
-def read_corpus(path: Path) -> list[Passage]:
-    """The rows of a JSONL corpus; a DataError names file, row and what was expected."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise DataError(f"corpus {path} cannot be read: {error.strerror}") from error
-    decoder = msgspec.json.Decoder(Passage)
-    passages: list[Passage] = []
-    seen: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            passage = decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DataError(f"corpus {path}, row {number}: {error}; {_EXPECTED}") from error
-        if not words(f"{passage.title} {passage.text}"):
-            raise DataError(f"corpus {path}, row {number}: no word to search for; {_EXPECTED}")
-        if passage.id in seen:
-            raise DataError(
-                f"corpus {path}, row {number}: id {passage.id!r} is already that of row "
-                f"{seen[passage.id]}; expected a different id for each row"
-            )
-        seen[passage.id] = number
-        passages.append(passage)
-    if not passages:
-        raise DataError(f"corpus {path} is empty; {_EXPECTED} on each line")
-    return passages
+def search_config(
+    search: Mapping[str, Any] | SearchConfig | None, *, show_links: bool = False
+) -> SearchConfig:
+    """The checked configuration; `show_links` holds where the keys do not say."""
+    if isinstance(search, SearchConfig):
+        return search
+    keys = {"show_links": show_links, **(search or {})}
+    config = build_config(SearchConfig, keys, "search")
+    config.check()
+    return config

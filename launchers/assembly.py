@@ -20,6 +20,10 @@ from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.env import Env
 from agentenv.errors import ConfigError, DataError, EngineError
 from agentenv.limits import Limits
+from agentenv.native import NativeConfig, NativeRenderer
+from agentenv.prompt import PromptConfig, load_instruction
+from agentenv.renderer import Renderer, TagRenderer, TagsConfig, read_eos_ids
+from agentenv.tool_limits import load_tools
 from agentenv.types import Info, Message, Task
 from launchers.config import EnvConfig
 
@@ -51,8 +55,6 @@ def load_tokenizer(model: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{model}: its tokenizer cannot be loaded: {error}") from error
-    if tokenizer.chat_template is None:
-        raise DataError(f"{model}: its tokenizer has no chat template")
     return tokenizer
 
 
@@ -88,7 +90,23 @@ def make_engine(config: EngineConfig, model: Path, tokenizer: Any, policy_versio
         raise ConfigError(f"engine: {error}") from error
 
 
-def env_maker(config: EnvConfig, resolve: Callable[[str], Path]) -> Callable[[Task], Env]:
+def make_renderer(
+    config: TagsConfig | NativeConfig, prompt: PromptConfig, tokenizer: Any, model: Path
+) -> Renderer:
+    """The renderer that the configuration names. Raises ConfigError for a chat template that it
+    cannot use."""
+    eos_ids = read_eos_ids(model, tokenizer)
+    if isinstance(config, NativeConfig):
+        return NativeRenderer(tokenizer, config, prompt, eos_ids)
+    return TagRenderer(tokenizer, prompt, eos_ids)
+
+
+def env_maker(
+    config: EnvConfig,
+    resolve: Callable[[str], Path],
+    limits: Limits,
+    prompt: PromptConfig,
+) -> Callable[[Task], Env]:
     """Makes the env of a task; "{run}" in text arguments stands for the run's directory."""
     import_envs(config.module)
     agentenv.env.spec(config.id)
@@ -96,9 +114,25 @@ def env_maker(config: EnvConfig, resolve: Callable[[str], Path]) -> Callable[[Ta
         key: str(resolve(value)) if isinstance(value, str) and "{run}" in value else value
         for key, value in config.kwargs.items()
     }
+    told = limits.on_limit == "result"  # the env answers calls beyond the limit
+    settings: dict[str, Any] = {
+        "tools": load_tools(config.tools, resolve),
+        "on_limit": limits.on_limit,
+        "max_tool_calls": limits.max_tool_calls if told else None,
+        "instruction": load_instruction(prompt, resolve),
+    }
 
     def make(task: Task) -> Env:
-        return agentenv.env.make(task.env_id, task, **kwargs)
+        env = agentenv.env.make(task.env_id, task, **kwargs)
+        configure = getattr(env, "configure", None)
+        if configure is not None:
+            configure(**settings)
+        elif told or config.tools or prompt.template:
+            raise ConfigError(
+                f"env.tools, prompt.template and limits.on_limit = 'result' need a ToolEnv; "
+                f"{task.env_id} is none"
+            )
+        return env
 
     return make
 

@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import Struct
 
 from agentenv.errors import DataError
-from agentenv.renderer import TagRenderer
+from agentenv.renderer import Renderer
 from agentenv.types import Message
 from launchers.config import SFTConfig, SFTStage
 from learners.encoding import EncodedTree, encode_sequence
@@ -125,7 +125,7 @@ class _ColdStart:
 
 
 def load_demonstrations(
-    path: Path, renderer: TagRenderer, tools: list[dict[str, Any]]
+    path: Path, renderer: Renderer, tools: list[dict[str, Any]]
 ) -> Demonstrations:
     """Read rows {"question", "turns": [{"action", "result"}, ...], "kind", "stage"}, encoded.
 
@@ -170,7 +170,7 @@ def check_stages(config: SFTConfig, demonstrations: Demonstrations) -> None:
 def _encode(
     question: str,
     turns: list[tuple[str, str | None]],
-    renderer: TagRenderer,
+    renderer: Renderer,
     tools: list[dict[str, Any]],
 ) -> EncodedTree:
     ids = renderer.prompt([Message("user", question)], tools)

@@ -11,6 +11,10 @@ from agentenv.engines.embedded_config import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.errors import ConfigError
 from agentenv.limits import Limits
+from agentenv.native import NativeConfig
+from agentenv.prompt import PromptConfig
+from agentenv.renderer import TagsConfig
+from agentenv.tool_limits import ToolConfig
 from agentenv.types import SamplingParams
 from learners.aepo import AEPO
 from learners.arpo import ARPO
@@ -51,6 +55,10 @@ class EnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kwargs: Annotated[
         dict[str, Any], Meta(description="keyword arguments of the environment's class")
     ] = field(default_factory=dict)
+    tools: Annotated[
+        list[ToolConfig],
+        Meta(description="all tools of an episode, [[env.tools]]; empty: those of the environment"),
+    ] = field(default_factory=list)
 
 
 class DataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -214,6 +222,8 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     model: ModelConfig
     env: EnvConfig
     data: DataConfig
+    prompt: PromptConfig = PromptConfig()
+    renderer: TagsConfig | NativeConfig = TagsConfig()
     limits: Limits = Limits()
     sampling: SamplingConfig = SamplingConfig()
     algorithm: GRPO | ARPO | AEPO

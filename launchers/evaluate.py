@@ -30,7 +30,9 @@ from agentenv.engines.scripted import ScriptedConfig
 from agentenv.errors import AgentEnvError, ConfigError, DataError
 from agentenv.evaluate import Report, evaluate, make_report
 from agentenv.limits import Limits
-from agentenv.renderer import TagRenderer
+from agentenv.native import NativeConfig
+from agentenv.prompt import PromptConfig
+from agentenv.renderer import TagsConfig
 from agentenv.shared import close_shared
 from agentenv.tree import TrajectoryTree
 from launchers import report
@@ -41,6 +43,7 @@ from launchers.assembly import (
     import_from_working_directory,
     load_tokenizer,
     make_engine,
+    make_renderer,
     try_env,
 )
 from launchers.config import EnvConfig, Sampling
@@ -55,6 +58,8 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     env: EnvConfig
     data: Annotated[str, Meta(description="JSONL file of questions")]
+    prompt: PromptConfig = PromptConfig()
+    renderer: TagsConfig | NativeConfig = TagsConfig()
     limits: Limits = Limits()
     sampling: Sampling = Sampling()
     engine: EmbeddedConfig | ScriptedConfig = EmbeddedConfig()
@@ -101,14 +106,15 @@ async def _evaluate(
         tokenizer = await asyncio.to_thread(load_tokenizer, model)
         tasks = load_tasks(resolve(config.data), config.env.id)[: num_tasks or None]
         check_context(config.limits, context_length(config.engine, model))
-        make_env = env_maker(config.env, resolve)
+        renderer = make_renderer(config.renderer, config.prompt, tokenizer, model)
+        make_env = env_maker(config.env, resolve, config.limits, config.prompt)
         stack.push_async_callback(close_shared)
         await try_env(make_env, tasks[0])
         engine = await asyncio.to_thread(make_engine, config.engine, model, tokenizer, 0)
         stack.push_async_callback(engine.close)
         actor = Actor(
             engine,
-            TagRenderer(tokenizer),
+            renderer,
             make_env,
             config.limits,
             config.sampling.params(),
@@ -150,6 +156,8 @@ def _of_run(run: Path, set_name: str) -> dict[str, Any]:
     return {
         "env": saved["env"],
         "data": sets[name]["path"],
+        "prompt": saved.get("prompt", {}),
+        "renderer": saved.get("renderer", {"name": "tags"}),
         "limits": saved["limits"],
         "sampling": saved["sampling"]["eval"],
         "engine": saved["engine"],

@@ -16,8 +16,9 @@ from agentenv.actor import Actor
 from agentenv.dataset import load_tasks
 from agentenv.engine import Engine
 from agentenv.errors import ConfigError
+from agentenv.native import NativeConfig
 from agentenv.plan import RolloutPlan
-from agentenv.renderer import TagRenderer
+from agentenv.renderer import Renderer
 from agentenv.shared import close_shared
 from agentenv.types import Task
 from launchers.assembly import (
@@ -27,6 +28,7 @@ from launchers.assembly import (
     load_function,
     load_tokenizer,
     make_engine,
+    make_renderer,
     try_env,
     vocab_size,
 )
@@ -43,7 +45,7 @@ class Parts:
     """What a run is made of. `tools` are the schemas that the environment offers."""
 
     tokenizer: Any
-    renderer: TagRenderer
+    renderer: Renderer
     tools: list[dict[str, Any]]
     tasks: list[Task]
     eval_tasks: dict[str, list[Task]]
@@ -90,10 +92,10 @@ async def build_parts(
     num_steps = count_steps(config, len(tasks))
     check_context(config.limits, context_length(config.engine, model))
 
-    make_env = env_maker(config.env, run.resolve)
+    renderer = make_renderer(config.renderer, config.prompt, tokenizer, model)
+    make_env = env_maker(config.env, run.resolve, config.limits, config.prompt)
     stack.push_async_callback(close_shared)
     messages, info = await try_env(make_env, tasks[0])
-    renderer = TagRenderer(tokenizer)
     prompts = [renderer.prompt(messages, info.get("tools", ()))]
     for task in tasks[1:NUM_PROBE_PROMPTS]:
         messages, info = await try_env(make_env, task)
@@ -142,6 +144,11 @@ def check_units(config: TrainConfig) -> None:
         raise ConfigError(
             f"learner.groups_per_minibatch = {part} does not divide queue.groups_per_step = "
             f"{groups}"
+        )
+    if config.sft is not None and isinstance(config.renderer, NativeConfig):
+        raise ConfigError(
+            "renderer.name: the demonstrations of [sft] are written in the tag protocol; choose "
+            "'tags', or remove [sft]"
         )
     known = sorted(config.eval.sets)
     for key, name in (

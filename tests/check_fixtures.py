@@ -1,8 +1,8 @@
-"""Check a directory of fixture files against the losses, and say which cases pass.
+"""Check a directory of fixture files against losses and graders, and say which cases pass.
 
     python tests/check_fixtures.py DIR
 
-A file NAME.json holds {"cases": [...]}, each case with a unique "name". Matrices are
+A file NAME.json holds {"cases": [...]}, each case with a unique "name" or a number. Matrices are
 [trajectory, token]; "nan", "inf" and "-inf" are strings. Exit code 1 if a case fails.
 """
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from envs.grading import reference
 from learners import losses
 from learners.credit import group_advantages
 
@@ -103,8 +104,37 @@ def kl_penalty(case: Case) -> Values:
     return {"kl": kl, "grad_log_prob_of_sum": logprobs.grad}
 
 
+def reward(case: Case) -> Values:
+    """The rule reward of the released code, on the whole text."""
+    return {
+        "output": reference.reference_reward(case["response"], case["ground_truth"]),
+        "format_valid": list(reference.check_reference_format(case["response"])),
+    }
+
+
+def math_equiv(case: Case) -> Values:
+    values: Values = {"equiv": reference.reference_equal(case["a"], case["b"])}
+    compared = None not in (case["a"], case["b"])
+    for side in ("a", "b"):
+        values[f"{side}_norm"] = reference.reference_normal(case[side]) if compared else None
+    return values
+
+
+def eval_metrics(case: Case) -> Values:
+    found = reference.reference_metrics(case["task"], case["prediction"], case["reference"])
+    return {"metrics": found}
+
+
+def eval_extract_answer(case: Case) -> Values:
+    return {"prediction": reference.reference_extract(case["text"])}
+
+
 CHECKS: dict[str, Callable[[Case], Values]] = {
     "agg_loss": agg_loss,
+    "eval_extract_answer": eval_extract_answer,
+    "eval_metrics": eval_metrics,
+    "math_equiv": math_equiv,
+    "reward": reward,
     "entropy_aware_advantage": scaled_advantages,
     "grpo_advantage": grpo_advantage,
     "kl_penalty": kl_penalty,
@@ -117,6 +147,10 @@ def mismatches(case: Case, values: Values) -> list[str]:
     """Names of the expected figures that are not met; figures the case lacks do not count."""
     bad = []
     for name in values.keys() & case.keys():
+        if not isinstance(values[name], Tensor):
+            if not same_values(values[name], case[name]):
+                bad.append(name)
+            continue
         found = values[name].detach().numpy()
         expected = tensor(case[name]).numpy()
         same = found.shape == expected.shape and np.allclose(
@@ -127,15 +161,26 @@ def mismatches(case: Case, values: Values) -> list[str]:
     return sorted(bad)
 
 
+def same_values(found: Any, expected: Any) -> bool:
+    """Equal, with floats inside dicts compared within the tolerance."""
+    if isinstance(found, dict) and isinstance(expected, dict):
+        keys = found.keys() | expected.keys()
+        return all(same_values(found.get(key), expected.get(key)) for key in keys)
+    if isinstance(found, float) and isinstance(expected, int | float):
+        return bool(np.isclose(found, expected, RTOL, ATOL))
+    return bool(found == expected)
+
+
 def check_file(path: Path) -> tuple[list[str], dict[str, list[str]]]:
     """Names of the cases that pass, and of those that fail with the figures they miss."""
     passed, failed = [], {}
-    for case in json.loads(path.read_text())["cases"]:
+    for number, case in enumerate(json.loads(path.read_text())["cases"], start=1):
+        name = case.get("name", f"case {number}")
         bad = mismatches(case, CHECKS[path.stem](case))
         if bad:
-            failed[case["name"]] = bad
+            failed[name] = bad
         else:
-            passed.append(case["name"])
+            passed.append(name)
     return passed, failed
 
 

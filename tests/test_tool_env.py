@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -319,30 +321,99 @@ async def test_an_env_of_ones_own_is_tiny_and_conforms() -> None:
     await check_tool_env(ShoutingEnv, TASK, actions)
 
 
-class SharingEnv(ShoutingEnv):
+class TallyEnv(ShoutingEnv):
+    """Answers a call with a number; the tally is where a mistake lies."""
+
+    def tally(self) -> int:
+        raise NotImplementedError
+
+    async def step(self, action: Message) -> Any:
+        if not action.tool_calls:
+            return await super().step(action)
+        await asyncio.sleep(0)
+        return [Message("tool", str(self.tally()))], 0.0, False, False, {}
+
+
+class SharingEnv(TallyEnv):
     """Its forks count in the same list as their parent."""
+
+    async def reset(self, **options: Any) -> Any:
+        self.counts = [0]
+        return await super().reset(**options)
+
+    def tally(self) -> int:
+        self.counts[0] += 1
+        return self.counts[0]
+
+
+class RandomEnv(TallyEnv):
+    num_made = 0
+
+    def tally(self) -> int:
+        RandomEnv.num_made += 1
+        return RandomEnv.num_made
+
+
+class GlobalRandomEnv(TallyEnv):
+    def tally(self) -> int:
+        random.seed(3)
+        return random.randint(0, 9)
+
+
+class StickyEnv(TallyEnv):
+    """Its second episode goes on counting where the first one ended."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self.counts = [0]
+        self.count = 0
+
+    def tally(self) -> int:
+        self.count += 1
+        return self.count
+
+
+class CrowdedEnv(TallyEnv):
+    """Episodes at the same time read each other's number."""
+
+    alive: ClassVar[set[int]] = set()
+
+    async def reset(self, **options: Any) -> Any:
+        self.alive.add(id(self))
+        await asyncio.sleep(0)
+        return await super().reset(**options)
+
+    async def close(self) -> None:
+        self.alive.discard(id(self))
+        await super().close()
+
+    def tally(self) -> int:
+        return len(self.alive)
+
+
+class StubbornEnv(ShoutingEnv):
+    """Swallows the cancellation by which a deadline ends a step."""
 
     async def step(self, action: Message) -> Any:
-        self.counts[0] += 1
-        return [Message("tool", str(self.counts[0]))], 0.0, False, False, {}
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+        return await super().step(action)
 
 
-class RandomEnv(ShoutingEnv):
-    num_made = 0
-
+class EndlessEnv(ShoutingEnv):
     async def step(self, action: Message) -> Any:
-        RandomEnv.num_made += 1
-        return [Message("tool", str(RandomEnv.num_made))], 0.0, False, False, {}
+        return [], 0.0, False, False, {}
+
+
+class EagerEnv(ShoutingEnv):
+    async def step(self, action: Message) -> Any:
+        return [], 0.0, True, False, {}
 
 
 class LeakyEnv(ShoutingEnv):
     tasks: ClassVar[list[asyncio.Task[None]]] = []
 
     async def step(self, action: Message) -> Any:
+        self._open_states("step")
         self.tasks.append(asyncio.ensure_future(asyncio.sleep(60)))
         await asyncio.sleep(0)
         return await super().step(action)
@@ -358,6 +429,12 @@ class WordyEnv(ShoutingEnv):
     [
         (SharingEnv, "after its fork at 0 steps"),
         (RandomEnv, "two episodes with one seed differ"),
+        (GlobalRandomEnv, "changed the state of the global random generator"),
+        (StickyEnv, "an episode and the next one of the same env"),
+        (CrowdedEnv, "an episode alone and one of several at the same time"),
+        (StubbornEnv, "went on: no deadline could end it"),
+        (EndlessEnv, "the last action does not end the episode"),
+        (EagerEnv, "action 0 already ends the episode"),
         (LeakyEnv, "asyncio tasks left"),
         (WordyEnv, "not a list"),
     ],

@@ -1,6 +1,16 @@
 """A warm Python sandbox: sessions cost milliseconds, calls a fraction of one."""
 
-from envs.sandbox.sandbox import RunResult, Sandbox, SandboxSession
-from envs.sandbox.zygote_process import SandboxLimits
+from envs.sandbox.remote import RemoteSandbox
+from envs.sandbox.sandbox import Sandbox
+from envs.sandbox.session import InterpreterSession, RunResult, SandboxSession
+from envs.sandbox.settings import Rung, SandboxLimits
 
-__all__ = ["RunResult", "Sandbox", "SandboxLimits", "SandboxSession"]
+__all__ = [
+    "InterpreterSession",
+    "RemoteSandbox",
+    "RunResult",
+    "Rung",
+    "Sandbox",
+    "SandboxLimits",
+    "SandboxSession",
+]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 from agentenv.errors import ConfigError
+from envs.sandbox.interpreter import Interpreter
 
 HERE = Path(__file__).resolve().parent
-_INSIDE = ("zygote.py", "cells.py", "confine.py")
+_INSIDE = ("zygote.py", "cells.py", "confine.py", "landlock.py", "preload.py", "seccomp.py")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 NAMESPACES_ADVICE = (
     "Unprivileged user namespaces must be allowed: sysctl kernel.unprivileged_userns_clone=1 "
@@ -19,12 +19,7 @@ NAMESPACES_ADVICE = (
 )
 
 
-def interpreter() -> str:
-    """The interpreter itself, not the link to it in a virtual environment."""
-    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-
-
-def bubblewrap(python: str) -> list[str]:
+def bubblewrap(python: Interpreter) -> list[str]:
     """No network, a read-only system with nothing in it but /usr and the interpreter."""
     program = shutil.which("bwrap")
     if program is None:
@@ -44,11 +39,13 @@ def bubblewrap(python: str) -> list[str]:
             command += ["--symlink", os.readlink(name), name]
         elif os.path.isdir(name):
             command += ["--ro-bind", name, name]
-    for prefix in {os.path.realpath(sys.base_prefix), str(Path(python).parents[1])}:
-        if not Path(prefix).is_relative_to("/usr"):
-            for parent in reversed(Path(prefix).parents[:-1]):  # else only root may pass
+    made: set[Path] = set()
+    for prefix in python.folders:
+        for parent in reversed(Path(prefix).parents[:-1]):  # else only root may pass
+            if parent not in made:
                 command += ["--dir", str(parent)]
-            command += ["--ro-bind", prefix, prefix]
+                made.add(parent)
+        command += ["--ro-bind", prefix, prefix]
     command += ["--dir", "/sandbox"]
     for name in _INSIDE:
         command += ["--ro-bind", str(HERE / name), f"/sandbox/{name}"]

@@ -13,6 +13,7 @@ import traceback
 from typing import Any
 
 MAX_ERROR_CHARS = 2000
+SMALLEST_NEED_BYTES = 4 << 20
 FLOOD_FACTOR = 500  # a cell that writes this many times the output limit is stopped
 
 
@@ -21,8 +22,21 @@ def serve(fd: int, scope: dict[str, Any], max_chars: int) -> None:
     number = 0
     while (request := receive(fd)) is not None:
         number += 1
-        ok, text = run_cell(request["code"], scope, number, max_chars)
-        send(fd, {"ok": ok, "output": text.encode("utf-8", "backslashreplace").decode()})
+        output, problem = run_cell(request["code"], scope, number, max_chars)
+        answer = {"output": _printable(output), "problem": _printable(problem)}
+        send(fd, {**answer, "lost": problem == "MemoryError" and not _memory_left()})
+
+
+def _memory_left() -> bool:
+    """Whether another cell could run beside all that the variables hold."""
+    try:
+        return bool(bytearray(SMALLEST_NEED_BYTES))
+    except MemoryError:
+        return False
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class _Output(io.TextIOBase):
@@ -59,8 +73,8 @@ class _Output(io.TextIOBase):
         return (self.head + gap + self.parts[0]).rstrip("\n")
 
 
-def run_cell(code: str, scope: dict[str, Any], number: int, max_chars: int) -> tuple[bool, str]:
-    """Run one cell like a REPL: whether it ended well, and what it wrote."""
+def run_cell(code: str, scope: dict[str, Any], number: int, max_chars: int) -> tuple[str, str]:
+    """Run one cell like a REPL: what it wrote, and what went wrong ("" if nothing)."""
     name = f"<cell {number}>"
     linecache.cache[name] = (len(code), None, code.splitlines(True), name)
     output = _Output(max_chars)
@@ -81,8 +95,7 @@ def run_cell(code: str, scope: dict[str, Any], number: int, max_chars: int) -> t
         problem = _traceback_end(error)
     else:
         problem = ""
-    text = output.text()
-    return not problem, f"{text}\n{problem}".strip("\n") if problem else text
+    return output.text(), problem
 
 
 def _traceback_end(error: BaseException) -> str:

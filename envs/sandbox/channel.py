@@ -14,12 +14,16 @@ MAX_FRAME_BYTES = 1 << 20
 
 
 class Answer(Struct):
-    """What a session may say: that it is ready, why it is not, or how a cell went."""
+    """What a session may say: that it is ready, why it is not, or how a cell went.
+
+    `lost`: its variables fill the memory, so it cannot go on.
+    """
 
     ready: bool = False
     error: str = ""
-    ok: bool = False
     output: str = ""
+    problem: str = ""
+    lost: bool = False
 
 
 class ChannelClosedError(Exception):

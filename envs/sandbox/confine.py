@@ -7,12 +7,14 @@ import os
 import resource
 import signal
 import struct
+from collections.abc import Sequence
 
 SESSION_ID = 1000  # uid and gid that a session believes to have
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_BIND, MS_REC = 4096, 16384
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
 CAPABILITY_VERSION_3 = 0x20080522
 
@@ -54,10 +56,16 @@ def map_ids(uid: int, gid: int) -> None:
         os.close(fd)
 
 
-def cover(tmp_bytes: int) -> None:
-    """An empty /proc and a private /tmp."""
-    _cover("/proc", MS_RDONLY, "size=4k,mode=555")
+def cover(tmp_bytes: int, keep: Sequence[str]) -> None:
+    """An empty /proc and a private /tmp, in which the folders `keep` can still be seen."""
+    kept = [(path, os.open(path, os.O_PATH)) for path in keep]
     _cover("/tmp", 0, f"size={tmp_bytes},nr_inodes=1000,mode=700")
+    for path, fd in kept:
+        os.makedirs(path)
+        source = f"/proc/self/fd/{fd}".encode()
+        _check(_libc.mount(source, path.encode(), None, MS_BIND | MS_REC, None), f"keep {path}")
+        os.close(fd)
+    _cover("/proc", MS_RDONLY, "size=4k,mode=555")
 
 
 def _cover(path: str, flags: int, options: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from agentenv.errors import InfraError
 from envs.sandbox.channel import ChannelClosedError
+from envs.sandbox.preload import ONE_THREAD
 from envs.sandbox.zygote_process import ZygoteProcess
 
 TIMEOUT_S = 10.0
@@ -25,7 +26,7 @@ _PROBES = {
     """,
     "read the environment of the host": """
         import os
-        own = {{"HOME", "PWD", "LC_CTYPE", "PYTHONHASHSEED"}}
+        own = {{"HOME", "PWD", "LC_CTYPE", "PYTHONHASHSEED", *{own!r}}}
         print(*sorted(os.environ.keys() - own))
         for pid in ("self", "1"):
             try:
@@ -48,14 +49,46 @@ _PROBES = {
     """,
     "see processes of the host": """
         import os
-        print(*[name for name in os.listdir("/proc") if name.isdigit()])
-        if os.getpid() != 1 or os.getppid() != 0:
-            print(os.getpid(), os.getppid())
+        try:
+            print(*[name for name in os.listdir("/proc") if name.isdigit()])
+        except OSError:
+            pass
+        for name in ("environ", "cmdline", "maps", "mem"):
+            for pid in {{"self", "1", os.getppid(), {pid}}}:
+                try:
+                    open(f"/proc/{{pid}}/{{name}}", "rb").read(1)
+                    print(pid, name)
+                except OSError:
+                    pass
+    """,
+    "signal processes of the host": """
+        import os
+        for pid in {{1, os.getppid(), {pid}, -1}} - {{os.getpid()}}:
+            try:
+                os.kill(pid, 0)
+                print(pid)
+            except OSError:
+                pass
+    """,
+    "start a process": """
+        import ctypes, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        for attempt in (os.fork, lambda: os.posix_spawn("/bin/true", ["true"], {{}}), libc.vfork):
+            try:
+                if attempt() >= 0:
+                    print("forked")
+                    os._exit(0)
+            except OSError:
+                pass
+        try:
+            os.execv("/bin/true", ["true"])
+        except OSError:
+            pass
     """,
     "write outside its /tmp": """
         import os
         for folder in ("/", "/usr", "/usr/local", "/dev", "/dev/shm", "/proc", {here!r}):
-            if folder == "/tmp":
+            if folder == "/tmp" == os.environ["HOME"]:
                 continue
             try:
                 with open(os.path.join(folder, "probe"), "w"):
@@ -90,6 +123,8 @@ async def find_escape(zygote: ZygoteProcess) -> str:
             "port": tcp.getsockname()[1],
             "name": name,
             "here": str(Path(secret.name).parent),
+            "pid": os.getpid(),
+            "own": ONE_THREAD,
         }
         number, channel = await zygote.spawn(0)
         try:
@@ -97,8 +132,9 @@ async def find_escape(zygote: ZygoteProcess) -> str:
                 for what, probe in _PROBES.items():
                     await channel.send({"code": _dedent(probe).format(**places)})
                     answer = await channel.receive()
-                    if not answer.ok or answer.output.strip():
-                        return f"it could {what}: {answer.output[:200]}"
+                    said = f"{answer.output}{answer.problem}".strip()
+                    if said:
+                        return f"it could {what}: {said[:200]}"
         except (ChannelClosedError, TimeoutError) as error:
             raise InfraError(f"the sandbox did not survive its self-test: {error}") from error
         finally:

@@ -1,4 +1,4 @@
-"""The host's side of a zygote: starts it inside bubblewrap, orders sessions, ends it."""
+"""The host's side of a zygote: starts it on its rung, orders sessions, ends it."""
 
 from __future__ import annotations
 
@@ -12,56 +12,45 @@ from contextlib import suppress
 from itertools import count
 
 import msgspec
-from msgspec import Struct
 
 from agentenv.errors import ConfigError, InfraError
-from envs.sandbox.bubblewrap import HERE, NAMESPACES_ADVICE, bubblewrap, interpreter
+from envs.sandbox.bubblewrap import HERE, NAMESPACES_ADVICE, bubblewrap
 from envs.sandbox.channel import Channel, ChannelClosedError
+from envs.sandbox.interpreter import find_interpreter
+from envs.sandbox.settings import Rung, SandboxSetup, check_missing, check_rung, settings_of
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0  # imports what is preloaded, perhaps from a cold disk
 STOP_TIMEOUT_S = 5.0
-UNUSED_ID = 1_948_000_000  # uid and gid of model-written code when the host runs as root
-
-
-class SandboxLimits(Struct, frozen=True):
-    """Bounds of one session. max_processes counts the interpreter itself and its threads: with 1
-    nothing outlives a call and memory_bytes is a true bound."""
-
-    memory_bytes: int = 512 << 20
-    cpu_s: int = 600
-    max_processes: int = 1
-    max_open_files: int = 64
-    tmp_bytes: int = 16 << 20
-    max_output_chars: int = 8000
 
 
 class ZygoteProcess:
-    """One running zygote. `isolated` says whether it lives inside bubblewrap."""
+    """One running zygote; `rung` says what confines its sessions."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], control: socket.socket, isolated: bool
+        self, process: subprocess.Popen[bytes], control: socket.socket, rung: Rung
     ) -> None:
-        self.isolated = isolated
+        self.rung = rung
         self._process = process
         self._control = control
         self._numbers = count(1)
         self._outgoing: deque[tuple[bytes, socket.socket | None]] = deque()
 
     @classmethod
-    async def launch(cls, limits: SandboxLimits, isolated: bool) -> ZygoteProcess:
-        """Start one. A ConfigError says what this machine lacks."""
-        python = interpreter()
-        prefix = bubblewrap(python) if isolated else []
+    async def launch(cls, setup: SandboxSetup, rung: Rung) -> ZygoteProcess:
+        """Start one. A ConfigError says what this machine, or the interpreter, lacks."""
+        python = await find_interpreter(setup.interpreter)
+        check_rung(setup.limits, rung)
+        prefix = bubblewrap(python) if rung == "namespaces" else []
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
-            script = "/sandbox/zygote.py" if isolated else str(HERE / "zygote.py")
-            settings = _settings(limits, isolated, theirs.fileno())
+            script = "/sandbox/zygote.py" if rung == "namespaces" else str(HERE / "zygote.py")
+            settings = settings_of(setup, python, rung, theirs.fileno())
             try:
                 # on the loop's own thread: the zygote dies with the thread that started it
                 process = subprocess.Popen(  # noqa: ASYNC220 - a few ms, once
-                    [*prefix, python, "-s", "-B", script, settings],
-                    env={} if isolated else {"PYTHONHASHSEED": "0"},
+                    [*prefix, python.program, "-s", "-B", script, settings],
+                    env={} if rung == "namespaces" else {"PYTHONHASHSEED": "0"},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
@@ -71,13 +60,15 @@ class ZygoteProcess:
             except OSError as error:
                 ours.close()
                 raise ConfigError(f"the Python sandbox cannot start: {error}") from error
-        zygote = cls(process, ours, isolated)
+        zygote = cls(process, ours, rung)
         started = False
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                started = bool(await asyncio.get_running_loop().sock_recv(ours, 16))
-            if not started:
+                report = await asyncio.get_running_loop().sock_recv(ours, 1 << 16)
+            if not report:
                 await zygote._refuse()
+            check_missing(msgspec.json.decode(report)["missing"], python)
+            started = True
         except TimeoutError as error:
             raise InfraError(f"the sandbox did not start in {START_TIMEOUT_S:g} s") from error
         finally:
@@ -192,23 +183,3 @@ class ZygoteProcess:
         forbidden = "namespace" in reason or "ermi" in reason
         advice = f". {NAMESPACES_ADVICE}" if forbidden else ""
         raise ConfigError(f"the Python sandbox cannot start: {reason}{advice}")
-
-
-def _settings(limits: SandboxLimits, isolated: bool, control_fd: int) -> str:
-    """What the zygote reads from its command line."""
-    config = {
-        "control_fd": control_fd,
-        "isolated": isolated,
-        # process limits do not bind uid 0
-        "uid": UNUSED_ID if isolated and os.geteuid() == 0 else None,
-        "tmp_bytes": limits.tmp_bytes,
-        "max_output_chars": limits.max_output_chars,
-        "rlimits": {
-            "AS": limits.memory_bytes,
-            "CPU": limits.cpu_s,
-            "NPROC": limits.max_processes,
-            "NOFILE": limits.max_open_files,
-            "FSIZE": limits.tmp_bytes,
-        },
-    }
-    return msgspec.json.encode(config).decode()

@@ -38,6 +38,33 @@ def knowledge_base(directory: Path) -> dict[str, Any]:
 
 
 CASES = {
+    "agentenv/CodeInterpreter-v0": Case(
+        lambda directory: {"python": {"preload": (), "timeout_s": 20.0}},
+        [
+            call("python", code="import random; x = [random.random()]; x"),
+            call("python", code="x.append(1 / 0)"),
+            call("python", code="x.append(4837 * 57); x"),
+            answer("275709"),
+        ],
+    ),
+    "agentenv/DeepSearch-v0": Case(
+        lambda directory: {"python": {"timeout_s": 20.0}},
+        [
+            call("search", query="Which team won Super Bowl 50?"),
+            call("python", code="x = [4837 * 57]; x"),
+            call("python", code="x.append(1); x"),
+            answer("275709"),
+        ],
+    ),
+    "agentenv/WebSearch-v0": Case(
+        lambda directory: {},
+        [
+            call("search", query="Which team won Super Bowl 50?"),
+            call("open_page", url="corpus:xquad-0", query="points"),
+            call("open_page", url="http://127.0.0.1/admin"),
+            answer("275709"),
+        ],
+    ),
     "agentenv/Quickstart-v0": Case(
         knowledge_base,
         [
@@ -49,6 +76,7 @@ CASES = {
             answer("275709"),
         ],
     ),
+    "agentenv/QAGrader-v0": Case(lambda directory: {}, [answer("275709")]),
 }
 
 

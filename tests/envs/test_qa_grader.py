@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+import agentenv.env
+import envs  # noqa: F401, which registers the env
+from agentenv.errors import ConfigError
 from agentenv.grader import Grade, Grader
+from agentenv.shared import close_shared
 from agentenv.types import Message, Task
 from envs.qa_grader import ExactMatch, ToolReward, as_number, check_format, last_boxed, same_answer
 
@@ -161,3 +165,29 @@ async def test_hostile_answers_are_graded_at_once() -> None:
     for body in (r"\boxed{" * 50_000, "{" * 10**6, r"\boxed{" + "9" * 10**6 + "}"):
         result = await grade(ToolReward(), f"{THINK}<answer>{body}</answer>", answers=("9",))
         assert result.reward <= 0
+
+
+async def test_the_env_is_a_single_turn() -> None:
+    task = Task("t", "agentenv/QAGrader-v0", "A third of 36?", ("12",))
+    env = agentenv.env.make("agentenv/QAGrader-v0", task, grader={"math": False})
+    prompt, info = await env.reset(seed=1)
+    assert prompt == [Message("user", task.question)]
+    assert info["tools"] == []
+    assert env.fork_mode == "pure"
+    _, reward, terminated, _, info = await env.step(Message("assistant", r"So \boxed{twelve}."))
+    assert (reward, terminated, info["success"]) == (1.0, True, True)
+    assert info["reason"] == "right: 'twelve' equals '12' by number"
+    await env.close()
+    with pytest.raises(ConfigError, match="unknown field `mathh`"):
+        agentenv.env.make("agentenv/QAGrader-v0", task, grader={"mathh": False})
+
+
+async def test_math_verify_is_asked_for_when_it_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    env = agentenv.env.make("agentenv/QAGrader-v0", Task("t", "e", "?", ("1",)))
+    with pytest.raises(ConfigError, match=r"agentenv\[math\]"):
+        await env.reset()
+    await env.close()
+    await close_shared()

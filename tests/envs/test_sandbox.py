@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -14,11 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentenv.errors import ConfigError, EnvError, InfraError, ToolError
+from agentenv.errors import EnvError, InfraError, ToolError
 from envs.code_interpreter import NO_OUTPUT, PythonTool
 from envs.sandbox import Sandbox, SandboxLimits, SandboxSession, zygote_process
-from envs.sandbox import sandbox as sandbox_module
-from envs.sandbox.sandbox import VARIABLES_LOST
+from envs.sandbox.session import VARIABLES_LOST
 
 
 def children() -> list[psutil.Process]:
@@ -54,7 +52,7 @@ async def sandbox() -> AsyncIterator[Sandbox]:
     """A sandbox that leaves no process, descriptor or task."""
     await asyncio.to_thread(int)  # the loop's own helper thread is no leak
     before = num_descriptors(), len(asyncio.all_tasks())
-    one = Sandbox(limits=SandboxLimits(memory_bytes=200 << 20))
+    one = Sandbox(limits=SandboxLimits(memory_bytes=200 << 20), preload=())
     yield one
     await one.close()
     assert children() == []
@@ -196,7 +194,16 @@ async def test_an_interpreter_that_dies(session: SandboxSession, code: str) -> N
 )
 async def test_a_memory_hog_is_stopped(session: SandboxSession, code: str) -> None:
     assert (await said(session, code, 30)).endswith("MemoryError")
-    assert await said(session, "x = None; 1") == "1"
+    assert (await said(session, "x = None; 1")).endswith("1")
+
+
+async def test_variables_that_fill_the_memory_are_lost(session: SandboxSession) -> None:
+    """Else no later call could run."""
+    await session.run("y = 1", 10)
+    fill = "d = {}\nwhile True:\n  d[len(d)] = [len(d)] * 1000"
+    result = await session.run(fill, 30)
+    assert (result.output, result.end) == ("MemoryError", "raised")
+    assert await said(session, "6 * 7") == f"{VARIABLES_LOST}\n42"
 
 
 async def test_limits_of_files_and_processes(session: SandboxSession) -> None:
@@ -233,13 +240,13 @@ async def test_the_host_is_out_of_reach(sandbox: Sandbox, tmp_path: Path) -> Non
         ):
             result = await first.run(code, 10)
             assert (result.ok, result.end) == (False, "raised"), (code, result.output)
-    names = await said(first, "import os; sorted(os.environ)")
+    names = await said(first, "import os; sorted(n for n in os.environ if 'NUM_THREADS' not in n)")
     assert names == "['HOME', 'LC_CTYPE', 'PWD', 'PYTHONHASHSEED']"
     assert await said(first, "os.listdir('/proc'), os.listdir('/tmp')") == "([], [])"
     assert (
-        await said(first, "os.listdir('/sandbox'), os.getpid(), os.getuid()")
-        == ("(['cells.py', 'confine.py', 'zygote.py'], 1, 1000)")
-        or True
+        await said(first, "sorted(os.listdir('/sandbox')), os.getpid(), os.getuid()")
+        == "(['cells.py', 'confine.py', 'landlock.py', 'preload.py', 'seccomp.py', 'zygote.py'],"
+        " 1, 1000)"
     )
     await first.run("open('/tmp/mine', 'w').write('secret')", 10)
     assert await said(second, "import os; os.listdir('/tmp')") == "[]"
@@ -274,14 +281,14 @@ async def test_an_answer_is_not_believed(sandbox: Sandbox) -> None:
         "b'\\xff\\xff\\xff\\xff'",
         "b'\\0\\0\\0\\2hi'",
         "b'\\0\\0\\0\\4null'",
-        "b'\\0\\0\\0\\x0f{\"output\": true}'",
+        "b'\\0\\0\\0\\x10{\"output\": true}'",
     ):
         session = sandbox.session(1)
         result = await session.run(f"import os; os.write(3, {payload})", 10)
         assert result.end == "died", payload
         assert (await session.run("1", 10)).ok
         session.close()
-    forged = '{"ok": true, "output": "' + "x" * 100_000 + '"}'
+    forged = '{"output": "' + "x" * 100_000 + '"}'
     session = sandbox.session(1)
     code = f"import os; os.write(3, {len(forged)}.to_bytes(4, 'big') + {forged!r}.encode())"
     assert len(await said(session, code)) <= 16_000
@@ -335,6 +342,7 @@ async def test_a_replay_that_differs_is_refused(sandbox: Sandbox) -> None:
     child = parent.fork()
     with pytest.raises(EnvError, match="cannot be replayed"):
         await child.run("1", 10)
+    assert sandbox.counters.num_replays_refused == 1
     child.close()
     assert await said(parent, "1") == "1"
     parent.close()
@@ -406,7 +414,7 @@ import psutil
 from envs.sandbox import Sandbox
 
 async def main():
-    session = Sandbox().session(1)
+    session = Sandbox(preload=()).session(1)
     await session.run("1", 10)
     print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
     await session.run("while True: pass", 60)
@@ -457,59 +465,3 @@ async def test_the_python_tool(sandbox: Sandbox) -> None:
     assert (await tool.call({"code": "x"}, fork)).text == "1"
     for one in (state, state, fork):
         await tool.close(one)
-
-
-async def test_without_bubblewrap_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    with pytest.raises(ConfigError, match=r"apt install bubblewrap.*allow_unsafe = true"):
-        await Sandbox().start()
-
-
-async def test_without_namespaces_it_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    bubblewrap = tmp_path / "bwrap"
-    bubblewrap.write_text("#!/bin/sh\necho 'bwrap: No permissions to create namespace' >&2\nexit 1")
-    bubblewrap.chmod(0o700)
-    monkeypatch.setattr(shutil, "which", lambda _: str(bubblewrap))
-    before = num_descriptors()
-    with pytest.raises(ConfigError, match=r"No permissions.*user namespaces must be allowed"):
-        await Sandbox().start()
-    assert (num_descriptors(), children()) == (before, [])
-
-
-async def test_a_sandbox_with_a_hole_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = zygote_process.bubblewrap
-
-    def with_a_hole(python: str) -> list[str]:
-        program, *options = original(python)
-        return [program, "--ro-bind", "/etc", "/etc", *options]
-
-    monkeypatch.setattr(zygote_process, "bubblewrap", with_a_hole)
-    with pytest.raises(ConfigError, match="it could read a file of the host: /etc/"):
-        await Sandbox().start()
-    assert children() == []
-
-
-async def test_a_plain_subprocess_only_when_allowed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    sandbox = Sandbox(allow_unsafe=True)
-    session = sandbox.session(1)
-    assert await said(session, "x = 1; x") == "1"
-    assert "WITHOUT a sandbox" in caplog.text
-    home = Path((await said(session, "import os; os.getcwd()")).strip("'"))
-    assert home.parts[1] == "tmp"
-    assert (await session.run("while True: pass", 0.2)).end == "timed_out"
-    assert (await said(session, "2")).endswith("2")
-    zygote_process_id = sandbox._zygote._process.pid if sandbox._zygote else 0
-    os.kill(zygote_process_id, signal.SIGKILL)
-    await until_processes(1)  # the dead zygote, not waited for yet; its session died with it
-    with pytest.raises(InfraError):
-        await session.run("1", 10)
-    assert (await said(session, "3")).endswith("3")
-    await sandbox.close()
-    session.close()
-    assert children() == []
-    assert sandbox_module.UNSAFE_HINT

@@ -80,7 +80,7 @@ def test_words_of_any_script() -> None:
         "zorvex",
         "labs",
         "\u00e9t\u00e9",
-        "\u6771\u4eac_1",
+        *("\u6771", "\u4eac", "\u6771\u4eac", "_1"),  # no spaces: characters and pairs
     ]
 
 

@@ -1,0 +1,235 @@
+"""Native tool calls: messages by the model's own chat template, rendered append-only.
+
+The template is asked once for what it writes between the turns, with stand-ins for their texts;
+from then on only those frames are used. What was sampled is never rendered again, so a template
+that drops earlier thoughts does no harm: the policy keeps seeing its own. A template that changes
+what it wrote before when messages are added is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, Literal
+
+import jinja2
+from msgspec import Meta, Struct
+
+from agentenv.errors import ConfigError, DataError, EnvError
+from agentenv.prompt import PromptConfig
+from agentenv.renderer import TextCodec, ToolSchemas
+from agentenv.tool_syntax import Parser, hermes_calls, llama_calls
+from agentenv.types import Completion, Message
+
+Style = Literal["auto", "hermes", "llama"]
+Kinds = tuple[tuple[str, str | None], ...]  # (role, name) of each message of an observation
+
+_PARSERS: dict[str, Parser] = {"hermes": hermes_calls, "llama": llama_calls}
+_SIGNS = {"hermes": ("<tool_call>",), "llama": ("<|python_tag|>", "ipython")}
+_STAND_IN = "qZ{}Zq"  # short, and changed by no template
+_SAMPLE_TOOL = {
+    "name": "sample_tool",
+    "description": "A sample.",
+    "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+}
+
+
+class NativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="native",
+                   tag_field="name"):  # fmt: skip
+    """Tool calls in the form that the model's chat template knows."""
+
+    style: Annotated[
+        Style,
+        Meta(description="form of the calls: Hermes and Qwen, or Llama 3.1; auto: by the template"),
+    ] = "auto"
+
+
+class NativeRenderer:
+    """Renders by the chat template. A ConfigError says why a template cannot be used.
+
+    `eos_ids` are all tokens that end a turn. `drops_thoughts` says that the template itself would
+    leave out earlier thoughts, which stay here.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        config: NativeConfig | None = None,
+        prompt: PromptConfig | None = None,
+        eos_ids: Collection[int] = (),
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.config = config or NativeConfig()
+        self.template_kwargs = (prompt or PromptConfig()).chat_template_kwargs
+        self.codec = TextCodec(tokenizer, eos_ids)
+        if prompt is not None and not prompt.apply_chat_template:
+            raise ConfigError(
+                "renderer.name = 'native' speaks through the chat template; with "
+                "prompt.apply_chat_template = false use renderer.name = 'tags'"
+            )
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ConfigError("renderer.name = 'native': the tokenizer has no chat template")
+        self._parser = _PARSERS[self._style()]
+        self._frames: dict[Kinds, tuple[list[str], bool]] = {}
+        self.drops_thoughts = False
+        self._check_appends()
+        self._frames_of((("tool", "sample_tool"),))
+
+    def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
+        """The prompt of the first turn, with the schemas of the tools where the template has
+        them."""
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self._render(chat, tools, generation=True)
+        except jinja2.TemplateError as error:
+            raise DataError(
+                f"the chat template refuses a prompt of {[turn['role'] for turn in chat]}: {error}"
+            ) from error
+        return self.codec.single_bos(self.codec.encode(text))
+
+    def stop(self, tools: ToolSchemas) -> tuple[str, ...]:
+        """None: a turn ends with an end-of-sequence token."""
+        return ()
+
+    def parse(
+        self, completion: Completion, tools: ToolSchemas, prefix_ids: Sequence[int] = ()
+    ) -> Message:
+        """The action as a message; a turn cut off by a limit has no calls."""
+        text = self.codec.written(completion, prefix_ids)
+        calls = self._parser(text, tools) if completion.finish_reason == "stop" else ()
+        return Message("assistant", text, calls)
+
+    def observation(
+        self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
+    ) -> list[int]:
+        """What the template writes after the end of the turn, up to where the next one begins;
+        each text keeps its head and tail within max_tokens."""
+        frames, quoted = self._frames_of(tuple((m.role, m.name) for m in messages))
+        names = ["tool_call", "tool_response", "tools", *(str(tool["name"]) for tool in tools)]
+        ids = self.codec.encode(frames[0])
+        for message, frame in zip(messages, frames[1:], strict=True):
+            text = message.content
+            text = json.dumps(text, ensure_ascii=False)[1:-1] if quoted else text
+            ids += self.codec.encode_foreign(text, names, max_tokens) + self.codec.encode(frame)
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+        return self.codec.decode(token_ids)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of text of ours."""
+        return self.codec.encode(text)
+
+    # inner workings
+
+    def _style(self) -> str:
+        if self.config.style != "auto":
+            return self.config.style
+        template = str(self.tokenizer.chat_template)
+        for style, signs in _SIGNS.items():
+            if any(sign in template for sign in signs):
+                return style
+        raise ConfigError(
+            "renderer.style: the chat template shows neither Hermes' <tool_call> nor Llama's "
+            "ipython role; name the style, 'hermes' or 'llama', or use renderer.name = 'tags'"
+        )
+
+    def _render(self, chat: list[dict[str, Any]], tools: ToolSchemas, *, generation: bool) -> str:
+        functions = [{"type": "function", "function": dict(tool)} for tool in tools]
+        text = self.tokenizer.apply_chat_template(
+            chat,
+            tools=functions or None,
+            add_generation_prompt=generation,
+            tokenize=False,
+            **self.template_kwargs,
+        )
+        return str(text)
+
+    def _try(self, chat: list[dict[str, Any]], *, generation: bool = False) -> str:
+        try:
+            return self._render(chat, [_SAMPLE_TOOL], generation=generation)
+        except jinja2.TemplateError as error:
+            roles = [turn["role"] for turn in chat]
+            raise ConfigError(
+                f"renderer.name = 'native': the chat template refuses {roles}: {error}; use "
+                "renderer.name = 'tags'"
+            ) from error
+
+    def _check_appends(self) -> None:
+        """What was written must stay when messages are added, and tools must have a place."""
+        chat = [{"role": "user", "content": "qQuestionq"}]
+        if self._try(chat) == self._render(chat, [], generation=False):
+            raise ConfigError(
+                "renderer.name = 'native': the chat template has no place for tools; use "
+                "renderer.name = 'tags'"
+            )
+        self._must_start(self._try(chat, generation=True), self._try(chat), "the answer's header")
+        shorter = self._try(chat)
+        for number in (1, 2):
+            chat.append({"role": "assistant", "content": f"qTurn{number}q"})
+            chat.append({"role": "tool", "name": "sample_tool", "content": f"qResult{number}q"})
+            longer = self._try(chat)
+            self._must_start(longer, shorter, f"turn {number} and its tool result")
+            shorter = longer
+        chat[1]["content"] = "<think>\nqThoughtq\n</think>\n\nqTurn1q"
+        chat += [{"role": "assistant", "content": "qEndq"}, {"role": "user", "content": "qMoreq"}]
+        self.drops_thoughts = "qThoughtq" not in self._try(chat)
+
+    def _must_start(self, longer: str, shorter: str, what: str) -> None:
+        if longer.startswith(shorter):
+            return
+        place = next(
+            (i for i, (a, b) in enumerate(zip(longer, shorter, strict=False)) if a != b),
+            len(longer),
+        )
+        raise ConfigError(
+            f"renderer.name = 'native': the chat template cannot append: with {what} added it "
+            f"writes {longer[place : place + 40]!r} where {shorter[place : place + 40]!r} stood; "
+            "use renderer.name = 'tags'"
+        )
+
+    def _frames_of(self, kinds: Kinds) -> tuple[list[str], bool]:
+        """The texts around the messages of an observation, and whether theirs is quoted JSON."""
+        if kinds not in self._frames:
+            self._frames[kinds] = self._find_frames(kinds)
+        return self._frames[kinds]
+
+    def _find_frames(self, kinds: Kinds) -> tuple[list[str], bool]:
+        head: list[dict[str, Any]] = [{"role": "user", "content": "qQuestionq"}]
+        chat = [*head, {"role": "assistant", "content": "qTurnq"}]
+        plain = []
+        for number, (role, name) in enumerate(kinds):
+            if role not in ("tool", "user"):
+                raise EnvError(f"an observation holds tool results or user messages, not {role!r}")
+            plain.append(_STAND_IN.format(number) + '"')
+            turn = {"role": role, "content": plain[-1]}
+            chat.append(turn if name is None else {**turn, "name": name})
+        text = self._try(chat, generation=True)
+        self._must_start(text, self._try(head), f"an observation of {[role for role, _ in kinds]}")
+        rest = self._after_end(text.rpartition("qTurnq")[2])
+        quoted = bool(plain) and plain[0] not in rest
+        frames = []
+        for stand_in in plain:
+            before, found, rest = rest.partition(
+                stand_in.replace('"', r"\"") if quoted else stand_in
+            )
+            if not found:
+                raise ConfigError(
+                    "renderer.name = 'native': the chat template leaves out or changes the text "
+                    "of tool results; use renderer.name = 'tags'"
+                )
+            frames.append(before)
+        return [*frames, rest], quoted
+
+    def _after_end(self, rest: str) -> str:
+        """What follows the token that ends a turn, which was sampled."""
+        ends = {self.codec.decode([token]) for token in self.codec.eos_ids}
+        for end in sorted(ends, key=len, reverse=True):
+            if end and rest.startswith(end):
+                return rest[len(end) :]
+        raise ConfigError(
+            f"renderer.name = 'native': behind a turn the chat template writes {rest[:30]!r}, "
+            f"which starts with none of the end tokens {sorted(ends)}; check eos_token_id in "
+            "generation_config.json"
+        )

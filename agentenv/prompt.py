@@ -1,0 +1,107 @@
+"""What stands before the question: the system prompt, and how a prompt becomes text."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, field
+
+from agentenv.errors import ConfigError
+from agentenv.types import Message, Task
+
+SYSTEM_KEY = "system_prompt"  # of Task.metadata: the system prompt that a row brings along
+QUESTION = "{question}"
+
+
+class PromptConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The prompt of an episode."""
+
+    template: Annotated[
+        str,
+        Meta(
+            description="system prompt: 'search+python', 'search', 'python', 'no_tools', "
+            "'chinese', 'direct', or a text file; a file that holds {question} is the whole "
+            "user message; empty: that of the environment"
+        ),
+    ] = ""
+    override_row: Annotated[
+        bool,
+        Meta(description="the template wins over a system prompt that a dataset row brings along"),
+    ] = False
+    apply_chat_template: Annotated[
+        bool,
+        Meta(description="false: a base model reads the messages as plain text, blank lines apart"),
+    ] = True
+    chat_template_kwargs: Annotated[
+        dict[str, Any],
+        Meta(description="passed on to the chat template, such as {enable_thinking = false}"),
+    ] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.chat_template_kwargs and not self.apply_chat_template:
+            raise ConfigError(
+                "prompt.chat_template_kwargs: nothing reads them with "
+                "prompt.apply_chat_template = false; remove one of the two"
+            )
+
+
+class Instruction(Struct, frozen=True):
+    """The system prompt of a configuration, or no text; `override_row` lets it win over a row's."""
+
+    text: str = ""
+    override_row: bool = False
+
+    def apply(self, messages: Sequence[Message], task: Task) -> list[Message]:
+        """The prompt of an env with the system prompt that counts: that of the row, else this
+        one, else the env's own."""
+        row = task.metadata.get(SYSTEM_KEY)
+        from_row = isinstance(row, str) and bool(row) and not (self.override_row and self.text)
+        others = [message for message in messages if message.role != "system"]
+        if self.text and QUESTION in self.text:
+            question = others.pop().content if others else task.question
+            others.append(Message("user", self.text.replace(QUESTION, question)))
+            return [Message("system", str(row)), *others] if from_row else others
+        system = str(row) if from_row else self.text
+        return [Message("system", system), *others] if system else list(messages)
+
+
+def load_instruction(config: PromptConfig, resolve: Callable[[str], Path] = Path) -> Instruction:
+    """The text of a preset or of a file. Raises ConfigError when there is neither."""
+    if not config.template:
+        if config.override_row:
+            raise ConfigError("prompt.override_row: needs a prompt.template that overrides")
+        return Instruction()
+    if config.template in presets():
+        return Instruction(preset(config.template), config.override_row)
+    path = resolve(config.template)
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        near = difflib.get_close_matches(config.template, presets(), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"presets: {', '.join(presets())}"
+        raise ConfigError(
+            f"prompt.template: {config.template!r} is neither a preset nor a text file that can "
+            f"be read ({error}); {hint}"
+        ) from error
+    if not text:
+        raise ConfigError(f"prompt.template: the file {path} is empty")
+    return Instruction(text, config.override_row)
+
+
+@cache
+def presets() -> tuple[str, ...]:
+    """Names of the system prompts that come along."""
+    folder = resources.files("agentenv") / "prompts"
+    return tuple(sorted(file.name.removesuffix(".txt") for file in folder.iterdir()))
+
+
+@cache
+def preset(name: str) -> str:
+    """The text of one of `presets()`."""
+    file = resources.files("agentenv") / "prompts" / f"{name}.txt"
+    return file.read_text(encoding="utf-8").strip()

@@ -1,0 +1,62 @@
+"""Multiple choice: the letters that an answer chooses."""
+
+from __future__ import annotations
+
+import re
+
+_LETTER = re.compile(r"[(\[]?\s*([A-J])\s*[)\].:]?", re.IGNORECASE)
+_NAMED = re.compile(
+    r"(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)(?:\s+is)?:?\s*"
+    r"|(?:i\s+)?(?:choose|pick)\s+|\u9009\u9879?\s*)[(\[]?\s*([A-J])\s*[)\]]?(?![A-Za-z])(.*)",
+    re.IGNORECASE | re.DOTALL,
+)
+_LABELLED = re.compile(
+    r"(?:\(([A-J])\)|\[([A-J])\]|([A-J])\s*[).:\]])\s*(?![A-Z]\.)(\S.*)", re.DOTALL
+)
+_LIST = re.compile(
+    r"[(\[]?[A-J][)\]]?(?:\s*(?:,|;|/|&|\band\b|\s)\s*(?:and\s+)?[(\[]?[A-J][)\]]?){1,9}"
+)
+_ASCENDING = re.compile(r"[A-J]{2,5}")
+
+
+def is_choice(gold: str) -> bool:
+    """Whether a gold is a letter, or several, of a multiple-choice question."""
+    gold = gold.strip()
+    return bool(_LETTER.fullmatch(gold) and gold.upper() == gold) or _several(gold) is not None
+
+
+def labelled(gold: str) -> tuple[str, str] | None:
+    """The letter and the text of a gold such as '(B) Paris'."""
+    match = _LABELLED.fullmatch(gold.strip())
+    if match is None:
+        return None
+    return (match[1] or match[2] or match[3]), match[4].strip()
+
+
+def chosen(answer: str) -> frozenset[str]:
+    """The letters that the answer chooses; empty when it chooses none."""
+    answer = answer.strip()
+    match = _LETTER.fullmatch(answer)
+    if match is not None:
+        return frozenset(match[1].upper())
+    several = _several(answer)
+    if several is not None:
+        return several
+    match = _NAMED.fullmatch(answer)
+    if match is not None:
+        if re.match(r"\s*(?:,|/|or|and)\s*[(\[]?[A-J][)\]]?\b", match[2]):
+            return frozenset()  # hedged between two options
+        return frozenset(match[1].upper())
+    shown = set(re.findall(r"\(([A-J])\)", answer))
+    if len(shown) == 1:
+        return frozenset(shown)
+    label = labelled(answer)
+    return frozenset(label[0]) if label is not None else frozenset()
+
+
+def _several(text: str) -> frozenset[str] | None:
+    if _LIST.fullmatch(text):
+        return frozenset(re.findall(r"[A-J]", text))
+    if _ASCENDING.fullmatch(text) and list(text) == sorted(set(text)):
+        return frozenset(text)
+    return None

@@ -1,0 +1,78 @@
+"""Mathematical equivalence by math-verify, in workers that are killed at a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections import OrderedDict
+
+from agentenv.errors import ConfigError
+from agentenv.shared import shared
+from envs.grading.risk import risk_of
+from envs.grading.workers import JobFailedError, JobTimeoutError, WorkerPool
+
+LIMIT_S = 1.5
+MAX_CACHED = 20_000
+MEMORY_BYTES = 1 << 30
+
+
+class MathEquivalence:
+    """Asks math-verify; risky expressions are refused, equal questions are asked once.
+
+    math-verify is an extra: without it `start` raises ConfigError.
+    """
+
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self.limit_s = limit_s
+        self._pool = WorkerPool(
+            "envs.grading.math_worker:MathVerify", memory_bytes=MEMORY_BYTES, environment={}
+        )
+        self._known: OrderedDict[tuple[str, str, bool], tuple[bool, str]] = OrderedDict()
+
+    async def start(self) -> None:
+        """Load math-verify now rather than in the first grading."""
+        if importlib.util.find_spec("math_verify") is None:
+            raise ConfigError(
+                'grader: mathematical equivalence needs math-verify: pip install "agentenv[math]", '
+                "or set math = false to compare expressions as text"
+            )
+        await self._pool.start()
+
+    async def equal(self, answer: str, gold: str, *, plain: bool = False) -> tuple[bool, str]:
+        """Whether the two are equal, and why."""
+        key = (answer, gold, plain)
+        if key not in self._known:
+            self._known[key] = await self._ask(answer, gold, plain)
+            while len(self._known) > MAX_CACHED:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return self._known[key]
+
+    async def _ask(self, answer: str, gold: str, plain: bool) -> tuple[bool, str]:
+        for side, text in (("answer", answer), ("gold", gold)):
+            risk = "" if plain else risk_of(text)
+            if risk:
+                return False, f"not evaluated: the {side} holds {risk}"
+        payload = {"gold": gold, "answer": answer, "plain": plain}
+        await self.start()
+        for last in (False, True):
+            try:
+                equal = await self._pool.run(payload, self.limit_s)
+            except JobTimeoutError:
+                return False, f"math-verify did not finish within {self.limit_s:g} s"
+            except JobFailedError as error:
+                if "died" in str(error) and not last:
+                    continue  # killed from outside, perhaps for memory: once more
+                return False, f"math-verify failed: {error}"
+            return bool(equal), "math-verify: " + ("equal" if equal else "not equal")
+        raise AssertionError("unreachable")
+
+    async def close(self) -> None:
+        """Kill the workers."""
+        self._pool.close()
+        await asyncio.sleep(0)
+
+
+def shared_math(limit_s: float = LIMIT_S) -> MathEquivalence:
+    """The workers that all episodes of this process share."""
+    return shared(("math equivalence", limit_s), lambda: MathEquivalence(limit_s))

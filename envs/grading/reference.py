@@ -1,0 +1,220 @@
+r"""Reward, equivalence and evaluation metrics as the released code of ARPO and Tool-Star has them.
+
+For `compat = "reference"` only: token F1 for mathematics too, tags of tool results take part, a
+bonus for the mere text </search> and </python>. Source: reward rule, section 5 of the ARPO paper,
+and its released evaluation; reasons are spelled as there, since reports compare them.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Sequence
+from typing import Any
+
+from envs.grading.words import token_f1
+
+Output = dict[str, Any]
+
+TOOL_BONUS = 0.1
+_BOX, _BOX_SPACE = r"\boxed{", "\\boxed "
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_INTEGERS = re.compile(r"(0|-?[1-9][0-9]{0,4000})/(0|-?[1-9][0-9]{0,4000})")
+
+
+class NoNormalFormError(ValueError):
+    """An expression that the released rules cannot bring to a normal form."""
+
+
+def check_reference_format(text: str) -> tuple[bool, str]:
+    """Whether the whole text, tool results included, has the format; and the reason."""
+    num_open, num_close = text.count("<think>"), text.count("</think>")
+    if num_open != num_close:
+        return False, "<think> </think> not paired"
+    if not num_open:
+        return False, "<think> or </think> not found"
+    if (text.count("<answer>"), text.count("</answer>")) != (1, 1):
+        return False, "<answer> or </answer> not found"
+    for tag in ("search", "python"):
+        problem = _tool_order(text, tag)
+        if problem:
+            return False, f"{tag}/result tags are {problem}"
+    start, end = text.find("<answer>"), text.find("</answer>")
+    if start > end:
+        return False, "<answer> must be before </answer>"
+    if _BOX not in text[start:end] or "}" not in text[start:end]:
+        return False, r"answer is missing \boxed{} format"
+    return True, "format is correct"
+
+
+def reference_reward(text: str, golds: str | Sequence[str]) -> Output:
+    """{"score", "reason", "answer", "f1_score"} of a decoded response."""
+    valid, reason = check_reference_format(text)
+    output: Output = {"score": -1, "reason": f"bad format: {reason}", "answer": "", "f1_score": 0}
+    if not valid:
+        return output
+    answer, problem = _boxed(text.partition("<answer>")[2].partition("</answer>")[0])
+    if answer is None:
+        return {**output, "reason": f"find box error: {problem}"}
+    f1 = max((reference_f1(answer, gold) for gold in _as_list(golds)), default=0)
+    output |= {"answer": answer, "f1_score": f1}
+    if not f1:
+        return {**output, "score": 0, "reason": f"wrong answer but good format: {answer}"}
+    if "</search>" in text and "</python>" in text:
+        score = f1 + TOOL_BONUS
+        why = f"correct answer and calling search and python at the same time, get score: {score}"
+        return {**output, "score": score, "reason": why}
+    return {**output, "score": f1, "reason": f"correct answer, get f1 score: {f1}"}
+
+
+def reference_f1(answer: str, gold: str) -> float:
+    """Token F1 without compatibility forms unified: lower case, no ASCII punctuation, articles."""
+    found, wanted = _plain(answer), _plain(gold)
+    exclusive = {"yes", "no", "noanswer"}
+    if found != wanted and (found in exclusive or wanted in exclusive):
+        return 0
+    return token_f1(found.split(), wanted.split()) or 0
+
+
+def reference_extract(text: str) -> str:
+    """The prediction that the released evaluation reads from a response."""
+    before = text[: max(text.rfind("</answer>"), 0)]
+    start = before.rfind("<answer>")
+    body = before[start + len("<answer>") :] if start >= 0 else ""
+    found = _last_box((body or text).strip())
+    if found.startswith(_BOX) and found.endswith("}"):
+        found = found[len(_BOX) : -1]
+        if found.startswith(r"\text{") and found.endswith("}"):
+            found = found[len(r"\text{") : -1]
+    return found or body
+
+
+def reference_metrics(task: str, prediction: Any, reference: Any) -> dict[str, float]:
+    """em, acc, f1 and math_equal of the released evaluation; `task` is "qa" or "math"."""
+    golds = [reference]
+    if task == "qa" and isinstance(reference, str) and reference.startswith("["):
+        golds = [part.strip() for part in re.split(r",\s*", reference.strip("[]"))]
+    elif task == "qa" and not isinstance(reference, str):
+        golds = list(reference)
+    found = _lower(prediction, task == "qa")
+    best: dict[str, float] = {"em": 0, "acc": 0, "f1": 0, "math_equal": 0}
+    for gold in golds:
+        wanted = _lower(gold, task == "qa")
+        values = {
+            "em": int(found == wanted),
+            "acc": int(wanted in found),
+            "f1": token_f1(found.split(), wanted.split()),
+            "math_equal": int(reference_equal(found, wanted)),
+        }
+        best = {key: max(best[key], value) for key, value in values.items()}
+    return best
+
+
+def reference_equal(one: str | None, other: str | None) -> bool:
+    """Equality of two expressions after the string rules of `reference_normal`."""
+    if one is None or other is None:
+        return one is other
+    try:
+        return reference_normal(one) == reference_normal(other)
+    except (IndexError, NoNormalFormError):  # compared as they stand
+        return one == other
+
+
+def reference_normal(text: str) -> str:
+    r"""The normal form of an expression. Raises IndexError when \frac or \sqrt has no argument,
+    NoNormalFormError when it has two units."""
+    for old, new in (
+        ("\n", ""), (r"\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"),
+        (r"\left", ""), (r"\right", ""), (r"^{\circ}", ""), (r"^\circ", ""), (r"\$", ""),
+    ):  # fmt: skip
+        text = text.replace(old, new)
+    if text.count(r"\text{ ") > 1:
+        raise NoNormalFormError(text)
+    text = text.partition(r"\text{ ")[0].replace(r"\%", "").replace(r"\%", "")
+    text = text.replace(" .", " 0.").replace("{.", "{0.")
+    if text.startswith("."):
+        text = f"0{text}"
+    if not text:
+        return text
+    name, equals, value = text.partition("=")
+    if equals and "=" not in value and len(name) <= 2:
+        text = value
+    head, *roots = text.split(r"\sqrt")
+    text = head + "".join(rf"\sqrt{_first_braced(root)}" for root in roots)
+    text = _braced_fractions(text.replace(" ", ""))
+    if text == "0.5":
+        return r"\frac{1}{2}"
+    integers = _INTEGERS.fullmatch(text)
+    return rf"\frac{{{integers[1]}}}{{{integers[2]}}}" if integers else text
+
+
+def _first_braced(text: str) -> str:
+    return text if text[0] == "{" else f"{{{text[0]}}}{text[1:]}"
+
+
+def _braced_fractions(text: str) -> str:
+    head, *pieces = text.split(r"\frac")
+    for piece in pieces:
+        if piece[0] == "{":
+            head += rf"\frac{piece}"
+        elif len(piece) < 2:
+            return text
+        else:
+            head += rf"\frac{{{piece[0]}}}{_first_braced(piece[1:])}"
+    return head
+
+
+def _tool_order(text: str, tag: str) -> str:
+    place = 0
+    while (start := text.find(f"<{tag}>", place)) >= 0:
+        result, end = text.find("<result>", start), text.find(f"</{tag}>", start)
+        close = text.find("</result>", result)
+        if -1 in (result, end, close):
+            return "incomplete"
+        if not start < end < result < close:
+            return "nested in the wrong order"
+        place = close
+    return ""
+
+
+def _boxed(body: str) -> tuple[str | None, str]:
+    """The content of the last box, or None and the error that the released code reports."""
+    if _BOX_SPACE in body:
+        return body.rpartition(_BOX_SPACE)[2].partition("$")[0], ""
+    found = _last_box(body)
+    if not found.endswith("}") or _depth_never_closes(found):
+        return None, "argument of type 'NoneType' is not iterable"
+    return (found[len(_BOX) : -1], "") if found.startswith(_BOX) else (None, "")
+
+
+def _depth_never_closes(found: str) -> bool:
+    return found.count("{") != found.count("}")
+
+
+def _last_box(text: str) -> str:
+    r"""From the last \boxed, or else \fbox, to its closing brace, or to the end without one."""
+    start = text.rfind(r"\boxed")
+    if start < 0:
+        start = text.rfind(r"\fbox")
+    if start < 0:
+        return ""
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] == "{") - (text[place] == "}")
+        if text[place] == "}" and depth == 0:
+            return text[start : place + 1]
+    return text[start:]
+
+
+def _plain(text: str) -> str:
+    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def _lower(text: Any, articles: bool) -> str:
+    text = str(text).lower().strip()
+    return " ".join((_ARTICLE.sub(" ", text) if articles else text).split())
+
+
+def _as_list(golds: str | Sequence[str]) -> Sequence[str]:
+    return [golds] if isinstance(golds, str) else golds

@@ -1,0 +1,250 @@
+"""Sessions on another machine, by the HTTP interface of SandboxFusion.
+
+The service keeps nothing between calls, so each call carries the cells before it and runs them
+again first. One request: POST {url}/run_code with {"code", "language", "run_timeout", ...}; its
+reply: {"status", "message", "run_result": {"status", "execution_time", "stdout", "stderr"}}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct
+
+from agentenv.errors import ConfigError, EnvError, InfraError
+from envs.sandbox.sandbox import SandboxCounters
+from envs.sandbox.session import CODE_TOO_LONG, MAX_CODE_CHARS, RunResult
+from envs.sandbox.settings import SandboxLimits
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
+
+HTTP_PATIENCE_S = 15.0  # beside the time that the code may take
+START_TIMEOUT_S = 30.0
+MAX_REPLY_BYTES = 4 << 20
+MAX_ERROR_CHARS = 300
+_MARK = "\n@@agentenv-answer@@"
+_RUNNER = Path(__file__).with_name("cells.py")
+# What runs there: the cells before, whose words must not have changed, then the new one.
+_SCRIPT = """
+import hashlib, json, random, sys, types
+request = json.loads({request!r})
+cells = types.ModuleType("cells")
+exec(compile(request["runner"], "cells.py", "exec"), cells.__dict__)
+random.seed(request["seed"])
+if any("numpy" in code for code in request["codes"]):
+    try:
+        import numpy
+        numpy.random.seed(request["seed"] % 2**32)
+    except ImportError:
+        pass
+stdout = sys.stdout
+main = types.ModuleType("__main__")
+sys.modules["__main__"] = main
+answer = {{}}
+for number, code in enumerate(request["codes"]):
+    output, problem = cells.run_cell(code, main.__dict__, number + 1, request["max_chars"])
+    said = [cells._printable(output), cells._printable(problem)]
+    digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    answer = {{"output": said[0], "problem": said[1], "digest": digest, "differs": -1}}
+    if number < len(request["digests"]) and digest != request["digests"][number]:
+        answer["differs"] = number
+        break
+stdout.write({mark!r} + json.dumps(answer))
+stdout.flush()
+"""
+
+
+class _RunOutcome(Struct):
+    status: str = ""
+    execution_time: float | None = None
+    return_code: int | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+
+
+class _Reply(Struct):
+    status: str = ""
+    message: str | None = None
+    run_result: _RunOutcome | None = None
+
+
+class _Answer(Struct):
+    output: str = ""
+    problem: str = ""
+    digest: str = ""
+    differs: int = -1
+
+
+class RemoteSandbox:
+    """Sessions at `url`, a SandboxFusion service. Whatever protection there is, is the service's.
+
+    `start` runs one small program there, and raises ConfigError when that does not work.
+    """
+
+    def __init__(self, url: str, *, limits: SandboxLimits | None = None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"python.remote_url: expected http://... or https://..., not {url!r}")
+        self.url = url.rstrip("/")
+        self.limits = limits or SandboxLimits()
+        self.counters = SandboxCounters()
+        self._http: ClientSession | None = None
+        self._starting = asyncio.Lock()
+        self._proven = False
+
+    def session(self, seed: int | None) -> RemoteSession:
+        """A session for one episode; costs nothing until it runs something."""
+        self.counters.num_sessions += 1
+        return RemoteSession(self, 0 if seed is None else seed)
+
+    async def start(self) -> None:
+        """See that the service works, once."""
+        async with self._starting:
+            if self._proven:
+                return
+            try:
+                result, *_ = await self.post(0, ["6 * 7"], [], START_TIMEOUT_S)
+            except InfraError as error:
+                raise ConfigError(
+                    f"python.remote_url: {self.url} does not work: {error}"
+                ) from error
+            if result.output != "42":
+                raise ConfigError(
+                    f"python.remote_url: {self.url} does not run Python: {result.output!r}"
+                )
+            self._proven = True
+
+    async def close(self) -> None:
+        """Close the connections; idempotent."""
+        http, self._http = self._http, None
+        if http is not None:
+            await http.close()
+
+    async def post(
+        self, seed: int, codes: list[str], digests: list[str], run_timeout_s: float
+    ) -> tuple[RunResult, str, float]:
+        """Run cells in a fresh interpreter there: how the last one went, its digest for later,
+        and the seconds that all took.
+
+        Raises InfraError, or EnvError when a cell said something else than `digests` record.
+        """
+        request = {
+            "runner": _RUNNER.read_text(),
+            "seed": seed,
+            "codes": codes,
+            "digests": digests,
+            "max_chars": self.limits.max_output_chars,
+        }
+        body = {
+            "code": _SCRIPT.format(request=json.dumps(request), mark=_MARK),
+            "language": "python",
+            "compile_timeout": run_timeout_s,
+            "run_timeout": run_timeout_s,
+            "memory_limit_MB": self.limits.memory_bytes >> 20,
+            "stdin": "",
+            "files": {},
+            "fetch_files": [],
+        }
+        try:
+            reply = msgspec.json.decode(await self._request(body, run_timeout_s), type=_Reply)
+        except msgspec.DecodeError as error:
+            raise InfraError(f"{self.url}: not a reply of SandboxFusion: {error}") from error
+        outcome = reply.run_result
+        if reply.status == "SandboxError" or outcome is None:
+            message = (reply.message or "no message")[:MAX_ERROR_CHARS]
+            raise InfraError(f"{self.url}: {reply.status or 'no status'}: {message}")
+        return *self._read(outcome), outcome.execution_time or 0.0
+
+    def _read(self, outcome: _RunOutcome) -> tuple[RunResult, str]:
+        if outcome.status == "TimeLimitExceeded":
+            return RunResult("", False, "timed_out"), ""
+        _, mark, text = (outcome.stdout or "").rpartition(_MARK)
+        try:
+            answer = msgspec.json.decode(text.strip(), type=_Answer) if mark else None
+        except msgspec.DecodeError:
+            answer = None
+        if answer is None:
+            return RunResult("The interpreter died.", False, "died"), ""
+        if answer.differs >= 0:
+            self.counters.num_replays_refused += 1
+            raise EnvError(
+                f"an interpreter session cannot be replayed: cell {answer.differs + 1} said "
+                f"something else than the first time: {answer.output[:100]!r}"
+            )
+        output, problem = answer.output, answer.problem
+        joined = f"{output}\n{problem}".strip("\n") if problem else output
+        end = "raised" if problem else "done"
+        return RunResult(joined, not problem, end, problem), answer.digest
+
+    async def _request(self, body: dict[str, object], run_timeout_s: float) -> bytes:
+        import aiohttp  # only who names a URL needs it
+
+        if self._http is None:
+            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        try:
+            async with asyncio.timeout(run_timeout_s + HTTP_PATIENCE_S):
+                async with self._http.post(f"{self.url}/run_code", json=body) as response:
+                    if response.status != 200:
+                        raise InfraError(f"{self.url}: HTTP status {response.status}")
+                    data = bytearray()
+                    async for piece in response.content.iter_any():
+                        data += piece
+                        if len(data) > MAX_REPLY_BYTES:
+                            raise InfraError(f"{self.url}: a reply over {MAX_REPLY_BYTES} bytes")
+                    return bytes(data)
+        except aiohttp.ClientError as error:
+            raise InfraError(f"{self.url}: {error}") from error
+        except TimeoutError as error:
+            raise InfraError(f"{self.url}: no reply in time") from error
+
+
+class RemoteSession:
+    """The record of one episode's cells. A cell that timed out or died is not in it, so that the
+    variables before it are kept."""
+
+    def __init__(self, sandbox: RemoteSandbox, seed: int) -> None:
+        self.seed = seed
+        self._sandbox = sandbox
+        self._codes: list[str] = []
+        self._digests: list[str] = []
+        self._spent_s = 0.0  # what running the record takes
+        self._closed = False
+
+    async def run(self, code: str, timeout_s: float) -> RunResult:
+        """Run one cell. Raises InfraError when the machinery failed; then call again."""
+        if self._closed:
+            raise EnvError("this interpreter session is closed")
+        if len(code) > MAX_CODE_CHARS:
+            return RunResult(CODE_TOO_LONG, False, "raised", CODE_TOO_LONG)
+        counters = self._sandbox.counters
+        counters.num_calls += 1
+        counters.num_replays += bool(self._codes)
+        result, digest, spent_s = await self._sandbox.post(
+            self.seed, [*self._codes, code], self._digests, timeout_s + 2 * self._spent_s
+        )
+        if result.end == "timed_out":
+            counters.num_timeouts += 1
+            text = f"TimeoutError: stopped after {timeout_s:g} s"
+            return RunResult(text, False, "timed_out")
+        if result.end == "died":
+            counters.num_deaths += 1
+            return result
+        self._codes.append(code)
+        self._digests.append(digest)
+        self._spent_s = spent_s
+        return result
+
+    def fork(self) -> RemoteSession:
+        """A session that will replay the same cells."""
+        other = RemoteSession(self._sandbox, self.seed)
+        other._codes, other._digests = list(self._codes), list(self._digests)
+        other._spent_s = self._spent_s
+        return other
+
+    def close(self) -> None:
+        """Nothing is held anywhere; idempotent."""
+        self._closed = True

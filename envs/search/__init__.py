@@ -1,0 +1,1 @@
+"""Search: backends behind one interface, the traffic layer, web providers, pages and summaries."""

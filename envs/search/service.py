@@ -1,0 +1,138 @@
+"""What the tools of all episodes share: backend, cache, page reader, summariser; and the modes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct, field
+
+from agentenv.errors import InfraError, ToolError
+from agentenv.shared import shared
+from agentenv.types import Info, ToolResult
+from envs.search.backend import Hit, Query, market_of
+from envs.search.bm25 import CORPUS_SCHEME
+from envs.search.cache import ResultCache
+from envs.search.cassette import Cassette
+from envs.search.config import SearchConfig, build_backend
+from envs.search.pages import PageReader
+from envs.search.passages import passages, window
+from envs.search.summary import Summarizer
+
+NO_RESULTS = "No search results found."
+MAX_QUERY_CHARS = 2000
+
+
+class Episode(Struct):
+    """What a search is for: the question, and what the policy has written so far."""
+
+    question: str = ""
+    written: list[str] = field(default_factory=list)
+
+    def copy(self) -> Episode:
+        """An independent copy."""
+        return Episode(self.question, list(self.written))
+
+
+class SearchService:
+    """Search and pages, as configured. One a process and configuration: `shared_service`."""
+
+    def __init__(self, config: SearchConfig) -> None:
+        config.check()
+        self.config = config
+        self.cassette = (
+            Cassette(Path(config.cassette), config.cassette_mode) if config.cassette else None
+        )
+        self.cache = ResultCache(Path(config.cache) if config.cache else None)
+        self.backend = build_backend(config, self.cache, self.cassette)
+        self.reader = PageReader(config.pages, self.cache, self.cassette)
+        self.summarizer = (
+            Summarizer(config.summarizer, self.cassette) if config.summarizer is not None else None
+        )
+
+    async def start(self) -> None:
+        """Build or load the backend; raises ConfigError or DataError."""
+        await self.backend.start()
+
+    async def search(self, text: str, episode: Episode) -> ToolResult:
+        """What the policy reads: "Page i: ..." for each result, or one summary of them."""
+        config, sizes = self.config, self.config.sizes
+        text = text.strip()[:MAX_QUERY_CHARS]
+        if not text:
+            return ToolResult(NO_RESULTS, {"ids": []})
+        market = market_of(text, config.market, config.language)
+        hits = _distinct(await self.backend.search(Query(text, config.max_results, market)))
+        info: Info = {"ids": [hit.id or hit.url for hit in hits]}
+        if not hits:
+            return ToolResult(NO_RESULTS, info)
+        if sizes.mode == "snippets":
+            parts = [hit.text[: config.max_chars_per_result] for hit in hits]
+            return ToolResult(self._pages(hits, parts), info)
+        windows = await asyncio.gather(*(self._window(hit, info) for hit in hits))
+        pages = self._pages(hits, windows)
+        if sizes.mode == "summaries":
+            pages = await self._summary(text, pages, episode)
+        return ToolResult(pages, info)
+
+    async def open_page(self, url: str, query: str, episode: Episode) -> ToolResult:
+        """The passages of a page that fit the query, or a model's summary of them."""
+        config = self.config.pages
+        if url.startswith(CORPUS_SCHEME):
+            document = await self.backend.document(url)
+            if document is None:
+                raise ToolError(f"There is no document {url}.")
+            text = f"{document.title}\n{document.text}" if document.title else document.text
+        else:
+            text = await self.reader.text(url)
+        asked = query.strip()[:MAX_QUERY_CHARS] or episode.question
+        room = self.config.sizes.max_page_chars if config.summarize else config.max_chars
+        chosen = await asyncio.to_thread(passages, text, asked, room)
+        if config.summarize:
+            chosen = await self._summary(asked, chosen, episode)
+        return ToolResult(chosen, {"url": url, "num_chars": len(text)})
+
+    async def close(self) -> None:
+        """Close everything, the cache last; idempotent."""
+        await self.reader.close()
+        await self.backend.close()
+        if self.summarizer is not None:
+            await self.summarizer.close()
+        if self.cassette is not None:
+            self.cassette.close()
+        await self.cache.close()
+
+    async def _window(self, hit: Hit, info: Info) -> str:
+        """The page round the snippet; the snippet where the page cannot be had."""
+        sizes = self.config.sizes
+        if not hit.url.startswith(("http://", "https://")):
+            return hit.text[: sizes.window_chars]
+        try:
+            page = await self.reader.text(hit.url)
+        except (ToolError, InfraError) as error:
+            info.setdefault("pages_failed", []).append(str(error))
+            return hit.text[: sizes.window_chars]
+        page = page[: sizes.max_page_chars]
+        return await asyncio.to_thread(window, page, hit.text, sizes.window_chars)
+
+    async def _summary(self, query: str, pages: str, episode: Episode) -> str:
+        assert self.summarizer is not None, "the configuration was checked"
+        reasoning = "\n\n".join(episode.written)
+        return await self.summarizer.summarize(episode.question, reasoning, query, pages)
+
+    def _pages(self, hits: list[Hit], parts: list[str]) -> str:
+        lines = []
+        for number, (hit, part) in enumerate(zip(hits, parts, strict=True), start=1):
+            link = f"[{hit.title}]({hit.url}) " if self.config.show_links and hit.url else ""
+            lines.append(f"Page {number}: {link}{part}")
+        return "\n".join(lines)
+
+
+def shared_service(config: SearchConfig) -> SearchService:
+    """The service of this configuration that all episodes of the process share."""
+    key = ("search", msgspec.json.encode(config))
+    return shared(key, lambda: SearchService(config))
+
+
+def _distinct(hits: list[Hit]) -> list[Hit]:
+    return list({hit.text: hit for hit in reversed(hits)}.values())[::-1]

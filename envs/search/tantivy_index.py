@@ -1,0 +1,136 @@
+"""Tantivy: an index on disk, for corpora too large for memory. Needs the extra "tantivy"."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from agentenv.errors import ConfigError, DataError
+from envs.search.backend import Hit, Query
+from envs.search.bm25 import CORPUS_SCHEME
+from envs.search.corpus import each_passage, words
+from envs.search.extras import needed
+
+NUM_THREADS = 2
+DONE = "agentenv_complete"  # a file that says the index was built to its end
+
+
+class TantivyBackend:
+    """BM25 by tantivy. The index is built in `directory` from `corpus` if it is not there yet."""
+
+    def __init__(self, corpus: Path, directory: Path) -> None:
+        self._tantivy = needed("tantivy", "tantivy", "tantivy", 'search.backend.name = "tantivy"')
+        self._corpus = corpus
+        self._directory = directory
+        self._index: asyncio.Future[Any] | None = None
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tantivy")
+
+    async def start(self) -> None:
+        """Build or open the index; raises DataError or ConfigError."""
+        await self._ready()
+
+    async def search(self, query: Query) -> list[Hit]:
+        """The passages that share most with the query, in title and text."""
+        index = await self._ready()
+        hits: list[Hit] = await self._in_thread(self._search, index, query)
+        return hits
+
+    async def document(self, url: str) -> Hit | None:
+        """The passage of "corpus:ID"."""
+        index = await self._ready()
+        passage_id = url.removeprefix(CORPUS_SCHEME)
+        hit: Hit | None = await self._in_thread(self._document, index, passage_id)
+        return hit
+
+    async def close(self) -> None:
+        """Let the threads go."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _ready(self) -> Any:
+        if self._index is None:
+            loop = asyncio.get_running_loop()
+            self._index = loop.run_in_executor(self._threads, self._open)
+        return await asyncio.shield(self._index)
+
+    async def _in_thread(self, function: Any, *arguments: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, function, *arguments)
+
+    def _schema(self) -> Any:
+        builder = self._tantivy.SchemaBuilder()
+        builder.add_text_field("id", stored=True, tokenizer_name="raw")
+        builder.add_text_field("title", stored=True, tokenizer_name="raw")
+        builder.add_text_field("text", stored=True, tokenizer_name="raw")
+        # our own words, so that all embedded backends find the same, in Chinese too
+        builder.add_text_field("words", stored=False, tokenizer_name="whitespace")
+        return builder.build()
+
+    def _open(self) -> Any:
+        stamp = f"{self._corpus.resolve()} {self._corpus_state()}"
+        marker = self._directory / DONE
+        try:
+            if marker.exists():
+                if marker.read_text(encoding="utf-8") != stamp:
+                    raise ConfigError(
+                        f"search.backend.directory: {self._directory} holds the index of another "
+                        f"corpus than {self._corpus}; expected another or an empty directory"
+                    )
+                return self._tantivy.Index.open(str(self._directory))
+            self._directory.mkdir(parents=True, exist_ok=True)
+            if any(self._directory.iterdir()):
+                raise ConfigError(
+                    f"search.backend.directory: {self._directory} holds something else, or an "
+                    "index that was not built to its end; expected an empty directory"
+                )
+            index = self._build()
+            marker.write_text(stamp, encoding="utf-8")
+            return index
+        except OSError as error:
+            raise ConfigError(f"search.backend.directory: {self._directory}: {error}") from error
+
+    def _corpus_state(self) -> str:
+        try:
+            state = self._corpus.stat()
+        except OSError as error:
+            raise DataError(f"corpus {self._corpus} cannot be read: {error.strerror}") from error
+        return f"{state.st_size} {state.st_mtime_ns}"
+
+    def _build(self) -> Any:
+        index = self._tantivy.Index(self._schema(), path=str(self._directory))
+        writer = index.writer()
+        for passage in each_passage(self._corpus):
+            document = self._tantivy.Document()
+            document.add_text("id", passage.id)
+            document.add_text("title", passage.title[:1000])
+            document.add_text("text", passage.text)
+            document.add_text("words", " ".join(words(f"{passage.title} {passage.text}")))
+            writer.add_document(document)
+        writer.commit()
+        writer.wait_merging_threads()
+        index.reload()
+        return index
+
+    def _search(self, index: Any, query: Query) -> list[Hit]:
+        asked = dict.fromkeys(words(query.text))
+        if not asked:
+            return []
+        module = self._tantivy
+        term = module.Query.term_query
+        terms = [(module.Occur.Should, term(index.schema, "words", word)) for word in asked]
+        searcher = index.searcher()
+        found = searcher.search(module.Query.boolean_query(terms), query.max_results)
+        return [_hit(searcher.doc(address), score) for score, address in found.hits]
+
+    def _document(self, index: Any, passage_id: str) -> Hit | None:
+        searcher = index.searcher()
+        term = self._tantivy.Query.term_query(index.schema, "id", passage_id)
+        hits = searcher.search(term, 1).hits
+        return _hit(searcher.doc(hits[0][1]), 0.0) if hits else None
+
+
+def _hit(document: Any, score: float) -> Hit:
+    passage_id = str(document.get_first("id"))
+    text, title = str(document.get_first("text")), str(document.get_first("title") or "")
+    return Hit(text, title, CORPUS_SCHEME + passage_id, passage_id, float(score))

@@ -1,0 +1,172 @@
+"""Serve a corpus over HTTP, so that many workers and machines share one index.
+
+    python launchers/retriever.py FILE.toml [key=value ...]
+    python launchers/retriever.py port=8001 backend.corpus=wiki.jsonl
+
+POST /retrieve in both dialects: {"queries": [text, ...], "topk": 5, "return_scores": true} and
+{"query": text, ...}. The answer is {"result": [[{"document": {"id", "title", "contents"},
+"score"}, ...], ...]}, a list for each query. GET /health says {"status": "ok"}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+if __name__ == "__main__":  # run by its path: the repository root is what holds the packages
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta, Struct
+
+from agentenv.config import apply_overrides, build_config, load_config
+from agentenv.errors import AgentEnvError, InfraError
+from envs.search.backend import Backend, Hit, Query
+from envs.search.cache import ResultCache
+from envs.search.config import BackendConfig, BM25Config, SearchConfig, build_backend
+from envs.search.corpus import joined_contents
+from launchers.keys import key_table
+
+MAX_BODY_BYTES = 4_000_000
+MAX_QUERY_CHARS = 10_000
+
+logger = logging.getLogger(__name__)
+
+
+class RetrieverConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The retriever."""
+
+    backend: Annotated[BackendConfig, Meta(description="what is searched")] = BM25Config()
+    host: Annotated[str, Meta(description="where to listen; 0.0.0.0: on every address")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, Meta(ge=0, le=65535, description="0: a free one")] = 8000
+    topk: Annotated[int, Meta(ge=1, le=100, description="results when none are asked for")] = 5
+    max_queries: Annotated[int, Meta(ge=1, description="in one request")] = 512
+
+
+class _Request(Struct):
+    query: str | None = None
+    queries: list[str] | None = None
+    topk: Annotated[int, Meta(ge=1, le=100)] | None = None
+    return_scores: bool = False
+
+
+class Retriever:
+    """The service: one backend behind /retrieve."""
+
+    def __init__(self, config: RetrieverConfig, backend: Backend) -> None:
+        self.config = config
+        self.backend = backend
+
+    def app(self) -> web.Application:
+        """The aiohttp application."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/retrieve", self.retrieve)
+        app.router.add_get("/health", self.health)
+        return app
+
+    async def health(self, request: web.Request) -> web.Response:
+        """Answers once the index is there."""
+        return web.json_response({"status": "ok"})
+
+    async def retrieve(self, request: web.Request) -> web.Response:
+        """Both dialects; a wrong request is answered with 400 and what was expected."""
+        try:
+            asked = msgspec.json.decode(await request.read(), type=_Request)
+            queries = self._queries(asked)
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+            expected = 'expected {"queries": [text, ...]} or {"query": text}, with "topk" up to 100'
+            return web.json_response({"error": f"{error}; {expected}"}, status=400)
+        topk = asked.topk or self.config.topk
+        try:
+            found = await asyncio.gather(
+                *(self.backend.search(Query(query, topk)) for query in queries)
+            )
+        except InfraError as error:
+            return web.json_response({"error": str(error)}, status=503)
+        result = [[_row(hit, asked.return_scores) for hit in hits] for hits in found]
+        return web.Response(
+            body=msgspec.json.encode({"result": result}), content_type="application/json"
+        )
+
+    def _queries(self, asked: _Request) -> list[str]:
+        if (asked.query is None) == (asked.queries is None):
+            raise ValueError("one of query and queries is needed")
+        queries = [asked.query] if asked.query is not None else asked.queries or []
+        if len(queries) > self.config.max_queries:
+            raise ValueError(f"{len(queries)} queries, at most {self.config.max_queries}")
+        return [query[:MAX_QUERY_CHARS] for query in queries]
+
+
+def _row(hit: Hit, with_score: bool) -> dict[str, object]:
+    contents = joined_contents(hit.title, hit.text)
+    document = {"id": hit.id, "title": hit.title, "contents": contents}
+    return {"document": document, "score": hit.score} if with_score else {"document": document}
+
+
+async def serve(config: RetrieverConfig, stop: asyncio.Event) -> None:
+    """Load the index, listen, and serve until `stop` is set; raises ConfigError, DataError."""
+    cache = ResultCache()
+    backend = build_backend(SearchConfig(backend=config.backend), cache, None)
+    runner = web.AppRunner(Retriever(config, backend).app(), access_log=None)
+    try:
+        logger.info("loading the index ...")
+        await backend.start()
+        await runner.setup()
+        site = web.TCPSite(runner, config.host, config.port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise AgentEnvError(f"cannot listen on {config.host}:{config.port}: {error}") from error
+        port = runner.addresses[0][1]
+        logger.info("serving on http://%s:%d/retrieve", config.host, port)
+        await stop.wait()
+    finally:
+        await runner.cleanup()
+        await backend.close()
+        await cache.close()
+
+
+async def _serve_until_signal(config: RetrieverConfig) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    await serve(config, stop)
+
+
+def read_config(arguments: list[str]) -> RetrieverConfig:
+    """From a TOML file and overrides, or from overrides alone."""
+    if arguments and "=" not in arguments[0]:
+        return load_config(RetrieverConfig, Path(arguments[0]), arguments[1:])
+    raw: dict[str, object] = {}
+    apply_overrides(raw, arguments)
+    backend = raw.get("backend")
+    if isinstance(backend, dict):
+        backend.setdefault("name", "bm25")
+    return build_config(RetrieverConfig, raw, "the command line")
+
+
+def main(arguments: list[str]) -> int:
+    """Serve until interrupted; the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if {"-h", "--help"} & set(arguments):
+        logger.info("%s\n%s", __doc__, key_table(RetrieverConfig))
+        return 0
+    try:
+        asyncio.run(_serve_until_signal(read_config(arguments)))
+    except AgentEnvError as error:
+        logger.error("error: %s", error)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

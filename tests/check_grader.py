@@ -1,0 +1,152 @@
+"""Agreement of the layered grader with labelled pairs, beside two other graders on the same pairs.
+
+    python tests/check_grader.py PAIRS.json [--min-agreement X]
+
+PAIRS.json is a list of [gold, answer, 0 or 1] (or {"pairs": [...]}); gold is a string or a list
+of strings. Prints agreement with its 95 % Wilson interval, every miss, and the slowest pairs.
+Exit code 1 below X, 2 for a file that cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from agentenv.shared import close_shared
+from envs.grading.equivalence import shared_math
+from envs.grading.layers import Layered
+from envs.grading.reference import reference_f1
+
+NUM_SLOWEST = 10
+PLAIN_LIMIT_S = 4.0
+
+
+class Row(NamedTuple):
+    golds: list[str]
+    answer: str
+    label: bool
+
+
+class Outcome(NamedTuple):
+    row: Row
+    right: bool
+    reason: str
+    wall_s: float
+
+
+def read_pairs(path: Path) -> list[Row]:
+    """The rows; a ValueError names the first that is not of the form."""
+    found: Any = json.loads(path.read_text(encoding="utf-8"))
+    rows = found["pairs"] if isinstance(found, dict) and "pairs" in found else found
+    if not isinstance(rows, list) or not rows:
+        raise ValueError("expected a list of [gold, answer, 0 or 1]")
+    return [_row(number, row) for number, row in enumerate(rows, start=1)]
+
+
+def _row(number: int, row: Any) -> Row:
+    if isinstance(row, dict) and {"gold", "answer", "label"} <= row.keys():
+        row = [row["gold"], row["answer"], row["label"]]
+    if not isinstance(row, list) or len(row) < 3 or row[2] not in (0, 1):
+        raise ValueError(f"pair {number}: expected [gold, answer, 0 or 1], found {row!r:.200}")
+    golds = row[0] if isinstance(row[0], list) else [row[0]]
+    return Row([str(gold) for gold in golds], str(row[1]), bool(row[2]))
+
+
+def wilson(num_right: int, num_all: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95 % interval of a share."""
+    share = num_right / num_all
+    middle = share + z * z / (2 * num_all)
+    width = z * math.sqrt(share * (1 - share) / num_all + z * z / (4 * num_all**2))
+    return (middle - width) / (1 + z * z / num_all), (middle + width) / (1 + z * z / num_all)
+
+
+async def by_layers(rows: list[Row]) -> list[Outcome]:
+    """What the layered grader says, and how long it took."""
+    matcher, loop = Layered(), asyncio.get_running_loop()
+    await matcher.start()
+    outcomes = []
+    for row in rows:
+        start = loop.time()
+        verdict = await matcher.verdict("", row.answer, row.golds)
+        outcomes.append(Outcome(row, verdict.right, verdict.reason, loop.time() - start))
+    return outcomes
+
+
+async def by_math_verify(rows: list[Row]) -> list[bool]:
+    """What math-verify says alone, with its own choices and a limit from outside."""
+    equivalence = shared_math(PLAIN_LIMIT_S)
+    slots = asyncio.Semaphore(4)
+
+    async def right(row: Row) -> bool:
+        for gold in row.golds:
+            async with slots:
+                equal, _ = await equivalence.equal(row.answer, gold, plain=True)
+            if equal:
+                return True
+        return False
+
+    return list(await asyncio.gather(*map(right, rows)))
+
+
+def by_arpo(rows: list[Row]) -> list[bool]:
+    """Whether ARPO's own token F1 is 1."""
+    return [any(reference_f1(row.answer, gold) == 1 for gold in row.golds) for row in rows]
+
+
+def report(name: str, rows: list[Row], verdicts: list[bool]) -> float:
+    """Print one line; the agreement."""
+    right = sum(row.label == verdict for row, verdict in zip(rows, verdicts, strict=True))
+    low, high = wilson(right, len(rows))
+    share = right / len(rows)
+    print(f"{name:<28} {right:>4} of {len(rows)}  {share:.3f}  [{low:.3f}, {high:.3f}]")
+    return share
+
+
+async def check(rows: list[Row], alone: bool) -> float:
+    """Grade all pairs and print the report."""
+    try:
+        outcomes = await by_layers(rows)
+        plain = await by_math_verify(rows) if alone else None
+    finally:
+        await close_shared()
+    agreement = report("layered grader", rows, [outcome.right for outcome in outcomes])
+    if plain is not None:
+        report("math-verify alone", rows, plain)
+    report("ARPO (token F1 == 1)", rows, by_arpo(rows))
+    for kind, says in (("too lenient", True), ("too strict", False)):
+        misses = [o for o in outcomes if o.right == says and o.row.label != says]
+        print(f"\n{len(misses)} {kind}:")
+        for outcome in misses:
+            golds = outcome.row.golds[0] if len(outcome.row.golds) == 1 else outcome.row.golds
+            print(f"  {golds!r:.100} <- {outcome.row.answer!r:.100}  ({outcome.reason[-120:]})")
+    print("\nslowest pairs, ms:")
+    for outcome in sorted(outcomes, key=lambda o: -o.wall_s)[:NUM_SLOWEST]:
+        gold = outcome.row.golds[0]
+        print(f"  {outcome.wall_s * 1000:8.1f}  {gold!r:.60} <- {outcome.row.answer!r:.60}")
+    return agreement
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("pairs", type=Path)
+    parser.add_argument("--min-agreement", type=float, default=0.0)
+    parser.add_argument("--no-math-verify", action="store_true", help="leave that figure out")
+    options = parser.parse_args(arguments)
+    try:
+        rows = read_pairs(options.pairs)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"{options.pairs}: {error}\n")
+        return 2
+    agreement = asyncio.run(check(rows, not options.no_math_verify))
+    return 1 if agreement < options.min_agreement else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,55 @@
+"""A local HTTP server that answers like the services that search calls."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from envs.search.cassette import Cassette, Reply
+from envs.search.upstream import HttpRequest, TrafficConfig, Upstream
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+QUICK = TrafficConfig(rate_per_s=0, first_delay_s=0, max_delay_s=0.001, num_retries=2)
+
+
+@asynccontextmanager
+async def serving(handler: Handler) -> AsyncIterator[str]:
+    """The address of a server on 127.0.0.1 that answers everything with `handler`."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await handler(request)
+
+    app = web.Application(client_max_size=10_000_000)
+    app.router.add_route("*", "/{path:.*}", answer)
+    server = TestServer(app)
+    await server.start_server()
+    try:
+        yield str(server.make_url("/")).rstrip("/")
+    finally:
+        await server.close()
+
+
+class Scripted:
+    """A service that answers with these statuses in turn, then with 200; counts what it saw."""
+
+    def __init__(self, *statuses: int, headers: dict[str, str] | None = None) -> None:
+        self.statuses = list(statuses)
+        self.headers = headers or {}
+        self.num_requests = 0
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        self.num_requests += 1
+        status = self.statuses.pop(0) if self.statuses else 200
+        return web.Response(status=status, text="fine", headers=self.headers)
+
+
+async def send(url: str, config: TrafficConfig = QUICK, cassette: Cassette | None = None) -> Reply:
+    upstream = Upstream("service", config, cassette)
+    try:
+        return await upstream.send(HttpRequest("GET", url))
+    finally:
+        await upstream.close()

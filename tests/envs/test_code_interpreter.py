@@ -1,0 +1,94 @@
+"""The registered code interpreter: its keys, its limits as the policy sees them, its reward."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+import agentenv.env
+import envs  # noqa: F401 - registers
+from agentenv.errors import ConfigError
+from agentenv.shared import close_shared
+from agentenv.types import Message, Task, ToolCall
+from envs.code_interpreter import python_tool, shared_sandbox
+from envs.sandbox import RemoteSandbox, Sandbox
+
+ENV_ID = "agentenv/CodeInterpreter-v0"
+TASK = Task("t", ENV_ID, "How much is 57 times 4837?", ("275709",))
+
+
+@pytest.fixture(autouse=True)
+async def _shared() -> AsyncIterator[None]:
+    yield
+    await close_shared()
+
+
+def run(code: str) -> Message:
+    return Message("assistant", "<think>.</think>", (ToolCall("python", {"code": code}),))
+
+
+async def test_an_episode_with_numpy_and_sympy() -> None:
+    env = agentenv.env.make(ENV_ID, TASK, grader="tool_reward")
+    prompt, info = await env.reset(seed=1)
+    assert prompt == [Message("user", TASK.question)]
+    assert [tool["name"] for tool in info["tools"]] == ["python"]
+    code = "import numpy as np, sympy\nx = int(np.int64(57) * 4837)\nsympy.factorint(x)"
+    observation, *_ = await env.step(run(code))
+    assert observation[0].content == "{3: 1, 7: 1, 19: 1, 691: 1}"
+    observation, *_ = await env.step(run("print(x)"))
+    assert observation[0].content == "275709"
+    answer = Message("assistant", r"<think>.</think><answer>\boxed{275709}</answer>")
+    _, reward, terminated, _, info = await env.step(answer)
+    assert (reward, terminated, info["success"]) == (1.0, True, True)
+    await env.close()
+
+
+async def test_the_time_limit_of_a_call_is_a_key() -> None:
+    env = agentenv.env.make(ENV_ID, TASK, python={"timeout_s": 0.3, "preload": []})
+    await env.reset(seed=1)
+    observation, _, _, _, info = await env.step(run("while True: pass"))
+    assert observation[0].content == "TimeoutError: stopped after 0.3 s"
+    assert info["tool_calls"][0]["ok"] is False
+    await env.close()
+
+
+async def test_a_missing_package_is_reported_before_the_first_question() -> None:
+    env = agentenv.env.make(ENV_ID, TASK, python={"preload": ["no_such_package"]})
+    with pytest.raises(ConfigError, match=r"python\.preload: .*cannot import no_such_package"):
+        await env.reset(seed=1)
+    await env.close()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "problem"),
+    [
+        (
+            {"python": {"interpretor": "x"}},
+            "unknown field `interpretor`; known keys: .*'interpreter'",
+        ),
+        ({"python": {"timeout_s": 0}}, r"python: Expected `float` > 0.*timeout_s"),
+        ({"python": {"limits": {"memory": 1}}}, r"python: .*unknown field `memory`"),
+        ({"python": {"remote_url": "ftp://x"}}, "python.remote_url: expected http://"),
+        ({"python": {"remote_url": "http://x", "preload": ["json"]}}, "its own interpreter"),
+        ({"grader": "best"}, "grader: expected one of"),
+    ],
+)
+def test_a_wrong_key_is_refused(kwargs: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        agentenv.env.make(ENV_ID, TASK, **kwargs)
+
+
+async def test_one_sandbox_for_all_episodes_with_the_same_settings() -> None:
+    one = shared_sandbox()
+    assert isinstance(one, Sandbox)
+    assert shared_sandbox() is one
+    assert shared_sandbox(allow_unsafe=True) is not one
+    tool = python_tool(timeout_s=3.0)
+    assert (tool.sandbox, tool.timeout_s) == (one, 3.0)
+    env = agentenv.env.make(ENV_ID, TASK, python={"remote_url": "http://127.0.0.1:9"})
+    with pytest.raises(ConfigError, match=r"python\.remote_url: .* does not work"):
+        await env.reset(seed=1)
+    await env.close()
+    assert RemoteSandbox("http://127.0.0.1:9/").url == "http://127.0.0.1:9"

@@ -1,0 +1,260 @@
+r"""The layered grader: what it accepts, what it refuses, and why; hostile answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agentenv.errors import ConfigError
+from agentenv.shared import close_shared
+from agentenv.types import Message, Task, ToolCall
+from envs.grading.config import check_grader, grader_config, make_grader
+from envs.grading.layers import Layered, compare
+from envs.grading.reward import ToolReward
+from envs.grading.risk import risk_of
+from envs.grading.words import f1, squad_f1
+from tests import check_fixtures
+from tests import check_grader as pairs
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+
+
+@pytest.fixture(autouse=True)
+async def _shared() -> AsyncIterator[None]:
+    yield
+    await close_shared()
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "layer"),
+    [
+        ("Paris", " **paris**. ", "words"),
+        ("Paris", "The answer is Paris.", "string"),
+        ("42", r"\[\boxed{42}\]", "string"),
+        ("B", "(b)", "choice"),
+        ("(B) Paris", "Paris", "choice"),
+        ("A, C", "C and A", "choice"),
+        ("yes", "Yes, it is.", "yes or no"),
+        ("no solution", r"\emptyset", "special value"),
+        ("0.5", r"\frac{1}{2}", "number"),
+        ("50%", "1/2", "number"),
+        ("12 cm", "0.12 m", "number"),
+        ("$1.5 million", "1,500,000 dollars", "number"),
+        ("twenty-one", "21", "number"),
+        ("\u5341\u4e8c", "12", "number"),
+        ("90 minutes", "1 hour 30 minutes", "number"),
+        ("July 4, 1776", "1776-07-04", "date"),
+        ("15:00", "3 pm", "time"),
+        ("{1, 2, 3}", "3, 2 and 1", "list"),
+        (r"\pm 2", "x = 2 or x = -2", "list"),
+        ("(1, 2]", "( 1 , 2 ]", "string"),
+        ("52_8", r"52_{\text{eight}}", "number in a base"),
+        ("Federal Bureau of Investigation", "FBI", "words"),
+        ("John F. Kennedy", "John Fitzgerald Kennedy", "words"),
+        ("\u5317\u4eac", "\u5317\u4eac\u3002", "string"),
+    ],
+)
+async def test_right(gold: str, answer: str, layer: str) -> None:
+    verdict = await Layered(math=False).verdict("?", answer, ["something else", gold])
+    assert (verdict.right, verdict.score, verdict.layer) == (True, 1.0, layer)
+    assert layer in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("5", "-5"),
+        ("3.14", "314"),
+        ("12 cm", "12 m"),
+        ("5 euros", "$5"),
+        ("44 BC", "44"),
+        ("5", "5 or 6"),
+        ("1", "1, 2"),
+        ("B", "A or B"),
+        ("yes", "no"),
+        ("[1, 2)", "(1, 2)"),
+        ("(1, 2)", "(2, 1)"),
+        ("a=1, b=2", "a=2, b=1"),
+        ("52_8", "52_9"),
+        ("Paris", "not Paris"),
+        ("Paris", "London"),
+        ("Paris", ""),
+        ("George W. Bush", "George H. W. Bush"),
+        ("Martin Luther King Jr.", "Martin Luther"),
+        ("Henry VIII", "Henry VII"),
+        ("Paris", "Paris " * 1000),
+    ],
+)
+async def test_wrong(gold: str, answer: str) -> None:
+    verdict = await Layered(math=False).verdict("?", answer, [gold])
+    assert (verdict.right, verdict.score) == (False, 0.0)
+    assert verdict.reason.startswith("wrong: ")
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "right"),
+    [
+        ("x^2+2x+1", "(x+1)^2", True),
+        (r"\frac{\sqrt{3}}{2}", r"\frac{1}{2}\sqrt3", True),
+        ("y = 2x + 3", "2x - y + 3 = 0", True),
+        (r"(3, \infty)", "x > 3", True),
+        (r"\sqrt{-1}", "i", True),
+        (r"\sqrt{2}", "1.41421356237", False),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}", True),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ -2 \end{pmatrix}", False),
+    ],
+)
+async def test_mathematics_is_asked_of_math_verify(gold: str, answer: str, right: bool) -> None:
+    pytest.importorskip("math_verify")
+    verdict = await Layered().verdict("?", answer, [gold])
+    assert (verdict.right, verdict.layer) == (right, "math")
+
+
+def test_without_mathematics_expressions_are_left_open() -> None:
+    assert compare("(x+1)^2", "x^2+2x+1") == (None, "math")
+
+
+async def test_several_golds_and_partial_credit() -> None:
+    matcher = Layered(math=False, partial_credit=True)
+    assert (await matcher.verdict("?", "NYC", ["New York", "NYC"])).right
+    near = await matcher.verdict("?", "blue red", ["red", "12"])
+    assert not near.right
+    assert near.score == pytest.approx(2 / 3)
+    assert near.parts == {"f1": near.score}
+    assert (await matcher.verdict("?", "13", ["12"])).score == 0
+    assert (await matcher.verdict("?", "13", [])).reason.endswith("there is no gold")
+
+
+def test_f1_counts_words_or_chinese_characters() -> None:
+    assert squad_f1("the red car", "a red bus") == pytest.approx(0.5)
+    assert squad_f1("yes it is", "yes") == 0
+    assert f1("\u5317\u4eac\u5e02", "\u5317\u4eac") == pytest.approx(0.8)
+    assert squad_f1("\u5317\u4eac\u5e02", "\u5317\u4eac") == 0
+
+
+@pytest.mark.parametrize(
+    ("expression", "risk"),
+    [
+        ("10^{10^{10}}", "tower"),
+        ("9^9^9", "tower"),
+        ("(10^{10})!", "factorial"),
+        ("10000!", "factorial"),
+        ("10^{999999}", "exponent"),
+        ("x^{1000}-1", "degree"),
+        (r"\sum_{k=1}^{9} k", "sum"),
+        ("(" * 30 + "1" + ")" * 30, "nested"),
+        ("1+" * 400, "longer"),
+        ("9" * 70, "digits"),
+        (r"\binom{10000}{5000}", "binomial"),
+    ],
+)
+def test_risky_expressions_are_named(expression: str, risk: str) -> None:
+    assert risk in risk_of(expression)
+
+
+@pytest.mark.parametrize("expression", ["x^2 y^2", "2^{10}", r"e^{x_1} + 5!", r"\frac{1}{x^{n+1}}"])
+def test_ordinary_expressions_are_evaluated(expression: str) -> None:
+    assert risk_of(expression) == ""
+
+
+HOSTILE = [
+    "10^{10^{10}}", "9^{9^{9^9}}", "(10^{10})!", "x^{10000000}-1", r"\sum_{k=1}^{10^9}\sin k",
+    "(" * 300 + "1" + ")" * 300, "{" * 10**6, "9" * 10**6, "1+" * 500_000, r"\frac" * 300,
+    r"\sqrt{" * 200 + "2" + "}" * 200, "((((((x+1)^9)^9)^9)^9)^9)", "(x+y+z+w)^{200}", "a" * 2000,
+    "\N{ARABIC LIGATURE SALLALLAHOU ALAYHE WASALLAM}" * 1900, "1,2," * 490, "\x00\ud800",
+]  # fmt: skip
+
+
+async def test_hostile_answers_are_wrong_and_hold_up_no_other_grading() -> None:
+    pytest.importorskip("math_verify")
+    matcher = Layered(limit_s=1.0)
+    await matcher.start()
+    hostile = [asyncio.ensure_future(matcher.verdict("?", text, ["x + 5"])) for text in HOSTILE]
+    ordinary = await matcher.verdict("?", "5 + x", ["x + 5"])
+    assert ordinary.right
+    verdicts = await asyncio.gather(*hostile)
+    assert not any(verdict.right for verdict in verdicts)
+    assert any("did not finish" in verdict.reason for verdict in verdicts)
+    assert any("not evaluated" in verdict.reason for verdict in verdicts)
+
+
+async def test_agreement_with_the_labelled_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("math_verify")
+    rows = pairs.read_pairs(FIXTURES / "answer_pairs.json")
+    assert len(rows) >= 400
+    assert await pairs.check(rows, alone=False) >= 0.93
+    output = capsys.readouterr().out
+    assert "ARPO (token F1 == 1)" in output
+    assert "slowest pairs" in output
+
+
+def test_check_grader_runs_any_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("math_verify")
+    path = tmp_path / "pairs.json"
+    path.write_text(json.dumps([["5", "5.0", 1], [["NYC", "New York"], "nyc", 1], ["5", "6", 1]]))
+    arguments = [str(path), "--no-math-verify", "--min-agreement"]
+    assert pairs.main([*arguments, "0.6"]) == 0
+    assert pairs.main([*arguments, "0.7"]) == 1
+    assert "1 too strict:\n  '5' <- '6'" in capsys.readouterr().out
+    path.write_text('[["5", "5"]]')
+    assert pairs.main([str(path)]) == 2
+    assert "pair 1: expected [gold, answer, 0 or 1]" in capsys.readouterr().err
+    assert pairs.wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["reward", "math_equiv", "eval_metrics", "eval_extract_answer"])
+def test_compat_equals_the_released_code(name: str) -> None:
+    passed, failed = check_fixtures.check_file(FIXTURES / f"{name}.json")
+    assert passed
+    assert not failed
+
+
+async def test_compat_reward_is_f1_with_a_bonus_for_the_text_of_tags() -> None:
+    written = [
+        Message("assistant", "<think>.</think><search>q</search>", (ToolCall("search", {}),)),
+        Message("assistant", "<think></python></think><answer>\\boxed{Paris France}</answer>"),
+    ]
+    task = Task("t", "e", "?", ("Paris",))
+    found = await ToolReward(compat="reference").grade(task, written, {})
+    assert found.reward == pytest.approx(2 / 3 + 0.1)
+    assert not found.success
+    ours = await ToolReward(Layered(math=False, partial_credit=True)).grade(task, written, {})
+    assert ours.reward == pytest.approx(2 / 3)
+    assert ours.parts["tool_bonus"] == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"kind": "best"}, "grader: Invalid enum value 'best'"),
+        ({"colour": 1}, "unknown field `colour`"),
+        ({"path": "x.py"}, "grader.path is read by kind custom only"),
+        (
+            {"kind": "exact", "partial_credit": True},
+            "grader.partial_credit is read by kind layered",
+        ),
+        ({"compat": "reference"}, "needs grader.reward"),
+        ({"kind": "judge"}, "needs grader.judge.url"),
+        ({"kind": "custom"}, "needs grader.path"),
+        ({"kind": "custom", "path": "missing.py"}, "there is no such file"),
+    ],
+)
+def test_wrong_keys_are_refused(keys: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make_grader(keys)
+
+
+@pytest.mark.parametrize("keys", [{"kind": "exact"}, {"kind": "f1"}, {"math": False}])
+async def test_every_kind_pays_for_the_gold(keys: dict[str, object]) -> None:
+    task = Task("t", "e", "?", ("Paris",))
+    message = Message("assistant", r"<think>.</think><answer>\boxed{Paris}</answer>")
+    for reward, expected in (("answer", 1.0), ("tools", 1.1)):
+        grader = make_grader({**keys, "reward": reward})
+        await check_grader(grader, [task])
+        found = await grader.grade(task, [message], {"search": 1, "python": 1})
+        assert found.reward == expected
+    assert grader_config(keys).reward == "answer"

@@ -1,0 +1,142 @@
+"""Graders of the user's own, in workers that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.errors import ConfigError, GraderError
+from agentenv.grader import Grader
+from agentenv.shared import close_shared
+from agentenv.types import Message, Task
+from envs.grading.config import check_grader, make_grader
+from envs.grading.workers import JobFailedError, JobTimeoutError, WorkerPool
+
+TASK = Task("row 7", "e", "q?", ("12",), "math", {"extra_info": {"index": 3}})
+ANSWER = Message("assistant", r"<think>.</think><answer>\boxed{12}</answer>")
+
+FUNCTIONS = """
+import asyncio, os, time
+from agentenv.grader import Grade
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    assert (data_source, ground_truth, extra_info) == ("math", "12", {"question": "q?", "index": 3})
+    return {"score": 0.5, "acc": "12" in solution_str, "length": len(solution_str), "note": "x"}
+
+def number(data_source, solution_str, ground_truth, extra_info):
+    return float(ground_truth in solution_str)
+
+async def ours(task, written, calls):
+    await asyncio.sleep(0)
+    return Grade(2.0, True, {"calls": float(calls["search"])}, f"{task.id} of {len(written)}")
+
+class Judge:
+    def grade(self, task, written, calls):
+        return {"reward": 0.25}
+
+def hangs(task, written, calls):
+    time.sleep(60)
+
+def dies(task, written, calls):
+    os._exit(3)
+
+def raises(task, written, calls):
+    raise ValueError("no gold here")
+
+def text(task, written, calls):
+    return "good"
+
+def nan(task, written, calls):
+    return float("nan")
+
+def strange(a, b):
+    return 1.0
+
+CONSTANT = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+async def _shared() -> AsyncIterator[None]:
+    yield
+    await close_shared()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    return str(tmp_path / "mine.py")
+
+
+def grader_of(path: str, name: str, **keys: Any) -> Grader:
+    return make_grader({"kind": "custom", "path": path, "name": name, **keys})
+
+
+async def test_verl_and_our_functions_sync_and_async(path: str) -> None:
+    verl = await grader_of(path, "verl").grade(TASK, [ANSWER], {})
+    assert (verl.reward, verl.success) == (0.5, True)
+    assert verl.parts == {"score": 0.5, "acc": 1.0, "length": float(len(ANSWER.content))}
+    number = await grader_of(path, "number").grade(TASK, [ANSWER], {})
+    assert (number.reward, number.success) == (1.0, True)
+    ours = await grader_of(path, "ours").grade(TASK, [ANSWER], {"search": 2})
+    assert (ours.reward, ours.parts["calls"], ours.reason) == (2.0, 2.0, "row 7 of 1")
+    method = await grader_of(path, "Judge", success_at=0.2).grade(TASK, [ANSWER], {})
+    assert (method.reward, method.success) == (0.25, True)
+
+
+async def test_a_hanging_function_is_killed_and_holds_up_no_other(path: str) -> None:
+    hanging = grader_of(path, "hangs", timeout_s=0.5)
+    waiting = asyncio.ensure_future(hanging.grade(TASK, [ANSWER], {}))
+    assert (await grader_of(path, "number").grade(TASK, [ANSWER], {})).success
+    with pytest.raises(GraderError, match=r"row 7: hangs of .*mine.py: stopped after 0.5 s"):
+        await waiting
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("missing", "grader.name = 'missing'.*defines no 'missing'"),
+        ("strange", r"strange\(a, b\): expected the parameters \(task, written, calls\)"),
+        ("CONSTANT", "'CONSTANT' is not a function"),
+        ("raises", "row row 7, given its own gold '12': .*ValueError: no gold here"),
+        ("text", "expected a number or a dict with 'score', found 'good'"),
+        ("nan", "the score is nan"),
+        ("dies", "the worker process died"),
+    ],
+)
+async def test_a_broken_function_is_refused_at_the_start(path: str, name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        await check_grader(grader_of(path, name), [TASK] * 3)
+
+
+async def test_a_file_that_does_not_import_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import a_module_that_is_nowhere")
+    with pytest.raises(ConfigError, match="a_module_that_is_nowhere"):
+        await check_grader(grader_of(str(tmp_path / "broken.py"), "f"), [])
+
+
+async def test_a_pool_survives_kills_cancellation_and_the_death_of_its_process() -> None:
+    pool = WorkerPool("operator:neg", max_jobs=2)
+    sleeper = WorkerPool("time:sleep", max_jobs=2)
+    assert await asyncio.gather(*(pool.run(number, 5.0) for number in range(8))) == [
+        -number for number in range(8)
+    ]
+    with pytest.raises(JobFailedError, match="TypeError"):
+        await pool.run("x", 5.0)
+    with pytest.raises(JobTimeoutError):
+        await sleeper.run(60, 0.1)
+    cancelled = asyncio.ensure_future(sleeper.run(60, 30.0))
+    await asyncio.sleep(0.1)
+    cancelled.cancel()
+    await asyncio.wait({cancelled})
+    assert cancelled.cancelled()
+    assert await sleeper.run(0, 5.0) is None
+    pool.close()
+    assert await pool.run(3, 5.0) == -3
+    for each in (pool, sleeper):
+        each.close()
+        each.close()

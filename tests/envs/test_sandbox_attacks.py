@@ -1,0 +1,46 @@
+"""Attacks on the host, on other sessions and on the sandbox itself, on each rung offered here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agentenv.errors import ConfigError
+from envs.sandbox.settings import Rung
+from tests.check_sandbox import RUNGS, attack_all, read_attacks
+
+ROOT = Path(__file__).resolve().parents[2]
+ATTACKS = read_attacks(ROOT / "tests" / "fixtures" / "sandbox_attacks.json")
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+async def test_no_attack_gets_through(rung: Rung) -> None:
+    assert len(ATTACKS) >= 40
+    try:
+        outcomes = await attack_all(ATTACKS, rung, timeout_s=1.0)
+    except ConfigError as error:
+        pytest.skip(f"not offered here: {error}")
+    assert {name: one.hole for name, one in outcomes.items() if one.hole} == {}
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_the_command_tells_what_got_through(tmp_path: Path) -> None:
+    snippets = {"holds": "open('{SECRET_FILE}'); print('PWNED')", "leaks": "print('PWNED')"}
+    path = tmp_path / "attacks.json"
+    for names, code in (({"holds"}, 0), ({"holds", "leaks"}, 1)):
+        path.write_text(json.dumps({name: snippets[name] for name in sorted(names)}))
+        result = subprocess.run(
+            [sys.executable, "tests/check_sandbox.py", str(path)],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=False,
+        )
+        assert result.returncode == code, result.stdout + result.stderr
+        assert "stopped (raised)" in result.stdout
+        assert ("THROUGH: it printed PWNED" in result.stdout) == ("leaks" in names)

@@ -1,0 +1,153 @@
+"""What is kept of the traffic: the shared cache, and cassettes for offline runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.errors import ConfigError, DataError, InfraError
+from envs.search.backend import Hit, Query
+from envs.search.cache import ResultCache
+from envs.search.cached import CachedBackend, hits_of_arpo
+from envs.search.cassette import Cassette, Reply
+from envs.search.remote import HttpBackend
+from tests.envs.search_server import Scripted, send, serving
+
+# cache
+
+
+async def test_the_cache_is_kept_and_shared(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "cache.db"
+    cache = ResultCache(path, max_memory_entries=2)
+    for number in range(10):
+        cache.put(str(number), b"%d" % number)
+    assert [cache.get(str(number)) for number in range(10)] == [b"%d" % n for n in range(10)]
+    other = ResultCache(path)
+    await cache.close()
+    await cache.close()
+    assert other.get("7") == b"7"  # written by another, read by one that was open before
+    assert other.get("nothing") is None
+    assert (other.num_hits, other.num_misses) == (1, 1)
+    await other.close()
+
+
+async def test_a_cache_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cache.db"
+    path.write_text("this is no database" * 100)
+    with pytest.raises(ConfigError, match=r"search\.cache: .*cache\.db: .*expected"):
+        ResultCache(path)
+
+
+class Counting(HttpBackend):
+    def __init__(self, hits: list[Hit], failures: int = 0) -> None:
+        self.hits, self.failures, self.num_calls = hits, failures, 0
+
+    async def search(self, query: Query) -> list[Hit]:
+        self.num_calls += 1
+        await asyncio.sleep(0)
+        if self.failures:
+            self.failures -= 1
+            raise InfraError("status 429")
+        return self.hits
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_answers_are_cached_and_failures_are_not() -> None:
+    backend = Counting([Hit("Lima", "t", "u", "i", 0.5)], failures=1)
+    cached = CachedBackend("test", backend, ResultCache())
+    with pytest.raises(InfraError):
+        await cached.search(Query("peru"))
+    first = await cached.search(Query("peru"))
+    assert first == await cached.search(Query("peru")) == backend.hits
+    assert backend.num_calls == 2
+    await cached.search(Query("peru", market="zh-CN"))
+    assert backend.num_calls == 3
+    await cached.close()
+
+
+async def test_no_results_is_an_answer_too() -> None:
+    backend = Counting([])
+    cached = CachedBackend("test", backend, ResultCache())
+    assert await cached.search(Query("x")) == await cached.search(Query("x")) == []
+    assert backend.num_calls == 1
+
+
+async def test_arpos_cache_is_taken_in(tmp_path: Path) -> None:
+    entries = {
+        "amy smart": "Page 1: The film Page 7: is\nof three segments \nPage 2: Nov 5",
+        "nothing": "No search results found.",
+    }
+    path = tmp_path / "search_cache.json"
+    path.write_text(json.dumps(entries))
+    backend = Counting([Hit("fetched")])
+    cached = CachedBackend("test", backend, ResultCache(tmp_path / "c.db"), path)
+    await cached.start()
+    first, second = await cached.search(Query("amy smart"))
+    assert (first.text, second.text) == ("The film Page 7: is\nof three segments", "Nov 5")
+    assert len(await cached.search(Query("amy smart", max_results=1))) == 1
+    assert await cached.search(Query("nothing")) == []
+    assert backend.num_calls == 0
+    assert await cached.search(Query("other")) == [Hit("fetched")]
+    await cached.cache.close()
+    again = ResultCache(tmp_path / "c.db")
+    assert again.get("arpo:nothing") == b"No search results found."
+    await again.close()
+
+
+def test_a_text_of_arpos_cache_without_pages_is_one_hit() -> None:
+    assert hits_of_arpo("just text") == [Hit("just text")]
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"a": 1}'])
+async def test_a_bad_cache_of_arpo_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "search_cache.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"search_cache\.json.*expected one JSON object"):
+        await ResultCache().import_arpo(path)
+
+
+# cassettes
+
+
+async def test_a_cassette_replays_without_a_network(tmp_path: Path) -> None:
+    path = tmp_path / "tape" / "a.jsonl"
+    service = Scripted(429)
+    async with serving(service) as url:
+        for _ in range(2):  # a second recording adds nothing
+            tape = Cassette(path, "record")
+            assert await send(url, cassette=tape) == Reply(200, b"fine")
+            tape.close()
+    assert service.num_requests == 2
+    assert len(path.read_text().splitlines()) == 1
+    tape = Cassette(path, "replay")
+    assert await send(url, cassette=tape) == Reply(200, b"fine")
+    with pytest.raises(InfraError, match="holds no reply"):
+        await send(url + "/other", cassette=tape)
+
+
+async def test_a_cassette_keeps_bytes_that_are_no_text(tmp_path: Path) -> None:
+    reply = Reply(200, b"\xff\x00\n", "text/html", "http://x/")
+
+    async def fetch() -> Reply:
+        return reply
+
+    tape = Cassette(tmp_path / "a.jsonl", "record")
+    await tape.through("k", fetch)
+    tape.close()
+    assert await Cassette(tmp_path / "a.jsonl", "replay").through("k", fetch) == reply
+
+
+@pytest.mark.parametrize("row", ["{", '{"key": "a"}', '{"key": "a", "status": 1, "body": 1}'])
+def test_a_bad_cassette_is_refused(tmp_path: Path, row: Any) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(row)
+    with pytest.raises(DataError, match=r"a\.jsonl, row 1: .*expected"):
+        Cassette(path, "replay")
+    with pytest.raises(DataError, match="nowhere"):
+        Cassette(tmp_path / "nowhere", "replay")

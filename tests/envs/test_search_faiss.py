@@ -1,0 +1,108 @@
+"""Dense retrieval from a prebuilt FAISS index with its FlashRAG corpus."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.errors import ConfigError, DataError
+from envs.search.backend import Query
+from envs.search.faiss_index import Encoder, FaissBackend, FaissConfig
+
+faiss: Any = pytest.importorskip("faiss")
+
+TEXTS = ["lima is in peru", "oslo is in norway", "rome is in italy"]
+WORDS = sorted({word for text in TEXTS for word in text.split()})
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny BERT of random weights with a vocabulary of words, saved as a model directory."""
+    import torch
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    directory = tmp_path_factory.mktemp("encoder")
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+    )
+    BertModel(config).save_pretrained(directory)
+    numbers = {word: number for number, word in enumerate(vocabulary)}
+    BertTokenizerFast(vocab=numbers).save_pretrained(directory)
+    return str(directory)
+
+
+def make(directory: Path, encoder: str, num_rows: int = 3, **keys: Any) -> FaissConfig:
+    rows = [{"id": n, "contents": f'"T{n}"\n{text}'} for n, text in enumerate(TEXTS[:num_rows])]
+    (directory / "corpus.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = FaissConfig(
+        index=str(directory / "wiki.index"),
+        corpus=str(directory / "corpus.jsonl"),
+        encoder=encoder,
+        **{"prefix": "", **keys},
+    )
+    vectors = Encoder(config).encode(TEXTS)
+    index = faiss.IndexFlatIP(vectors.shape[1])
+    index.add(vectors)
+    faiss.write_index(index, config.index)
+    return config
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "pooler"])
+async def test_the_nearest_passage_is_found(tmp_path: Path, encoder: str, pooling: Any) -> None:
+    backend = FaissBackend(make(tmp_path, encoder, pooling=pooling))
+    for number, text in enumerate(TEXTS):
+        hits = await backend.search(Query(text, max_results=9))
+        assert (hits[0].id, hits[0].title, hits[0].text) == (str(number), f"T{number}", text)
+        assert hits[0].score == pytest.approx(1.0, abs=1e-5)
+        assert len(hits) == 3
+    document = await backend.document("corpus:1")
+    assert document is not None
+    assert document.text == TEXTS[1]
+    await backend.close()
+
+
+def test_the_prefix_stands_before_the_query(tmp_path: Path, encoder: str) -> None:
+    plain = Encoder(make(tmp_path, encoder))
+    prefixed = Encoder(make(tmp_path, encoder, prefix="rome "))
+    assert prefixed.encode(["lima"]) == pytest.approx(plain.encode(["rome lima"]), abs=1e-6)
+
+
+def test_padding_changes_no_vector(tmp_path: Path, encoder: str) -> None:
+    encode = Encoder(make(tmp_path, encoder)).encode
+    assert encode(["lima", TEXTS[1]])[0] == pytest.approx(encode(["lima"])[0], abs=1e-5)
+
+
+async def test_index_and_corpus_of_different_length_are_refused(
+    tmp_path: Path, encoder: str
+) -> None:
+    backend = FaissBackend(make(tmp_path, encoder, num_rows=2))
+    with pytest.raises(DataError, match=r"holds 3 vectors and the corpus .* 2 passages; expected"):
+        await backend.start()
+    await backend.close()
+
+
+async def test_what_cannot_be_loaded_is_refused(tmp_path: Path, encoder: str) -> None:
+    config = make(tmp_path, encoder)
+    (tmp_path / "bad.index").write_text("nonsense")
+    wide = faiss.IndexFlatIP(5)
+    wide.add(Encoder(config).encode(TEXTS)[:, :5].copy())
+    faiss.write_index(wide, str(tmp_path / "wide.index"))
+    for name, says in [
+        ("none", r"search\.backend\.index: .*is no file"),
+        ("bad", r"is no FAISS index"),
+        ("wide", r"search\.backend\.encoder: .*size 16, but the index .* has 5"),
+    ]:
+        changed = FaissConfig(str(tmp_path / f"{name}.index"), config.corpus, encoder)
+        backend = FaissBackend(changed)
+        with pytest.raises(ConfigError, match=says):
+            await backend.start()
+        await backend.close()

@@ -1,0 +1,239 @@
+"""Fetching pages: which addresses are refused, and what of a page is read."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+from agentenv.errors import ConfigError, InfraError, ToolError
+from envs.search.addresses import AddressRule, RefusedAddress
+from envs.search.fetch import FetchConfig, PageFetcher
+from tests.envs.search_server import Handler, serving
+
+PAGE = """<html><head><title>Lima</title><script>track()</script></head><body>
+<nav><a href="/">Home</a></nav><article><h1>Lima</h1>
+<p>Lima is the capital of Peru and its largest city, on the coast of the Pacific Ocean.</p>
+<p>It was founded in 1535 by the Spanish, who called it the City of the Kings, and it grew.</p>
+<p>Today some ten million people live there, a third of all people of the country.</p>
+</article><footer>All rights reserved</footer></body></html>"""
+ONLY_127_0_0_1 = FetchConfig(allow_networks=("127.0.0.1/32",), num_retries=0)
+
+
+class Names(AbstractResolver):
+    """Resolves the names that it knows."""
+
+    def __init__(self, **names: list[str]) -> None:
+        self.names = {name.replace("_", "."): addresses for name, addresses in names.items()}
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        if host not in self.names:
+            raise OSError("unknown name")
+        return [
+            ResolveResult(
+                hostname=host,
+                host=address,
+                port=port,
+                family=socket.AF_INET,
+                proto=0,
+                flags=socket.AI_NUMERICHOST,
+            )
+            for address in self.names[host]
+        ]
+
+    async def close(self) -> None:
+        pass
+
+
+@asynccontextmanager
+async def fetching(
+    config: FetchConfig = ONLY_127_0_0_1, resolver: AbstractResolver | None = None
+) -> AsyncIterator[PageFetcher]:
+    fetcher = PageFetcher(config, resolver=resolver)
+    try:
+        yield fetcher
+    finally:
+        await fetcher.close()
+
+
+def answering(status: int = 200, text: str = PAGE, **headers: str) -> Handler:
+    async def answer(request: web.Request) -> web.Response:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return web.Response(status=status, text=text, headers=named, content_type="text/html")
+
+    return answer
+
+
+# addresses
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1",
+        "10.1.2.3",
+        "172.16.0.1",
+        "192.168.1.1",
+        "169.254.169.254",  # cloud metadata
+        "100.64.0.1",
+        "0.0.0.0",
+        "224.0.0.1",
+        "255.255.255.255",
+        "::1",
+        "::",
+        "fe80::1%eth0",
+        "fd00::1",
+        "ff02::1",
+        "::ffff:127.0.0.1",
+        "::ffff:10.0.0.1",
+        "64:ff9b::7f00:1",
+        "2002:7f00:1::",
+    ],
+)
+def test_private_addresses_are_refused(address: str) -> None:
+    with pytest.raises(RefusedAddress):
+        AddressRule().check(address)
+
+
+@pytest.mark.parametrize("address", ["93.184.216.34", "2606:2800:220:1::1", "64:ff9b::808:808"])
+def test_public_addresses_are_not(address: str) -> None:
+    AddressRule().check(address)
+
+
+def test_networks_can_be_allowed() -> None:
+    rule = AddressRule(["10.1.0.0/16"])
+    rule.check("10.1.2.3")
+    with pytest.raises(RefusedAddress):
+        rule.check("10.2.2.3")
+    with pytest.raises(ConfigError, match=r"pages\.allow_networks.*expected networks"):
+        AddressRule(["10.1.0.0/99"])
+
+
+# fetching
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:{port}/",
+        "http://localhost:{port}/",
+        "http://[::1]:{port}/",
+        "http://[::ffff:127.0.0.1]:{port}/",
+        "http://2130706433:{port}/",  # 127.0.0.1 as one number
+        "http://0x7f.1:{port}/",
+        "http://127.1:{port}/",
+        "http://\u2460\u2461\u2466.0.0.1:{port}/",  # circled digits
+        "http://127.0.0.1.:{port}/",
+        "http://user@127.0.0.1:{port}/",
+        "http://intern.test:{port}/",  # resolves to a private address
+        "http://both.test:{port}/",  # resolves to a public and a private one
+    ],
+)
+async def test_nothing_private_is_reached(url: str) -> None:
+    seen: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(str(request.url))
+        return web.Response(text="secret", content_type="text/html")
+
+    names = Names(
+        intern_test=["127.0.0.1"],
+        both_test=["93.184.216.34", "127.0.0.1"],
+        localhost=["127.0.0.1"],
+        **{"2130706433": ["127.0.0.1"], "0x7f_1": ["127.0.0.1"], "127_1": ["127.0.0.1"]},
+    )
+    async with serving(answer) as server, fetching(FetchConfig(), names) as fetcher:
+        with pytest.raises(ToolError, match="it is not a public address"):
+            await fetcher.fetch(url.format(port=server.rpartition(":")[2]))
+    assert seen == []
+
+
+@pytest.mark.parametrize(
+    "target", ["http://127.0.0.2:1/", "http://intern.test/", "//169.254.169.254/latest/meta-data"]
+)
+async def test_no_redirect_leads_to_a_private_address(target: str) -> None:
+    names = Names(intern_test=["10.0.0.1"])
+    async with serving(answering(302, Location=target)) as url, fetching(resolver=names) as fetcher:
+        with pytest.raises(ToolError, match=f"{url}/a may not be opened: it is not a public"):
+            await fetcher.fetch(f"{url}/a")
+
+
+@pytest.mark.parametrize("target", ["file:///etc/passwd", "gopher://x/", "http://", "javascript:1"])
+async def test_only_http_is_opened(target: str) -> None:
+    async with fetching() as fetcher:
+        with pytest.raises(ToolError, match="is not an"):
+            await fetcher.fetch(target)
+        async with serving(answering(302, Location=target)) as url:
+            with pytest.raises(ToolError):
+                await fetcher.fetch(url)
+
+
+async def test_redirects_are_followed_but_not_for_ever() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/old":
+            return web.Response(status=301, headers={"Location": "/new"})
+        if request.path == "/new":
+            return web.Response(text=PAGE, content_type="text/html")
+        return web.Response(status=302, headers={"Location": "/loop"})
+
+    async with serving(answer) as url, fetching() as fetcher:
+        page = await fetcher.fetch(f"{url}/old")
+        assert (page.body.decode(), page.url) == (PAGE, f"{url}/new")
+        with pytest.raises(ToolError, match="redirects more than 5 times"):
+            await fetcher.fetch(f"{url}/loop")
+
+
+async def test_a_page_without_an_end_is_cut() -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/html"})
+        await response.prepare(request)
+        try:
+            while True:
+                await response.write(b"x" * 50_000)
+        except ConnectionError:
+            return response
+
+    config = FetchConfig(allow_networks=("127.0.0.0/8",), max_bytes=200_000)
+    async with serving(answer) as url, fetching(config) as fetcher:
+        assert (await fetcher.fetch(url)).body == b"x" * 200_000
+
+
+async def test_a_page_that_takes_too_long_is_given_up() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    config = FetchConfig(allow_networks=("127.0.0.0/8",), timeout_s=0.05)
+    async with serving(answer) as url, fetching(config) as fetcher:
+        with pytest.raises(ToolError, match=r"did not answer within 0\.05 seconds"):
+            await fetcher.fetch(url)
+
+
+async def test_facts_of_an_address_are_told_and_infrastructure_is_not() -> None:
+    async with fetching(resolver=Names()) as fetcher:
+        async with serving(answering(404)) as url:
+            with pytest.raises(ToolError, match="answered with status 404"):
+                await fetcher.fetch(url)
+        async with serving(answering(503)) as url:
+            with pytest.raises(InfraError, match="status 503"):
+                await fetcher.fetch(url)
+        with pytest.raises(ToolError, match=r"http://no\.test/ could not be reached"):
+            await fetcher.fetch("http://no.test/")
+        with pytest.raises(ToolError, match="could not be reached"):
+            await fetcher.fetch("http://127.0.0.1:9/")
+
+
+async def test_what_is_no_text_is_refused() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=b"%PDF", content_type="application/pdf")
+
+    async with serving(answer) as url, fetching() as fetcher:
+        with pytest.raises(ToolError, match="is not a text but application/pdf"):
+            await fetcher.fetch(url)

@@ -1,0 +1,183 @@
+"""From pages to text: extraction, reading, and which part the policy gets."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from agentenv.errors import ToolError
+from envs.search import extract_worker
+from envs.search.cache import ResultCache
+from envs.search.cassette import Cassette, Reply
+from envs.search.extract import TextExtractor
+from envs.search.fetch import FetchConfig
+from envs.search.pages import PageReader, PagesConfig
+from envs.search.passages import passages, window
+from envs.search.upstream import TrafficConfig
+from tests.envs.search_server import serving
+
+PAGE = """<html><head><title>Lima</title><script>track()</script></head><body>
+<nav><a href="/">Home</a></nav><article><h1>Lima</h1>
+<p>Lima is the capital of Peru and its largest city, on the coast of the Pacific Ocean.</p>
+<p>It was founded in 1535 by the Spanish, who called it the City of the Kings, and it grew.</p>
+<p>Today some ten million people live there, a third of all people of the country.</p>
+</article><footer>All rights reserved</footer></body></html>"""
+ONLY_127_0_0_1 = FetchConfig(allow_networks=("127.0.0.1/32",), num_retries=0)
+
+
+# extraction
+
+
+@pytest.mark.parametrize("trafilatura", [True, False])
+def test_the_text_of_a_page_without_its_boilerplate(trafilatura: bool) -> None:
+    module = pytest.importorskip("trafilatura") if trafilatura else None
+    text = extract_worker.page_text(PAGE, module)
+    assert "founded in 1535" in text
+    assert "ten million" in text
+    for junk in ("track", "Home", "rights"):
+        assert junk not in text
+
+
+async def test_pages_are_extracted_in_workers() -> None:
+    extractor = TextExtractor(num_workers=1, timeout_s=60)
+    umlauts = "<html><p>Gr\u00f6\u00dfe</p>" + "<p>L\u00e4nge und Breite</p>" * 3
+    try:
+        page = Reply(200, umlauts.encode("latin-1"), "text/html; charset=latin-1", "http://x/")
+        assert "L\u00e4nge und Breite" in await extractor.extract(page)
+        plain = Reply(200, "a <b> \u4eac".encode(), "text/plain", "http://x/")
+        assert await extractor.extract(plain) == "a <b> \u4eac"
+        nested = Reply(200, b"<div>" * 100_000 + b"deep", "text/html", "http://x/")
+        assert (await extractor.extract(nested)).strip() in ("", "deep")
+    finally:
+        await extractor.close()
+
+
+HANGING = """import sys
+while True:
+    header = sys.stdin.buffer.read(4)
+    page = sys.stdin.buffer.read(int.from_bytes(header, "big")).partition(b"\\n")[2]
+    while b"hang" in page: pass
+    if b"die" in page: sys.exit(1)
+    sys.stdout.buffer.write(len(page).to_bytes(4, "big") + page)
+    sys.stdout.buffer.flush()
+"""
+
+
+async def test_a_worker_that_hangs_or_dies_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(HANGING)
+    extractor = TextExtractor(num_workers=1, timeout_s=0.3, worker=tmp_path / "worker.py")
+
+    def page(body: bytes) -> Reply:
+        return Reply(200, body, "text/html", "http://x/")
+
+    try:
+        with pytest.raises(ToolError, match="http://x/ could not be read: its text takes too long"):
+            await extractor.extract(page(b"hang"))
+        with pytest.raises(ToolError, match="http://x/ could not be read"):
+            await extractor.extract(page(b"die"))
+        assert extractor.num_killed == 2
+        extractor.timeout_s = 60
+        assert await extractor.extract(page(b"fine")) == "fine"
+        waiting = asyncio.ensure_future(extractor.extract(page(b"hang")))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert await extractor.extract(page(b"fine")) == "fine"
+    finally:
+        await extractor.close()
+
+
+# reading
+
+
+async def test_a_page_is_read_once_and_replayed_offline(tmp_path: Path) -> None:
+    num_requests = 0
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal num_requests
+        num_requests += 1
+        if request.path == "/gone":
+            return web.Response(status=404)
+        return web.Response(text=PAGE, content_type="text/html")
+
+    config = PagesConfig(fetch=ONLY_127_0_0_1, extract_timeout_s=60)
+    async with serving(answer) as url:
+        tape = Cassette(tmp_path / "tape", "record")
+        reader = PageReader(config, ResultCache(), tape)
+        texts = await asyncio.gather(*(reader.text(url) for _ in range(5)))
+        assert await reader.text(url) == texts[0]
+        with pytest.raises(ToolError, match="answered with status 404"):
+            await reader.text(f"{url}/gone")
+        await reader.close()
+        tape.close()
+    assert num_requests == 2
+    assert "founded in 1535" in texts[0]
+    replaying = PageReader(config, ResultCache(), Cassette(tmp_path / "tape", "replay"))
+    assert await replaying.text(url) == texts[0]
+    with pytest.raises(ToolError, match="answered with status 404"):
+        await replaying.text(f"{url}/gone")
+    await replaying.close()
+
+
+async def test_jinas_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JINA_API_KEY", "synthetic-key")
+    seen: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request.headers["Authorization"])
+        if "missing" in request.path:
+            return web.Response(status=422)
+        return web.Response(text=f"Title: Lima\n\n{request.path}")
+
+    traffic = TrafficConfig(num_retries=0)
+    async with serving(answer) as url:
+        config = PagesConfig(reader="jina", jina_url=url, jina_traffic=traffic)
+        reader = PageReader(config, ResultCache())
+        assert await reader.text("https://a.test/lima") == "Title: Lima\n\n/https://a.test/lima"
+        with pytest.raises(ToolError, match="could not be read: status 422"):
+            await reader.text("https://a.test/missing")
+        with pytest.raises(ToolError, match="is not an http"):
+            await reader.text("file:///etc/passwd")
+        await reader.close()
+    assert seen == ["Bearer synthetic-key"] * 2
+
+
+# parts of a page
+
+LONG = "\n".join(f"Line {number} speaks of nothing at all." for number in range(400))
+NEEDLE = "The treaty of Tordesillas was signed in June 1494."
+WITH_NEEDLE = f"{LONG}\n{NEEDLE}\n{LONG}"
+
+
+def test_the_window_is_round_the_snippet() -> None:
+    found = window(WITH_NEEDLE, "... treaty of Tordesillas, signed 1494 ...", 3000)
+    assert NEEDLE in found
+    assert len(found) == 3000
+    assert 500 < found.index(NEEDLE) < 2500  # with text on both sides
+
+
+@pytest.mark.parametrize("snippet", ["", "something quite unlike this page"])
+def test_without_a_likely_place_the_beginning_is_taken(snippet: str) -> None:
+    assert window(WITH_NEEDLE, snippet, 1000) == WITH_NEEDLE[:1000]
+    assert window("short", snippet, 1000) == "short"
+
+
+def test_the_passages_of_a_query() -> None:
+    second = "Tordesillas lies in Spain."
+    found = passages(f"{WITH_NEEDLE}\n{second}\n{LONG}", "Tordesillas treaty", 2000)
+    assert NEEDLE in found
+    assert second in found
+    assert " ... " in found
+    assert found.index(NEEDLE) < found.index(second)
+    assert len(found) <= 2000
+    assert passages(WITH_NEEDLE, "zebra", 300) == WITH_NEEDLE[:300]
+    assert passages("short", "zebra", 300) == "short"
+
+
+def test_a_chinese_page_without_spaces_has_passages_too() -> None:
+    text = "\u7532\u4e59\u4e19\u4e01" * 1000 + "\u5317\u4eac\u5927\u5b66" + "\u7532" * 4000
+    assert "\u5317\u4eac\u5927\u5b66" in passages(text, "\u5317\u4eac\u5927\u5b66", 1200)

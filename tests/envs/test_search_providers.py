@@ -1,0 +1,212 @@
+"""Web search providers and remote retrievers, against a local server with their formats.
+
+The replies are synthetic: made by hand after the providers' documentation.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from aiohttp import web
+
+from agentenv.errors import ConfigError, InfraError
+from envs.search.backend import Hit, Query
+from envs.search.cassette import Reply
+from envs.search.providers import PROVIDERS, ProviderName, WebConfig, provider_hits
+from envs.search.remote import RemoteBackend, RemoteConfig, WebBackend, retrieved_hits
+from envs.search.upstream import TrafficConfig
+from tests.envs.search_server import serving
+
+QUICK = TrafficConfig(rate_per_s=0, first_delay_s=0, max_delay_s=0.001, num_retries=1)
+KEY = "synthetic-key"
+EXPECTED = [
+    Hit("Lima is the capital.", "Lima", "https://a.test/lima"),
+    Hit("An old city.", "Cusco", "https://a.test/cusco"),
+]
+LINKED = [
+    {"title": "Lima", "link": "https://a.test/lima", "snippet": "Lima is the capital."},
+    {"title": "Cusco", "link": "https://a.test/cusco", "snippet": "An old city."},
+]
+
+
+def renamed(text: str, url: str) -> list[dict[str, str]]:
+    return [{"title": r["title"], url: r["link"], text: r["snippet"]} for r in LINKED]
+
+
+REPLIES: dict[ProviderName, dict[str, Any]] = {
+    "brightdata": {"general": {}, "organic": renamed("description", "link")},
+    "serper": {"searchParameters": {"q": "peru"}, "organic": LINKED},
+    "serpapi": {"search_metadata": {"status": "Success"}, "organic_results": LINKED},
+    "tavily": {"query": "peru", "results": renamed("content", "url")},
+    "brave": {"type": "search", "web": {"results": renamed("description", "url")}},
+    "searxng": {"query": "peru", "results": renamed("content", "url")},
+}
+# what each must be sent for Query('capital "Peru"', 2): method, path, where the key is
+REQUESTS: dict[ProviderName, tuple[str, str, str]] = {
+    "brightdata": ("POST", "/request", "Authorization"),
+    "serper": ("POST", "/search", "X-API-KEY"),
+    "serpapi": ("GET", "/search.json", "?api_key"),
+    "tavily": ("POST", "/search", "Authorization"),
+    "brave": ("GET", "/res/v1/web/search", "X-Subscription-Token"),
+    "searxng": ("GET", "/search", ""),
+}
+
+
+class Service:
+    """Answers with `content`; keeps the last request."""
+
+    def __init__(self, content: Any, *statuses: int) -> None:
+        self.content = content
+        self.statuses = list(statuses)
+        self.request: web.Request
+        self.json: Any = None
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        self.request = request
+        self.json = await request.json() if request.can_read_body else None
+        status = self.statuses.pop(0) if self.statuses else 200
+        text = self.content if isinstance(self.content, str) else json.dumps(self.content)
+        return web.Response(status=status, text=text, content_type="application/json")
+
+
+@pytest.fixture(autouse=True)
+def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for provider in PROVIDERS.values():
+        if provider.key_variable:
+            monkeypatch.setenv(provider.key_variable, KEY)
+
+
+async def ask(service: Service, name: ProviderName, query: Query) -> list[Hit]:
+    async with serving(service) as url:
+        backend = WebBackend(WebConfig(name, url=url, traffic=QUICK))
+        try:
+            return await backend.search(query)
+        finally:
+            await backend.close()
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+async def test_a_provider_is_asked_and_understood(name: ProviderName) -> None:
+    service = Service(REPLIES[name], 503)  # the first try fails, as infrastructure does
+    assert await ask(service, name, Query('capital "Peru"', 2)) == EXPECTED
+    method, path, key = REQUESTS[name]
+    assert (service.request.method, service.request.path) == (method, path)
+    if key.startswith("?"):
+        assert service.request.query[key[1:]] == KEY
+    elif key:
+        assert service.request.headers[key].removeprefix("Bearer ") == KEY
+    sent = {**service.request.query, **(service.json or {})}
+    if name == "brightdata":
+        sent = {key: values[0] for key, values in parse_qs(urlsplit(sent["url"]).query).items()}
+        assert sent["q"] == "capital Peru"
+    else:
+        assert 'capital "Peru"' in sent.values()
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+async def test_an_empty_reply_means_no_results(name: ProviderName) -> None:
+    assert await ask(Service({}), name, Query("x")) == []
+    nothing = {key: [] for key in REPLIES[name]} | {"web": {"results": []}}
+    assert await ask(Service(nothing), name, Query("x")) == []
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+@pytest.mark.parametrize("content", ["<html>", "[]", "nonsense"])
+async def test_another_form_is_a_failure_and_not_no_results(
+    name: ProviderName, content: str
+) -> None:
+    with pytest.raises(InfraError, match=f"{name}: the reply has another form"):
+        await ask(Service(content), name, Query("x"))
+
+
+async def test_chinese_is_searched_in_the_chinese_market() -> None:
+    service = Service(REPLIES["brightdata"])
+    await ask(service, "brightdata", Query("\u5317\u4eac", 10, "zh-CN"))
+    sent = parse_qs(urlsplit(service.json["url"]).query)
+    assert (sent["mkt"], sent["setLang"], sent["cc"]) == (["zh-CN"], ["zh"], ["cn"])
+    assert sent["q"] == ["\u5317\u4eac"]
+    service = Service(REPLIES["serper"])
+    await ask(service, "serper", Query("\u5317\u4eac", 10, "zh-CN"))
+    assert (service.json["hl"], service.json["gl"]) == ("zh-cn", "cn")
+
+
+def test_results_without_text_are_left_out_and_titles_stand_in() -> None:
+    rows = [{"title": "", "snippet": None}, {"title": "Lima"}, {"snippet": "x", "link": None}]
+    reply = Reply(200, json.dumps({"organic": rows}).encode())
+    assert provider_hits(WebConfig("serper"), reply, 10) == [Hit("Lima", "Lima"), Hit("x")]
+
+
+async def test_a_missing_key_is_refused_before_anything_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SERPER_API_KEY")
+    with pytest.raises(ConfigError, match=r"'serper' needs a key .* SERPER_API_KEY.*export"):
+        WebBackend(WebConfig("serper"))
+    with pytest.raises(ConfigError, match=r"search\.backend\.url: searxng.*expected the address"):
+        WebBackend(WebConfig("searxng"))
+
+
+@pytest.mark.parametrize("name", [name for name in PROVIDERS if PROVIDERS[name].key_variable])
+async def test_no_error_names_the_key(name: ProviderName) -> None:
+    for statuses in [(500, 500), (401,), (404,)]:
+        with pytest.raises((InfraError, ConfigError)) as raised:
+            await ask(Service({"error": KEY}, *statuses), name, Query("x"))
+        assert KEY not in str(raised.value)
+
+
+async def test_a_refusal_says_what_to_check() -> None:
+    with pytest.raises(ConfigError, match=r"searxng refused .* 403; expected .*json among"):
+        await ask(Service({}, 403), "searxng", Query("x"))
+    with pytest.raises(ConfigError, match=r"serper refused .* 401; check the key in SERPER_API"):
+        await ask(Service({}, 401), "serper", Query("x"))
+
+
+# /retrieve
+
+NESTED = {
+    "result": [
+        [
+            {"document": {"id": "1", "contents": '"Lima"\nThe capital.'}, "score": 2.5},
+            {"document": {"id": "2", "title": "Cusco", "text": "A city."}, "score": 1.0},
+        ]
+    ]
+}
+RETRIEVED = [Hit("The capital.", "Lima", "", "1", 2.5), Hit("A city.", "Cusco", "", "2", 1.0)]
+BARE = Hit("The capital.", "Lima", "", "1", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "sent"), [("skyrl", {"query": "peru"}), ("search_r1", {"queries": ["peru"]})]
+)
+async def test_both_dialects_of_retrieve(dialect: Any, sent: dict[str, Any]) -> None:
+    service = Service(NESTED, 500)
+    async with serving(service) as url:
+        for address in (url, url + "/retrieve"):
+            backend = RemoteBackend(RemoteConfig(address, dialect, QUICK))
+            assert await backend.search(Query("peru", 2)) == RETRIEVED
+            await backend.close()
+    assert service.request.path == "/retrieve"
+    assert service.json == {**sent, "topk": 2, "return_scores": True}
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"result": NESTED["result"][0]}, RETRIEVED),  # one query, one list
+        ({"result": [[{"id": "1", "contents": '"Lima"\nThe capital.'}]]}, [BARE]),  # no scores
+        ({"result": [[]]}, []),
+        ({"result": []}, []),
+    ],
+)
+def test_the_replies_of_retrievers(content: Any, expected: list[Any]) -> None:
+    hits = retrieved_hits(Reply(200, json.dumps(content).encode()), "http://x")
+    assert hits == expected
+
+
+@pytest.mark.parametrize("reply", [Reply(200, b"{}"), Reply(200, b"no"), Reply(404, b"{}")])
+def test_a_broken_retriever_is_a_failure(reply: Reply) -> None:
+    with pytest.raises(InfraError, match=r"retriever http://x: .*expected"):
+        retrieved_hits(reply, "http://x")

@@ -1,0 +1,244 @@
+"""The traffic layer: retries, single flight, rate limit, circuit breaker, all together."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from agentenv.errors import ConfigError, InfraError
+from envs.search.backend import Query
+from envs.search.cache import ResultCache
+from envs.search.cached import CachedBackend
+from envs.search.cassette import Reply
+from envs.search.flight import SingleFlight
+from envs.search.limits import CircuitBreaker, TokenBucket
+from envs.search.providers import WebConfig
+from envs.search.remote import WebBackend
+from envs.search.upstream import HttpRequest, TrafficConfig, Upstream, retry_after_s
+from tests.envs.search_server import QUICK, Scripted, send, serving
+from tests.support.virtual_clock import run_virtual
+
+# retries
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503])
+async def test_infrastructure_statuses_are_retried(status: int) -> None:
+    service = Scripted(status, status)
+    async with serving(service) as url:
+        assert await send(url) == Reply(200, b"fine")
+    assert service.num_requests == 3
+
+
+async def test_what_still_fails_is_an_infra_error() -> None:
+    service = Scripted(429, 503, 429)
+    async with serving(service) as url:
+        with pytest.raises(InfraError, match="service: 3 attempts failed: status 429"):
+            await send(url)
+    assert service.num_requests == 3
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_a_refused_key_stops_the_run(status: int) -> None:
+    service = Scripted(status)
+    async with serving(service) as url:
+        with pytest.raises(ConfigError, match="check the key"):
+            await send(url)
+    assert service.num_requests == 1
+
+
+async def test_nobody_there_is_an_infra_error_without_the_address() -> None:
+    request = HttpRequest("GET", "http://127.0.0.1:9/x", secret_params={"api_key": "s3cret"})
+    upstream = Upstream("service", QUICK)
+    with pytest.raises(InfraError, match="3 attempts failed: ClientConnectorError") as raised:
+        await upstream.send(request)
+    await upstream.close()
+    assert "s3cret" not in str(raised.value)
+    assert "s3cret" not in repr(request) + request.key
+
+
+async def test_no_answer_in_time_is_an_infra_error() -> None:
+    async def never(request: web.Request) -> web.Response:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    config = TrafficConfig(timeout_s=0.02, num_retries=0)
+    async with serving(never) as url:
+        with pytest.raises(InfraError, match=r"no reply within 0\.02 s"):
+            await send(url, config)
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"Retry-After": "7"}, 7.0),
+        (
+            {
+                "Retry-After": "Sat, 01 Jan 2022 00:01:30 GMT",
+                "Date": "Sat, 01 Jan 2022 00:00:00 GMT",
+            },
+            90.0,
+        ),
+        ({"Retry-After": "soon"}, None),
+        ({}, None),
+    ],
+)
+def test_retry_after(headers: dict[str, str], seconds: float | None) -> None:
+    assert retry_after_s(headers) == seconds
+
+
+def test_a_wait_is_never_shorter_than_asked_for_and_differs() -> None:
+    upstream = Upstream("service", TrafficConfig(first_delay_s=0.5, max_delay_s=30))
+    asked = [upstream._delay_s(0, 7.0) for _ in range(20)]
+    assert all(7 <= delay <= 10.5 for delay in asked)
+    assert len(set(asked)) > 10
+    assert 30 <= upstream._delay_s(12, None) <= 45
+
+
+# all of it together
+
+
+class EveryTenthRefused:
+    def __init__(self) -> None:
+        self.num_requests = 0
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        self.num_requests += 1
+        if self.num_requests % 10 == 0:
+            return web.Response(status=429, headers={"Retry-After": "0"})
+        return web.json_response({"results": [{"content": request.query["q"], "url": "u"}]})
+
+
+async def test_many_equal_calls_cost_few_requests_and_none_fails() -> None:
+    service = EveryTenthRefused()
+    queries = [f"query {number % 40}" for number in range(1000)]
+    async with serving(service) as url:
+        web_config = WebConfig("searxng", url=url, traffic=QUICK)
+        cached = CachedBackend("web", WebBackend(web_config), ResultCache())
+        found = await asyncio.gather(*(cached.search(Query(query)) for query in queries))
+        await cached.close()
+    assert [hits[0].text for hits in found] == queries
+    assert service.num_requests == 44  # 40, and 4 that were refused
+
+
+# single flight
+
+
+async def test_equal_calls_in_the_air_are_one() -> None:
+    flight: SingleFlight[int] = SingleFlight()
+    gate, calls = asyncio.Event(), []
+
+    async def fetch() -> int:
+        calls.append(1)
+        await gate.wait()
+        return 7
+
+    waiters = [asyncio.ensure_future(flight.run("q", fetch)) for _ in range(50)]
+    await asyncio.sleep(0)
+    waiters[0].cancel()  # the one that started it
+    await asyncio.sleep(0)
+    gate.set()
+    assert await asyncio.gather(*waiters[1:]) == [7] * 49
+    assert len(calls) == 1
+    assert waiters[0].cancelled()
+    assert await flight.run("q", fetch) == 7
+    assert len(calls) == 2  # landed: the next one fetches anew
+
+
+async def test_all_waiters_see_the_failure_and_closing_ends_flights() -> None:
+    flight: SingleFlight[int] = SingleFlight()
+
+    async def fail() -> int:
+        await asyncio.sleep(0)
+        raise InfraError("broken")
+
+    outcomes = await asyncio.gather(
+        *(flight.run("q", fail) for _ in range(3)), return_exceptions=True
+    )
+    assert [str(outcome) for outcome in outcomes] == ["broken"] * 3
+    hanging = asyncio.ensure_future(flight.run("q", asyncio.Event().wait))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    await flight.close()
+    with pytest.raises(asyncio.CancelledError):
+        await hanging
+
+
+# rate limit and circuit breaker, on a virtual clock
+
+
+def test_the_bucket_keeps_its_rate() -> None:
+    async def drain() -> list[float]:
+        bucket, loop = TokenBucket(rate_per_s=10, burst=5), asyncio.get_running_loop()
+        start = loop.time()
+
+        async def take() -> float:
+            await bucket.take()
+            return loop.time() - start
+
+        times = list(await asyncio.gather(*(take() for _ in range(25))))
+        await asyncio.sleep(100)
+        again = loop.time()
+        for _ in range(6):  # refilled, but to no more than the burst
+            await bucket.take()
+        return [*times, loop.time() - again]
+
+    *times, refilled = run_virtual(drain())
+    assert times[:5] == [0.0] * 5
+    assert times[5:] == pytest.approx([number / 10 for number in range(1, 21)])
+    assert refilled == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("rate_per_s", [0.0, 1000.0])
+def test_a_pause_holds_for_everybody(rate_per_s: float) -> None:
+    async def drain() -> float:
+        bucket, loop = TokenBucket(rate_per_s, burst=9), asyncio.get_running_loop()
+        bucket.pause(7)
+        bucket.pause(3)  # does not shorten it
+        await asyncio.gather(*(bucket.take() for _ in range(9)))
+        return loop.time()
+
+    assert run_virtual(drain()) == pytest.approx(7, abs=0.01)
+
+
+async def test_the_wait_that_a_service_asks_for_holds_for_all_calls() -> None:
+    service = Scripted(429, 503, headers={"Retry-After": "1"})
+    config = TrafficConfig(num_retries=2, first_delay_s=0, max_delay_s=0.002)
+    pauses: list[float] = []
+    async with serving(service) as url:
+        upstream = Upstream("service", config)
+        upstream._bucket.pause = pauses.append  # type: ignore[method-assign]
+        assert (await upstream.send(HttpRequest("GET", url))).status == 200
+        await upstream.close()
+    assert pauses == [0.002, 0.002]  # capped by max_delay_s
+
+
+def test_the_circuit_opens_probes_and_closes() -> None:
+    async def run() -> None:
+        breaker = CircuitBreaker("service", max_failures=2, cool_down_s=10)
+        breaker.failed()
+        breaker.check()
+        breaker.failed()
+        with pytest.raises(InfraError, match=r"service: not called for 10\.0 s more"):
+            breaker.check()
+        await asyncio.sleep(11)
+        breaker.check()  # the probe
+        with pytest.raises(InfraError):
+            breaker.check()  # only one
+        breaker.succeeded()
+        breaker.check()
+        assert not breaker.is_open
+
+    run_virtual(run())
+
+
+async def test_an_open_circuit_sends_nothing() -> None:
+    service = Scripted(*[500] * 10)
+    config = TrafficConfig(num_retries=0, max_failures=2)
+    async with serving(service) as url:
+        upstream = Upstream("service", config)
+        for _ in range(5):
+            with pytest.raises(InfraError):
+                await upstream.send(HttpRequest("GET", url))
+        await upstream.close()
+    assert service.num_requests == 2

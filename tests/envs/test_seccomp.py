@@ -1,0 +1,157 @@
+"""The filter of system calls, simulated for each machine; that of aarch64 was never run on one."""
+
+from __future__ import annotations
+
+import errno
+from typing import NamedTuple
+
+import pytest
+
+from envs.sandbox import seccomp
+from envs.sandbox.seccomp import ALLOW, AUDIT_ARCH, ERRNO, KILL_PROCESS, Instruction
+
+OWN_PID = 77
+
+
+class Machine(NamedTuple):
+    """Numbers taken from the kernel's tables, not from ours."""
+
+    name: str
+    reading: dict[str, int]
+    writing: dict[str, int]
+    refused: dict[str, int]
+    openat: int
+    clone: int
+    kill: int
+    fcntl: int
+    ioctl: int
+    prctl: int
+    prlimit64: int
+
+
+X86_64 = Machine(
+    "x86_64",
+    {"read": 0, "write": 1, "mmap": 9, "futex": 202, "getrandom": 318, "exit_group": 231},
+    {"unlink": 87, "mkdir": 83, "chmod": 90, "rename": 82, "ftruncate": 77, "renameat2": 316},
+    {"socket": 41, "socketpair": 53, "connect": 42, "fork": 57, "vfork": 58, "execve": 59,
+     "execveat": 322, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "bpf": 321,
+     "io_uring_setup": 425, "unshare": 272, "setns": 308, "mount": 165, "userfaultfd": 323,
+     "perf_event_open": 298, "keyctl": 250, "memfd_create": 319, "pidfd_open": 434,
+     "pidfd_send_signal": 424, "rt_sigqueueinfo": 129, "shmget": 29, "msgget": 68, "setuid": 105,
+     "flock": 73, "openat2": 437, "open_by_handle_at": 304, "mknod": 133, "chroot": 161},
+    openat=257, clone=56, kill=62, fcntl=72, ioctl=16, prctl=157, prlimit64=302,
+)  # fmt: skip
+AARCH64 = Machine(
+    "aarch64",
+    {"read": 63, "write": 64, "mmap": 222, "futex": 98, "getrandom": 278, "exit_group": 94},
+    {"unlinkat": 35, "mkdirat": 34, "fchmodat": 53, "ftruncate": 46, "renameat2": 276},
+    {"socket": 198, "socketpair": 199, "connect": 203, "execve": 221, "execveat": 281,
+     "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "bpf": 280,
+     "io_uring_setup": 425, "unshare": 97, "setns": 268, "mount": 40, "userfaultfd": 282,
+     "perf_event_open": 241, "keyctl": 219, "memfd_create": 279, "pidfd_open": 434,
+     "pidfd_send_signal": 424, "rt_sigqueueinfo": 138, "shmget": 194, "msgget": 186,
+     "setuid": 146, "flock": 32, "openat2": 437, "open_by_handle_at": 265, "mknodat": 33,
+     "chroot": 51},
+    openat=56, clone=220, kill=129, fcntl=25, ioctl=29, prctl=167, prlimit64=261,
+)  # fmt: skip
+EPERM, EAGAIN, ENOSYS, EROFS = (
+    ERRNO | number for number in (errno.EPERM, errno.EAGAIN, errno.ENOSYS, errno.EROFS)
+)
+
+
+def simulate(program: list[Instruction], arch: int, number: int, *arguments: int) -> int:
+    """What the kernel would answer, by running the classic BPF program on the call's data."""
+    data = number.to_bytes(4, "little") + arch.to_bytes(4, "little") + bytes(8)
+    for argument in (*arguments, *(0,) * (6 - len(arguments))):
+        data += (argument % 2**64).to_bytes(8, "little")
+    register, place = 0, 0
+    while True:
+        code, if_true, if_false, value = program[place]
+        place += 1
+        match code:
+            case seccomp.LOAD:
+                register = int.from_bytes(data[value : value + 4], "little")
+            case seccomp.AND:
+                register &= value
+            case seccomp.IF_EQUAL:
+                place += if_true if register == value else if_false
+            case seccomp.IF_AT_LEAST:
+                place += if_true if register >= value else if_false
+            case seccomp.RETURN:
+                return value
+            case _:
+                raise AssertionError(f"the kernel would refuse the code {code:#x}")
+
+
+class Filter:
+    def __init__(self, machine: Machine, files: bool, threads: bool) -> None:
+        self.arch = AUDIT_ARCH[machine.name]
+        self.program = seccomp.program(machine.name, OWN_PID, files=files, threads=threads)
+
+    def __call__(self, number: int, *arguments: int) -> int:
+        return simulate(self.program, self.arch, number, *arguments)
+
+
+@pytest.mark.parametrize("machine", [X86_64, AARCH64], ids=lambda machine: machine.name)
+@pytest.mark.parametrize("files", [True, False])
+@pytest.mark.parametrize("threads", [True, False])
+def test_what_a_session_may_call(machine: Machine, files: bool, threads: bool) -> None:
+    answer = Filter(machine, files, threads)
+    assert {name: answer(number) for name, number in machine.reading.items()} == dict.fromkeys(
+        machine.reading, ALLOW
+    )
+    assert {name: answer(number) for name, number in machine.writing.items()} == dict.fromkeys(
+        machine.writing, ALLOW if files else EPERM
+    )
+    assert {name: answer(number) for name, number in machine.refused.items()} == dict.fromkeys(
+        machine.refused, EPERM
+    )
+    allowed = [number for number in range(600) if answer(number, *(2**64 - 1,) * 6) == ALLOW]
+    assert len(allowed) < 140
+    assert len(answer.program) < 4096  # the kernel's limit
+
+
+@pytest.mark.parametrize("machine", [X86_64, AARCH64], ids=lambda machine: machine.name)
+def test_what_depends_on_the_arguments(machine: Machine) -> None:
+    answer = Filter(machine, files=False, threads=True)
+    assert answer(machine.openat, -100, 0, 0o2000000) == ALLOW  # read-only, close on exec
+    for flags in (0o1, 0o2, 0o100, 0o1000, 0o20200000, 0o101, 0o10000000):
+        assert answer(machine.openat, -100, 0, flags) == EROFS
+    stat = {257: 262, 56: 79}[machine.openat]  # newfstatat
+    assert [answer(stat, 3, 0, 0, flags) for flags in (0, 0x100, 0x1000)] == [EPERM, EPERM, ALLOW]
+    thread, fork, vfork, user = 0x3D0F00, 17, 0x4111, 0x10000000
+    assert answer(machine.clone, thread) == ALLOW
+    for flags in (fork, vfork, thread | user, user | 17, 0x100, 0x10000):
+        assert answer(machine.clone, flags) == EPERM
+    assert answer(seccomp.CLONE3) == ENOSYS
+    without = Filter(machine, files=False, threads=False)
+    for flags in (thread, fork):
+        assert without(machine.clone, flags) == EAGAIN
+    assert without(seccomp.CLONE3) == EAGAIN
+    for call in (machine.kill, {62: 234, 129: 131}[machine.kill]):  # kill, tgkill
+        assert answer(call, OWN_PID, 9) == ALLOW
+        for pid in (0, 1, -1, -OWN_PID, OWN_PID + 1):
+            assert answer(call, pid, 9) == EPERM
+    assert answer(machine.fcntl, 3, 1030) == ALLOW
+    for command in (8, 10, 15, 1024, 6, 37):  # F_SETOWN, F_SETSIG, a lease, locks
+        assert answer(machine.fcntl, 3, command) == EPERM
+    assert answer(machine.ioctl, 0, 0x5401) == ALLOW
+    assert answer(machine.ioctl, 0, 0x5412) != ALLOW  # TIOCSTI
+    assert answer(machine.prctl, 15) == ALLOW
+    assert answer(machine.prctl, 4) == EPERM  # dumpable
+    assert answer(machine.prlimit64, 0) == ALLOW
+    assert answer(machine.prlimit64, 1) == EPERM
+
+
+@pytest.mark.parametrize("machine", [X86_64, AARCH64], ids=lambda machine: machine.name)
+def test_calls_by_the_numbers_of_another_machine(machine: Machine) -> None:
+    program = Filter(machine, files=True, threads=True).program
+    i386 = 0x40000003
+    others = {i386, *AUDIT_ARCH.values()} - {AUDIT_ARCH[machine.name]}
+    assert {simulate(program, arch, 0) for arch in others} == {KILL_PROCESS}
+    assert simulate(program, AUDIT_ARCH[machine.name], 0x40000000 + 41) in (EPERM, ENOSYS)
+
+
+def test_the_filter_of_an_unknown_machine() -> None:
+    with pytest.raises(ValueError, match="no system call filter for riscv64"):
+        seccomp.program("riscv64", 1, files=False, threads=False)

@@ -1,0 +1,1 @@
+"""Environments of a third party. Importing the package imports none of them."""

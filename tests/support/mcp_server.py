@@ -1,0 +1,41 @@
+"""A tool server for the tests: `python mcp_server.py stdio`, or `http PORT`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("test server")
+
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    """The sum of two numbers."""
+    return a + b
+
+
+@server.tool()
+def fail() -> str:
+    """Always fails."""
+    raise ValueError("no such thing")
+
+
+@server.tool()
+def environment(name: str) -> str:
+    """A variable that the server was started with."""
+    return os.environ.get(name, "(unset)")
+
+
+@server.tool()
+def die() -> str:
+    """Ends the server."""
+    os._exit(3)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "stdio":
+        server.run()
+    else:
+        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[2]))

@@ -1,0 +1,153 @@
+"""Environments through the real Gymnasium: its checker, its wrappers, no warning."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+from gymnasium.utils.env_checker import check_env
+from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
+
+import agentenv.gym
+from agentenv import env as registry
+from agentenv import register
+from agentenv.errors import ConfigError, EnvError
+from agentenv.types import Message, Task
+from tests.support.toy import CountingEnv
+
+TASKS = [Task(f"t{n}", "toy/Counting-v0", f"question {n}", ("x",)) for n in range(5)]
+ENV_ID = "toy/Counting-v0"
+
+
+class PatientEnv(CountingEnv):
+    """Closing twice is allowed."""
+
+    async def close(self) -> None:
+        if not self.closed:
+            await super().close()
+
+
+register(ENV_ID, "tests.test_gym:PatientEnv")
+
+
+@pytest.fixture
+def env() -> Any:
+    env = gymnasium.make(ENV_ID, tasks=TASKS)
+    yield env
+    env.close()
+    assert CountingEnv.num_open == 0
+    assert agentenv.gym._LoopThread._current is None
+
+
+def test_gymnasiums_checker_finds_nothing(env: Any) -> None:
+    check_env(env.unwrapped)
+
+
+def test_an_episode(env: Any) -> None:
+    prompt, info = env.reset(seed=3, options={"task": 2})
+    assert prompt == "question 2"
+    assert info["task"] == "t2"
+    shown, reward, terminated, truncated, info = env.step("<think>.</think><search> q </search>")
+    assert shown == " <result>\n1:q\n</result>"
+    assert (reward, terminated, truncated) == (0.0, False, False)
+    shown, reward, terminated, *_ = env.step("<answer>x</answer>")
+    assert (shown, reward, terminated) == ("", 1.0, True)
+
+
+def test_the_seed_draws_the_task(env: Any) -> None:
+    drawn = [env.reset(seed=seed)[0] for seed in (1, 2, 3, 4, 5, 1, 2, 3, 4, 5)]
+    assert drawn[:5] == drawn[5:]
+    assert len(set(drawn)) > 1
+
+
+def test_gymnasiums_wrappers_work(env: Any) -> None:
+    wrapped = RecordEpisodeStatistics(TimeLimit(env, max_episode_steps=2))
+    wrapped.reset(seed=1)
+    wrapped.step("<search>a</search>")
+    *_, terminated, truncated, info = wrapped.step("<search>b</search>")
+    assert (terminated, truncated) == (False, True)
+    assert (info["episode"]["l"], info["episode"]["r"]) == (2, 0.0)
+    wrapped.reset(seed=1)
+    wrapped.step("<search>a</search>")
+    *_, info = wrapped.step("done")
+    assert (info["episode"]["l"], info["episode"]["r"]) == (2, 1.0)
+
+
+def test_any_characters_are_in_the_space_up_to_its_length() -> None:
+    env = gymnasium.make(ENV_ID, tasks=TASKS, max_chars=20, render_mode="ansi")
+    assert env.observation_space.contains("\N{CJK UNIFIED IDEOGRAPH-4E2D}\n<|x|>")
+    assert not env.observation_space.contains("x" * 21)
+    env.reset(seed=0)
+    shown, *_ = env.step("<search>" + "abcde" * 4 + "</search>")
+    assert len(shown) == 20
+    assert " ... " in shown
+    assert str(env.render()).startswith("question ")
+    env.close()
+
+
+def test_an_env_that_hangs_is_given_up() -> None:
+    env = gymnasium.make(ENV_ID, tasks=TASKS, latency_s=1e6, timeout_s=0.05)
+    with pytest.raises(EnvError, match=r"did not answer within 0\.05 s"):
+        env.reset(seed=0)
+    env.close()
+    CountingEnv.num_open = 0
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        ({}, "give either tasks"),
+        ({"tasks": []}, "give either tasks"),
+        ({"tasks": TASKS, "data": "x.jsonl"}, "give either tasks"),
+    ],
+)
+def test_an_env_needs_tasks(kwargs: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        gymnasium.make(ENV_ID, **kwargs)
+
+
+def test_a_task_that_is_not_there_is_refused(env: Any) -> None:
+    with pytest.raises(ConfigError, match="a number below 5, got 9"):
+        env.reset(options={"task": 9})
+
+
+def test_tasks_come_from_a_file_too(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text(json.dumps({"question": "Why?", "answer": "x"}))
+    env = gymnasium.make(ENV_ID, data=str(tmp_path / "data.jsonl"))
+    assert env.reset()[0] == "Why?"
+    env.close()
+
+
+def test_ids_registered_later_are_known_to_gymnasium_too() -> None:
+    assert "toy/Later-v0" not in gymnasium.registry
+    register("toy/Later-v0", "tests.test_gym:PatientEnv")
+    assert gymnasium.make("toy/Later-v0", tasks=TASKS) is not None
+    del registry._registry["toy/Later-v0"]
+    del gymnasium.registry["toy/Later-v0"]
+
+
+def test_an_id_that_gymnasium_does_not_take_stays_ours() -> None:
+    register("toy/many/parts", "tests.test_gym:PatientEnv")
+    assert "toy/many/parts" in registry.envs()
+    assert "toy/many/parts" not in gymnasium.registry
+    del registry._registry["toy/many/parts"]
+
+
+def test_gymnasium_is_imported_only_where_it_is_used() -> None:
+    code = "import agentenv, envs, launchers.config, sys; print('gymnasium' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "False"
+
+
+def test_a_message_of_no_tool_has_no_calls() -> None:
+    schema = {"name": "search", "parameters": {"properties": {"query": {}}}}
+    for text in ("", "</search>", "<search>x</search> and more", "<python>1</python>"):
+        assert agentenv.gym.tag_calls(text, [schema]) == ()
+    assert Message("assistant", "x").tool_calls == ()

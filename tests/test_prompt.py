@@ -1,0 +1,79 @@
+"""System prompts: presets, files, what a row brings along, and who wins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentenv.errors import ConfigError
+from agentenv.prompt import Instruction, PromptConfig, load_instruction, preset, presets
+from agentenv.types import Message, Task
+
+TASK = Task("t", "x", "Capital of Peru?", ("Lima",))
+ROW = Task("t", "x", "Capital of Peru?", ("Lima",), metadata={"system_prompt": "From the row."})
+OWN = [Message("system", "From the class."), Message("user", "Capital of Peru?")]
+QUESTION = OWN[1]
+
+
+def system(instruction: Instruction, task: Task) -> str:
+    first, *rest = instruction.apply(OWN, task)
+    assert rest == [QUESTION]
+    return first.content
+
+
+def test_a_row_wins_over_the_template_which_wins_over_the_class() -> None:
+    text = Instruction("From the template.")
+    assert system(Instruction(), TASK) == "From the class."
+    assert system(text, TASK) == "From the template."
+    assert system(Instruction(), ROW) == "From the row."
+    assert system(text, ROW) == "From the row."
+    assert system(Instruction("From the template.", override_row=True), ROW) == (
+        "From the template."
+    )
+
+
+@pytest.mark.parametrize("name", ["search+python", "search", "python", "no_tools", "chinese",
+                                  "direct"])  # fmt: skip
+def test_a_preset_shows_the_tags_it_asks_for(name: str) -> None:
+    text = preset(name)
+    tools = {"search+python": "search python", "search": "search", "python": "python",
+             "chinese": "search python"}.get(name, "").split()  # fmt: skip
+    for tag in ("search", "python"):
+        assert (f"<{tag}>" in text) == (f"</{tag}>" in text) == (tag in tools)
+    for tag in ("think", "answer"):
+        assert f"<{tag}>" in text
+        assert f"</{tag}>" in text
+    assert r"\boxed{" in text
+    assert load_instruction(PromptConfig(template=name)).text == text
+    assert name in presets()
+
+
+def test_a_file_is_the_system_prompt_or_the_whole_message(tmp_path: Path) -> None:
+    (tmp_path / "system.txt").write_text("Be brief.\n")
+    (tmp_path / "whole.txt").write_text("Q: {question}\nA:")
+
+    def load(name: str) -> Instruction:
+        return load_instruction(PromptConfig(template=f"{{run}}/{name}"), resolve)
+
+    def resolve(text: str) -> Path:
+        return Path(text.replace("{run}", str(tmp_path)))
+
+    assert load("system.txt").apply(OWN, TASK) == [Message("system", "Be brief."), QUESTION]
+    whole = Message("user", "Q: Capital of Peru?\nA:")
+    assert load("whole.txt").apply(OWN, TASK) == [whole]
+    assert load("whole.txt").apply(OWN, ROW) == [Message("system", "From the row."), whole]
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"template": "serch"}, "did you mean 'search'"),
+        ({"template": "no/such/file.txt"}, "presets: chinese, direct"),
+        ({"override_row": True}, "prompt.override_row: needs"),
+        ({"apply_chat_template": False, "chat_template_kwargs": {"x": 1}}, "nothing reads them"),
+    ],
+)
+def test_a_prompt_that_cannot_be_had_is_refused(config: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_instruction(PromptConfig(**config))  # type: ignore[arg-type]

@@ -1,0 +1,261 @@
+"""Tools by configuration: which ones an episode has, and how often, how long, how many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.config import build_config
+from agentenv.env import register
+from agentenv.errors import ConfigError, EnvError, InfraError
+from agentenv.grader import Grade
+from agentenv.limits import Limits
+from agentenv.prompt import PromptConfig
+from agentenv.shared import close_shared
+from agentenv.tool import StatelessTool, tool
+from agentenv.tool_env import ToolEnv
+from agentenv.tool_limits import ToolConfig, ToolLimits, load_tools
+from agentenv.types import Message, Task, ToolCall, ToolResult
+from launchers.assembly import env_maker
+from launchers.config import EnvConfig, TrainConfig
+from tests.support.virtual_clock import run_virtual
+
+TASK = Task("t", "test/Tools-v0", "how many?", ("2",))
+
+
+@tool
+def echo(text: str) -> str:
+    """The same text."""
+    return text
+
+
+@tool
+def shout(text: str) -> str:
+    """Louder."""
+    return text.upper()
+
+
+class Slow(StatelessTool):
+    """Takes a while; says how many calls were in flight with it. Broken, it fails for good."""
+
+    name = "slow"
+    description = ""
+    schema: dict[str, Any] = {"type": "object", "properties": {}}  # noqa: RUF012
+
+    def __init__(self, latency_s: float = 1.0, broken: bool = False) -> None:
+        self.latency_s = latency_s
+        self.broken = broken
+        self.num_running = 0
+        self.num_calls = 0
+
+    async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
+        self.num_running += 1
+        self.num_calls += 1
+        try:
+            most = self.num_running
+            await asyncio.sleep(self.latency_s)
+            if self.broken:
+                raise InfraError("no connection")
+            return ToolResult(str(most))
+        finally:
+            self.num_running -= 1
+
+
+class Anything:
+    async def grade(
+        self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
+    ) -> Grade:
+        return Grade(float(len(written)), True)
+
+
+class SomeToolsEnv(ToolEnv):
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, tools=[echo, shout], grader=Anything(), prompt="The class's own.")
+
+
+register("test/Tools-v0", "tests.test_tool_limits:SomeToolsEnv")
+
+
+@pytest.fixture(autouse=True)
+async def _shared() -> AsyncIterator[None]:
+    yield
+    await close_shared()
+
+
+def call(*names: str) -> Message:
+    return Message("assistant", "", tuple(ToolCall(name, {"text": "a"}) for name in names))
+
+
+async def texts(env: ToolEnv, *actions: Message) -> list[str]:
+    shown = []
+    for action in actions:
+        observation, *_ = await env.step(action)
+        shown += [message.content for message in observation]
+    return shown
+
+
+async def test_beyond_its_limit_a_tool_answers_that_there_are_no_more_calls() -> None:
+    env = ToolEnv(TASK, [echo, shout], Anything(), tool_limits={"echo": ToolLimits(max_calls=1)})
+    await env.reset()
+    assert await texts(env, call("echo"), call("echo"), call("shout")) == [
+        "a",
+        "echo cannot be called any more: all 1 calls of it are used.",
+        "A",
+    ]
+    child = await env.fork()
+    assert "all 1 calls of it" in (await texts(child, call("echo")))[0]
+    await child.close()
+    await env.reset()
+    assert await texts(env, call("echo")) == ["a"]
+    await env.close()
+
+
+async def test_the_total_counts_every_call() -> None:
+    env = ToolEnv(TASK, [echo], Anything(), max_tool_calls=2)
+    await env.reset()
+    shown = await texts(env, call("bing"), call("echo", "echo"))
+    assert shown[1:] == [
+        "a",
+        "No tool can be called any more: all 2 calls are used. Answer with what you know.",
+    ]
+    await env.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({"max_tool_calls": 2}, "max_tool_calls"),
+        ({"tool_limits": {"echo": ToolLimits(max_calls=2)}}, "max_calls of echo"),
+    ],
+)
+async def test_on_limit_end_ends_the_episode_with_a_grade(
+    options: dict[str, Any], limit: str
+) -> None:
+    env = ToolEnv(TASK, [echo], Anything(), on_limit="end", **options)
+    await env.reset()
+    await env.step(call("echo"))
+    observation, reward, terminated, truncated, info = await env.step(call("echo", "echo"))
+    assert (observation, reward, terminated, truncated) == ([], 2.0, False, True)
+    assert info["limit"] == limit
+    await env.close()
+
+
+def test_at_most_so_many_calls_of_a_tool_are_in_flight() -> None:
+    async def main() -> list[str]:
+        slow = Slow()
+        limits = {"slow": ToolLimits(max_concurrency=3, timeout_s=1.5)}
+        envs = [ToolEnv(TASK, [slow], Anything(), tool_limits=limits) for _ in range(10)]
+        for env in envs:
+            await env.reset()
+        shown = await asyncio.gather(*(texts(env, call("slow")) for env in envs))
+        for env in envs:
+            await env.close()
+        await close_shared()
+        return [text for (text,) in shown]
+
+    shown = run_virtual(main())
+    assert (len(shown), max(shown)) == (10, "3")
+
+
+def test_each_tool_has_a_deadline_and_retries_of_its_own() -> None:
+    async def main() -> None:
+        slow = Slow(latency_s=5)
+        limits = {"slow": ToolLimits(timeout_s=2, num_retries=0)}
+        env = ToolEnv(TASK, [slow], Anything(), tool_limits=limits)
+        await env.reset()
+        with pytest.raises(EnvError, match="slow failed 1 times, the last time: no result within"):
+            await env.step(call("slow"))
+        assert slow.num_calls == 1
+        await env.close()
+
+    run_virtual(main())
+
+
+def test_a_tool_that_is_not_required_may_be_unavailable() -> None:
+    async def main() -> None:
+        limits = {"slow": ToolLimits(required=False, num_retries=1)}
+        env = ToolEnv(TASK, [Slow(broken=True)], Anything(), tool_limits=limits)
+        await env.reset()
+        assert await texts(env, call("slow")) == ["The tool 'slow' is not available at the moment."]
+        await env.close()
+
+    run_virtual(main())
+
+
+def maker(toml: dict[str, Any], limits: Limits, prompt: PromptConfig) -> ToolEnv:
+    raw = {"id": "test/Tools-v0", "module": "tests.test_tool_limits", **toml}
+    env = env_maker(build_config(EnvConfig, raw, "test"), Path, limits, prompt)(TASK)
+    assert isinstance(env, ToolEnv)
+    return env
+
+
+async def test_a_configuration_lists_the_tools_and_their_limits() -> None:
+    tools = [
+        {"name": "shout", "max_calls": 1},
+        {"name": "tests.test_tool_limits:Slow", "kwargs": {"latency_s": 0.0}, "timeout_s": 3},
+    ]
+    limits = Limits(max_tool_calls=3, on_limit="result")
+    env = maker({"tools": tools}, limits, PromptConfig(template="direct"))
+    prompt, info = await env.reset()
+    assert [schema["name"] for schema in info["tools"]] == ["shout", "slow"]
+    assert prompt[0].content.startswith("Answer the question directly")
+    shown = await texts(env, call("shout", "shout"), call("slow", "slow"))
+    assert [text.partition(":")[0] for text in shown] == [
+        "A",
+        "shout cannot be called any more",
+        "1",
+        "No tool can be called any more",
+    ]
+    await env.close()
+
+
+async def test_without_keys_an_environment_is_as_its_class_says() -> None:
+    env = maker({}, Limits(), PromptConfig())
+    prompt, info = await env.reset()
+    assert [schema["name"] for schema in info["tools"]] == ["echo", "shout"]
+    assert prompt[0] == Message("system", "The class's own.")
+    assert (env.max_tool_calls, env.on_limit) == (None, "end")
+    await env.close()
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"name": "bing"}, "has no tool 'bing'; it has ['echo', 'shout']"),
+        ({"name": "echo", "kwargs": {"a": 1}}, "only 'module:name' takes keyword arguments"),
+        ({"name": "nowhere:tool"}, "env.tools[0].name: 'nowhere:tool' cannot be loaded"),
+        ({"name": "tests.test_tool_limits:Slow", "kwargs": {"speed": 1}}, "cannot be made with"),
+        ({"name": "tests.test_tool_limits:Anything"}, "makes no tool: it has no name, schema"),
+        ({"name": "tests.test_tool_limits:echo", "kwargs": {"x": 1}}, "it takes none"),
+    ],
+)
+def test_a_tool_that_cannot_be_had_is_refused(entry: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        maker({"tools": [entry]}, Limits(), PromptConfig())
+    assert says in str(caught.value)
+
+
+def test_a_tool_that_is_not_required_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert load_tools([ToolConfig(name="nowhere:tool", required=False)]) == []
+    assert "nowhere:tool is left out" in caplog.text
+
+
+def test_misspelt_keys_of_a_tool_are_refused() -> None:
+    raw = {"model": {"path": "m"}, "data": {"train": "t"}, "train": {"num_steps": 1}}
+    raw |= {
+        "algorithm": {"name": "grpo"},
+        "env": {"id": "x", "tools": [{"name": "a", "max_cals": 1}]},
+    }
+    with pytest.raises(ConfigError, match=r"env\.tools\[0\]\.max_cals.*did you mean"):
+        build_config(TrainConfig, raw, "test")
+
+
+async def test_limits_of_a_tool_that_is_not_there_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tool_limits: no tools \['ehco'\]"):
+        ToolEnv(TASK, [echo], Anything(), tool_limits={"ehco": ToolLimits()})
