@@ -1,91 +1,217 @@
-"""Datasets: JSONL rows into tasks, in an order that a seed fixes and a position resumes."""
+"""Datasets: rows into tasks, in an order that a seed fixes and a position resumes.
+
+Files are read by `agentenv/data_files.py`, rows understood by `agentenv/data_rows.py`.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
+from math import gcd, lcm
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import overload
 
-from agentenv.errors import DataError
+from agentenv.data_config import MixPart, RowsConfig
+from agentenv.data_files import find_files, read_rows
+from agentenv.data_rows import RowReader
+from agentenv.errors import ConfigError, DataError
 from agentenv.types import Task
 
-RESERVED = ("id", "env_id", "question", "answer", "kind")
+MAX_LISTED = 50  # bad rows that are named one by one
+MAX_PERIOD = 10_000  # questions after which the order of a mix's parts repeats
+
+Paths = str | Path | Sequence[str | Path]
+logger = logging.getLogger(__name__)
 
 
-def load_tasks(path: Path, env_id: str) -> list[Task]:
-    """Read one JSONL file. Each row needs `question` and `answer` (a text, a number or a list).
+def load_tasks(
+    paths: Paths,
+    env_id: str,
+    config: RowsConfig | None = None,
+    *,
+    max_samples: int = 0,
+    say: Callable[[str], None] = logger.warning,
+) -> list[Task]:
+    """Tasks of the rows of a file, a folder, a pattern, or a list of them, in order.
 
-    `id`, `kind` and `env_id` are optional, any other key goes to `Task.metadata`. Raises
-    DataError with file and row for anything else, and for an empty file.
+    `env_id` is the environment of rows that choose none, `max_samples` takes the first n (0:
+    all), `say` is told of rows that `config.skip_bad_rows` leaves out. Raises DataError with
+    file, row, key and what was expected, or for no rows at all, and ConfigError for an
+    environment of `config.env_by` that no row chooses.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise DataError(f"{path}: there is no such dataset file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-    tasks = [
-        _task(line, f"{path}, row {number}", f"{path.stem}-{number}", env_id)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
-    if not tasks:
-        raise DataError(f"{path}: the dataset is empty; expected one JSON object a line")
+    reader = RowReader(config or RowsConfig(), env_id)
+    tasks = _read(reader, _listed(paths), max_samples, say)
+    if not max_samples:
+        _check_env_by([reader])
     return tasks
+
+
+def load_mix(
+    parts: Sequence[MixPart],
+    env_id: str,
+    config: RowsConfig,
+    resolve: Callable[[str], Path] = Path,
+    *,
+    say: Callable[[str], None] = logger.warning,
+) -> TaskMix:
+    """The parts of a weighted mix, each loaded like `load_tasks`; `resolve` makes its paths."""
+    readers, loaded = [], []
+    for part in parts:
+        own = RowsConfig(
+            columns=part.columns or config.columns,
+            env_by=config.env_by,
+            skip_bad_rows=config.skip_bad_rows,
+            compat=config.compat,
+        )
+        reader = RowReader(own, part.env_id or env_id)
+        paths = [resolve(str(path)) for path in _listed(part.path)]
+        loaded.append(_read(reader, paths, part.max_samples, say))
+        readers.append(reader)
+    if not any(part.max_samples for part in parts):
+        _check_env_by(readers)
+    return TaskMix(loaded, [part.weight for part in parts])
+
+
+class TaskMix(Sequence[Task]):
+    """Tasks in parts of given weights, and as a sequence all of them, part after part.
+
+    `pattern` is one period of part numbers: at every place each part was drawn as often as its
+    weight says, to within one task. Weights are counted to one in 10,000.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Task]], weights: Sequence[float]) -> None:
+        self.parts = [list(part) for part in parts]
+        self.weights = list(weights)
+        self.pattern = _interleave(_whole(self.weights))
+        self._tasks = [task for part in self.parts for task in part]
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        return self._tasks[index]
 
 
 class TaskStream:
     """Endless epochs over `tasks`; each epoch in an order of its own, fixed by the seed.
 
-    `position` counts tasks handed out; a stream made with the position of another one continues
-    it exactly.
+    The parts of a `TaskMix` have epochs of their own and take turns by weight. `position` counts
+    tasks handed out; a stream made with the position of another one continues it exactly.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int, position: int = 0) -> None:
         self.tasks = tasks
         self.seed = seed
         self.position = position
+        mix = tasks if isinstance(tasks, TaskMix) else None
+        self._pattern = mix.pattern if mix else [0]
+        parts: Sequence[Sequence[Task]] = mix.parts if mix else [tasks]
+        keys = [str(seed), *(f"{seed}/part/{number}" for number in range(1, len(parts)))]
+        self._parts = [_Part(part, key) for part, key in zip(parts, keys, strict=True)]
 
     def __iter__(self) -> Iterator[tuple[int, Task]]:
         """Yields (position of the task, task)."""
+        periods, place = divmod(self.position, len(self._pattern))
+        for number, part in enumerate(self._parts):
+            whole, begun = self._pattern.count(number), self._pattern[:place].count(number)
+            part.drawn = periods * whole + begun
         while True:
-            epoch, start = divmod(self.position, len(self.tasks))
-            order = list(range(len(self.tasks)))
-            Random(f"{self.seed}/epoch/{epoch}").shuffle(order)
-            for number in order[start:]:
-                position = self.position
-                self.position += 1
-                yield position, self.tasks[number]
+            number = self._pattern[self.position % len(self._pattern)]
+            position = self.position
+            self.position += 1
+            yield position, self._parts[number].next()
 
 
-def _task(line: str, where: str, default_id: str, env_id: str) -> Task:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    question = row.get("question")
-    if not isinstance(question, str) or not question.strip():
-        raise DataError(f"{where}: key 'question' must be a text that is not empty")
-    return Task(
-        id=str(row.get("id", default_id)),
-        env_id=str(row.get("env_id", env_id)),
-        question=question,
-        answers=_answers(row.get("answer"), where),
-        kind=str(row.get("kind", "all")),
-        metadata={key: value for key, value in row.items() if key not in RESERVED},
-    )
+class _Part:
+    """One part of a stream, `drawn` tasks of which were handed out."""
+
+    def __init__(self, tasks: Sequence[Task], key: str) -> None:
+        self.tasks = tasks
+        self.key = key
+        self.drawn = 0
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def next(self) -> Task:
+        epoch, place = divmod(self.drawn, len(self.tasks))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(len(self.tasks)))
+            Random(f"{self.key}/epoch/{epoch}").shuffle(self._order)
+        self.drawn += 1
+        return self.tasks[self._order[place]]
 
 
-def _answers(answer: Any, where: str) -> tuple[str, ...]:
-    golds = answer if isinstance(answer, list) else [answer]
-    if not golds or not all(
-        isinstance(gold, str | int | float) and str(gold).strip() for gold in golds
-    ):
-        raise DataError(
-            f"{where}: key 'answer' must be a text, a number, or a list of them that is not empty"
-        )
-    return tuple(str(gold) for gold in golds)
+def _listed(paths: Paths) -> list[str | Path]:
+    return [paths] if isinstance(paths, str | Path) else list(paths)
+
+
+def _read(
+    reader: RowReader,
+    paths: Iterable[str | Path],
+    max_samples: int,
+    say: Callable[[str], None],
+) -> list[Task]:
+    files = find_files(paths)
+    tasks: list[Task] = []
+    bad: list[str] = []
+    for raw in (raw for path in files for raw in read_rows(path)):
+        try:
+            tasks.append(reader.task(raw))
+        except DataError as error:
+            if not reader.config.skip_bad_rows:
+                raise
+            bad.append(str(error))
+        if max_samples and len(tasks) == max_samples:
+            break
+    names = ", ".join(map(str, files[:3])) + (" and others" if len(files) > 3 else "")
+    if not tasks:
+        why = f"; all {len(bad)} rows are bad, the first: {bad[0]}" if bad else ""
+        raise DataError(f"{names}: the dataset is empty; expected a question in each row{why}")
+    if bad:
+        more = f"\n  and {len(bad) - MAX_LISTED} more" if len(bad) > MAX_LISTED else ""
+        listed = "".join(f"\n  {text}" for text in bad[:MAX_LISTED])
+        say(f"{names}: {len(bad)} bad rows are left out, {len(tasks)} are used:{listed}{more}")
+    return tasks
+
+
+def _check_env_by(readers: Sequence[RowReader]) -> None:
+    """Refuse a key of env_by that chooses nothing, since a misspelt one would go unnoticed."""
+    used = {value for reader in readers for value in reader.env_by_used}
+    seen = {value for reader in readers for value in reader.env_by_seen}
+    for value in readers[0].config.env_by:
+        if value not in used:
+            raise ConfigError(
+                f"env_by: no row is sent to an environment by {value!r}; values of data_source "
+                f"and ability in the rows: {sorted(seen)[:20]}"
+            )
+
+
+def _whole(weights: Sequence[float]) -> list[int]:
+    """Weights as whole numbers whose sum, the period of the mix, is at most about 10,000."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = lcm(*(share.denominator for share in exact))
+    whole = [int(share * scale) for share in exact]
+    whole = [number // gcd(*whole) for number in whole]
+    if sum(whole) > MAX_PERIOD:
+        total = sum(whole)
+        whole = [max(1, round(number * MAX_PERIOD / total)) for number in whole]
+    return whole
+
+
+def _interleave(weights: Sequence[int]) -> list[int]:
+    """One period: each place goes to the part that is furthest behind its share."""
+    total = sum(weights)
+    behind = [0] * len(weights)
+    pattern = []
+    for _ in range(total):
+        behind = [debt + weight for debt, weight in zip(behind, weights, strict=True)]
+        number = max(range(len(weights)), key=behind.__getitem__)
+        behind[number] -= total
+        pattern.append(number)
+    return pattern

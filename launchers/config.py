@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 
+from agentenv.data_config import MixPart, RowsConfig
 from agentenv.engines.embedded_config import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.errors import ConfigError
@@ -61,10 +62,27 @@ class EnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = field(default_factory=list)
 
 
-class DataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The training questions."""
+class DataConfig(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The training questions: `train`, or a weighted `mix`."""
 
-    train: Annotated[str, Meta(description="JSONL file of training rows: question, answer, ...")]
+    train: Annotated[
+        str | list[str],
+        Meta(
+            description="training rows (question, answer, ...): a JSONL, JSON, CSV or parquet "
+            "file, a folder, a pattern, or a list of them, shuffled together"
+        ),
+    ] = ""
+    mix: Annotated[
+        list[MixPart],
+        Meta(description="files that take turns by weight, [[data.mix]], in place of data.train"),
+    ] = field(default_factory=list)
+    max_samples: Annotated[int, Meta(ge=0, description="first n rows of data.train; 0: all")] = 0
+
+    def __post_init__(self) -> None:
+        if bool(self.train) == bool(self.mix):
+            raise ConfigError("data: give exactly one of data.train and [[data.mix]]")
+        if self.mix and self.max_samples:
+            raise ConfigError("data.max_samples: belongs to data.train; give it to the mix's parts")
 
 
 class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -167,10 +185,12 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError("train: give exactly one of train.num_steps and train.num_epochs")
 
 
-class EvalSet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EvalSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One named evaluation set."""
 
-    path: Annotated[str, Meta(description="JSONL file of questions")]
+    path: Annotated[
+        str | list[str], Meta(description="file, folder or pattern of questions, or a list of them")
+    ]
     every: Annotated[
         int, Meta(ge=0, description="steps between evaluations; 0: only around the phases")
     ] = 0

@@ -14,7 +14,7 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 
 from agentenv.actor import Actor
 from agentenv.config import apply_overrides, build_config
-from agentenv.dataset import load_tasks
+from agentenv.data_config import RowsConfig
 from agentenv.engines.embedded_config import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.errors import AgentEnvError, ConfigError, DataError
@@ -35,6 +35,7 @@ from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig
 from agentenv.shared import close_shared
 from agentenv.tree import TrajectoryTree
+from agentenv.types import Task
 from launchers import report
 from launchers.assembly import (
     check_context,
@@ -47,6 +48,7 @@ from launchers.assembly import (
     try_env,
 )
 from launchers.config import EnvConfig, Sampling
+from launchers.data import fit_prompts, load_set
 from launchers.keys import key_table
 from launchers.rundir import CONFIG_FILE, finished_checkpoints, trajectory_row
 from launchers.train import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, first_reason
@@ -57,7 +59,10 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What an evaluation reads; of a run, everything comes from the run."""
 
     env: EnvConfig
-    data: Annotated[str, Meta(description="JSONL file of questions")]
+    data: Annotated[
+        str | list[str], Meta(description="file, folder or pattern of questions, or a list of them")
+    ]
+    rows: RowsConfig = RowsConfig()
     prompt: PromptConfig = PromptConfig()
     renderer: TagsConfig | NativeConfig = TagsConfig()
     limits: Limits = Limits()
@@ -79,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raw.setdefault("env", {})["id"] = arguments.env
         apply_overrides(raw, arguments.overrides)
         config = build_config(EvaluateConfig, raw, str(arguments.subject))
-        trees, tokenizer = asyncio.run(_evaluate(config, model, run, arguments.n))
+        trees, tokenizer = asyncio.run(_evaluate(config, model, run, arguments.n, view.say))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except (AgentEnvError, ExceptionGroup) as error:
@@ -88,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         view.fail(str(reason))
         return EXIT_BAD_INPUT if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
-    result = make_report(Path(config.data).stem, trees)
+    first = config.data if isinstance(config.data, str) else config.data[0]
+    result = make_report(Path(first).stem, trees)
     view.show(report.report_table(result, f"{config.env.id} by {model}"))
     if arguments.out is not None:
         _write(arguments.out, result, trees, tokenizer)
@@ -97,19 +103,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _evaluate(
-    config: EvaluateConfig, model: Path, run: Path, num_tasks: int
+    config: EvaluateConfig,
+    model: Path,
+    run: Path,
+    num_tasks: int,
+    say: Callable[[str], None],
 ) -> tuple[list[TrajectoryTree], Any]:
     def resolve(text: str) -> Path:
         return Path(text.replace("{run}", str(run)))
 
     async with AsyncExitStack() as stack:
         tokenizer = await asyncio.to_thread(load_tokenizer, model)
-        tasks = load_tasks(resolve(config.data), config.env.id)[: num_tasks or None]
+        tasks: Sequence[Task] = await load_set(
+            config.data, config.env.id, config.rows, resolve, say, "rows", num_tasks
+        )
         check_context(config.limits, context_length(config.engine, model))
         renderer = make_renderer(config.renderer, config.prompt, tokenizer, model)
         make_env = env_maker(config.env, resolve, config.limits, config.prompt)
         stack.push_async_callback(close_shared)
         await try_env(make_env, tasks[0])
+        tasks = await fit_prompts(
+            tasks, config.rows, make_env, renderer, config.limits, say, "rows"
+        )
         engine = await asyncio.to_thread(make_engine, config.engine, model, tokenizer, 0)
         stack.push_async_callback(engine.close)
         actor = Actor(
@@ -156,6 +171,7 @@ def _of_run(run: Path, set_name: str) -> dict[str, Any]:
     return {
         "env": saved["env"],
         "data": sets[name]["path"],
+        "rows": {key: sets[name][key] for key in RowsConfig.__struct_fields__ if key in sets[name]},
         "prompt": saved.get("prompt", {}),
         "renderer": saved.get("renderer", {"name": "tags"}),
         "limits": saved["limits"],

@@ -6,14 +6,13 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agentenv.actor import Actor
-from agentenv.dataset import load_tasks
 from agentenv.engine import Engine
 from agentenv.errors import ConfigError
 from agentenv.native import NativeConfig
@@ -33,6 +32,7 @@ from launchers.assembly import (
     vocab_size,
 )
 from launchers.config import TrainConfig
+from launchers.data import fit_prompts, load_set, load_training
 from launchers.parity import ParityProbe
 from launchers.rundir import RunDirectory
 from learners.deepspeed_learner import DeepSpeedLearner
@@ -47,8 +47,8 @@ class Parts:
     tokenizer: Any
     renderer: Renderer
     tools: list[dict[str, Any]]
-    tasks: list[Task]
-    eval_tasks: dict[str, list[Task]]
+    tasks: Sequence[Task]
+    eval_tasks: dict[str, Sequence[Task]]
     num_steps: int
     plan: RolloutPlan
     engine: Engine
@@ -84,17 +84,23 @@ async def build_parts(
             say(told)
     model = checkpoint or run.resolve(config.model.path)
     tokenizer = await asyncio.to_thread(load_tokenizer, model)
-    tasks = load_tasks(run.resolve(config.data.train), config.env.id)
-    eval_tasks = {
-        name: load_tasks(run.resolve(chosen.path), config.env.id)[: chosen.max_tasks or None]
-        for name, chosen in config.eval.sets.items()
+    tasks = await load_training(config.data, config.env.id, run.resolve, say)
+    eval_tasks: dict[str, Sequence[Task]] = {
+        name: await load_set(
+            one.path, config.env.id, one, run.resolve, say, f"eval.sets.{name}", one.max_tasks
+        )
+        for name, one in config.eval.sets.items()
     }
-    num_steps = count_steps(config, len(tasks))
     check_context(config.limits, context_length(config.engine, model))
 
     renderer = make_renderer(config.renderer, config.prompt, tokenizer, model)
     make_env = env_maker(config.env, run.resolve, config.limits, config.prompt)
     stack.push_async_callback(close_shared)
+    to_fit = make_env, renderer, config.limits, say
+    tasks = await fit_prompts(tasks, config.data, *to_fit, "data")
+    for name, one in config.eval.sets.items():
+        eval_tasks[name] = await fit_prompts(eval_tasks[name], one, *to_fit, f"eval.sets.{name}")
+    num_steps = count_steps(config, len(tasks))
     messages, info = await try_env(make_env, tasks[0])
     prompts = [renderer.prompt(messages, info.get("tools", ()))]
     for task in tasks[1:NUM_PROBE_PROMPTS]:

@@ -1,0 +1,196 @@
+"""Files, folders and patterns into rows: what can be read, and what is refused with its place."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.data_config import RowsConfig
+from agentenv.dataset import load_tasks
+from agentenv.errors import ConfigError, DataError
+from tests.support.parquet import arpo_rows, write_arrow, write_parquet
+
+Row = dict[str, Any]
+
+
+def qa(*names: str) -> list[Row]:
+    return [{"question": name, "answer": name.upper()} for name in names]
+
+
+def write_jsonl(path: Path, rows: list[Row]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def questions(*paths: Path | str, **settings: Any) -> list[str]:
+    return [task.question for task in load_tasks(paths, "env", **settings)]
+
+
+def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
+    rows = qa("a", "b")
+    write_jsonl(tmp_path / "x.jsonl", rows)
+    (tmp_path / "list.json").write_text(json.dumps(rows))
+    (tmp_path / "lines.json").write_bytes((tmp_path / "x.jsonl").read_bytes())
+    (tmp_path / "x.csv").write_text("question,answer\na,A\nb,B\n")
+    (tmp_path / "x.tsv").write_text("question\tanswer\na\tA\nb\tB\n")
+    write_parquet(tmp_path / "x.parquet", rows)
+    write_arrow(tmp_path / "stream.arrow", rows)
+    write_arrow(tmp_path / "file.arrow", rows, stream=False)
+    for path in sorted(tmp_path.iterdir()):
+        tasks = load_tasks(path, "env")
+        assert [(task.question, task.answers) for task in tasks] == [("a", ("A",)), ("b", ("B",))]
+        assert [task.id for task in tasks] == [f"{path.stem}-1", f"{path.stem}-2"]
+
+
+def test_lines_end_at_a_newline_only_and_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(
+        '\ufeff{"question": "one\u2028line\x85?", "answer": "a"}\r\n', encoding="utf-8", newline=""
+    )
+    assert questions(path) == ["one\u2028line\x85?"]
+
+
+def test_a_quoted_csv_field_may_hold_commas_and_lines(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text('question,answer\n"a, or\nb?","1,000"\n')
+    (task,) = load_tasks(path, "env")
+    assert (task.question, task.answers) == ("a, or\nb?", ("1,000",))
+
+
+def test_an_empty_csv_field_is_a_null(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("question,answer,data_source,ability,hint\nq,a,,math,\n")
+    (task,) = load_tasks(path, "env")
+    assert (task.kind, task.metadata) == ("math", {"ability": "math"})
+    path.write_text("question,answer\nq,\n")
+    with pytest.raises(DataError, match=r"x\.csv, row 1: key 'answer' must be .* is missing"):
+        questions(path)
+
+
+def test_lists_folders_and_patterns_are_read_in_order_and_a_file_once(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in "cab":
+        write_jsonl(folder / f"{name}.jsonl", qa(name))
+    (folder / "README.md").write_text("no data")
+    last = write_jsonl(tmp_path / "z.jsonl", qa("z"))
+    assert questions(folder) == ["a", "b", "c"]
+    assert questions(last, folder / "[ab].jsonl") == ["z", "a", "b"]
+    assert questions(tmp_path / "**" / "*.jsonl", last) == ["a", "b", "c", "z"]
+
+
+def test_max_samples_takes_the_first_rows_of_all_files(tmp_path: Path) -> None:
+    one = write_jsonl(tmp_path / "1.jsonl", qa("a", "b"))
+    two = write_jsonl(tmp_path / "2.jsonl", qa("c", "d"))
+    assert questions(one, two, max_samples=3) == ["a", "b", "c"]
+    assert questions(one, two, max_samples=0) == ["a", "b", "c", "d"]
+
+
+def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
+    split = tmp_path / "train"
+    split.mkdir()
+    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    for name, row in zip(names, qa("a", "b"), strict=True):
+        write_arrow(split / name, [row])
+    state = {"_data_files": [{"filename": name} for name in names], "_split": "train"}
+    (split / "state.json").write_text(json.dumps(state))
+    (split / "dataset_info.json").write_text("{}")
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
+    assert questions(split) == questions(tmp_path) == ["a", "b"]
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    with pytest.raises(DataError, match=r"holds the splits \['train', 'test'\]; name one, as"):
+        questions(tmp_path)
+
+
+def test_a_folder_of_several_splits_is_not_mixed_by_accident(tmp_path: Path) -> None:
+    for name in ("train-00000-of-00001", "test-00000-of-00001"):
+        write_jsonl(tmp_path / f"{name}.jsonl", qa(name))
+    with pytest.raises(DataError, match="belong to several splits"):
+        questions(tmp_path)
+    assert questions(f"{tmp_path}/test*") == ["test-00000-of-00001"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.txt", "?", r"x.txt: cannot be told what it is; expected a file that ends in \.jsonl"),
+        ("x.json", "{", "x.json: not valid JSON"),
+        ("x.json", '{"query": "result"}', "x.json: expected a list of rows, or SQuAD's object"),
+        ("x.json", '{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "SQuAD's data, .* 'context'"),
+        ("x.json", "[1]", "x.json, row 1: expected a JSON object, got int"),
+        ("x.csv", "", "x.csv: the dataset is empty"),
+        ("x.csv", "a,a\n1,2\n", "x.csv: expected a first line that names each column once"),
+        ("x.csv", "question,answer\nq,a\nq\n", "x.csv, row 2: expected 2 fields as in the first"),
+        ("x.csv", "question,answer\nq,a,b\n", "x.csv, row 1: expected 2 fields as in the first"),
+        ("x.csv", 'question,answer\n"q"x,a\n', "x.csv, row 1: not valid CSV"),
+        ("x.parquet", "no parquet", "x.parquet: cannot be read as parquet"),
+        ("x.arrow", "no arrow at all", "x.arrow: cannot be read as arrow"),
+    ],
+)
+def test_a_file_that_cannot_be_read(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        questions(tmp_path / name)
+
+
+def test_a_path_that_names_nothing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such dataset file; the pattern matches none"):
+        questions(tmp_path / "*.jsonl")
+    with pytest.raises(DataError, match="holds no dataset file; expected files that end in"):
+        questions(tmp_path)
+    with pytest.raises(DataError, match="no dataset file is named"):
+        load_tasks([], "env")
+
+
+def test_a_byte_that_is_no_text_is_a_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b'{"question": "\xff", "answer": "a"}\n')
+    with pytest.raises(DataError, match=r"x\.jsonl, row 1: not valid JSON: 'utf-8' codec"):
+        questions(tmp_path / "x.jsonl")
+
+
+def test_bad_rows_are_left_out_and_listed_on_demand(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"question": "a", "answer": "1"}\n{\n\n{"answer": "b"}\n')
+    said: list[str] = []
+    skip = RowsConfig(skip_bad_rows=True)
+    assert questions(path, config=skip, say=said.append) == ["a"]
+    (text,) = said
+    assert "2 bad rows are left out, 1 are used" in text
+    assert f"{path}, row 2: not valid JSON" in text
+    assert f"{path}, row 4: key 'question'" in text
+    path.write_text('{"answer": "b"}\n{}\n')
+    with pytest.raises(DataError, match=r"empty; .*all 2 rows are bad, the first: .*row 1: key"):
+        questions(path, config=skip)
+
+
+def test_bad_rows_do_not_count_as_samples(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{}\n{"question": "a", "answer": "1"}\n{"question": "b", "answer": "1"}\n')
+    skip = RowsConfig(skip_bad_rows=True)
+    for max_samples, expected in ((0, ["a", "b"]), (1, ["a"])):
+        found = questions(path, config=skip, max_samples=max_samples, say=lambda _: None)
+        assert found == expected
+
+
+@pytest.fixture
+def no_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.import_module
+
+    def guarded(name: str, package: str | None = None) -> Any:
+        if name.startswith("pyarrow"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", guarded)
+
+
+@pytest.mark.usefixtures("no_pyarrow")
+def test_without_pyarrow_parquet_says_what_to_install_and_other_files_load(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "x.parquet", arpo_rows(1))
+    with pytest.raises(ConfigError, match=r"needs pyarrow.*pip install 'agentenv\[data\]'"):
+        questions(path)
+    assert questions(write_jsonl(tmp_path / "x.jsonl", qa("a"))) == ["a"]

@@ -1,0 +1,155 @@
+"""Prompts beyond limits.max_prompt_tokens: refused, left out, or cut, before a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from agentenv.data_config import Overlong
+from agentenv.env import Env
+from agentenv.errors import ConfigError, DataError, EnvError
+from agentenv.limits import Limits
+from agentenv.prompt_fit import BATCH, PromptFitter
+from agentenv.renderer import TagRenderer
+from agentenv.types import Info, Message, Task
+from tests.support.toy import CharTokenizer
+
+LIMIT = 40  # tokens; one a character, and one for the end of the line after each message
+
+
+class CountingRenderer(TagRenderer):
+    num_rendered = 0
+
+    def prompt(self, messages: Sequence[Message], tools: Any) -> list[int]:
+        self.num_rendered += 1
+        return super().prompt(messages, tools)
+
+
+class AskingEnv:
+    """Its prompt is a system text and the question."""
+
+    num_open = 0
+    fault: Exception | None = None
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        AskingEnv.num_open += 1
+
+    async def reset(self, **_: Any) -> tuple[list[Message], Info]:
+        if AskingEnv.fault is not None and self.task.id == "2":
+            raise AskingEnv.fault
+        return [Message("system", "Answer."), Message("user", self.task.question)], {}
+
+    async def close(self) -> None:
+        AskingEnv.num_open -= 1
+
+
+def tasks(*lengths: int) -> list[Task]:
+    return [
+        Task(str(n), "env", "".join(chr(65 + i % 26) for i in range(length)), ("a",))
+        for n, length in enumerate(lengths)
+    ]
+
+
+class Fitting:
+    """A fitter on the toy env, with what it said."""
+
+    def __init__(self, mode: Overlong, limit: int = LIMIT) -> None:
+        self.said: list[str] = []
+        self.renderer = CountingRenderer(CharTokenizer())
+        self.fitter = PromptFitter(
+            self.make_env,
+            self.renderer,
+            Limits(max_prompt_tokens=limit),
+            mode,
+            "data.overlong_prompt",
+            self.said.append,
+        )
+
+    def make_env(self, task: Task) -> Env:
+        env: Any = AskingEnv(task)
+        return env  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def _all_closed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(AskingEnv, "num_open", 0)
+    monkeypatch.setattr(AskingEnv, "fault", None)
+    yield
+    assert AskingEnv.num_open == 0
+
+
+async def test_prompts_that_fit_are_left_alone() -> None:
+    fitting = Fitting("error")
+    given = tasks(31, 1, 30)
+    assert await fitting.fitter.fit(given) == given
+    assert fitting.said == []
+
+
+async def test_an_overlong_prompt_is_refused_with_all_that_are() -> None:
+    with pytest.raises(
+        DataError,
+        match=r"2 of 3 prompts are longer than limits\.max_prompt_tokens = 40: 0 \(41 tokens\), 2 "
+        r"\(59 tokens\); raise the limit, or set data\.overlong_prompt to 'skip' or 'cut'",
+    ):
+        await Fitting("error").fitter.fit(tasks(32, 5, 50))
+
+
+async def test_an_overlong_prompt_is_left_out_and_counted() -> None:
+    fitting = Fitting("skip")
+    assert [task.id for task in await fitting.fitter.fit(tasks(32, 5, 50, 31))] == ["1", "3"]
+    (text,) = fitting.said
+    assert text.startswith("data.overlong_prompt: 2 of 4 prompts are longer")
+    assert text.endswith("they are left out")
+    with pytest.raises(DataError, match="'skip' left none of 1 questions"):
+        await fitting.fitter.fit(tasks(99))
+
+
+async def test_an_overlong_prompt_loses_the_middle_of_its_question() -> None:
+    fitting = Fitting("cut")
+    (whole,) = tasks(100)
+    fits, cut = await fitting.fitter.fit([*tasks(5), whole])
+    assert fits.question == "ABCDE"
+    assert len(cut.question) == LIMIT - len("Answer.\n\n")
+    head, _, tail = cut.question.partition(" ... ")
+    assert whole.question.startswith(head)
+    assert whole.question.endswith(tail)
+    assert cut.metadata == {"num_cut_chars": 100 - len(head) - len(tail)}
+    assert "1 of 2 prompts are longer" in fitting.said[0]
+
+
+async def test_a_prompt_that_is_too_long_without_its_question_cannot_be_cut() -> None:
+    with pytest.raises(DataError, match=r"task 0: .* even without the question; raise"):
+        await Fitting("cut", limit=10).fitter.fit(tasks(100))
+
+
+async def test_short_questions_are_not_rendered_once_one_was() -> None:
+    fitting = Fitting("error", limit=100)
+    await fitting.fitter.fit(tasks(*[9] * (BATCH + 9), 82, 83, 90))
+    assert fitting.renderer.num_rendered == 3  # the first, and the two whose sum is over 100
+
+
+@pytest.mark.parametrize("fault", [EnvError("no service"), TimeoutError()])
+async def test_an_env_that_fails_is_left_to_its_rollout(fault: Exception) -> None:
+    AskingEnv.fault = fault
+    given = tasks(1, 2, 300, 4)
+    assert await Fitting("error").fitter.fit(given) == given
+
+
+async def test_what_the_user_can_mend_is_told_after_all_envs_are_closed() -> None:
+    AskingEnv.fault = DataError("no corpus")
+    with pytest.raises(DataError, match="no corpus"):
+        await Fitting("error").fitter.fit(tasks(1, 2, 3, 4))
+
+
+async def test_a_row_with_an_unknown_environment_is_named() -> None:
+    fitting = Fitting("error")
+
+    def refuse(task: Task) -> Env:
+        raise ConfigError("no environment is registered as 'x'")
+
+    fitting.fitter.make_env = refuse
+    with pytest.raises(ConfigError, match="task 0: no environment is registered as 'x'"):
+        await fitting.fitter.fit(tasks(1))

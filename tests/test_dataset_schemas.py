@@ -1,0 +1,233 @@
+"""Every known schema of rows becomes tasks: question, answers, kind, environment, metadata."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.data_config import ColumnsConfig, RowsConfig
+from agentenv.dataset import load_tasks
+from agentenv.errors import ConfigError, DataError
+from agentenv.types import Task
+from tests.support.parquet import SYSTEM, arpo_rows, tool_star_rows, write_parquet
+
+FIXTURES = Path(__file__).parent / "fixtures" / "datasets"
+Row = dict[str, Any]
+
+
+def load(tmp_path: Path, *rows: Row, **settings: Any) -> list[Task]:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_tasks(path, "env", RowsConfig(**settings))
+
+
+# the training sets
+
+
+def test_arpo_and_verl(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "train.parquet", arpo_rows(2))
+    first, second = load_tasks(path, "env")
+    assert (first.question, first.answers, first.kind) == ("question 0?", ("gold 0",), "mix")
+    assert first.id == "train-1"
+    assert second.metadata["ability"] == "math"
+    assert second.metadata["data_source"] == "mix"
+    assert second.metadata["extra_info"]["index"] == 1
+    assert second.metadata["reward_model"] == {"style": "rule"}
+    assert set(second.metadata) == {
+        "ability", "data_source", "extra_info", "reward_model", "system_prompt"
+    }  # fmt: skip
+
+
+def test_the_backspace_in_boxed_is_repaired_unless_the_released_data_is_wanted(
+    tmp_path: Path,
+) -> None:
+    path = write_parquet(tmp_path / "train.parquet", arpo_rows(1))
+    (repaired,) = load_tasks(path, "env")
+    (released,) = load_tasks(path, "env", RowsConfig(compat="reference"))
+    assert repaired.metadata["system_prompt"] == SYSTEM.replace("\x08", "\\b")
+    assert "\\boxed{answer here}" in repaired.metadata["system_prompt"]
+    assert released.metadata["system_prompt"] == SYSTEM
+
+
+def test_tool_star(tmp_path: Path) -> None:
+    (task,) = load_tasks(write_parquet(tmp_path / "x.parquet", tool_star_rows(1)), "env")
+    assert (task.question, task.answers, task.kind) == ("question 0?", ("gold 0",), "mix")
+    assert "system_prompt" not in task.metadata
+
+
+def test_the_question_may_be_in_extra_info_only(tmp_path: Path) -> None:
+    row = {"extra_info": {"question": "q?"}, "reward_model": {"ground_truth": 3}}
+    (task,) = load(tmp_path, row)
+    assert (task.question, task.answers) == ("q?", ("3",))
+
+
+def test_a_question_of_its_own_comes_before_a_chat_prompt_whose_system_text_is_kept(
+    tmp_path: Path,
+) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Use tags. q"}]
+    row = {"question": "q", "prompt": chat, "golden_answers": ["a", "b"]}
+    (task,) = load(tmp_path, row)
+    assert (task.question, task.answers) == ("q", ("a", "b"))
+    assert task.metadata == {"system_prompt": "Be brief."}
+    (whole,) = load(tmp_path, row, columns=ColumnsConfig(question="prompt"))
+    assert whole.question == "Use tags. q"
+
+
+# the evaluation sets
+
+
+@pytest.mark.parametrize(
+    ("name", "question", "answers"),
+    [
+        ("gsm8k.jsonl", "A robe takes 2 bolts", ("3",)),
+        ("math500.jsonl", "Define\n\\[p", ("p - q",)),
+        ("aime24.jsonl", "Let $ABC$ be a triangle", ("113",)),
+        ("aime25.jsonl", "In $\\triangle ABC$ points", ("588",)),
+        ("SimpleQA.jsonl", "Who was awarded", ("Annick Bricaud",)),
+        ("webwalker.jsonl", "\u57282022\u5e74", ("\u8096\u4eae",)),
+        ("xquad.json", "How many career sacks", ("136",)),
+    ],
+)
+def test_the_second_row_of(name: str, question: str, answers: tuple[str, ...]) -> None:
+    tasks = load_tasks(FIXTURES / name, "env")
+    assert len(tasks) == 2
+    assert tasks[1].question.startswith(question)
+    assert tasks[1].answers == answers
+
+
+def test_several_golds_of_2wiki() -> None:
+    first, _ = load_tasks(FIXTURES / "2wiki.jsonl", "env")
+    assert len(first.answers) == 8
+    assert first.answers[0] == "the five boroughs"
+
+
+def test_gsm8k_keeps_the_solution_and_squad_the_passage() -> None:
+    assert "<<2/2=1>>" in load_tasks(FIXTURES / "gsm8k.jsonl", "env")[1].metadata["solution"]
+    xquad = load_tasks(FIXTURES / "xquad.json", "env")[0]
+    assert xquad.metadata["context"].startswith("The Panthers defense")
+    assert (xquad.id, xquad.metadata["title"]) == ("56beb4343aeaaa14008c925b", "Super_Bowl_50")
+
+
+def test_gaia_writes_its_keys_in_capitals(tmp_path: Path) -> None:
+    first, second = load(
+        tmp_path,
+        {"Question": "q", "answer": "17", "Level": 1},
+        {"Question": "q", "Final answer": "18"},
+    )
+    assert (first.question, first.answers, first.metadata) == ("q", ("17",), {"Level": 1})
+    assert second.answers == ("18",)
+
+
+@pytest.mark.parametrize(
+    ("answer", "answers"),
+    [
+        ('["Paris", "City of Light"]', ("Paris", "City of Light")),
+        ("[0, 1]", ("[0, 1]",)),  # an interval
+        ("[a, b]", ("[a, b]",)),
+        ("[]", ("[]",)),
+        ("3 + 4 = 7\n#### 7", ("7",)),
+        ("so\n#### 1,234,567\n", ("1234567",)),
+        ("#### 3,4", ("3,4",)),
+        ("number #### sign", ("number #### sign",)),
+        (-2.5, ("-2.5",)),
+        ({"text": ["x", "y", "x"], "answer_start": [1, 2, 3]}, ("x", "y")),
+        ({"target": ["x"]}, ("x",)),
+        ([{"answer": "x", "meta": {}}, {"answer": ""}], ("x",)),
+    ],
+)
+def test_how_an_answer_may_be_written(
+    tmp_path: Path, answer: object, answers: tuple[str, ...]
+) -> None:
+    (task,) = load(tmp_path, {"question": "q", "answer": answer})
+    assert task.answers == answers
+
+
+def test_prompt_and_answer_of_hugging_face_sets(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "q2"}]
+    first, second = load(
+        tmp_path, {"prompt": "q1", "answer": "a"}, {"prompt": chat, "answers": ["a", "b"]}
+    )
+    assert (first.question, second.question, second.answers) == ("q1", "q2", ("a", "b"))
+    assert first.metadata == second.metadata == {}
+
+
+# kinds, environments, columns
+
+
+def test_the_kind_is_kind_else_data_source_else_ability(tmp_path: Path) -> None:
+    row: Row = {"question": "q", "answer": "a"}
+    rows = [
+        {**row, "kind": "k", "data_source": "d", "ability": "b"},
+        {**row, "data_source": "d", "ability": "b"},
+        {**row, "data_source": None, "ability": "b"},
+        row,
+    ]
+    assert [task.kind for task in load(tmp_path, *rows)] == ["k", "d", "b", "all"]
+    by_ability = ColumnsConfig(kind="ability")
+    assert [t.kind for t in load(tmp_path, *rows[:3], columns=by_ability)] == ["b", "b", "b"]
+
+
+def test_the_environment_is_the_rows_own_else_by_its_source_or_ability(tmp_path: Path) -> None:
+    row: Row = {"question": "q", "answer": "a"}
+    rows = [
+        {**row, "ability": "math", "env_id": "own"},
+        {**row, "ability": "math"},
+        {**row, "ability": "math", "data_source": "web"},
+        {**row, "ability": "qa"},
+        row,
+    ]
+    tasks = load(tmp_path, *rows, env_by={"math": "calc", "web": "search"})
+    assert [task.env_id for task in tasks] == ["own", "calc", "search", "env", "env"]
+
+
+def test_a_value_of_env_by_that_no_row_has_is_refused(tmp_path: Path) -> None:
+    row = {"question": "q", "answer": "a", "ability": "math"}
+    with pytest.raises(ConfigError, match=r"env_by: no row .* by 'maths'; values .*: \['math'\]"):
+        load(tmp_path, row, env_by={"maths": "calc"})
+
+
+def test_columns_map_other_names(tmp_path: Path) -> None:
+    row = {"q": "q?", "meta": {"gold": "g", "level": 3}, "n": 7, "sys": "S", "e": "other"}
+    columns = ColumnsConfig(
+        question="q", answer="meta.gold", id="n", kind="meta.level", system_prompt="sys", env_id="e"
+    )
+    (task,) = load(tmp_path, row, columns=columns)
+    assert (task.question, task.answers, task.id) == ("q?", ("g",), "7")
+    assert (task.kind, task.env_id) == ("3", "other")
+    assert task.metadata == {"system_prompt": "S"}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"q": "q"}, r"row 1: key 'question' must be a text .* is missing, .*\['q'\]: name the "
+         "column by columns.question"),
+        ({"question": "q", "reward_model": {"ground_truth": ""}},
+         "row 1: key 'reward_model.ground_truth' must be .*, got an empty text"),
+        ({"question": 3, "answer": "a"}, r"row 1: key 'question' must be a text .* got 3 \(int\)"),
+        ({"question": "q", "answer": float("nan")}, r"row 1: key 'answer' .* got nan \(float\)"),
+        ({"question": "q", "answer": ["a", ""]}, "row 1: key 'answer'"),
+        ({"question": "q", "answer": "a", "kind": ["k"]},
+         "row 1: key 'kind': expected a text or a number, got list"),
+        ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "a"},
+         "row 1: key 'prompt': expected a system and a user message, got one of 'assistant'"),
+        ({"prompt": [{"role": "user", "content": "x"}] * 2, "answer": "a"},
+         "row 1: key 'prompt': expected at most one system message and one user .* got 0 and 2"),
+        ({"prompt": ["x"], "answer": "a"}, "row 1: key 'prompt': .* got one of 'x'"),
+    ],
+)  # fmt: skip
+def test_a_bad_row_is_refused_with_what_was_expected(
+    tmp_path: Path, row: Row, message: str
+) -> None:
+    with pytest.raises(DataError, match=message) as raised:
+        load(tmp_path, row)
+    assert str(tmp_path / "rows.jsonl") in str(raised.value)
+
+
+def test_a_mapped_column_must_be_in_every_row(tmp_path: Path) -> None:
+    rows = [{"q": "q", "answer": "a"}, {"question": "q", "answer": "a"}]
+    with pytest.raises(DataError, match=r"row 2: key 'q', which columns\.question names"):
+        load(tmp_path, *rows, columns=ColumnsConfig(question="q"))
