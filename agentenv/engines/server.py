@@ -1,0 +1,112 @@
+"""What the pool needs of one engine server behind HTTP; `vllm.py` and `sglang.py` speak to theirs.
+
+EnginePool (pool.py)   which server, retries, continuation after a loss, concurrency, versions
+    |
+Server                 one URL: one request, one abort, one load of weights; keeps no policy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from msgspec import Struct
+
+from agentenv.errors import EngineError
+from agentenv.types import Chunk, Completion, SamplingParams
+
+
+class ServerLostError(EngineError):
+    """The server or the connection to it is gone, or it answered 5xx: the request may be sent
+    again, here or elsewhere. Tokens received until then were all reported to `on_chunk`."""
+
+
+class ServerInfo(Struct, frozen=True):
+    """What a server said of itself when it was probed.
+
+    `model` is the name it serves under, `max_model_len` tokens of prompt and turn together;
+    `features` are the names of what it can do beyond generating: "versions" (a version span per
+    token), "load_weights" (from a directory), "broadcast", "pause", "sleep", "fingerprint".
+    """
+
+    engine: str
+    version: str
+    model: str
+    max_model_len: int
+    features: frozenset[str]
+
+
+class ServerLoad(Struct, frozen=True):
+    """Load figures that the engine itself reports; `kv_usage` is a share, 0 to 1.
+
+    `num_preemptions` counts since the server's start.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    num_preemptions: int
+
+
+class Request(Struct, frozen=True):
+    """One turn to sample. `id` is ours and unique, so that the request can be aborted."""
+
+    id: str
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+
+
+class Server(Protocol):
+    """One engine server. All methods raise ServerLostError when it is gone or broken, and
+    EngineError for what it refuses or what the client refuses on its behalf."""
+
+    @property
+    def name(self) -> str:
+        """The URL without credentials, for messages and metrics."""
+        ...
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that choose its next token, as far as this client set it."""
+        ...
+
+    async def connect(self, policy_version: int) -> ServerInfo:
+        """Probe version, routes, model and limits, and name the weights it has `policy_version`.
+
+        Raises ConfigError if it lacks what the run needs: what is missing, and which version or
+        flag of the engine brings it.
+        """
+        ...
+
+    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
+        """Sample one turn by streaming; every token is in exactly one chunk.
+
+        Cancelling the call aborts the request on the server at once.
+        """
+        ...
+
+    async def healthy(self) -> bool:
+        """Whether it answers now; never raises for a server that is gone."""
+        ...
+
+    async def load(self) -> ServerLoad:
+        """Its own load figures."""
+        ...
+
+    async def load_weights(self, source: Path, policy_version: int) -> None:
+        """Pause keeping requests, load a Hugging Face directory, name the version, resume.
+
+        No later request meets a prefix cache of another version. EngineError: refused, the old
+        weights are served under the old version. ServerLostError: nobody knows what it serves,
+        it must not be used before another load has succeeded.
+        """
+        ...
+
+    async def fingerprint(self) -> dict[str, str]:
+        """A checksum per parameter of the weights it really has; empty where it cannot tell."""
+        ...
+
+    async def close(self) -> None:
+        """Drop the connections; the server itself goes on. Idempotent."""
+        ...
