@@ -21,7 +21,11 @@ class Grade(Struct, frozen=True):
 
 
 class Grader(Protocol):
-    """Grades a finished or cut-off episode. Must be quick or do its work off the event loop."""
+    """Grades a finished or cut-off episode. Must be quick or do its work off the event loop.
+
+    A grader may have a method `async def start(self)`, awaited before each episode, that gets it
+    ready once and raises ConfigError when it cannot work.
+    """
 
     async def grade(
         self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
@@ -29,3 +33,10 @@ class Grader(Protocol):
         """`written` holds only the policy's own messages; `calls` counts, by tool, the calls
         that really ran without error. Raises GraderError."""
         ...
+
+
+async def start_grader(grader: Grader) -> None:
+    """Get a grader ready, if it has to be. Raises ConfigError."""
+    start = getattr(grader, "start", None)
+    if start is not None:
+        await start()

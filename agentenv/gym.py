@@ -1,6 +1,6 @@
 """Our environments as real Gymnasium ones: synchronous, with texts for actions and observations.
 
-    import gymnasium, envs, agentenv.gym
+    import gymnasium, agentenv.gym
     env = gymnasium.make("agentenv/QAGrader-v0", data="questions.jsonl")
 
 Importing this module registers every known id with Gymnasium, and those registered later too. It
@@ -9,13 +9,10 @@ is the only module that imports gymnasium.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import threading
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import gymnasium
 from gymnasium.spaces import Text
@@ -24,8 +21,9 @@ import agentenv.env
 from agentenv.dataset import load_tasks
 from agentenv.env import Env
 from agentenv.errors import ConfigError, EnvError
+from agentenv.loop_thread import LoopThread
 from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN, first_argument
-from agentenv.shared import close_shared
+from agentenv.tool_syntax import Parser, hermes_calls, llama_calls
 from agentenv.types import Info, Message, Task, ToolCall
 
 T = TypeVar("T")
@@ -45,10 +43,11 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
     """One registered environment over a set of tasks, as `gymnasium.make` gives it.
 
     `tasks`, or the rows of the file `data`, are what episodes are about; `reset(seed=...)` draws
-    one, `reset(options={"task": 3})` chooses it. The action is what the policy writes in a turn,
-    in the tag protocol: text that ends with </search> is a call of `search`. The observation is
-    the prompt, then the tool results. Other keyword arguments go to the environment. No operation
-    may take over `timeout_s`.
+    one, `reset(options={"task": 3})` chooses it. The action is what the policy writes in a turn.
+    `protocol` says how it calls tools: "tags" (text that ends with </search> is a call of
+    `search`), "hermes" (<tool_call>{"name": ..}</tool_call>) or "llama" ({"name": ..} alone). The
+    observation is the prompt, then the tool results. Other keyword arguments go to the
+    environment. No operation may take over `timeout_s`.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 1}
@@ -60,6 +59,7 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
         data: str | None = None,
         max_chars: int = 65536,
         timeout_s: float = 120.0,
+        protocol: str = "tags",
         render_mode: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -69,18 +69,21 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
             )
         if render_mode not in (None, "ansi"):
             raise ConfigError(f"{env_id}: render_mode is 'ansi' or None, not {render_mode!r}")
+        if protocol not in _PROTOCOLS:
+            raise ConfigError(f"{env_id}: protocol is one of {[*_PROTOCOLS]}, not {protocol!r}")
         self.tasks = list(tasks) if tasks is not None else load_tasks(Path(str(data)), env_id)
         self.action_space = AnyText(max_chars, min_length=0)
         self.observation_space = AnyText(max_chars, min_length=0)
         self.render_mode = render_mode
         self._env_id = env_id
+        self._protocol = _PROTOCOLS[protocol]
         self._kwargs = kwargs
         self._max_chars = max_chars
         self._timeout_s = timeout_s
         self._env: Env | None = None
         self._schemas: list[dict[str, Any]] = []
         self._transcript = ""
-        self._loop: _LoopThread | None = None
+        self._loop: LoopThread | None = None
         agentenv.env.spec(env_id)
 
     def reset(
@@ -106,10 +109,12 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
         """One turn of the policy, answered by the tools, or graded if it calls none."""
         if self._env is None:
             raise EnvError(f"{self._env_id}: step before reset or after close")
-        message = Message("assistant", str(action), tag_calls(str(action), self._schemas))
+        calls = self._protocol.parse(str(action), self._schemas)
+        message = Message("assistant", str(action), calls)
         self._transcript += message.content
         messages, reward, terminated, truncated, info = self._run(self._env.step(message))
-        text = "".join(RESULT_OPEN + one.content + RESULT_CLOSE for one in messages)
+        opening, closing = self._protocol.opening, self._protocol.closing
+        text = "".join(opening + one.content + closing for one in messages)
         return self._show(text), float(reward), terminated, truncated, _without_times(info)
 
     def render(self) -> str | None:
@@ -138,7 +143,7 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if self._loop is None:
-            self._loop = _LoopThread.acquire()
+            self._loop = LoopThread.acquire()
         return self._loop.run(coroutine, self._timeout_s)
 
     def _show(self, text: str) -> str:
@@ -148,54 +153,6 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
             text = text[: self._max_chars]
         self._transcript += text
         return text
-
-
-class _LoopThread:
-    """An event loop in a thread, which all envs of the process share while there are any."""
-
-    _current: ClassVar[_LoopThread | None] = None
-    _lock: ClassVar[threading.Lock] = threading.Lock()
-
-    def __init__(self) -> None:
-        self._num_users = 0
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="agentenv-gym")
-        self._thread.daemon = True  # an env that nobody closes must not keep the process alive
-        self._thread.start()
-
-    @classmethod
-    def acquire(cls) -> _LoopThread:
-        """The running loop, or a new one."""
-        with cls._lock:
-            if cls._current is None:
-                cls._current = cls()
-            cls._current._num_users += 1
-            return cls._current
-
-    def release(self) -> None:
-        """The last user closes what the episodes shared, and stops the loop."""
-        with self._lock:
-            self._num_users -= 1
-            if self._num_users:
-                return
-            type(self)._current = None
-            try:
-                self.run(close_shared(), 60.0)
-            finally:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join()
-                self._loop.close()
-
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run it in the loop and wait for it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result(timeout_s)
-        except FutureTimeoutError as error:
-            if future.done():
-                raise
-            future.cancel()
-            raise EnvError(f"the environment did not answer within {timeout_s:g} s") from error
 
 
 def tag_calls(text: str, schemas: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
@@ -208,6 +165,21 @@ def tag_calls(text: str, schemas: Sequence[dict[str, Any]]) -> tuple[ToolCall, .
             text = body.rpartition(f"<{name}>")[2].strip()
             return (ToolCall(name, first_argument(schema, text)),)
     return ()
+
+
+class _Protocol(NamedTuple):
+    """How calls are read, and what stands around a tool result."""
+
+    parse: Parser
+    opening: str
+    closing: str
+
+
+_PROTOCOLS = {
+    "tags": _Protocol(tag_calls, RESULT_OPEN, RESULT_CLOSE),
+    "hermes": _Protocol(hermes_calls, "\n<tool_response>\n", "\n</tool_response>\n"),
+    "llama": _Protocol(llama_calls, "\n", "\n"),
+}
 
 
 def _without_times(info: Info) -> Info:

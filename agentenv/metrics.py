@@ -62,7 +62,19 @@ def rollout_metrics(trees: Sequence[TrajectoryTree], learner_version: int) -> Me
     metrics |= {name: fmean(values) for name, values in parts.items()}
     for limit, count in Counter(t.leaf.limit for t in done if t.leaf.limit).items():
         metrics[f"truncated/{limit}"] = count / len(done)
-    return metrics | _tool_metrics(trees)
+    return metrics | _kind_metrics(trees) | _tool_metrics(trees)
+
+
+def _kind_metrics(trees: Sequence[TrajectoryTree]) -> Metrics:
+    """Reward and success by the kind of the tasks, if there are several kinds."""
+    kinds = sorted({tree.task.kind for tree in trees})
+    metrics: Metrics = {}
+    for kind in kinds if len(kinds) > 1 else ():
+        done = [t for tree in trees if tree.task.kind == kind for t in tree.trajectories()]
+        if done:
+            metrics[f"by_kind/{kind}/reward"] = fmean(t.reward for t in done)
+            metrics[f"by_kind/{kind}/success"] = fmean(t.success for t in done)
+    return metrics
 
 
 def num_tool_calls(tree: TrajectoryTree) -> int:

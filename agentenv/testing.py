@@ -9,21 +9,17 @@ async def test_weather() -> None:
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import getstate
 from typing import Any, get_args
 
 from agentenv.cancelling import Ending, cancel_at
 from agentenv.env import Env, ForkMode
+from agentenv.episodes import SEED, Make, Outcome, act, check_end, check_reward, play, same
 from agentenv.errors import AgentEnvError
 from agentenv.leftovers import Leftovers
 from agentenv.types import Limit, Message, Task
 
-Make = Callable[[Task], Env]
-Outcome = tuple[list[Message], float, bool, bool]
-
-SEED = 20
 SETTLE_S = 5.0  # how long killed processes may take to be gone
 CANCEL_TIMEOUT_S = 30.0  # how long a cancelled step may take to let go
 MAX_SUSPENSIONS = 200
@@ -41,11 +37,11 @@ async def check_tool_env(make: Make, task: Task, actions: Sequence[Message]) -> 
     episodes at the same time do not touch each other, and the fork law.
     """
     before = getstate()
-    reference = await _play(make, task, actions)
+    reference = await play(make, task, actions)
     assert getstate() == before, "an episode changed the state of the global random generator"
-    _check_end(reference)
-    again = await _play(make, task, actions)
-    _same(reference, again, "two episodes with one seed")
+    check_end(reference)
+    again = await play(make, task, actions)
+    same(reference, again, "two episodes with one seed")
     await _check_reset_and_close(make, task)
     await _check_second_reset(make, task, actions, reference)
     await _check_finish(make, task, actions)
@@ -58,55 +54,6 @@ async def check_tool_env(make: Make, task: Task, actions: Sequence[Message]) -> 
     if fork_mode != "none":
         await _check_forks(make, task, actions, reference)
         await _check_concurrent_forks(make, task, actions, reference)
-
-
-async def _play(make: Make, task: Task, actions: Sequence[Message]) -> list[Outcome]:
-    env = make(task)
-    try:
-        await env.reset(seed=SEED)
-        return await _act(env, actions)
-    finally:
-        await env.close()
-
-
-async def _act(env: Env, actions: Sequence[Message]) -> list[Outcome]:
-    outcomes: list[Outcome] = []
-    for action in actions:
-        outcome = await env.step(action)
-        _check_outcome(outcome)
-        outcomes.append(outcome[:4])
-    return outcomes
-
-
-def _check_outcome(outcome: Any) -> None:
-    assert isinstance(outcome, tuple), f"step returned {type(outcome).__name__}, not a tuple"
-    assert len(outcome) == 5, f"step returned {len(outcome)} values, not 5"
-    messages, reward, terminated, truncated, info = outcome
-    assert isinstance(messages, list), "the observation of step is not a list"
-    assert all(isinstance(message, Message) for message in messages), (
-        f"the observation of step holds something else than messages: {messages!r}"
-    )
-    _check_reward(reward, "step")
-    roles = {message.role for message in messages}
-    assert roles <= {"tool", "user"}, f"an observation speaks as {sorted(roles)}"
-    assert type(terminated) is bool, f"terminated is {terminated!r}, not a bool"
-    assert type(truncated) is bool, f"truncated is {truncated!r}, not a bool"
-    assert isinstance(info, dict), f"info is {type(info).__name__}, not a dict"
-
-
-def _check_reward(reward: Any, what: str) -> None:
-    assert type(reward) in (int, float), f"{what}: the reward is {reward!r}, not a number"
-    assert math.isfinite(reward), f"{what}: the reward is {reward!r}, not finite"
-
-
-def _check_end(outcomes: list[Outcome]) -> None:
-    """The last action ends the episode, and none before it."""
-    for number, (_, _, terminated, truncated) in enumerate(outcomes):
-        ended = terminated or truncated
-        if number < len(outcomes) - 1:
-            assert not ended, f"action {number} already ends the episode"
-        else:
-            assert ended, "the last action does not end the episode"
 
 
 async def _check_reset_and_close(make: Make, task: Task) -> None:
@@ -146,9 +93,9 @@ async def _check_second_reset(
     env = make(task)
     try:
         await env.reset(seed=SEED)
-        await _act(env, actions[:-1])
+        await act(env, actions[:-1])
         await env.reset(seed=SEED)
-        _same(reference, await _act(env, actions), "an episode and the next one of the same env")
+        same(reference, await act(env, actions), "an episode and the next one of the same env")
     finally:
         await env.close()
 
@@ -156,9 +103,9 @@ async def _check_second_reset(
 async def _check_concurrency(
     make: Make, task: Task, actions: Sequence[Message], reference: list[Outcome]
 ) -> None:
-    episodes = await asyncio.gather(*(_play(make, task, actions) for _ in range(NUM_CONCURRENT)))
+    episodes = await asyncio.gather(*(play(make, task, actions) for _ in range(NUM_CONCURRENT)))
     for episode in episodes:
-        _same(reference, episode, "an episode alone and one of several at the same time")
+        same(reference, episode, "an episode alone and one of several at the same time")
 
 
 async def _check_concurrent_forks(
@@ -169,14 +116,14 @@ async def _check_concurrent_forks(
     env = make(task)
     try:
         await env.reset(seed=SEED)
-        await _act(env, actions[:place])
+        await act(env, actions[:place])
         child = await env.fork()
         try:
-            both = await asyncio.gather(_act(env, actions[place:]), _act(child, actions[place:]))
+            both = await asyncio.gather(act(env, actions[place:]), act(child, actions[place:]))
         finally:
             await child.close()
         for outcomes in both:
-            _same(reference[place:], outcomes, "a parent and its fork that act at the same time")
+            same(reference[place:], outcomes, "a parent and its fork that act at the same time")
     finally:
         await env.close()
 
@@ -185,9 +132,9 @@ async def _check_finish(make: Make, task: Task, actions: Sequence[Message]) -> N
     env = make(task)
     try:
         await env.reset(seed=SEED)
-        await _act(env, actions[:-1])
+        await act(env, actions[:-1])
         reward, info = await env.finish(Limit.TURNS, actions[-1])
-        _check_reward(reward, "finish")
+        check_reward(reward, "finish")
         assert isinstance(info, dict), f"finish: info is {type(info).__name__}, not a dict"
     finally:
         await env.close()
@@ -200,7 +147,7 @@ async def _check_cancellation(make: Make, task: Task, actions: Sequence[Message]
         for suspension in range(1, MAX_SUSPENSIONS):
             env = make(task)
             await env.reset(seed=SEED)
-            await _act(env, actions[:number])
+            await act(env, actions[:number])
             ending = await cancel_at(env.step(action), suspension, CANCEL_TIMEOUT_S)
             _check_ending(ending, f"step {number}", suspension)
             await env.close()
@@ -209,7 +156,7 @@ async def _check_cancellation(make: Make, task: Task, actions: Sequence[Message]
     env = make(task)
     try:
         await env.reset(seed=SEED)
-        await _act(env, actions[:-1])
+        await act(env, actions[:-1])
         for suspension in range(1, MAX_SUSPENSIONS if env.fork_mode != "none" else 1):
             ending = await cancel_at(_fork_and_close(env), suspension, CANCEL_TIMEOUT_S)
             _check_ending(ending, "fork", suspension)
@@ -241,21 +188,16 @@ async def _check_forks(
         env = make(task)
         try:
             await env.reset(seed=SEED)
-            await _act(env, actions[:place])
+            await act(env, actions[:place])
             child = await env.fork()
             try:
                 grandchild = await child.fork()
                 await grandchild.close()
                 rest = reference[place:]
-                _same(rest, await _act(child, actions[place:]), f"a fork after {place} steps")
+                same(rest, await act(child, actions[place:]), f"a fork after {place} steps")
             finally:
                 await child.close()
-            outcomes = await _act(env, actions[place:])
-            _same(rest, outcomes, f"an env after its fork at {place} steps acted and closed")
+            outcomes = await act(env, actions[place:])
+            same(rest, outcomes, f"an env after its fork at {place} steps acted and closed")
         finally:
             await env.close()
-
-
-def _same(expected: list[Outcome], found: list[Outcome], what: str) -> None:
-    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
-        assert one == other, f"{what} differ at step {number}:\n  {one}\n  {other}"

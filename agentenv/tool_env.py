@@ -18,24 +18,16 @@ from random import Random
 from typing import Any, Self
 
 from agentenv.env import ForkMode
-from agentenv.errors import ConfigError, EnvError, InfraError, ToolError
-from agentenv.grader import Grader
+from agentenv.errors import EnvError, InfraError, ToolError
+from agentenv.grader import Grader, start_grader
 from agentenv.prompt import Instruction
 from agentenv.tool import Tool
-from agentenv.tool_limits import (
-    CallBudget,
-    ChosenTool,
-    OnLimit,
-    ToolLimits,
-    ToolSource,
-    run_call,
-)
-from agentenv.tool_states import close_states
+from agentenv.tool_limits import CallBudget, ChosenTool, OnLimit, ToolLimits, ToolSource, run_call
+from agentenv.tool_states import close_states, wait_out
+from agentenv.toolbox import Toolbox
 from agentenv.types import MALFORMED_CALL, Info, Limit, Message, Task, ToolCall
 
 Prompt = Callable[[Task], Sequence[Message]] | str | None
-
-_WEAKEST_FIRST: tuple[ForkMode, ...] = ("none", "snapshot", "replay", "pure")
 
 
 class ToolEnv:
@@ -66,13 +58,7 @@ class ToolEnv:
         on_limit: OnLimit = "result",
     ) -> None:
         self.task = task
-        self.tools: dict[str, Tool] = {}
-        self._sources: list[tuple[ToolSource, ToolLimits]] = []
-        self.tool_limits = dict(tool_limits or {})
-        self._choose([(tool, None) for tool in tools])
-        unknown = sorted(self.tool_limits.keys() - self.tools.keys())
-        if unknown and not self._sources:
-            raise ConfigError(f"tool_limits: no tools {unknown}; known: {sorted(self.tools)}")
+        self._toolbox = Toolbox(tools, tool_limits or {})
         self.max_tool_calls = max_tool_calls
         self.on_limit: OnLimit = on_limit
         self.instruction = Instruction()
@@ -90,12 +76,21 @@ class ToolEnv:
     @property
     def fork_mode(self) -> ForkMode:
         """The weakest of the tools' modes."""
-        modes = [tool.fork_mode for tool in self.tools.values()]
-        return min(modes, key=_WEAKEST_FIRST.index, default="pure")
+        return self._toolbox.fork_mode
+
+    @property
+    def tools(self) -> dict[str, Tool]:
+        """The tools of the episode by name; those of a source from `reset` on."""
+        return self._toolbox.tools
+
+    @property
+    def tool_limits(self) -> dict[str, ToolLimits]:
+        """The bounds of single tools by name."""
+        return self._toolbox.limits
 
     def add_tool(self, tool: Tool | ToolSource, limits: ToolLimits | None = None) -> None:
         """One more tool, before `reset`; for a subclass of an env that has tools already."""
-        self._choose([(tool, limits)])
+        self._toolbox.add(tool, limits)
 
     def configure(
         self,
@@ -109,19 +104,8 @@ class ToolEnv:
 
         `tools`, unless empty, are all tools of the episode; a name means one that the class has.
         """
-        chosen: list[tuple[Tool | ToolSource, ToolLimits | None]] = []
-        for one, bounds in tools:
-            if isinstance(one, str):
-                if one not in self.tools:
-                    raise ConfigError(
-                        f"env.tools: {type(self).__name__} has no tool {one!r}; it has "
-                        f"{sorted(self.tools)}; another tool is named as 'module:name'"
-                    )
-                one = self.tools[one]
-            chosen.append((one, bounds))
         if tools:
-            self.tools, self.tool_limits, self._sources = {}, {}, []
-            self._choose(chosen)
+            self._toolbox = self._toolbox.chosen(tools, type(self).__name__)
         if max_tool_calls is not None:
             self.max_tool_calls = max_tool_calls
         if on_limit is not None:
@@ -135,20 +119,15 @@ class ToolEnv:
         """The prompt; info["tools"] holds the schemas of the tools."""
         if self._states is not None:
             await self._close_states(self._states)
-        for source, bounds in self._sources:
-            self._choose([(tool, bounds) for tool in await source.load()])
-        self._sources = []
+        await self._toolbox.load()
+        await start_grader(self.grader)
         self._seed, self._written, self._num_ok = seed, [], Counter()
         self._budget = CallBudget(self.max_tool_calls)
         self._closing, self._states = None, {}
         for name, tool in self.tools.items():
             own_seed = None if seed is None else Random(f"{seed}/{name}").getrandbits(31)
             self._states[name] = tool.start(own_seed)
-        schemas = [
-            {"name": tool.name, "description": tool.description, "parameters": tool.schema}
-            for tool in self.tools.values()
-        ]
-        return self._prompt_messages(), {"tools": schemas}
+        return self._prompt_messages(), {"tools": self._toolbox.schemas()}
 
     async def step(self, action: Message) -> tuple[list[Message], float, bool, bool, Info]:
         """Run the calls of `action` in order; without any, grade and end the episode.
@@ -206,29 +185,9 @@ class ToolEnv:
                 return
             self._closing = asyncio.ensure_future(self._close_states(self._states))
             self._states = None
-        cancelled: asyncio.CancelledError | None = None
-        while not self._closing.done():  # bounded, since each tool has CLOSE_TIMEOUT_S
-            try:
-                await asyncio.wait({self._closing})
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
-        self._closing.result()
+        await wait_out(self._closing)  # bounded, since each tool has CLOSE_TIMEOUT_S
 
     # inner workings
-
-    def _choose(self, tools: Sequence[tuple[Tool | ToolSource, ToolLimits | None]]) -> None:
-        """Add tools, and sources, which are asked for theirs at `reset`."""
-        for tool, bounds in tools:
-            if isinstance(tool, ToolSource):
-                self._sources.append((tool, bounds or ToolLimits()))
-                continue
-            if tool.name in self.tools:
-                raise ConfigError(f"two tools share a name: {tool.name!r}")
-            self.tools[tool.name] = tool
-            if bounds is not None:
-                self.tool_limits[tool.name] = bounds
 
     def _prompt_messages(self) -> list[Message]:
         if callable(self.prompt):

@@ -1,4 +1,8 @@
-"""Tool environments and what they are made of. Importing this package only registers them."""
+"""Tool environments and what they are made of.
+
+Where agentenv is installed, these ids are known by its entry points (pyproject.toml) already; here
+the same ones are registered for a bare checkout.
+"""
 
 from agentenv.env import register
 

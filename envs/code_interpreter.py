@@ -1,6 +1,6 @@
 """The Python tool: a persistent, sandboxed interpreter session for each episode.
 
-[env.kwargs.python]
+[python]
 interpreter = "~/envs/maths"           # a virtual or conda environment; none: the trainer's own
 preload = ["numpy", "sympy", "scipy"]  # none: numpy and sympy, where they are installed
 timeout_s = 10.0
@@ -12,21 +12,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta, Struct, ValidationError, convert, field
 
+from agentenv.config import build_config
 from agentenv.env import ForkMode
 from agentenv.errors import ConfigError, ToolError
 from agentenv.shared import shared
 from agentenv.tool import argument_schema
 from agentenv.tool_env import Prompt, ToolEnv
 from agentenv.types import Info, Message, Task, ToolResult
-from envs.qa_grader import ExactMatch, ToolReward
+from envs.grading.config import GraderConfig, make_grader
 from envs.sandbox import InterpreterSession, RemoteSandbox, Sandbox, SandboxLimits
 
 NO_OUTPUT = "(no output)"
 REPLAY_ALLOWANCE = 4.0  # the call that follows a fork runs the earlier cells again first
 START_ALLOWANCE_S = 20.0
-GRADERS = {"exact": ExactMatch, "tool_reward": ToolReward}
 
 
 class _Arguments(Struct, forbid_unknown_fields=True):
@@ -59,21 +60,21 @@ class PythonConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def python_config(values: Mapping[str, Any] | PythonConfig | None) -> PythonConfig:
-    """The checked settings. Raises ConfigError."""
-    if isinstance(values, PythonConfig):
-        return values
-    try:
-        config = convert(dict(values or {}), PythonConfig)
-    except ValidationError as error:
-        raise ConfigError(
-            f"python: {error}; known keys: {[*PythonConfig.__struct_fields__]}"
-        ) from (error)
-    if config.remote_url and (config.interpreter or config.preload or config.allow_unsafe):
-        raise ConfigError(
-            "python.remote_url: the service has its own interpreter, so interpreter, preload and "
-            "allow_unsafe cannot be given beside it"
-        )
-    return config
+    """The settings, checked once a process. Raises ConfigError."""
+
+    def build() -> PythonConfig:
+        if isinstance(values, PythonConfig):
+            config = values
+        else:
+            config = build_config(PythonConfig, dict(values or {}), "python")
+        if config.remote_url and (config.interpreter or config.preload or config.allow_unsafe):
+            raise ConfigError(
+                "python.remote_url: the service has its own interpreter, so interpreter, preload "
+                "and allow_unsafe cannot be given beside it"
+            )
+        return config
+
+    return shared(("python keys", msgspec.json.encode(values)), build)
 
 
 def shared_sandbox(
@@ -130,8 +131,17 @@ class PythonTool:
         return ToolResult(result.output or NO_OUTPUT)
 
     async def fork(self, state: InterpreterSession) -> InterpreterSession:
-        """A session that will replay the cells of `state` when it first runs something."""
-        return state.fork()
+        """A session in which the cells of `state` were run again. Refused with an EnvError when
+        one says something else than the first time; the sandbox counts these."""
+        child = state.fork()
+        complete = False
+        try:
+            await child.prepare()
+            complete = True
+        finally:
+            if not complete:
+                child.close()
+        return child
 
     async def close(self, state: InterpreterSession) -> None:
         """Kill the session's interpreter."""
@@ -147,26 +157,24 @@ def python_tool(**python: Any) -> PythonTool:
 class CodeInterpreterEnv(ToolEnv):
     """Questions answered with a Python interpreter.
 
-    `python` holds the keys of PythonConfig. `grader` is "exact" (1 for a right answer, else 0) or
-    "tool_reward" (the published ARPO reward: also the format counts).
+    `python` holds the keys of PythonConfig, `grader` those of GraderConfig, by default exact
+    match: reward 1 for a right answer, else 0.
     """
 
     def __init__(
         self,
         task: Task,
         python: Mapping[str, Any] | PythonConfig | None = None,
-        grader: str = "exact",
+        grader: GraderConfig | Mapping[str, Any] | None = None,
         prompt: Prompt = None,
     ) -> None:
         config = python_config(python)
-        if grader not in GRADERS:
-            raise ConfigError(f"grader: expected one of {sorted(GRADERS)}, not {grader!r}")
         self._sandbox = shared_sandbox(config=config)
         tool = PythonTool(self._sandbox, timeout_s=config.timeout_s)
         super().__init__(
             task,
             tools=[tool],
-            grader=GRADERS[grader](),
+            grader=make_grader(grader, kind="exact"),
             prompt=prompt,
             tool_timeout_s=REPLAY_ALLOWANCE * config.timeout_s + START_ALLOWANCE_S,
         )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal
 
-import msgspec
-
+from agentenv.errors import ConfigError
 from agentenv.prompt import preset
-from agentenv.shared import shared
 from agentenv.tool_env import Prompt
 from agentenv.tool_limits import ToolLimits
 from agentenv.types import Info, Message, Task
@@ -20,11 +18,9 @@ from envs.code_interpreter import (
     python_config,
     shared_sandbox,
 )
-from envs.qa_grader import ToolReward
+from envs.grading.config import GraderConfig
 from envs.search.config import SearchConfig
-from envs.web_search import WebSearchEnv, search_config
-
-C = TypeVar("C", bound=msgspec.Struct)
+from envs.web_search import WebSearchEnv
 
 
 class DeepSearchEnv(WebSearchEnv):
@@ -32,8 +28,9 @@ class DeepSearchEnv(WebSearchEnv):
 
     `search` holds the keys of `SearchConfig`; without it the shipped sample of Wikipedia is
     searched. `python` holds the keys of `PythonConfig`. `open_page` adds the tool that reads a
-    page, which ARPO's policy does not have. `compat = "reference"` is the reward as released.
-    The system prompt shows the tags, unless `prompt` says otherwise.
+    page, which ARPO's policy does not have. `grader` holds the keys of `GraderConfig`;
+    `compat = "reference"` alone is the reward as released. The system prompt shows the tags, unless
+    `prompt` says otherwise.
     """
 
     def __init__(
@@ -42,22 +39,20 @@ class DeepSearchEnv(WebSearchEnv):
         search: Mapping[str, Any] | SearchConfig | None = None,
         open_page: bool = False,
         python: Mapping[str, Any] | PythonConfig | None = None,
+        grader: GraderConfig | Mapping[str, Any] | None = None,
         prompt: Prompt = None,
         compat: Literal["", "reference"] = "",
         tool_timeout_s: float = 0.0,
         num_retries: int = 2,
     ) -> None:
-        config = _once(
-            SearchConfig,
-            f"search {open_page}",
-            search,
-            lambda: search_config(search, show_links=open_page),
-        )
-        interpreter = _once(PythonConfig, "python", python, lambda: python_config(python))
+        interpreter = python_config(python)
+        if compat and grader is not None:
+            raise ConfigError("env.kwargs.compat: beside a grader of its own, set grader.compat")
         super().__init__(
             task,
-            search=config,
+            search=search,
             open_page=open_page,
+            grader={"compat": compat} if grader is None else grader,
             prompt=preset("search+python") if prompt is None else prompt,
             tool_timeout_s=tool_timeout_s,
             num_retries=num_retries,
@@ -68,7 +63,6 @@ class DeepSearchEnv(WebSearchEnv):
             PythonTool(self._sandbox, timeout_s=interpreter.timeout_s),
             ToolLimits(timeout_s=deadline_s),
         )
-        self.grader = ToolReward(compat=compat)
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -76,10 +70,3 @@ class DeepSearchEnv(WebSearchEnv):
         """System prompt and question. A sandbox that cannot work is refused here, once."""
         await self._sandbox.start()
         return await super().reset(seed=seed, options=options)
-
-
-def _once(kind: type[C], key: str, keys: Mapping[str, Any] | C | None, build: Callable[[], C]) -> C:
-    """The configuration, checked once a process: it is the same for all episodes."""
-    if isinstance(keys, kind):
-        return keys
-    return shared(("deep search", key, msgspec.json.encode(keys)), build)

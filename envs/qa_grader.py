@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentenv.tool_env import Prompt, ToolEnv
-from agentenv.types import Info, Message, Task
+from agentenv.types import Task
 from envs.grading.answer import check_format, final_answer, last_boxed
 from envs.grading.config import GraderConfig, make_grader
 from envs.grading.exact import same_answer
@@ -45,12 +45,3 @@ class QAGraderEnv(ToolEnv):
         prompt: Prompt = None,
     ) -> None:
         super().__init__(task, tools=[], grader=make_grader(grader), prompt=prompt)
-
-    async def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[list[Message], Info]:
-        """The question. A grader that cannot work is refused here, once."""
-        start = getattr(self.grader, "start", None)
-        if start is not None:
-            await start()
-        return await super().reset(seed=seed, options=options)

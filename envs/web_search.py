@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from agentenv.config import build_config
 from agentenv.errors import ToolError
@@ -16,7 +17,7 @@ from agentenv.shared import shared
 from agentenv.tool import StatelessTool, argument_schema
 from agentenv.tool_env import Prompt, ToolEnv
 from agentenv.types import Info, Message, Task, ToolResult
-from envs.qa_grader import ToolReward
+from envs.grading.config import GraderConfig, make_grader
 from envs.search.bm25 import MAX_ON_LOOP, BM25Index
 from envs.search.config import Mode, SearchConfig
 from envs.search.corpus import Passage, read_corpus, words
@@ -69,11 +70,11 @@ class SearchTool(StatelessTool):
 
 
 class WebSearchEnv(ToolEnv):
-    """Search and open pages, graded by the published ARPO reward.
+    """Search and open pages, graded by the published ARPO reward unless `grader` says otherwise.
 
     `search` holds the keys of `SearchConfig`, e.g. {"backend": {"name": "web", "provider":
-    "serper"}, "mode": "pages"}; without it the shipped sample of Wikipedia is searched.
-    `tool_timeout_s` 0 is a default that fits the mode.
+    "serper"}, "mode": "pages"}; without it the shipped sample of Wikipedia is searched. `grader`
+    holds the keys of `GraderConfig`. `tool_timeout_s` 0 is a default that fits the mode.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class WebSearchEnv(ToolEnv):
         task: Task,
         search: Mapping[str, Any] | SearchConfig | None = None,
         open_page: bool = True,
+        grader: GraderConfig | Mapping[str, Any] | None = None,
         prompt: Prompt = None,
         tool_timeout_s: float = 0.0,
         num_retries: int = 2,
@@ -93,7 +95,7 @@ class WebSearchEnv(ToolEnv):
         super().__init__(
             task,
             tools=tools,
-            grader=ToolReward(),
+            grader=make_grader(grader, kind="exact", reward="tools"),
             prompt=prompt,
             tool_timeout_s=tool_timeout_s or _TIMEOUT_S[config.sizes.mode],
             num_retries=num_retries,
@@ -115,10 +117,14 @@ class WebSearchEnv(ToolEnv):
 def search_config(
     search: Mapping[str, Any] | SearchConfig | None, *, show_links: bool = False
 ) -> SearchConfig:
-    """The checked configuration; `show_links` holds where the keys do not say."""
-    if isinstance(search, SearchConfig):
-        return search
-    keys = {"show_links": show_links, **(search or {})}
-    config = build_config(SearchConfig, keys, "search")
-    config.check()
-    return config
+    """The configuration, checked once a process; `show_links` holds where it does not say."""
+
+    def build() -> SearchConfig:
+        if isinstance(search, SearchConfig):
+            config = search
+        else:
+            config = build_config(SearchConfig, dict(search or {}), "search")
+        config.check()
+        return config if config.show_links is not None else replace(config, show_links=show_links)
+
+    return shared(("search keys", msgspec.json.encode(search), show_links), build)

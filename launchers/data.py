@@ -3,22 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-import agentenv.env
 from agentenv.data_config import RowsConfig
 from agentenv.dataset import TaskMix, load_mix, load_tasks
-from agentenv.env import Env
-from agentenv.errors import ConfigError
 from agentenv.limits import Limits
 from agentenv.prompt_fit import PromptFitter
 from agentenv.renderer import Renderer
 from agentenv.types import Task
-from launchers.config import DataConfig
+from launchers.config import DataConfig, TrainConfig
+from launchers.environments import EnvMaker, check_graders
 
 Say = Callable[[str], None]
 Resolve = Callable[[str], Path]
+
+
+class Questions(NamedTuple):
+    """The training questions and those of the evaluation sets, by name."""
+
+    train: Sequence[Task]
+    eval_sets: dict[str, Sequence[Task]]
+
+
+async def load_questions(
+    config: TrainConfig, make_env: EnvMaker, renderer: Renderer, resolve: Resolve, say: Say
+) -> Questions:
+    """All questions of a run, with prompts that fit, and their environments and graders tried."""
+    train = await load_training(config.data, config.env.id, resolve, say)
+    sets: dict[str, tuple[RowsConfig, Sequence[Task]]] = {"data": (config.data, train)}
+    for name, one in config.eval.sets.items():
+        key = f"eval.sets.{name}"
+        found = await load_set(one.path, config.env.id, one, resolve, say, key, one.max_tasks)
+        sets[key] = (one, found)
+    check_environments(sets, make_env, whole_run=True)
+    await check_graders(make_env, (task for _, tasks in sets.values() for task in tasks))
+    fitting = {
+        key: await fit_prompts(tasks, rows, make_env, renderer, config.limits, say, key)
+        for key, (rows, tasks) in sets.items()
+    }
+    eval_sets = {name: fitting[f"eval.sets.{name}"] for name in config.eval.sets}
+    return Questions(fitting["data"], eval_sets)
 
 
 async def load_training(
@@ -48,21 +74,27 @@ async def load_set(
     )
 
 
+def check_environments(
+    sets: Mapping[str, tuple[RowsConfig, Sequence[Task]]], make_env: EnvMaker, *, whole_run: bool
+) -> None:
+    """Refuse what `sets`, by the beginning of their keys, choose and is not there, and what is
+    there and never read; of a `whole_run` also environments that no row meets."""
+    for key, (rows, _) in sets.items():
+        for value, env_id in rows.env_by.items():
+            make_env.check_known(env_id, f"{key}.env_by.{value}")
+    make_env.check_read((task for _, tasks in sets.values() for task in tasks), all_rows=whole_run)
+
+
 async def fit_prompts(
     tasks: Sequence[Task],
     rows: RowsConfig,
-    make_env: Callable[[Task], Env],
+    make_env: EnvMaker,
     renderer: Renderer,
     limits: Limits,
     say: Say,
     key: str,
 ) -> Sequence[Task]:
     """The tasks whose prompts fit, a mix part by part."""
-    for value, env_id in rows.env_by.items():
-        try:
-            agentenv.env.spec(env_id)
-        except ConfigError as error:
-            raise ConfigError(f"{key}.env_by.{value}: {error}") from error
     overlong = f"{key}.overlong_prompt"
     fitter = PromptFitter(make_env, renderer, limits, rows.overlong_prompt, overlong, say)
     if isinstance(tasks, TaskMix):

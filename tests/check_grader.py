@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import sys
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from agentenv.errors import GraderError
 from agentenv.shared import close_shared
 from envs.grading.equivalence import shared_math
 from envs.grading.layers import Layered
@@ -74,8 +76,12 @@ async def by_layers(rows: list[Row]) -> list[Outcome]:
     outcomes = []
     for row in rows:
         start = loop.time()
-        verdict = await matcher.verdict("", row.answer, row.golds)
-        outcomes.append(Outcome(row, verdict.right, verdict.reason, loop.time() - start))
+        try:
+            verdict = await matcher.verdict("", row.answer, row.golds)
+            right, reason = verdict.right, verdict.reason
+        except GraderError as error:  # the machine was too busy for this one
+            right, reason = False, f"no verdict: {error}"
+        outcomes.append(Outcome(row, right, reason, loop.time() - start))
     return outcomes
 
 
@@ -87,9 +93,10 @@ async def by_math_verify(rows: list[Row]) -> list[bool]:
     async def right(row: Row) -> bool:
         for gold in row.golds:
             async with slots:
-                equal, _ = await equivalence.equal(row.answer, gold, plain=True)
-            if equal:
-                return True
+                with contextlib.suppress(GraderError):  # the machine was too busy for this one
+                    equal, _ = await equivalence.equal(row.answer, gold, plain=True)
+                    if equal:
+                        return True
         return False
 
     return list(await asyncio.gather(*map(right, rows)))

@@ -10,6 +10,9 @@ import pytest
 
 from agentenv.dataset import TaskStream, load_tasks
 from agentenv.errors import DataError
+from agentenv.metrics import rollout_metrics
+from agentenv.tree import TrajectoryTree
+from agentenv.types import Task
 
 
 def write(tmp_path: Path, *rows: object) -> Path:
@@ -66,3 +69,23 @@ def test_a_stream_goes_through_all_tasks_each_epoch_and_resumes_anywhere(tmp_pat
     for position in range(10):
         rest = [t.question for _, t in islice(TaskStream(tasks, 3, position), 5)]
         assert rest == whole[position : position + 5]
+
+
+def test_training_metrics_are_given_by_kind() -> None:
+    def tree(kind: str, reward: float) -> TrajectoryTree:
+        made = TrajectoryTree(Task("t", "e", "q", ("a",), kind), policy_version=0)
+        root = made.add(None, observation_ids=[1])
+        leaf = made.add(root, action_ids=[2], logprobs=[0.0], reward=reward)
+        leaf.end, leaf.info["success"] = "terminated", reward > 0
+        return made
+
+    trees = [tree("math", 1.0), tree("math", 0.0), tree("qa", -1.0)]
+    metrics = rollout_metrics(trees, 0)
+    found = {name: value for name, value in metrics.items() if name.startswith("by_kind/")}
+    assert found == {
+        "by_kind/math/reward": 0.5,
+        "by_kind/math/success": 0.5,
+        "by_kind/qa/reward": -1.0,
+        "by_kind/qa/success": 0.0,
+    }
+    assert not [name for name in rollout_metrics(trees[:2], 0) if name.startswith("by_kind/")]

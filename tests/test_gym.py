@@ -41,7 +41,7 @@ def env() -> Any:
     yield env
     env.close()
     assert CountingEnv.num_open == 0
-    assert agentenv.gym._LoopThread._current is None
+    assert agentenv.gym.LoopThread._current is None
 
 
 def test_gymnasiums_checker_finds_nothing(env: Any) -> None:

@@ -21,8 +21,8 @@ from agentenv.tool import StatelessTool, tool
 from agentenv.tool_env import ToolEnv
 from agentenv.tool_limits import ToolConfig, ToolLimits, load_tools
 from agentenv.types import Message, Task, ToolCall, ToolResult
-from launchers.assembly import env_maker
 from launchers.config import EnvConfig, TrainConfig
+from launchers.environments import EnvMaker
 from tests.support.virtual_clock import run_virtual
 
 TASK = Task("t", "test/Tools-v0", "how many?", ("2",))
@@ -189,7 +189,7 @@ def test_a_tool_that_is_not_required_may_be_unavailable() -> None:
 
 def maker(toml: dict[str, Any], limits: Limits, prompt: PromptConfig) -> ToolEnv:
     raw = {"id": "test/Tools-v0", "module": "tests.test_tool_limits", **toml}
-    env = env_maker(build_config(EnvConfig, raw, "test"), Path, limits, prompt)(TASK)
+    env = EnvMaker(build_config(EnvConfig, raw, "test"), {}, Path, limits, prompt)(TASK)
     assert isinstance(env, ToolEnv)
     return env
 

@@ -8,9 +8,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
+from agentenv.config import build_config
 from agentenv.errors import ConfigError, GraderError
-from agentenv.grader import Grader
+from agentenv.grader import Grader, start_grader
 from agentenv.shared import shared
 from agentenv.types import Message, Task
 from envs.grading.custom import CustomGrader
@@ -22,18 +24,27 @@ from envs.grading.verdict import Matcher
 
 NUM_CHECKED_ROWS = 3
 
+Kind = Literal["exact", "f1", "layered", "judge", "custom"]
+Reward = Literal["answer", "tools"]
+
 
 class GraderConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How answers are graded."""
 
     kind: Annotated[
-        Literal["exact", "f1", "layered", "judge", "custom"],
-        Meta(description="exact match, SQuAD F1, all layers, layers then an LLM, your function"),
-    ] = "layered"
+        Kind | None,
+        Meta(
+            description="exact match, SQuAD F1, all layers, layers then an LLM, your function; "
+            "none: custom with grader.path, judge with grader.judge, else that of the environment"
+        ),
+    ] = None
     reward: Annotated[
-        Literal["answer", "tools"],
-        Meta(description="the answer's score, or ARPO's rule: format -1, score, +0.1 for tools"),
-    ] = "answer"
+        Reward | None,
+        Meta(
+            description="the answer's score, or ARPO's rule: format -1, score, +0.1 for tools; "
+            "none: that of the environment"
+        ),
+    ] = None
     compat: Annotated[
         Literal["", "reference"],
         Meta(description="with reward = tools: 'reference' is the released rule, F1 for all"),
@@ -68,13 +79,19 @@ _READ_BY = {
 }
 
 
-def grader_config(keys: GraderConfig | Mapping[str, Any] | None) -> GraderConfig:
-    """The keys as a checked config; a ConfigError names a key that is wrong or not read."""
+def grader_config(
+    keys: GraderConfig | Mapping[str, Any] | None,
+    *,
+    kind: Kind = "layered",
+    reward: Reward = "answer",
+) -> GraderConfig:
+    """The keys as a checked config, with the environment's `kind` and `reward` where they say
+    none; a ConfigError names a key that is wrong or not read."""
     if not isinstance(keys, GraderConfig):
-        try:
-            keys = msgspec.convert(dict(keys or {}), GraderConfig)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"grader: {error}") from None
+        keys = build_config(GraderConfig, dict(keys or {}), "grader")
+    if keys.kind is None:
+        chosen: Kind = "custom" if keys.path else "judge" if keys.judge is not None else kind
+        keys = replace(keys, kind=chosen)
     default = GraderConfig()
     for key, kinds in _READ_BY.items():
         if keys.kind not in kinds and getattr(keys, key) != getattr(default, key):
@@ -82,6 +99,8 @@ def grader_config(keys: GraderConfig | Mapping[str, Any] | None) -> GraderConfig
                 f"grader.{key} is read by kind {' or '.join(kinds)} only, not by "
                 f"{keys.kind!r}; take it out or change grader.kind"
             )
+    if keys.reward is None and keys.kind != "custom":
+        keys = replace(keys, reward=reward)
     if keys.compat and keys.reward != "tools":
         raise ConfigError('grader.compat = "reference" needs grader.reward = "tools"')
     if keys.kind == "judge" and keys.judge is None:
@@ -91,9 +110,16 @@ def grader_config(keys: GraderConfig | Mapping[str, Any] | None) -> GraderConfig
     return keys
 
 
-def make_grader(keys: GraderConfig | Mapping[str, Any] | None = None) -> Grader:
-    """The grader of these keys; what runs processes or holds connections is shared."""
-    config = grader_config(keys)
+def make_grader(
+    keys: GraderConfig | Mapping[str, Any] | None = None,
+    *,
+    kind: Kind = "layered",
+    reward: Reward = "answer",
+) -> Grader:
+    """The grader of these keys, `kind` and `reward` where they say none. One for each set of keys
+    in a process, since what runs processes or holds connections is shared."""
+    asked = ("grader keys", msgspec.json.encode(keys), kind, reward)
+    config = shared(asked, lambda: grader_config(keys, kind=kind, reward=reward))
     key = ("grader", msgspec.json.encode(config))
     if config.kind == "custom":
         return shared(
@@ -128,9 +154,7 @@ async def check_grader(grader: Grader, tasks: Sequence[Task]) -> None:
 
     Raises ConfigError: the grader cannot start, fails on a row, or gives no finite reward.
     """
-    start = getattr(grader, "start", None)
-    if start is not None:
-        await start()
+    await start_grader(grader)
     for task in tasks[:NUM_CHECKED_ROWS]:
         gold = task.answers[0] if task.answers else ""
         text = rf"<think>.</think><answer>\boxed{{{gold}}}</answer>"

@@ -13,8 +13,8 @@ import hashlib
 import json
 import os
 import re
-from collections import OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 
 import aiohttp
@@ -22,6 +22,8 @@ import aiohttp
 from agentenv.errors import ConfigError, GraderError
 from envs.grading.judge_config import JudgeConfig
 from envs.grading.verdict import Matcher, Verdict, shown
+from envs.search.cache import ResultCache
+from envs.search.flight import SingleFlight
 
 PROMPT_VERSION = 1  # part of the cache key: a changed prompt asks again
 MAX_CACHED = 50_000
@@ -58,8 +60,9 @@ class Judge:
         self.first = first
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(config.max_concurrency)
-        self._known: OrderedDict[str, str] = OrderedDict()
-        self._asking: dict[str, asyncio.Task[str]] = {}
+        path = Path(config.cache) if config.cache else None
+        self._cache = ResultCache(path, MAX_CACHED, key="grader.judge.cache")
+        self._flight: SingleFlight[str] = SingleFlight()
 
     async def start(self) -> None:
         """Nothing is sent before the first question."""
@@ -84,32 +87,26 @@ class Judge:
         return Verdict(bool(right), float(bool(right)), reason, "judge", parts)
 
     async def close(self) -> None:
-        """Close the connections; idempotent."""
-        for task in self._asking.values():
-            task.cancel()
+        """Stop what is in the air, write the cache, close the connections; idempotent."""
+        await self._flight.close()
+        await self._cache.close()
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
     async def _reply(self, asked: list[dict[str, str]]) -> str:
-        key = hashlib.sha256(
-            json.dumps([PROMPT_VERSION, self.config.model, asked]).encode()
-        ).hexdigest()
-        if key in self._known:
-            self._known.move_to_end(key)
-            return self._known[key]
-        if key not in self._asking:
-            task = asyncio.ensure_future(self._ask(asked, Random(key)))
-            task.add_done_callback(lambda done: self._answered(key, done))
-            self._asking[key] = task
-        return await asyncio.shield(self._asking[key])  # one waiter's end is not that of all
+        config = self.config
+        what = [PROMPT_VERSION, config.model, asked, config.max_tokens, config.extra_body]
+        key = "judge:" + hashlib.sha256(json.dumps(what).encode()).hexdigest()
+        known = self._cache.get(key)
+        if known is not None:
+            return known.decode()
+        return await self._flight.run(key, lambda: self._fetch(key, asked))
 
-    def _answered(self, key: str, task: asyncio.Task[str]) -> None:
-        self._asking.pop(key, None)
-        if not task.cancelled() and task.exception() is None:
-            self._known[key] = task.result()
-            if len(self._known) > MAX_CACHED:
-                self._known.popitem(last=False)
+    async def _fetch(self, key: str, asked: list[dict[str, str]]) -> str:
+        reply = await self._ask(asked, Random(key))
+        self._cache.put(key, reply.encode("utf-8", "replace"))
+        return reply
 
     async def _ask(self, asked: list[dict[str, str]], rng: Random) -> str:
         problem = ""

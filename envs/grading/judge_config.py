@@ -26,6 +26,9 @@ class JudgeConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     max_tokens: Annotated[
         int, Meta(ge=1, description="of the reply; more for a thinking model")
     ] = 16
+    cache: Annotated[
+        str, Meta(description='SQLite file of verdicts that processes share; "": in memory only')
+    ] = ""
     extra_body: Annotated[
         dict[str, Any], Meta(description="more keys of the request, e.g. chat_template_kwargs")
     ] = field(default_factory=dict)

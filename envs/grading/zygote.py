@@ -1,9 +1,12 @@
 """The process behind WorkerPool: imports once, then forks a child for each job at a time.
 
 It runs no job itself, so it always answers. It reads frames (length, JSON) from its standard
-input, a socket: first the handler, then jobs {"id", "payload"}, {"kill": id} and {"check": id},
-which lowers the priority of a job that has used much CPU time. A child that has done its job
-takes the next one, unless it was slow; a killed one is replaced by a fork.
+input, a socket: first the handler, then jobs {"id", "payload"} and {"kill": id}. A child that has
+done its job takes the next one; a killed one is replaced by a fork.
+
+With `share_cores`, of more jobs than cores only those run that have used the least CPU time; the
+others are stopped until it is their turn. So a quick job is done at once, however many slow ones
+there are.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_FRAME_BYTES = 1 << 26
-SLOW_AFTER_CPU_S = 0.15
-NICE = 5  # below the process that forks, so that a new job starts at once
+TICK_S = 0.02  # of CPU time that a job gets before it is another one's turn
+NICE = 1  # below the process that forks, so that a new job starts at once
 _PR_SET_PDEATHSIG = 1
 
 Handler = Callable[[Any], Any]
@@ -62,7 +65,7 @@ class Child:
     def __init__(self, handler: Handler, memory_bytes: int | None, others: list[socket.socket]):
         self.socket, inner = socket.socketpair()
         self.job: int | None = None
-        self.slow = False
+        self.running = True
         self._cpu_before_s = 0.0
         self.pid = os.fork()
         if self.pid == 0:
@@ -73,25 +76,33 @@ class Child:
         inner.close()
 
     def take(self, job: int, payload: Any) -> None:
-        """Begin a job."""
+        """Begin a job; it must run, since a stopped child would read nothing."""
+        self.let_run(True)
         self.job, self._cpu_before_s = job, self._cpu_s()
         write_frame(self.socket, payload)
 
-    def slow_down(self) -> None:
-        """Give way to younger jobs, once this one has used its share."""
-        if self._cpu_s() - self._cpu_before_s > SLOW_AFTER_CPU_S:
-            self.slow = True
-            os.setpriority(os.PRIO_PROCESS, self.pid, 19)
+    def let_run(self, running: bool) -> None:
+        """Have it run, or stop until further notice."""
+        if running != self.running:
+            self.running = running
+            os.kill(self.pid, signal.SIGCONT if running else signal.SIGSTOP)
+
+    def used_s(self) -> float:
+        """CPU time of the present job."""
+        return self._cpu_s() - self._cpu_before_s
 
     def _cpu_s(self) -> float:
-        with open(f"/proc/{self.pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        with open(f"/proc/{self.pid}/schedstat") as file:  # stat counts in steps of 10 ms
+            return int(file.read().split()[0]) * 1e-9
 
     def kill(self) -> None:
+        """Kill it; that it is gone, which may take a while, is seen by `gone`."""
         os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
         self.socket.close()
+
+    def gone(self) -> bool:
+        """Whether it has ended, after `kill`."""
+        return os.waitpid(self.pid, os.WNOHANG)[0] != 0
 
 
 def _serve(handler: Handler, sock: socket.socket, memory_bytes: int | None) -> None:
@@ -122,19 +133,26 @@ def die_with_parent() -> None:
 class Zygote:
     """Passes jobs from the host to children."""
 
-    def __init__(self, host: socket.socket, handler: Handler, memory_bytes: int | None) -> None:
+    def __init__(
+        self, host: socket.socket, handler: Handler, memory_bytes: int | None, share_cores: bool
+    ) -> None:
         self.host = host
         self.handler = handler
         self.memory_bytes = memory_bytes
+        self.num_cores = len(os.sched_getaffinity(0)) if share_cores else sys.maxsize
         self.selector = selectors.DefaultSelector()
         self.selector.register(host, selectors.EVENT_READ)
         self.children: dict[socket.socket, Child] = {}
+        self.killed: list[Child] = []
 
     def run(self) -> None:
         """Until the host closes its end."""
         try:
             while True:
-                for key, _ in self.selector.select():
+                crowded = self._share()
+                self.killed = [child for child in self.killed if not child.gone()]
+                pause_s = TICK_S if crowded or self.killed else None
+                for key, _ in self.selector.select(pause_s):
                     if key.fileobj is self.host:
                         self._from_host(read_frame(self.host))
                     elif isinstance(key.fileobj, socket.socket) and key.fileobj in self.children:
@@ -146,11 +164,8 @@ class Zygote:
     def _from_host(self, message: dict[str, Any]) -> None:
         if "kill" in message:
             for child in [c for c in self.children.values() if c.job == message["kill"]]:
+                write_frame(self.host, {"id": child.job, "cpu_s": child.used_s()})
                 self._drop(child)
-            return
-        if "check" in message:
-            for child in [c for c in self.children.values() if c.job == message["check"]]:
-                child.slow_down()
             return
         idle = [child for child in self.children.values() if child.job is None]
         child = idle[0] if idle else self._fork()
@@ -175,9 +190,17 @@ class Zygote:
             self._died(child)
             return
         job, child.job = child.job, None
-        if child.slow:  # its priority cannot be raised again
-            self._drop(child)
         write_frame(self.host, {"id": job, **outcome})
+
+    def _share(self) -> bool:
+        """Let the jobs run that have used the least; whether there are more than cores."""
+        busy = [child for child in self.children.values() if child.job is not None]
+        crowded = len(busy) > self.num_cores
+        if crowded:
+            busy.sort(key=Child.used_s)
+        for place, child in enumerate(busy):
+            child.let_run(place < self.num_cores)
+        return crowded
 
     def _died(self, child: Child) -> None:
         job = child.job
@@ -189,6 +212,7 @@ class Zygote:
         del self.children[child.socket]
         self.selector.unregister(child.socket)
         child.kill()
+        self.killed.append(child)
 
 
 def main() -> None:
@@ -209,7 +233,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     write_frame(host, {"ready": True})
-    Zygote(host, handler, setup["memory_bytes"]).run()
+    Zygote(host, handler, setup["memory_bytes"], setup["share_cores"]).run()
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
 
 from agentenv.errors import ConfigError, EnvError, InfraError
+from envs.sandbox.remote_script import MARK, RUNNER, SCRIPT
 from envs.sandbox.sandbox import SandboxCounters
 from envs.sandbox.session import CODE_TOO_LONG, MAX_CODE_CHARS, RunResult
 from envs.sandbox.settings import SandboxLimits
@@ -27,36 +27,6 @@ HTTP_PATIENCE_S = 15.0  # beside the time that the code may take
 START_TIMEOUT_S = 30.0
 MAX_REPLY_BYTES = 4 << 20
 MAX_ERROR_CHARS = 300
-_MARK = "\n@@agentenv-answer@@"
-_RUNNER = Path(__file__).with_name("cells.py")
-# What runs there: the cells before, whose words must not have changed, then the new one.
-_SCRIPT = """
-import hashlib, json, random, sys, types
-request = json.loads({request!r})
-cells = types.ModuleType("cells")
-exec(compile(request["runner"], "cells.py", "exec"), cells.__dict__)
-random.seed(request["seed"])
-if any("numpy" in code for code in request["codes"]):
-    try:
-        import numpy
-        numpy.random.seed(request["seed"] % 2**32)
-    except ImportError:
-        pass
-stdout = sys.stdout
-main = types.ModuleType("__main__")
-sys.modules["__main__"] = main
-answer = {{}}
-for number, code in enumerate(request["codes"]):
-    output, problem = cells.run_cell(code, main.__dict__, number + 1, request["max_chars"])
-    said = [cells._printable(output), cells._printable(problem)]
-    digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
-    answer = {{"output": said[0], "problem": said[1], "digest": digest, "differs": -1}}
-    if number < len(request["digests"]) and digest != request["digests"][number]:
-        answer["differs"] = number
-        break
-stdout.write({mark!r} + json.dumps(answer))
-stdout.flush()
-"""
 
 
 class _RunOutcome(Struct):
@@ -133,14 +103,14 @@ class RemoteSandbox:
         Raises InfraError, or EnvError when a cell said something else than `digests` record.
         """
         request = {
-            "runner": _RUNNER.read_text(),
+            "runner": RUNNER.read_text(),
             "seed": seed,
             "codes": codes,
             "digests": digests,
             "max_chars": self.limits.max_output_chars,
         }
         body = {
-            "code": _SCRIPT.format(request=json.dumps(request), mark=_MARK),
+            "code": SCRIPT.format(request=json.dumps(request), mark=MARK),
             "language": "python",
             "compile_timeout": run_timeout_s,
             "run_timeout": run_timeout_s,
@@ -162,7 +132,7 @@ class RemoteSandbox:
     def _read(self, outcome: _RunOutcome) -> tuple[RunResult, str]:
         if outcome.status == "TimeLimitExceeded":
             return RunResult("", False, "timed_out"), ""
-        _, mark, text = (outcome.stdout or "").rpartition(_MARK)
+        _, mark, text = (outcome.stdout or "").rpartition(MARK)
         try:
             answer = msgspec.json.decode(text.strip(), type=_Answer) if mark else None
         except msgspec.DecodeError:
@@ -244,6 +214,10 @@ class RemoteSession:
         other._codes, other._digests = list(self._codes), list(self._digests)
         other._spent_s = self._spent_s
         return other
+
+    async def prepare(self) -> None:
+        """Nothing to do: the service keeps no state, so every call replays and checks the record,
+        also in the parent."""
 
     def close(self) -> None:
         """Nothing is held anywhere; idempotent."""

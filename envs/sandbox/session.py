@@ -50,7 +50,11 @@ class InterpreterSession(Protocol):
         ...
 
     def fork(self) -> Self:
-        """A session that holds the same variables."""
+        """A session that holds the same variables, once `prepare` or its first cell has run."""
+        ...
+
+    async def prepare(self) -> None:
+        """Bring a fork to where its parent was. Raises EnvError where that cannot be done."""
         ...
 
     def close(self) -> None:
@@ -101,6 +105,11 @@ class SandboxSession:
         other = SandboxSession(self._sandbox, self.seed, self.cells)
         other._lost = self._lost
         return other
+
+    async def prepare(self) -> None:
+        """Replay the record now. Raises EnvError when a cell says something else than before."""
+        if self._live is None and self.cells and not self._closed:
+            await self._open()
 
     def close(self) -> None:
         """Kill the session's process, if there is one; idempotent."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from agentenv.errors import ConfigError
 from envs.sandbox import landlock
@@ -29,15 +29,20 @@ LANDLOCK_ADVICE = (
 
 
 class SandboxLimits(Struct, frozen=True, forbid_unknown_fields=True):
-    """Bounds of one session. memory_bytes is what it may add to what is preloaded, tmp_bytes its
-    files in all. max_threads counts the interpreter's own: with 1, nothing outlives a call."""
+    """Bounds of one session."""
 
-    memory_bytes: int = 512 << 20
-    cpu_s: int = 600
-    max_threads: int = 1
-    max_open_files: int = 64
-    tmp_bytes: int = 16 << 20
-    max_output_chars: int = 8000
+    memory_bytes: Annotated[
+        int, Meta(ge=1 << 20, description="what it may add to what is preloaded")
+    ] = 512 << 20
+    cpu_s: Annotated[int, Meta(ge=1, description="CPU time of all its calls, seconds")] = 600
+    max_threads: Annotated[
+        int, Meta(ge=1, description="the interpreter's own counts: with 1, nothing outlives a call")
+    ] = 1
+    max_open_files: Annotated[int, Meta(ge=8, description="open files")] = 64
+    tmp_bytes: Annotated[int, Meta(ge=4096, description="its files in all")] = 16 << 20
+    max_output_chars: Annotated[
+        int, Meta(ge=16, description="of one call; head and tail are kept")
+    ] = 8000
 
 
 class SandboxSetup(Struct, frozen=True):

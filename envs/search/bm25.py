@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import bm25s
 import numpy as np
 
 from envs.search.backend import Hit, Query
@@ -29,6 +28,8 @@ class BM25Index:
     """
 
     def __init__(self, passages: list[Passage], min_compiled: int = MIN_COMPILED) -> None:
+        import bm25s  # loads numba too, which takes half a second
+
         self.passages = passages
         self._vocabulary: dict[str, int] = {}
         number = self._vocabulary

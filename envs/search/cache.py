@@ -1,13 +1,14 @@
 """The shared cache of tool results: SQLite in WAL mode behind an in-memory LRU.
 
 Many processes may share one file. Reads take some 0.1 ms and never wait for writers; writes are
-collected and done by a thread.
+collected and done by a thread. The age of an entry is told by SQLite's clock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sqlite3
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -19,7 +20,13 @@ from agentenv.errors import ConfigError, DataError
 
 ARPO_PREFIX = "arpo:"  # keys of entries that came from ARPO's search_cache.json
 BUSY_TIMEOUT_S = 10.0
-_TABLE = "CREATE TABLE IF NOT EXISTS results (key TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID"
+_TABLE = (
+    "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value BLOB, written_at REAL) "
+    "WITHOUT ROWID"
+)
+_NOW_S = "86400.0 * julianday('now')"
+_READ = f"SELECT value, {_NOW_S} - written_at FROM entries WHERE key = ?"
+_PUT = f"INSERT OR REPLACE INTO entries VALUES (?, ?, {_NOW_S})"
 
 logger = logging.getLogger(__name__)
 
@@ -27,32 +34,42 @@ logger = logging.getLogger(__name__)
 class ResultCache:
     """Text keys to bytes; in memory only when `path` is None.
 
-    `max_memory_entries` bounds the LRU. `num_hits` and `num_misses` count for the metrics.
+    `max_memory_entries` bounds the LRU; entries older than `max_age_s` count as missing (0: none
+    do). `num_hits` and `num_misses` count for the metrics. `key` is the configuration's name of
+    the file, for messages.
     """
 
-    def __init__(self, path: Path | None = None, max_memory_entries: int = 50_000) -> None:
+    def __init__(
+        self,
+        path: Path | None = None,
+        max_memory_entries: int = 50_000,
+        *,
+        max_age_s: float = 0.0,
+        key: str = "search.cache",
+    ) -> None:
         self.path = path
+        self.max_age_s = max_age_s or math.inf
         self.num_hits = 0
         self.num_misses = 0
         self._max_memory_entries = max_memory_entries
-        self._memory: OrderedDict[str, bytes] = OrderedDict()
+        self._key = key
+        self._memory: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # value, loop time
         self._pending: dict[str, bytes] = {}
         self._flushing: asyncio.Task[None] | None = None
         self._reader: sqlite3.Connection | None = None
         if path is not None:
-            self._reader = _open(path)
+            self._reader = _open(path, key)
 
     def get(self, key: str) -> bytes | None:
         """The value of `key`, or None."""
-        value = self._memory.get(key)
-        if value is not None:
-            self._memory.move_to_end(key)
-        else:
+        value = self._recall(key)
+        if value is None:
             value = self._pending.get(key)
+            age_s = 0.0
             if value is None and self._reader is not None:
-                value = self._read(key)
+                value, age_s = self._read(key)
             if value is not None:
-                self._remember(key, value)
+                self._remember(key, value, age_s)
         self.num_hits += value is not None
         self.num_misses += value is None
         return value
@@ -84,16 +101,31 @@ class ResultCache:
             await asyncio.to_thread(_write, self.path, rows)
         return len(rows)
 
-    def _remember(self, key: str, value: bytes) -> None:
-        self._memory[key] = value
+    def _recall(self, key: str) -> bytes | None:
+        known = self._memory.get(key)
+        if known is None:
+            return None
+        value, written_at = known
+        if self.max_age_s < math.inf and _now() - written_at > self.max_age_s:
+            del self._memory[key]
+            return None
+        self._memory.move_to_end(key)
+        return value
+
+    def _remember(self, key: str, value: bytes, age_s: float = 0.0) -> None:
+        written_at = _now() - age_s if self.max_age_s < math.inf else 0.0
+        self._memory[key] = (value, written_at)
         self._memory.move_to_end(key)
         if len(self._memory) > self._max_memory_entries:
             self._memory.popitem(last=False)
 
-    def _read(self, key: str) -> bytes | None:
+    def _read(self, key: str) -> tuple[bytes | None, float]:
+        """The value and its age in seconds; another process's clock may be ahead."""
         assert self._reader is not None
-        row = self._reader.execute("SELECT value FROM results WHERE key = ?", (key,)).fetchone()
-        return None if row is None else bytes(row[0])
+        row = self._reader.execute(_READ, (key,)).fetchone()
+        if row is None or row[1] > self.max_age_s:
+            return None, 0.0
+        return bytes(row[0]), max(0.0, float(row[1]))
 
     async def _flush(self) -> None:
         while self._pending:
@@ -103,7 +135,7 @@ class ResultCache:
                 await asyncio.to_thread(_write, self.path, rows)
             except sqlite3.Error as error:  # a cache that cannot be kept must not end the run
                 logger.warning(
-                    "search cache %s: %d results not kept: %s", self.path, len(rows), error
+                    "%s %s: %d results not kept: %s", self._key, self.path, len(rows), error
                 )
             for key, value in rows.items():
                 if self._pending.get(key) is value:
@@ -122,7 +154,11 @@ def read_arpo_cache(path: Path) -> dict[str, str]:
         ) from error
 
 
-def _open(path: Path) -> sqlite3.Connection:
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _open(path: Path, key: str) -> sqlite3.Connection:
     connection = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +172,7 @@ def _open(path: Path) -> sqlite3.Connection:
         if connection is not None:
             connection.close()
         raise ConfigError(
-            f"search.cache: {path}: {error}; expected a writable SQLite file or a new path"
+            f"{key}: {path}: {error}; expected a writable SQLite file or a new path"
         ) from error
     return connection
 
@@ -147,7 +183,7 @@ def _write(path: Path, rows: Mapping[str, bytes]) -> None:
     try:
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("BEGIN IMMEDIATE")
-        connection.executemany("INSERT OR REPLACE INTO results VALUES (?, ?)", rows.items())
+        connection.executemany(_PUT, rows.items())
         connection.execute("COMMIT")
     finally:
         connection.close()

@@ -5,6 +5,7 @@ A cassette is a JSONL file of {"key", "status", "body"}. Keys never hold a secre
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -39,7 +40,8 @@ class _Row(Struct, omit_defaults=True):
 class Cassette:
     """`record` fetches what is not on the cassette yet and appends it; `replay` fetches nothing.
 
-    In replay, what was not recorded is an InfraError: it can never look like "no results".
+    In replay, what was not recorded is an InfraError: it can never look like "no results". The
+    file is read by `start`, or by the first call, in a thread.
     """
 
     def __init__(self, path: Path, mode: CassetteMode) -> None:
@@ -47,11 +49,19 @@ class Cassette:
         self.mode = mode
         self._replies: dict[str, Reply] = {}
         self._file: IO[bytes] | None = None
-        if mode == "replay" or path.exists():
-            self._load()
+        self._loading: asyncio.Task[None] | None = None
+        if mode == "replay" and not path.is_file():
+            raise DataError(f"cassette {path} cannot be read: there is no such file")
+
+    async def start(self) -> None:
+        """Read the file, once. Raises DataError."""
+        if self._loading is None:
+            self._loading = asyncio.ensure_future(asyncio.to_thread(self._load))
+        await asyncio.shield(self._loading)
 
     async def through(self, key: str, fetch: Callable[[], Awaitable[Reply]]) -> Reply:
         """The recorded reply, else (in record mode) the fetched one, which is recorded."""
+        await self.start()
         reply = self._replies.get(key)
         if reply is not None:
             return reply
@@ -69,6 +79,8 @@ class Cassette:
             self._file = None
 
     def _load(self) -> None:
+        if self.mode == "record" and not self.path.exists():
+            return
         decoder = msgspec.json.Decoder(_Row)
         try:
             lines = self.path.read_bytes().splitlines()

@@ -22,6 +22,7 @@ from envs.search.summary import SummarizerConfig
 from envs.search.tantivy_index import TantivyBackend
 
 Mode = Literal["snippets", "pages", "summaries"]
+Repeated = Literal["search", "tell"]
 PresetName = Literal["arpo", "arpo_eval", "tool_star"]
 
 
@@ -49,11 +50,12 @@ class Preset(Struct, frozen=True):
     mode: Mode
     max_page_chars: int
     window_chars: int
+    repeated: Repeated = "search"
 
 
 PRESETS: dict[PresetName, Preset] = {
     "arpo": Preset("snippets", 20_000, 3_000),
-    "arpo_eval": Preset("summaries", 20_000, 3_000),
+    "arpo_eval": Preset("summaries", 20_000, 3_000, "tell"),
     "tool_star": Preset("pages", 100_000, 6_000),
 }
 
@@ -77,10 +79,26 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     ] = None
     max_results: Annotated[int, Meta(ge=1, le=100, description="results of one search")] = 10
     max_chars_per_result: Annotated[int, Meta(ge=1, description="of a snippet")] = 1000
-    show_links: Annotated[bool, Meta(description="title and address with each result")] = False
+    show_links: Annotated[
+        bool | None,
+        Meta(description="title and address with each result; none: where pages can be opened"),
+    ] = None
     market: Annotated[str, Meta(description='"auto", or a form like "zh-CN"')] = "auto"
     language: Annotated[str, Meta(description='"auto" (by script), or a form like "zh"')] = "auto"
-    cache: Annotated[str, Meta(description='SQLite file that processes share; "": in memory')] = ""
+    cache: Annotated[
+        str,
+        Meta(description='SQLite file of results, pages and summaries; "": in memory only'),
+    ] = ""
+    cache_max_age_s: Annotated[
+        float, Meta(ge=0, description="older entries are fetched again; 0: never")
+    ] = 0.0
+    repeated: Annotated[
+        Repeated | None,
+        Meta(
+            description="a query that the episode has made before: searched again, or the policy "
+            "reads that it has its results; default: the preset's"
+        ),
+    ] = None
     arpo_cache: Annotated[str, Meta(description="ARPO's search_cache.json to take in")] = ""
     cassette: Annotated[str, Meta(description="file with the recorded replies")] = ""
     cassette_mode: Annotated[CassetteMode, Meta(description="record or replay")] = "replay"
@@ -97,6 +115,7 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
             self.mode or preset.mode,
             self.max_page_chars or preset.max_page_chars,
             self.window_chars or preset.window_chars,
+            self.repeated or preset.repeated,
         )
 
     def check(self) -> None:

@@ -9,11 +9,13 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from agentenv.errors import ConfigError, DataError
+from agentenv.errors import ConfigError, DataError, InfraError
 from envs.search.backend import Hit, Query
 from envs.search.bm25 import CORPUS_SCHEME
 from envs.search.corpus import Passage, read_corpus
 from envs.search.extras import needed
+
+MAX_BATCH = 64  # queries that are encoded together
 
 Pooling = Literal["mean", "cls", "pooler"]
 
@@ -32,7 +34,8 @@ class FaissConfig(Struct, frozen=True, forbid_unknown_fields=True, tag="faiss", 
 
 
 class FaissBackend:
-    """Encodes queries and looks up the nearest passages, in one thread of its own."""
+    """Encodes queries and looks up the nearest passages, in one thread of its own. Queries that
+    come while it is at work are its next batch."""
 
     def __init__(self, config: FaissConfig) -> None:
         what = 'search.backend.name = "faiss"'
@@ -40,6 +43,9 @@ class FaissBackend:
         self._config = config
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="faiss")
         self._loaded: asyncio.Future[None] | None = None
+        self._asked: list[tuple[Query, asyncio.Future[list[Hit]]]] = []
+        self._working: asyncio.Task[None] | None = None
+        self.num_batches = 0
         self._index: Any = None
         self._encoder: Encoder
         self._passages: list[Passage] = []
@@ -55,8 +61,11 @@ class FaissBackend:
     async def search(self, query: Query) -> list[Hit]:
         """The nearest passages; the score is the index's own (inner product or distance)."""
         await self.start()
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._search, query)
+        answer: asyncio.Future[list[Hit]] = asyncio.get_running_loop().create_future()
+        self._asked.append((query, answer))
+        if self._working is None or self._working.done():
+            self._working = asyncio.ensure_future(self._work())
+        return await answer
 
     async def document(self, url: str) -> Hit | None:
         """The passage of "corpus:ID"."""
@@ -65,8 +74,33 @@ class FaissBackend:
         return None if place is None else self._hit(place, 0.0)
 
     async def close(self) -> None:
-        """Let the thread go."""
+        """Let the thread go; who waits is cancelled."""
+        if self._working is not None:
+            self._working.cancel()
+        for _, answer in self._asked:
+            answer.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _work(self) -> None:
+        """Answer batch after batch until nobody asks."""
+        loop = asyncio.get_running_loop()
+        while self._asked:
+            batch, self._asked = self._asked[:MAX_BATCH], self._asked[MAX_BATCH:]
+            self.num_batches += 1
+            queries = [query for query, _ in batch]
+            search = loop.run_in_executor(self._thread, self._search, queries)
+            try:
+                (found,) = await asyncio.gather(search, return_exceptions=True)
+                for place, (_, answer) in enumerate(batch):
+                    if answer.done():  # its caller has gone
+                        continue
+                    if isinstance(found, BaseException):
+                        answer.set_exception(_problem(found, self._config.index))
+                    else:
+                        answer.set_result(found[place])
+            finally:
+                for _, answer in batch:
+                    answer.cancel()
 
     def _load(self) -> None:
         path = Path(self._config.index)
@@ -93,16 +127,27 @@ class FaissBackend:
         self._index, self._passages, self._encoder = index, passages, encoder
         self._places = {passage.id: place for place, passage in enumerate(passages)}
 
-    def _search(self, query: Query) -> list[Hit]:
-        vectors = self._encoder.encode([query.text])
-        scores, places = self._index.search(vectors, min(query.max_results, len(self._passages)))
-        found = zip(places[0].tolist(), scores[0].tolist(), strict=True)
-        return [self._hit(place, score) for place, score in found if place >= 0]
+    def _search(self, queries: list[Query]) -> list[list[Hit]]:
+        vectors = self._encoder.encode([query.text for query in queries])
+        most = min(max(query.max_results for query in queries), len(self._passages))
+        scores, places = self._index.search(vectors, most)
+        found = []
+        for query, own, values in zip(queries, places.tolist(), scores.tolist(), strict=True):
+            best = list(zip(own, values, strict=True))[: query.max_results]
+            found.append([self._hit(place, score) for place, score in best if place >= 0])
+        return found
 
     def _hit(self, place: int, score: float) -> Hit:
         passage = self._passages[place]
         url = CORPUS_SCHEME + passage.id
         return Hit(passage.text, passage.title, url, passage.id, score)
+
+
+def _problem(error: BaseException, index: str) -> BaseException:
+    """Of the libraries' failures, memory above all, another attempt may be spared."""
+    if isinstance(error, RuntimeError | OSError):
+        return InfraError(f"search in {index} failed: {error}")
+    return error
 
 
 class Encoder:

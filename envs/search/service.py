@@ -21,18 +21,21 @@ from envs.search.passages import passages, window
 from envs.search.summary import Summarizer
 
 NO_RESULTS = "No search results found."
+REPEATED = "You have searched for this before; the results are in an earlier answer."
 MAX_QUERY_CHARS = 2000
 
 
 class Episode(Struct):
-    """What a search is for: the question, and what the policy has written so far."""
+    """What a search is for: the question, what the policy has written so far, and the queries
+    that were answered."""
 
     question: str = ""
     written: list[str] = field(default_factory=list)
+    queries: set[str] = field(default_factory=set)
 
     def copy(self) -> Episode:
         """An independent copy."""
-        return Episode(self.question, list(self.written))
+        return Episode(self.question, list(self.written), set(self.queries))
 
 
 class SearchService:
@@ -44,23 +47,36 @@ class SearchService:
         self.cassette = (
             Cassette(Path(config.cassette), config.cassette_mode) if config.cassette else None
         )
-        self.cache = ResultCache(Path(config.cache) if config.cache else None)
+        self.cache = ResultCache(
+            Path(config.cache) if config.cache else None, max_age_s=config.cache_max_age_s
+        )
         self.backend = build_backend(config, self.cache, self.cassette)
         self.reader = PageReader(config.pages, self.cache, self.cassette)
         self.summarizer = (
-            Summarizer(config.summarizer, self.cassette) if config.summarizer is not None else None
+            Summarizer(config.summarizer, self.cache, self.cassette)
+            if config.summarizer is not None
+            else None
         )
 
     async def start(self) -> None:
-        """Build or load the backend; raises ConfigError or DataError."""
+        """Build or load the backend and the cassette; raises ConfigError or DataError."""
+        if self.cassette is not None:
+            await self.cassette.start()
         await self.backend.start()
 
     async def search(self, text: str, episode: Episode) -> ToolResult:
         """What the policy reads: "Page i: ..." for each result, or one summary of them."""
-        config, sizes = self.config, self.config.sizes
         text = text.strip()[:MAX_QUERY_CHARS]
         if not text:
             return ToolResult(NO_RESULTS, {"ids": []})
+        if text in episode.queries and self.config.sizes.repeated == "tell":
+            return ToolResult(REPEATED, {"ids": [], "repeated": True})
+        result = await self._search(text, episode)
+        episode.queries.add(text)
+        return result
+
+    async def _search(self, text: str, episode: Episode) -> ToolResult:
+        config, sizes = self.config, self.config.sizes
         market = market_of(text, config.market, config.language)
         hits = _distinct(await self.backend.search(Query(text, config.max_results, market)))
         info: Info = {"ids": [hit.id or hit.url for hit in hits]}

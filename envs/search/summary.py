@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import Annotated
 
@@ -9,7 +10,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agentenv.errors import InfraError
+from envs.search.cache import ResultCache
 from envs.search.cassette import Cassette
+from envs.search.flight import SingleFlight
 from envs.search.providers import api_key
 from envs.search.upstream import HttpRequest, TrafficConfig, Upstream
 
@@ -47,9 +50,9 @@ class SummarizerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     url: Annotated[str, Meta(description='its address, e.g. "http://localhost:8000/v1"')]
     model: Annotated[str, Meta(description="its name there")]
     key_variable: Annotated[str, Meta(description="environment variable with its key")] = ""
-    temperature: Annotated[float, Meta(ge=0)] = 0.6
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 0.95
-    max_tokens: Annotated[int, Meta(ge=1)] = 4096
+    temperature: Annotated[float, Meta(ge=0, description="0 is greedy")] = 0.6
+    top_p: Annotated[float, Meta(gt=0, le=1, description="1 is off")] = 0.95
+    max_tokens: Annotated[int, Meta(ge=1, description="of a summary")] = 4096
     traffic: Annotated[TrafficConfig, Meta(description="rate limit and retries")] = TrafficConfig(
         rate_per_s=0, timeout_s=120.0
     )
@@ -68,10 +71,15 @@ class _Completion(Struct):
 
 
 class Summarizer:
-    """Asks the model; shared by all episodes."""
+    """Asks the model; shared by all episodes. Equal requests get the same summary, so that a fork
+    reads what its parent reads."""
 
-    def __init__(self, config: SummarizerConfig, cassette: Cassette | None = None) -> None:
+    def __init__(
+        self, config: SummarizerConfig, cache: ResultCache, cassette: Cassette | None = None
+    ) -> None:
         self.config = config
+        self._cache = cache
+        self._flight: SingleFlight[str] = SingleFlight()
         replayed = cassette is not None and cassette.mode == "replay"
         self._key = "" if replayed else api_key(config.key_variable, "search.summarizer")
         self._upstream = Upstream("summarizer", config.traffic, cassette)
@@ -95,6 +103,18 @@ class Summarizer:
         url = self.config.url.rstrip("/") + "/chat/completions"
         secret = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         request = HttpRequest("POST", url, json=body, secret_headers=secret)
+        key = "summary:" + hashlib.sha256(request.key.encode()).hexdigest()
+        known = self._cache.get(key)
+        if known is not None:
+            return known.decode()
+        return await self._flight.run(key, lambda: self._ask(key, url, request))
+
+    async def close(self) -> None:
+        """Stop what is in the air and close the connections; idempotent."""
+        await self._flight.close()
+        await self._upstream.close()
+
+    async def _ask(self, key: str, url: str, request: HttpRequest) -> str:
         reply = await self._upstream.send(request)
         if reply.status != 200:
             raise InfraError(f"summarizer {url}: status {reply.status}, expected 200")
@@ -102,11 +122,9 @@ class Summarizer:
             said = msgspec.json.decode(reply.body, type=_Completion).choices[0].message.content
         except (msgspec.DecodeError, IndexError) as error:
             raise InfraError(f"summarizer {url}: the reply has another form: {error}") from error
-        return (said or "").rpartition(MARK)[2].strip(" \n:*")
-
-    async def close(self) -> None:
-        """Close the connections; idempotent."""
-        await self._upstream.close()
+        summary = (said or "").rpartition(MARK)[2].strip(" \n:*")
+        self._cache.put(key, summary.encode("utf-8", "replace"))
+        return summary
 
 
 def truncated_reasoning(reasoning: str) -> str:

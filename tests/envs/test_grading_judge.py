@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,6 +92,18 @@ async def test_verdicts_are_cached_and_equal_questions_asked_once(server: Server
     await judge.verdict("q", "b", ["g"])
     assert len(server.requests) == 2
     await judge.close()
+
+
+async def test_verdicts_are_kept_in_a_file(server: Server, tmp_path: Path) -> None:
+    cache = str(tmp_path / "verdicts.db")
+    for number, keys in enumerate(({}, {}, {"max_tokens": 99}, {"extra_body": {"seed": 1}})):
+        judge = judge_of(server, cache=cache, **keys)
+        assert (await judge.verdict("q", "a", ["g"])).right
+        await judge.close()
+        assert len(server.requests) == (1, 1, 2, 3)[number]
+    (tmp_path / "no").write_text("no database" * 100)
+    with pytest.raises(ConfigError, match=r"grader\.judge\.cache: .*expected a writable SQLite"):
+        judge_of(server, cache=str(tmp_path / "no"))
 
 
 async def test_one_cancelled_waiter_does_not_cancel_the_question(server: Server) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -9,9 +13,10 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import agentenv.gym
-import envs
+from agentenv.errors import ConfigError
 from agentenv.types import Task
 
+NAMES = ["CodeInterpreter", "DeepSearch", "QAGrader", "Quickstart", "WebSearch"]
 TASK = Task("t", "", "How much is 24 and 10?", ("34",))
 
 
@@ -23,7 +28,6 @@ TASK = Task("t", "", "How much is 24 and 10?", ("34",))
     ],
 )
 def test_gymnasiums_checker_finds_nothing(env_id: str, kwargs: dict[str, Any]) -> None:
-    assert envs.__name__ in agentenv.env.spec(env_id).entry_point
     env = gymnasium.make(env_id, tasks=[TASK], **kwargs)
     check_env(env.unwrapped)
     env.close()
@@ -39,3 +43,58 @@ def test_an_episode_with_tools_through_gymnasium() -> None:
     _, reward, terminated, *_ = env.step(r"<think>.</think><answer>\boxed{34}</answer>")
     assert (reward, terminated) == (1.0, True)
     env.close()
+
+
+@pytest.mark.parametrize(
+    ("protocol", "text", "shown"),
+    [
+        ("hermes", '<tool_call>{"name": "python", "arguments": {"code": "6 * 7"}}</tool_call>',
+         "\n<tool_response>\n42\n</tool_response>\n"),
+        ("llama", '{"name": "python", "parameters": {"code": "6 * 7"}}', "\n42\n"),
+        ("hermes", '<tool_call>{"name": "python"', "\n<tool_response>\nThe tool call cannot be "
+         "read: <tool_call> is not closed by </tool_call>\n</tool_response>\n"),
+    ],
+)  # fmt: skip
+def test_native_tool_calls_through_gymnasium(protocol: str, text: str, shown: str) -> None:
+    env = gymnasium.make("agentenv/CodeInterpreter-v0", tasks=[TASK], protocol=protocol)
+    env.reset(seed=1)
+    found, _, terminated, *_ = env.step("<think>.</think>" + text)
+    assert (found, terminated) == (shown, False)
+    env.close()
+    with pytest.raises(ConfigError, match="protocol is one of"):
+        gymnasium.make("agentenv/CodeInterpreter-v0", tasks=[TASK], protocol="xml")
+
+
+SHIPPED = """
+import sys, agentenv
+ids = agentenv.envs()
+loaded = [name for name in ("envs", "aiohttp", "gymnasium", "torch") if name in sys.modules]
+import gymnasium, agentenv.gym
+task = agentenv.Task("t", "", "How much is 24 and 10?", ("34",))
+env = gymnasium.make("agentenv/CodeInterpreter-v0", tasks=[task])
+env.reset(seed=1)
+shown, *_ = env.step("<python>24 + 10</python>")
+env.close()
+import envs
+print([name for name in ids if name.startswith("agentenv/")], loaded, repr(shown))
+print(agentenv.envs() == ids)
+"""
+
+
+def test_an_installed_agentenv_knows_its_environments_without_an_import(tmp_path: Path) -> None:
+    """A stale editable install lacks the entry points: pip install -e . --no-deps refreshes it."""
+    result = subprocess.run(
+        [sys.executable, "-c", SHIPPED], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    names = [f"agentenv/{name}-v0" for name in NAMES]
+    assert result.stdout.splitlines() == [f"{names} [] ' <result>\\n34\\n</result>'", "True"]
+
+
+def test_entry_points_and_registrations_are_the_same() -> None:
+    import envs
+
+    project = tomllib.loads((Path(envs.__file__).parents[1] / "pyproject.toml").read_text())
+    declared = project["project"]["entry-points"]["agentenv.envs"]
+    assert sorted(declared) == [f"agentenv/{name}-v0" for name in NAMES]
+    for env_id, entry_point in declared.items():
+        assert agentenv.env.spec(env_id).entry_point == entry_point

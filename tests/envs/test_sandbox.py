@@ -1,73 +1,22 @@
-"""The Python sandbox: sessions, limits, forks by replay, and nothing left behind."""
+"""The Python sandbox: what cells say, limits, and forks by replay."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import socket
-import sys
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
-import psutil
 import pytest
 
 from agentenv.errors import EnvError, InfraError, ToolError
 from envs.code_interpreter import NO_OUTPUT, PythonTool
-from envs.sandbox import Sandbox, SandboxLimits, SandboxSession, zygote_process
+from envs.sandbox import Sandbox, SandboxSession
 from envs.sandbox.session import VARIABLES_LOST
-
-
-def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
-
-
-def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def zygote_of(sandbox: Sandbox) -> psutil.Process:
-    assert sandbox._zygote is not None
-    bubblewrap = psutil.Process(sandbox._zygote._process.pid)
-    return bubblewrap.children()[0]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - processes set no event
-            await asyncio.sleep(0.02)
-
-
-async def until_processes(count: int) -> None:
-    await until(lambda: len(children()) == count)
-
-
-async def until_gone(process: psutil.Process) -> None:
-    await until(lambda: not process.is_running())
-
-
-@pytest.fixture
-async def sandbox() -> AsyncIterator[Sandbox]:
-    """A sandbox that leaves no process, descriptor or task."""
-    await asyncio.to_thread(int)  # the loop's own helper thread is no leak
-    before = num_descriptors(), len(asyncio.all_tasks())
-    one = Sandbox(limits=SandboxLimits(memory_bytes=200 << 20), preload=())
-    yield one
-    await one.close()
-    assert children() == []
-    assert (num_descriptors(), len(asyncio.all_tasks())) == before
-
-
-@pytest.fixture
-async def session(sandbox: Sandbox) -> AsyncIterator[SandboxSession]:
-    one = sandbox.session(1)
-    yield one
-    one.close()
-
-
-async def said(session: SandboxSession, code: str, timeout_s: float = 10.0) -> str:
-    return (await session.run(code, timeout_s)).output
+from tests.support.sandboxes import (
+    children,
+    said,
+    until_gone,
+    until_processes,
+    zygote_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -206,95 +155,25 @@ async def test_variables_that_fill_the_memory_are_lost(session: SandboxSession) 
     assert await said(session, "6 * 7") == f"{VARIABLES_LOST}\n42"
 
 
-async def test_limits_of_files_and_processes(session: SandboxSession) -> None:
-    big = "f = open('big', 'wb', buffering=0)\nwhile f.write(b'x' * 10 ** 6): pass"
-    output = await said(session, f"import signal; signal.signal(25, signal.SIG_IGN)\n{big}")
-    assert "File too large" in output or "No space left" in output
-    many = "n = 0\nwhile True:\n  n += 1\n  open(f'm{n}', 'wb').write(b'x' * 10 ** 6)"
-    assert "No space left" in await said(session, many)
-    assert "BlockingIOError" in await said(session, "import os; os.fork()")
-    assert "can't start new thread" in await said(
-        session, "import threading; threading.Thread(target=print).start()"
-    )
-    assert "Too many open files" in await said(session, "f = [open('f', 'w') for _ in range(99)]")
+async def test_code_that_is_too_long(session: SandboxSession) -> None:
+    result = await session.run("x = 1\n" * 50_000, 10)
+    assert (result.ok, result.output) == (False, "The code is longer than 100000 characters.")
 
 
-async def test_the_host_is_out_of_reach(sandbox: Sandbox, tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("PWNED")
-    parts = Path(sys.prefix).parts  # of an interpreter below /tmp the first folder is mounted
-    in_tmp = [parts[2]] if parts[:2] == ("/", "tmp") else []
-    first, second = sandbox.session(1), sandbox.session(2)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        for code in (
-            f"open({str(secret)!r}).read()",
-            f"open({__file__!r}).read()",
-            "open('/etc/passwd').read()",
-            "open('/proc/1/environ').read()",
-            f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)",
-            f"import os; os.kill({os.getpid()}, 0)",
-            "open('/usr/x', 'w')",
-            "open('/x', 'w')",
-            "open('/dev/x', 'w')",
-            "open('/dev/shm/x', 'w')",
-            "import os; os.setuid(0)",
-        ):
-            result = await first.run(code, 10)
-            assert (result.ok, result.end) == (False, "raised"), (code, result.output)
-    names = await said(first, "import os; sorted(n for n in os.environ if 'NUM_THREADS' not in n)")
-    assert names == "['HOME', 'LC_CTYPE', 'PWD', 'PYTHONHASHSEED']"
-    assert await said(first, "os.listdir('/proc'), os.listdir('/tmp')") == f"([], {in_tmp})"
-    assert (
-        await said(first, "sorted(os.listdir('/sandbox')), os.getpid(), os.getuid()")
-        == "(['cells.py', 'confine.py', 'landlock.py', 'preload.py', 'seccomp.py', 'zygote.py'],"
-        " 1, 1000)"
-    )
-    await first.run("open('/tmp/mine', 'w').write('secret')", 10)
-    assert await said(second, "import os; os.listdir('/tmp')") == f"{in_tmp}"
-    first.close()
-    second.close()
-
-
-async def test_no_descriptor_of_the_host_is_inherited(sandbox: Sandbox, tmp_path: Path) -> None:
-    path = tmp_path / "open"
-    path.write_text("PWNED")
-    with path.open() as file:
-        os.set_inheritable(file.fileno(), True)
-        session = sandbox.session(1)
-        code = """
-            import os
-            found = []
-            for fd in range(64):
-                try:
-                    found.append((fd, os.fstat(fd).st_mode >> 12))
-                except OSError:
-                    pass
-            found
-        """
-        code = "\n".join(line[12:] for line in code.splitlines())
-        assert await said(session, code) == "[(0, 2), (1, 2), (2, 2), (3, 12)]"  # null, socket
-        session.close()
-
-
-async def test_an_answer_is_not_believed(sandbox: Sandbox) -> None:
-    """Frames that model-written code sends itself, to confuse the host."""
-    for payload in (
-        "b'\\xff\\xff\\xff\\xff'",
-        "b'\\0\\0\\0\\2hi'",
-        "b'\\0\\0\\0\\4null'",
-        "b'\\0\\0\\0\\x10{\"output\": true}'",
-    ):
-        session = sandbox.session(1)
-        result = await session.run(f"import os; os.write(3, {payload})", 10)
-        assert result.end == "died", payload
-        assert (await session.run("1", 10)).ok
-        session.close()
-    forged = '{"output": "' + "x" * 100_000 + '"}'
-    session = sandbox.session(1)
-    code = f"import os; os.write(3, {len(forged)}.to_bytes(4, 'big') + {forged!r}.encode())"
-    assert len(await said(session, code)) <= 16_000
-    session.close()
+async def test_the_python_tool(sandbox: Sandbox) -> None:
+    tool = PythonTool(sandbox, timeout_s=5)
+    state = tool.start(3)
+    assert children() == []
+    assert (await tool.call({"code": "6 * 7"}, state)).text == "42"
+    assert (await tool.call({"code": "x = 1"}, state)).text == NO_OUTPUT
+    with pytest.raises(ToolError, match="NameError: name 'y' is not defined"):
+        await tool.call({"code": "y"}, state)
+    with pytest.raises(ToolError, match=r"python: .*query"):
+        await tool.call({"query": "y"}, state)
+    fork = await tool.fork(state)
+    assert (await tool.call({"code": "x"}, fork)).text == "1"
+    for one in (state, state, fork):
+        await tool.close(one)
 
 
 async def test_many_sessions_at_once(sandbox: Sandbox) -> None:
@@ -348,122 +227,3 @@ async def test_a_replay_that_differs_is_refused(sandbox: Sandbox) -> None:
     child.close()
     assert await said(parent, "1") == "1"
     parent.close()
-
-
-async def test_cancelled_in_mid_run(sandbox: Sandbox) -> None:
-    session = sandbox.session(1)
-    await session.run("x = 1", 10)
-    running = asyncio.ensure_future(session.run("while True: pass", 60))
-    await asyncio.sleep(0.1)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    await until_processes(2)
-    assert await said(session, "x") == "1"  # no fault of the code: the record is replayed
-    session.close()
-    await until_processes(2)
-    with pytest.raises(EnvError, match="closed"):
-        await session.run("1", 10)
-
-
-@pytest.mark.parametrize("delay_s", [0.0, 0.001, 0.02, 0.1])
-async def test_cancelled_while_starting(sandbox: Sandbox, delay_s: float) -> None:
-    sessions = [sandbox.session(number) for number in range(5)]
-    starting = [asyncio.ensure_future(one.run("1", 60)) for one in sessions]
-    await asyncio.sleep(delay_s)
-    for one in starting:
-        one.cancel()
-    await asyncio.wait(starting)
-    assert await said(sessions[0], "1") == "1"
-    for session in sessions:
-        session.close()
-    await until_processes(2)
-
-
-async def test_a_killed_zygote_is_replaced(sandbox: Sandbox) -> None:
-    sessions = [sandbox.session(number) for number in range(3)]
-    await asyncio.gather(*(one.run("x = 4", 10) for one in sessions))
-    running = asyncio.ensure_future(sessions[0].run("while True: pass", 60))
-    await asyncio.sleep(0.1)
-    zygote = zygote_of(sandbox)
-    zygote.kill()
-    with pytest.raises(InfraError, match="the sandbox died"):
-        await running
-    await until_gone(zygote)
-    with pytest.raises(InfraError, match="the sandbox died"):
-        await sessions[1].run("x", 10)
-    for session in sessions[:2]:
-        assert await said(session, "x") == "4"
-    for session in sessions:
-        session.close()
-
-
-async def test_bubblewrap_killed(sandbox: Sandbox) -> None:
-    session = sandbox.session(1)
-    await session.run("1", 10)
-    assert sandbox._zygote is not None
-    zygote = zygote_of(sandbox)
-    os.kill(sandbox._zygote._process.pid, signal.SIGKILL)
-    await sandbox.close()
-    session.close()
-    await until_gone(zygote)
-
-
-async def test_nothing_outlives_a_killed_host() -> None:
-    code = """
-import asyncio
-import psutil
-from envs.sandbox import Sandbox
-
-async def main():
-    session = Sandbox(preload=()).session(1)
-    await session.run("1", 10)
-    print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
-    await session.run("while True: pass", 60)
-
-asyncio.run(main())
-"""
-    host = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE
-    )
-    assert host.stdout is not None
-    inside = [psutil.Process(int(pid)) for pid in (await host.stdout.readline()).split()]
-    assert len(inside) >= 3
-    host.kill()
-    await host.wait()
-    for process in inside:
-        await until_gone(process)
-
-
-async def test_a_stopped_zygote_does_not_block_closing(
-    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(zygote_process, "STOP_TIMEOUT_S", 0.2)
-    await sandbox.start()
-    zygote = zygote_of(sandbox)
-    zygote.suspend()
-    await sandbox.close()
-    await until_gone(zygote)
-    with pytest.raises(InfraError, match="closed"):
-        await sandbox.start()
-
-
-async def test_code_that_is_too_long(session: SandboxSession) -> None:
-    result = await session.run("x = 1\n" * 50_000, 10)
-    assert (result.ok, result.output) == (False, "The code is longer than 100000 characters.")
-
-
-async def test_the_python_tool(sandbox: Sandbox) -> None:
-    tool = PythonTool(sandbox, timeout_s=5)
-    state = tool.start(3)
-    assert children() == []
-    assert (await tool.call({"code": "6 * 7"}, state)).text == "42"
-    assert (await tool.call({"code": "x = 1"}, state)).text == NO_OUTPUT
-    with pytest.raises(ToolError, match="NameError: name 'y' is not defined"):
-        await tool.call({"code": "y"}, state)
-    with pytest.raises(ToolError, match=r"python: .*query"):
-        await tool.call({"query": "y"}, state)
-    fork = await tool.fork(state)
-    assert (await tool.call({"code": "x"}, fork)).text == "1"
-    for one in (state, state, fork):
-        await tool.close(one)

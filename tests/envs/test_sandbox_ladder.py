@@ -15,7 +15,7 @@ from agentenv.errors import ConfigError, InfraError
 from envs.sandbox import Sandbox, SandboxLimits, landlock, zygote_process
 from envs.sandbox.interpreter import Interpreter
 from tests.check_sandbox import RUNGS
-from tests.envs.test_sandbox import children, num_descriptors, said, until_processes
+from tests.support.sandboxes import children, num_descriptors, said, until_processes
 
 
 @pytest.fixture

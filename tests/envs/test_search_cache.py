@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,25 @@ async def test_the_cache_is_kept_and_shared(tmp_path: Path) -> None:
     assert other.get("nothing") is None
     assert (other.num_hits, other.num_misses) == (1, 1)
     await other.close()
+
+
+async def test_what_is_too_old_is_fetched_again(tmp_path: Path) -> None:
+    path = tmp_path / "cache.db"
+    cache = ResultCache(path, max_age_s=0.4)
+    cache.put("a", b"1")
+    assert cache.get("a") == b"1"
+    await cache.close()
+    await asyncio.sleep(0.2)
+    other = ResultCache(path, max_age_s=0.4)
+    assert other.get("a") == b"1"  # in memory from here on, with its age
+    await asyncio.sleep(0.3)
+    assert other.get("a") is None
+    other.put("a", b"2")
+    assert other.get("a") == b"2"
+    await other.close()
+    forever = ResultCache(path)
+    assert forever.get("a") == b"2"
+    await forever.close()
 
 
 async def test_a_cache_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
@@ -143,11 +163,35 @@ async def test_a_cassette_keeps_bytes_that_are_no_text(tmp_path: Path) -> None:
     assert await Cassette(tmp_path / "a.jsonl", "replay").through("k", fetch) == reply
 
 
+async def test_a_cassette_is_read_once_and_off_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"key": "k", "status": 200, "body": "x"}')
+    threads = []
+    load = Cassette._load
+
+    def loaded(tape: Cassette) -> None:
+        threads.append(threading.current_thread())
+        load(tape)
+
+    monkeypatch.setattr(Cassette, "_load", loaded)
+    tape = Cassette(path, "replay")
+    replies = await asyncio.gather(*(tape.through("k", never) for _ in range(5)))
+    assert {reply.body for reply in replies} == {b"x"}
+    (thread,) = threads
+    assert thread is not threading.main_thread()
+
+
+async def never() -> Reply:
+    raise AssertionError("a recorded reply was fetched")
+
+
 @pytest.mark.parametrize("row", ["{", '{"key": "a"}', '{"key": "a", "status": 1, "body": 1}'])
-def test_a_bad_cassette_is_refused(tmp_path: Path, row: Any) -> None:
+async def test_a_bad_cassette_is_refused(tmp_path: Path, row: Any) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(row)
     with pytest.raises(DataError, match=r"a\.jsonl, row 1: .*expected"):
-        Cassette(path, "replay")
+        await Cassette(path, "replay").start()
     with pytest.raises(DataError, match="nowhere"):
         Cassette(tmp_path / "nowhere", "replay")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentenv.errors import ConfigError, DataError
+from agentenv.errors import ConfigError, DataError, InfraError
 from envs.search.backend import Query
 from envs.search.faiss_index import Encoder, FaissBackend, FaissConfig
 
@@ -67,6 +68,57 @@ async def test_the_nearest_passage_is_found(tmp_path: Path, encoder: str, poolin
     document = await backend.document("corpus:1")
     assert document is not None
     assert document.text == TEXTS[1]
+    await backend.close()
+
+
+async def test_queries_that_come_together_are_encoded_together(
+    tmp_path: Path, encoder: str
+) -> None:
+    backend = FaissBackend(make(tmp_path, encoder))
+    await backend.start()
+    asked = [Query(text, max_results=number + 1) for number, text in enumerate(TEXTS)] * 20
+    leaving = asyncio.ensure_future(backend.search(asked[0]))
+    found = asyncio.gather(*map(backend.search, asked))
+    await asyncio.sleep(0)
+    leaving.cancel()  # takes no one else's answer away
+    for query, hits in zip(asked, await found, strict=True):
+        assert hits[0].text == query.text
+        assert len(hits) == query.max_results
+    assert backend.num_batches <= 3
+    alone = await backend.search(asked[2])
+    together = (await found)[2]
+    assert [hit.id for hit in alone] == [hit.id for hit in together]
+    assert [hit.score for hit in alone] == pytest.approx([hit.score for hit in together], abs=1e-5)
+    await backend.close()
+
+
+async def test_a_closed_backend_lets_its_waiters_go(tmp_path: Path, encoder: str) -> None:
+    backend = FaissBackend(make(tmp_path, encoder))
+    await backend.start()
+    waiting = [asyncio.ensure_future(backend.search(Query("lima"))) for _ in range(100)]
+    await asyncio.sleep(0)
+    await backend.close()
+    done, pending = await asyncio.wait(waiting, timeout=10)
+    assert len(done) == 100
+    assert not pending
+
+
+async def test_a_failing_search_reaches_all_who_asked(
+    tmp_path: Path, encoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = FaissBackend(make(tmp_path, encoder))
+    await backend.start()
+
+    def fail(texts: list[str]) -> Any:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(backend._encoder, "encode", fail)
+        asked = [backend.search(Query("lima")) for _ in range(3)]
+        outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    assert all(isinstance(one, InfraError) for one in outcomes)
+    assert "out of memory" in str(outcomes[0])
+    assert (await backend.search(Query(TEXTS[0])))[0].text == TEXTS[0]
     await backend.close()
 
 

@@ -17,7 +17,7 @@ from agentenv.errors import ConfigError, EnvError, ToolError
 from agentenv.shared import close_shared
 from agentenv.types import Message, Task, ToolCall
 from envs.search.config import PRESETS, SearchConfig
-from envs.search.service import Episode, SearchService, shared_service
+from envs.search.service import REPEATED, Episode, SearchService, shared_service
 from envs.search.summary import truncated_reasoning
 from envs.search.tools import OpenPageTool, SearchPagesTool
 from envs.web_search import WebSearchEnv, search_config
@@ -93,6 +93,39 @@ async def test_pages_show_the_surroundings_of_the_snippet(site: Web) -> None:
     assert len(first) == len("Page 1: ") + 2000
     assert second == "A page that is gone."  # its snippet, since it cannot be had
     assert len(result.info["pages_failed"]) == 1
+
+
+async def test_a_repeated_query_is_told_as_in_arpos_evaluation(site: Web) -> None:
+    service = SearchService(site.config(repeated="tell"))
+    episode = Episode()
+    await service.search("lima", episode)
+    child = episode.copy()
+    for one in (episode, child):
+        assert (await service.search(" lima", one)).text == REPEATED
+    assert (await service.search("lima", Episode())).text.startswith("Page 1: ")
+    assert (await service.search("oslo", child)).text.startswith("Page 1: ")
+    assert episode.queries == {"lima"}
+    await service.close()
+    assert SearchConfig(preset="arpo_eval").sizes.repeated == "tell"
+    assert SearchConfig().sizes.repeated == "search"
+    assert SearchConfig(preset="arpo_eval", repeated="search").sizes.repeated == "search"
+
+
+async def test_a_summary_is_asked_for_once_and_kept(site: Web, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {
+        "preset": "arpo_eval",
+        "summarizer": {"url": f"{site.url}/v1", "model": "small"},
+        "cache": str(tmp_path / "cache.db"),
+    }
+    for _ in range(2):  # the second service finds it in the file
+        service = SearchService(site.config(**keys))
+        episodes = [Episode("When?", ["<think>Search.</think>"]) for _ in range(5)]
+        found = await asyncio.gather(*(service.search("lima", one) for one in episodes))
+        assert {result.text for result in found} == {"Founded in 1535."}
+        await service.close()
+    assert len(site.summarised) == 1
+    await search(site.config(**keys), "lima", Episode("When?", ["<think>Other.</think>"]))
+    assert len(site.summarised) == 2
 
 
 async def test_summaries_know_question_and_reasoning(site: Web) -> None:

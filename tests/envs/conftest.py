@@ -1,0 +1,33 @@
+"""A sandbox, and a session in it, that leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from envs.sandbox import Sandbox, SandboxLimits, SandboxSession
+from tests.support.sandboxes import (
+    children,
+    num_descriptors,
+)
+
+
+@pytest.fixture
+async def sandbox() -> AsyncIterator[Sandbox]:
+    """A sandbox that leaves no process, descriptor or task."""
+    await asyncio.to_thread(int)  # the loop's own helper thread is no leak
+    before = num_descriptors(), len(asyncio.all_tasks())
+    one = Sandbox(limits=SandboxLimits(memory_bytes=200 << 20), preload=())
+    yield one
+    await one.close()
+    assert children() == []
+    assert (num_descriptors(), len(asyncio.all_tasks())) == before
+
+
+@pytest.fixture
+async def session(sandbox: Sandbox) -> AsyncIterator[SandboxSession]:
+    one = sandbox.session(1)
+    yield one
+    one.close()

@@ -1,0 +1,104 @@
+"""What a session cannot reach: files, descriptors, processes and sockets of the host."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+from envs.sandbox import Sandbox, SandboxSession
+from tests.support.sandboxes import (
+    said,
+)
+
+
+async def test_limits_of_files_and_processes(session: SandboxSession) -> None:
+    big = "f = open('big', 'wb', buffering=0)\nwhile f.write(b'x' * 10 ** 6): pass"
+    output = await said(session, f"import signal; signal.signal(25, signal.SIG_IGN)\n{big}")
+    assert "File too large" in output or "No space left" in output
+    many = "n = 0\nwhile True:\n  n += 1\n  open(f'm{n}', 'wb').write(b'x' * 10 ** 6)"
+    assert "No space left" in await said(session, many)
+    assert "BlockingIOError" in await said(session, "import os; os.fork()")
+    assert "can't start new thread" in await said(
+        session, "import threading; threading.Thread(target=print).start()"
+    )
+    assert "Too many open files" in await said(session, "f = [open('f', 'w') for _ in range(99)]")
+
+
+async def test_the_host_is_out_of_reach(sandbox: Sandbox, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("PWNED")
+    parts = Path(sys.prefix).parts  # of an interpreter below /tmp the first folder is mounted
+    in_tmp = [parts[2]] if parts[:2] == ("/", "tmp") else []
+    first, second = sandbox.session(1), sandbox.session(2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        for code in (
+            f"open({str(secret)!r}).read()",
+            f"open({__file__!r}).read()",
+            "open('/etc/passwd').read()",
+            "open('/proc/1/environ').read()",
+            f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)",
+            f"import os; os.kill({os.getpid()}, 0)",
+            "open('/usr/x', 'w')",
+            "open('/x', 'w')",
+            "open('/dev/x', 'w')",
+            "open('/dev/shm/x', 'w')",
+            "import os; os.setuid(0)",
+        ):
+            result = await first.run(code, 10)
+            assert (result.ok, result.end) == (False, "raised"), (code, result.output)
+    names = await said(first, "import os; sorted(n for n in os.environ if 'NUM_THREADS' not in n)")
+    assert names == "['HOME', 'LC_CTYPE', 'PWD', 'PYTHONHASHSEED']"
+    assert await said(first, "os.listdir('/proc'), os.listdir('/tmp')") == f"([], {in_tmp})"
+    assert (
+        await said(first, "sorted(os.listdir('/sandbox')), os.getpid(), os.getuid()")
+        == "(['cells.py', 'confine.py', 'landlock.py', 'preload.py', 'seccomp.py', 'zygote.py'],"
+        " 1, 1000)"
+    )
+    await first.run("open('/tmp/mine', 'w').write('secret')", 10)
+    assert await said(second, "import os; os.listdir('/tmp')") == f"{in_tmp}"
+    first.close()
+    second.close()
+
+
+async def test_no_descriptor_of_the_host_is_inherited(sandbox: Sandbox, tmp_path: Path) -> None:
+    path = tmp_path / "open"
+    path.write_text("PWNED")
+    with path.open() as file:
+        os.set_inheritable(file.fileno(), True)
+        session = sandbox.session(1)
+        code = """
+            import os
+            found = []
+            for fd in range(64):
+                try:
+                    found.append((fd, os.fstat(fd).st_mode >> 12))
+                except OSError:
+                    pass
+            found
+        """
+        code = "\n".join(line[12:] for line in code.splitlines())
+        assert await said(session, code) == "[(0, 2), (1, 2), (2, 2), (3, 12)]"  # null, socket
+        session.close()
+
+
+async def test_an_answer_is_not_believed(sandbox: Sandbox) -> None:
+    """Frames that model-written code sends itself, to confuse the host."""
+    for payload in (
+        "b'\\xff\\xff\\xff\\xff'",
+        "b'\\0\\0\\0\\2hi'",
+        "b'\\0\\0\\0\\4null'",
+        "b'\\0\\0\\0\\x10{\"output\": true}'",
+    ):
+        session = sandbox.session(1)
+        result = await session.run(f"import os; os.write(3, {payload})", 10)
+        assert result.end == "died", payload
+        assert (await session.run("1", 10)).ok
+        session.close()
+    forged = '{"output": "' + "x" * 100_000 + '"}'
+    session = sandbox.session(1)
+    code = f"import os; os.write(3, {len(forged)}.to_bytes(4, 'big') + {forged!r}.encode())"
+    assert len(await said(session, code)) <= 16_000
+    session.close()

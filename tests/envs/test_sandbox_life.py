@@ -1,0 +1,118 @@
+"""The life of a sandbox: cancelled, killed, stopped, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+import psutil
+import pytest
+
+from agentenv.errors import EnvError, InfraError
+from envs.sandbox import Sandbox, zygote_process
+from tests.support.sandboxes import (
+    said,
+    until_gone,
+    until_processes,
+    zygote_of,
+)
+
+
+async def test_cancelled_in_mid_run(sandbox: Sandbox) -> None:
+    session = sandbox.session(1)
+    await session.run("x = 1", 10)
+    running = asyncio.ensure_future(session.run("while True: pass", 60))
+    await asyncio.sleep(0.1)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await until_processes(2)
+    assert await said(session, "x") == "1"  # no fault of the code: the record is replayed
+    session.close()
+    await until_processes(2)
+    with pytest.raises(EnvError, match="closed"):
+        await session.run("1", 10)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.001, 0.02, 0.1])
+async def test_cancelled_while_starting(sandbox: Sandbox, delay_s: float) -> None:
+    sessions = [sandbox.session(number) for number in range(5)]
+    starting = [asyncio.ensure_future(one.run("1", 60)) for one in sessions]
+    await asyncio.sleep(delay_s)
+    for one in starting:
+        one.cancel()
+    await asyncio.wait(starting)
+    assert await said(sessions[0], "1") == "1"
+    for session in sessions:
+        session.close()
+    await until_processes(2)
+
+
+async def test_a_killed_zygote_is_replaced(sandbox: Sandbox) -> None:
+    sessions = [sandbox.session(number) for number in range(3)]
+    await asyncio.gather(*(one.run("x = 4", 10) for one in sessions))
+    running = asyncio.ensure_future(sessions[0].run("while True: pass", 60))
+    await asyncio.sleep(0.1)
+    zygote = zygote_of(sandbox)
+    zygote.kill()
+    with pytest.raises(InfraError, match="the sandbox died"):
+        await running
+    await until_gone(zygote)
+    with pytest.raises(InfraError, match="the sandbox died"):
+        await sessions[1].run("x", 10)
+    for session in sessions[:2]:
+        assert await said(session, "x") == "4"
+    for session in sessions:
+        session.close()
+
+
+async def test_bubblewrap_killed(sandbox: Sandbox) -> None:
+    session = sandbox.session(1)
+    await session.run("1", 10)
+    assert sandbox._zygote is not None
+    zygote = zygote_of(sandbox)
+    os.kill(sandbox._zygote._process.pid, signal.SIGKILL)
+    await sandbox.close()
+    session.close()
+    await until_gone(zygote)
+
+
+async def test_nothing_outlives_a_killed_host() -> None:
+    code = """
+import asyncio
+import psutil
+from envs.sandbox import Sandbox
+
+async def main():
+    session = Sandbox(preload=()).session(1)
+    await session.run("1", 10)
+    print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
+    await session.run("while True: pass", 60)
+
+asyncio.run(main())
+"""
+    host = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE
+    )
+    assert host.stdout is not None
+    inside = [psutil.Process(int(pid)) for pid in (await host.stdout.readline()).split()]
+    assert len(inside) >= 3
+    host.kill()
+    await host.wait()
+    for process in inside:
+        await until_gone(process)
+
+
+async def test_a_stopped_zygote_does_not_block_closing(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zygote_process, "STOP_TIMEOUT_S", 0.2)
+    await sandbox.start()
+    zygote = zygote_of(sandbox)
+    zygote.suspend()
+    await sandbox.close()
+    await until_gone(zygote)
+    with pytest.raises(InfraError, match="closed"):
+        await sandbox.start()

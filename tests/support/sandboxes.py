@@ -1,0 +1,43 @@
+"""Looking at sandboxes from outside: their processes, and what a session says."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+import psutil
+
+from envs.sandbox import Sandbox, SandboxSession
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def zygote_of(sandbox: Sandbox) -> psutil.Process:
+    assert sandbox._zygote is not None
+    bubblewrap = psutil.Process(sandbox._zygote._process.pid)
+    return bubblewrap.children()[0]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - processes set no event
+            await asyncio.sleep(0.02)
+
+
+async def until_processes(count: int) -> None:
+    await until(lambda: len(children()) == count)
+
+
+async def until_gone(process: psutil.Process) -> None:
+    await until(lambda: not process.is_running())
+
+
+async def said(session: SandboxSession, code: str, timeout_s: float = 10.0) -> str:
+    return (await session.run(code, timeout_s)).output
