@@ -8,7 +8,7 @@ CONFIG ?= configs/quickstart.toml
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint types environment clean
+.PHONY: train test engines lint types environment clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -18,8 +18,13 @@ help:
 train: environment
 	$(BIN)/python launchers/train.py $(CONFIG) $(ARGS)
 
-test: environment lint types
+test: environment engines lint types
 	$(BIN)/python -m pytest -q $(ARGS)
+
+# vLLM and SGLang on the CPU, each in an environment of its own, for the engine tests
+engines: environment
+	@PYTHON="$(PYTHON)" sh .ci/engine-vllm
+	@PYTHON="$(PYTHON)" sh .ci/engine-sglang
 
 lint: environment
 	$(BIN)/ruff check .
@@ -32,4 +37,4 @@ environment:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh .ci/environment
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-vllm .venv-sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

@@ -28,7 +28,8 @@ from agentenv.types import SamplingParams, Task
 class Actor:
     """Rolls out tasks. One actor serves any number of concurrent rollouts.
 
-    `sampling` gives temperature and truncation; max_tokens, stop and seed are set turn by turn.
+    `sampling` gives temperature, truncation, penalty and stop strings beside those of the renderer;
+    max_tokens and seed are set turn by turn.
     All randomness is keyed by (seed, index, task, branch, turn).
     """
 

@@ -42,6 +42,9 @@ class Branch:
         other.num_tool_calls = self.num_tool_calls
         return other
 
+    def extend(self, deadline: float) -> None:
+        self.deadline = deadline
+
     @property
     def is_root(self) -> bool:
         """Whether it began from scratch."""

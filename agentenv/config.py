@@ -44,10 +44,15 @@ def load_config(config_type: type[T], path: Path, overrides: Sequence[str] = ())
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    override_kinds(config_type, raw, overrides)
+    return build_config(config_type, raw, str(path))
+
+
+def override_kinds(config_type: type[T], raw: Tree, overrides: Sequence[str]) -> None:
+    """Apply overrides to `raw`; keys that belong only to a kind that they replace are left out."""
     before = copy.deepcopy(raw)
     apply_overrides(raw, overrides)
     _leave_out_old_kinds(raw, before, _type_info(config_type), "")
-    return build_config(config_type, raw, str(path))
 
 
 def apply_overrides(raw: Tree, overrides: Sequence[str]) -> None:
@@ -101,9 +106,20 @@ def _leave_out_old_kinds(raw: Tree, before: Tree, kind: mi.Type, path: str) -> N
             _leave_out_old_kinds(new, old, field.type, key)
         elif chosen is not None and new.get(tag) != old.get(tag):
             known = {part.encode_name for part in chosen.fields} | {tag}
+            defaults = _defaults(structs.get(str(old.get(tag))))
             for name in [name for name in new if name in old and name not in known]:
-                del new[name]
-                logger.warning("%s.%s is left out: %s has no such key", key, name, chosen.tag)
+                if new.pop(name) != defaults.get(name):
+                    logger.warning("%s.%s is left out: %s has no such key", key, name, chosen.tag)
+
+
+def _defaults(struct: mi.StructType | None) -> Tree:
+    """Plain values of the keys that have a default."""
+    fields = () if struct is None else struct.fields
+    return {
+        field.encode_name: msgspec.to_builtins(field.default)
+        for field in fields
+        if field.default is not msgspec.NODEFAULT
+    }
 
 
 def _apply(raw: Tree, override: str) -> None:

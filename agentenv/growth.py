@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from agentenv.branch import Branch
 from agentenv.env import Env
 from agentenv.errors import AgentEnvError, DataError, EngineDeadError, EngineError, EnvError
+from agentenv.patience import Patience
 from agentenv.plan import RolloutPlan
 from agentenv.tree import End, Node, TrajectoryTree
 from agentenv.types import Chunk, Completion, Limit, Message
@@ -78,10 +79,11 @@ class Growth:
 
     async def _grow(self, branch: Branch, opening: Opening) -> None:
         timeout = asyncio.timeout_at(branch.deadline)
+        patience = Patience(self.actor.engine, timeout, branch.extend)
         cut: tuple[Limit, Message | None] | None
         try:
             try:
-                async with timeout:
+                async with timeout, patience:
                     await opening()
                     cut = await self._turns(branch)
             except TimeoutError:
@@ -170,7 +172,7 @@ class Growth:
         sampling = replace(
             actor.sampling,
             max_tokens=min(self.limits.max_turn_tokens, room),
-            stop=actor.renderer.stop(branch.tools),
+            stop=(*actor.renderer.stop(branch.tools), *actor.sampling.stop),
             seed=Random(self._key(branch, "turn")).getrandbits(63),
         )
         seen: list[float] = []
@@ -184,7 +186,8 @@ class Growth:
         branch.forking = None
         may_fork = branch.may_fork and window > 0
         try:
-            async with asyncio.timeout(self.limits.engine_timeout_s):
+            timeout = asyncio.timeout(self.limits.engine_timeout_s)
+            async with timeout, Patience(actor.engine, timeout):
                 completion = await actor.engine.generate(
                     branch.prefix_ids,
                     sampling,

@@ -59,7 +59,11 @@ class Limit(StrEnum):
 class SamplingParams(Struct, frozen=True):
     """How one turn is sampled. `stop` strings stay in the output; `seed` makes a turn repeatable.
 
-    temperature 0 is greedy. top_p 1 and top_k -1 switch truncation off, as training requires.
+    temperature 0 is greedy. top_p 1, top_k -1 and min_p 0 switch truncation off, as training
+    requires, and repetition_penalty 1 the penalty. In order: the penalty divides the positive
+    logits of tokens seen in prompt and output and multiplies the negative ones (CTRL, Keskar et
+    al. 2019); temperature; min_p drops tokens less likely than min_p times the likeliest one;
+    top_k; top_p.
     """
 
     max_tokens: int
@@ -68,6 +72,8 @@ class SamplingParams(Struct, frozen=True):
     top_k: int = -1
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 class VersionSpan(Struct, frozen=True, array_like=True):

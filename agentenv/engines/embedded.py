@@ -182,8 +182,13 @@ class EmbeddedEngine:
             (sampling.temperature == 0 or MIN_TEMPERATURE <= sampling.temperature < float("inf"))
             and 0 < sampling.top_p <= 1
             and (sampling.top_k == -1 or sampling.top_k >= 1)
+            and 0 <= sampling.min_p <= 1
+            and 0 < sampling.repetition_penalty < float("inf")
         ):
-            raise EngineError(f"temperature, top_p or top_k is out of range: {sampling}")
+            raise EngineError(
+                "temperature, top_p, top_k, min_p or repetition_penalty is out of range: "
+                f"{sampling}"
+            )
         return prompt.astype(np.int32)
 
     def _run(self) -> None:

@@ -190,7 +190,13 @@ class Scheduler:
             spare.append(pool.capacity - len(request.prompt) + 1)
         self._order += fresh
         self._steps_to_grow = min(spare)
-        self._sampler = Sampler([request.sampling for request in self._order], device)
+        order = self._order
+        self._sampler = Sampler(
+            [request.sampling for request in order],
+            device,
+            self._arch.vocab_size,
+            lambda row: [*order[row].prompt.tolist(), *order[row].token_ids],
+        )
         tokens = torch.tensor(token_ids, device=device)
         return Batch(tokens, torch.tensor(positions, device=device), groups, prefills)
 

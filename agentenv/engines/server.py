@@ -13,6 +13,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from agentenv.engines.transfer import Receiver
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
 
@@ -69,6 +70,11 @@ class Server(Protocol):
     @property
     def policy_version(self) -> int:
         """Version of the weights that choose its next token, as far as this client set it."""
+        ...
+
+    @property
+    def receiver(self) -> Receiver | None:
+        """Its side of weights by broadcast; used with the feature "broadcast" only."""
         ...
 
     async def connect(self, policy_version: int) -> ServerInfo:

@@ -1,0 +1,145 @@
+"""Whether a Hugging Face directory fits the model that a server runs, before the server sees it.
+
+A server that starts to load a directory that does not fit may be left with half of it, so names,
+shapes and sizes are read here first, from the headers of the safetensors files alone (format:
+8 bytes of header length, a JSON header, the data).
+"""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from agentenv.engines.transfer import Manifest
+from agentenv.errors import EngineError
+
+INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+HEAD = "lm_head.weight"
+# What no shape shows, and what a server does not read again when it loads weights.
+SAME = (
+    "architectures",
+    "model_type",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_parameters",
+    "rope_scaling",
+    "tie_word_embeddings",
+)
+
+
+class Layout(Struct, frozen=True):
+    """Absolute path, parameter names with their shapes, config.json ({} if there is none)."""
+
+    directory: Path
+    shapes: dict[str, tuple[int, ...]]
+    config: dict[str, Any]
+
+    @property
+    def tied(self) -> bool:
+        """Whether embeddings and output head are one parameter."""
+        return bool(self.config.get("tie_word_embeddings", False))
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the embeddings, None if config.json does not tell."""
+        size = self.config.get("text_config", self.config).get("vocab_size")
+        return size if isinstance(size, int) else None
+
+
+def read_layout(directory: Path) -> Layout:
+    """Read the headers. Raises EngineError if a file is missing, cut off or not safetensors."""
+    if not directory.is_dir():
+        raise EngineError(f"weights in {directory}: there is no such directory")
+    index = directory / INDEX
+    table: Any = {}
+    if index.is_file():
+        table = _read_json(index).get("weight_map")
+        if not isinstance(table, dict) or not table:
+            raise EngineError(f"{index}: has no weight_map")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in sorted(set(table.values()) or {SINGLE}):
+        shapes.update(_read_header(directory / name))
+    if missing := sorted(table.keys() - shapes.keys()):
+        raise EngineError(f"{index}: lists {missing[0]}, which is in none of its files")
+    config = directory / CONFIG
+    return Layout(directory.absolute(), shapes, _read_json(config) if config.is_file() else {})
+
+
+def check_manifest(manifest: Manifest, served: Layout | None) -> None:
+    """Raises EngineError unless the broadcast has the served parameters, as check_layout; some
+    engines pass over what they do not know."""
+    if served is None:
+        return
+    shapes = {
+        name: tuple(shape)
+        for bucket in manifest.buckets
+        for name, shape in zip(bucket.names, bucket.shapes, strict=True)
+    }
+    place = Path("a broadcast")
+    check_layout(place, Layout(place, shapes, {}), served)
+
+
+def check_layout(directory: Path, found: Layout, served: Layout) -> None:
+    """Raises EngineError unless `found`, read from the directory, has the served parameters."""
+    ignored = {HEAD} if served.tied else set()
+    missing = sorted(served.shapes.keys() - found.shapes.keys() - ignored)
+    unknown = sorted(found.shapes.keys() - served.shapes.keys() - ignored)
+    if missing or unknown:
+        raise EngineError(
+            f"weights in {directory} are of another model than the served one: "
+            f"missing {missing[:3]}, unknown {unknown[:3]}"
+        )
+    for name, shape in served.shapes.items():
+        if found.shapes.get(name, shape) != shape:
+            raise EngineError(
+                f"weights in {directory}: {name} is {found.shapes[name]}, the served model has "
+                f"{shape}"
+            )
+    for key in SAME:
+        if key in found.config and key in served.config and found.config[key] != served.config[key]:
+            raise EngineError(
+                f"{directory / CONFIG}: {key} is {found.config[key]!r}, the served model has "
+                f"{served.config[key]!r}"
+            )
+
+
+def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = msgspec.json.decode(file.read(min(size, MAX_HEADER)))
+        data_size = path.stat().st_size - 8 - size
+        shapes: dict[str, tuple[int, ...]] = {}
+        end = 0
+        for name, entry in header.items():
+            if name != "__metadata__":
+                shapes[name] = tuple(entry["shape"])
+                start, stop = entry["data_offsets"]
+                end = max(end, stop)
+                width = BYTES.get(entry["dtype"])
+                if width is not None and stop - start != width * prod(shapes[name]):
+                    raise EngineError(f"{path}: the sizes of {name} contradict each other")
+    except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise EngineError(f"{path}: cannot be read as safetensors: {error}") from error
+    if end != data_size:
+        raise EngineError(f"{path}: {data_size} bytes of data, its header says {end}; incomplete?")
+    return shapes
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise EngineError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise EngineError(f"{path}: expected a JSON object")
+    return found

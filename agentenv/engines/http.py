@@ -1,0 +1,201 @@
+"""HTTP to one engine server: calls with deadlines, streams of events, errors one can read.
+
+connection lost, deadline passed, 5xx  -> ServerLostError: the request may be sent again
+every other status but 2xx             -> RefusedError, an EngineError with the server's reason
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+from yarl import URL
+
+from agentenv.engines.server import ServerLostError
+from agentenv.errors import ConfigError, EngineError
+
+# uvicorn closes an idle connection after 5 s; one that we reuse at that moment would be lost
+KEEP_ALIVE_S = 3.0
+MAX_REASON = 500  # characters of a server's own words in our messages
+DONE = b"[DONE]"
+
+
+class Timeouts(Struct, frozen=True, kw_only=True):
+    """Deadlines in seconds: to connect, of a short call, without a token in a stream, of a load.
+
+    Requests wait while weights are loaded, so `idle_s` must exceed what a load takes.
+    """
+
+    connect_s: float = 10.0
+    call_s: float = 30.0
+    idle_s: float = 600.0
+    load_s: float = 600.0
+
+
+class RefusedError(EngineError):
+    """The server answered and refused; `status` is the HTTP status, `reason` its own words."""
+
+    def __init__(self, text: str, status: int, reason: str) -> None:
+        super().__init__(text)
+        self.status, self.reason = status, reason
+
+
+class FailedError(ServerLostError):
+    """The server answered 5xx: it is broken, or it could not do this."""
+
+    def __init__(self, text: str, status: int, reason: str) -> None:
+        super().__init__(text)
+        self.status, self.reason = status, reason
+
+
+class HttpClient:
+    """Calls to one base URL. `name` is the URL without credentials."""
+
+    def __init__(self, url: str, timeouts: Timeouts | None = None, api_key: str = "") -> None:
+        base = URL(url.rstrip("/"))
+        if base.scheme not in ("http", "https") or not base.host:
+            raise ConfigError(f"engine URL {url!r}: expected http://HOST:PORT or https://HOST")
+        self._base = base
+        self.name = str(base.with_user(None).with_query(None)).rstrip("/")
+        self.timeouts = timeouts or Timeouts()
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        json: Any = None,
+        params: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> bytes:
+        """The body of a 2xx answer. `json` is sent as JSON unless it is None."""
+        limit = aiohttp.ClientTimeout(
+            total=timeout_s or self.timeouts.call_s, sock_connect=self.timeouts.connect_s
+        )
+        async with self._request(method, path, json, limit, params) as response:
+            return await response.read()
+
+    async def call_json(
+        self,
+        method: str,
+        path: str,
+        json: Any = None,
+        params: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Like `call`, decoded; None for an empty body. EngineError if it is not JSON."""
+        body = await self.call(method, path, json, params, timeout_s)
+        try:
+            return msgspec.json.decode(body) if body else None
+        except msgspec.DecodeError as error:
+            raise EngineError(
+                f"{self.name}{path} answered no JSON: {_shorten(body)!r}; is this an engine?"
+            ) from error
+
+    @asynccontextmanager
+    async def stream(self, path: str, json: Any) -> AsyncIterator[AsyncIterator[bytes]]:
+        """POST that is answered by server-sent events: the data of each, without the last
+        `[DONE]`. Leaving the context before the end drops the connection.
+
+        The iterator raises ServerLostError if the stream breaks off before `[DONE]`.
+        """
+        limit = aiohttp.ClientTimeout(
+            total=None, sock_connect=self.timeouts.connect_s, sock_read=self.timeouts.idle_s
+        )
+        async with self._request("POST", path, json, limit) as response:
+            yield self._events(response, path)
+
+    async def routes(self) -> frozenset[str]:
+        """What it serves by its own /openapi.json, as "POST /path". ConfigError if it hides it."""
+        try:
+            found = await self.call_json("GET", "/openapi.json")
+        except RefusedError as error:
+            raise ConfigError(
+                f"{self.name} answers {error.status} to GET /openapi.json, where its routes are "
+                "read: it is no engine, or it was started with --disable-fastapi-docs"
+            ) from error
+        paths = found.get("paths") if isinstance(found, dict) else None
+        if not isinstance(paths, dict):
+            raise ConfigError(f"{self.name}/openapi.json lists no paths; is this an engine?")
+        return frozenset(
+            f"{verb.upper()} {path}" for path, verbs in paths.items() for verb in verbs
+        )
+
+    async def close(self) -> None:
+        """Drop all connections. Idempotent; a later call opens new ones."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    @asynccontextmanager
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        json: Any,
+        limit: aiohttp.ClientTimeout,
+        params: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        headers = {} if json is None else {"Content-Type": "application/json"}
+        try:
+            async with self._session.request(
+                method,
+                self._base.with_path(self._base.path.rstrip("/") + path),
+                params=params,
+                data=None if json is None else msgspec.json.encode(json),
+                headers=headers,
+                timeout=limit,
+                allow_redirects=False,
+            ) as response:
+                if not 200 <= response.status < 300:
+                    self._refuse(path, response.status, _reason(await response.read()))
+                yield response
+        except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
+            kind = "no answer in time" if isinstance(error, TimeoutError) else "connection lost"
+            text = f" ({type(error).__name__}: {error})".replace(": )", ")")
+            raise ServerLostError(f"{self.name}{path}: {kind}{text}") from error
+
+    def _refuse(self, path: str, status: int, reason: str) -> None:
+        text = f"{self.name}{path} answered {status}: {reason or 'no reason given'}"
+        if status >= 500 or status == 429:
+            raise FailedError(text, status, reason)
+        if status == 401:
+            text += "; check the API key of this server"
+        raise RefusedError(text, status, reason)
+
+    async def _events(self, response: aiohttp.ClientResponse, path: str) -> AsyncIterator[bytes]:
+        # Not readline: a line with the log-probs of a whole vocabulary exceeds its limit.
+        rest = b""
+        while piece := await response.content.readany():
+            *lines, rest = (rest + piece).split(b"\n") if rest else piece.split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    data = line[5:].strip()
+                    if data == DONE:
+                        return
+                    yield data
+        raise ServerLostError(f"{self.name}{path}: the stream ended before it was complete")
+
+
+def _reason(body: bytes) -> str:
+    """What an error body says: {"error": {"message"}}, {"message"}, {"detail"}, or its text."""
+    try:
+        found = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return _shorten(body)
+    for key in ("error", "message", "detail"):
+        if isinstance(found, dict) and found.get(key):
+            found = found[key]
+    return found[:MAX_REASON] if isinstance(found, str) else _shorten(msgspec.json.encode(found))
+
+
+def _shorten(body: bytes) -> str:
+    return body[: 4 * MAX_REASON].decode(errors="replace")[:MAX_REASON]

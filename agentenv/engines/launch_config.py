@@ -1,0 +1,94 @@
+"""Settings of engine servers that a run starts by itself."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct, field
+
+from agentenv.errors import ConfigError
+
+ROLES = ("summarizer", "judge", "debugger", "refiner")  # besides the policy, which is [engine]
+
+
+class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one server is started."""
+
+    gpus: Annotated[
+        list[int],
+        Meta(description="GPUs by number, among those visible; empty: free ones in order"),
+    ] = field(default_factory=list)
+    port: Annotated[
+        int,
+        Meta(ge=0, le=65535, description="port of the first server, the next ones follow; 0: free"),
+    ] = 0
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    tensor_parallel_size: Annotated[int, Meta(ge=1, description="GPUs that share a layer")] = 1
+    data_parallel_size: Annotated[
+        int, Meta(ge=1, description="copies of the model behind one server")
+    ] = 1
+    gpu_memory_share: Annotated[
+        float, Meta(gt=0, le=1, description="share of a GPU's memory for weights and cache")
+    ] = 0.9
+    kv_cache_gb: Annotated[
+        int, Meta(ge=1, description="memory for keys and values on the CPU, GiB")
+    ] = 1
+    max_num_seqs: Annotated[
+        int, Meta(ge=0, description="requests that run at a time; 0: the engine's choice")
+    ] = 0
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Meta(description="auto: GPUs if there are any")
+    ] = "auto"
+    dtype: Annotated[
+        Literal["model", "float32", "bfloat16", "float16"],
+        Meta(description="of weights and cache; model: what its config.json says"),
+    ] = "model"
+    quantization: Annotated[str, Meta(description="method by the engine's name; empty: none")] = ""
+    python: Annotated[
+        str,
+        Meta(
+            description="interpreter of the engine's environment; empty: this one if the engine "
+            "is installed in it, else .venv-vllm/bin/python or .venv-sglang/bin/python"
+        ),
+    ] = ""
+    args: Annotated[
+        list[str], Meta(description="more arguments of the engine's own command line, as they are")
+    ] = field(default_factory=list)
+    env: Annotated[dict[str, str], Meta(description="more environment variables of the server")] = (
+        field(default_factory=dict)
+    )
+    start_timeout_s: Annotated[
+        float, Meta(gt=0, description="deadline for a server to come up")
+    ] = 900.0
+    max_restarts: Annotated[
+        int, Meta(ge=0, description="times a server that died is started again")
+    ] = 10
+
+
+class ServersConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The servers of the policy."""
+
+    num_servers: Annotated[int, Meta(ge=1, description="servers to start")] = 1
+
+
+class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model beside the policy, for environments and graders: OpenAI routes at `{role:NAME}/v1`,
+    model name NAME. Either started for the run, or there already at `url`."""
+
+    url: Annotated[
+        str,
+        Meta(
+            description="http://HOST:PORT of a server that runs already; empty: start one. NAME is "
+            "summarizer, judge, debugger or refiner; {role:NAME} in texts of [env], [grader], "
+            "[search] and [python] stands for the URL, e.g. grader.judge.url = '{role:judge}/v1'"
+        ),
+    ] = ""
+    model: Annotated[str, Meta(description="Hugging Face directory; needed to start one")] = ""
+    engine: Annotated[Literal["vllm", "sglang"], Meta(description="what serves it")] = "vllm"
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="tokens of prompt and answer; 0: the model's")
+    ] = 0
+
+    def __post_init__(self) -> None:
+        if bool(self.url) == bool(self.model):
+            raise ConfigError("roles.NAME: give exactly one of url and model")

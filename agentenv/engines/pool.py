@@ -1,0 +1,240 @@
+"""Many engine servers as one engine; one server is a pool of one.
+
+generate() --> home server of its session, or the least loaded one with room --> Turn
+    ^                                                                             |
+    +-- server lost: the next part, from the tokens received so far <-------------+
+
+Versions: a request that starts after an update never goes to a server with older weights, even if
+no other is left; it waits for one that has caught up, within `max_outage_s`. Otherwise an update
+that a single server missed would break the bound on staleness. Requests that run on a server that
+refused an update go on there, under the versions that they report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from agentenv.engines.pool_config import PoolConfig
+from agentenv.engines.pool_fleet import Fleet
+from agentenv.engines.pool_member import Member, Target, backoff
+from agentenv.engines.pool_places import Places
+from agentenv.engines.pool_turn import EntropyKind, Turn
+from agentenv.engines.server import Server, ServerLostError
+from agentenv.engines.stop_strings import StopStrings
+from agentenv.engines.transfer import Sender
+from agentenv.errors import ConfigError, EngineError
+from agentenv.types import Chunk, Completion, SamplingParams
+
+HOW_TO_BROADCAST = (
+    "vLLM needs the package in tests/engines/vllm_support beside it and "
+    '--weight-transfer-config \'{"backend": "agentenv"}\', SGLang needs 0.5.23 or newer'
+)
+
+
+class EnginePool:
+    """An Engine over servers. `start` must have returned before it is used.
+
+    `name` begins the ids of its requests and must be unique among the users of a server.
+    """
+
+    def __init__(
+        self,
+        servers: Iterable[Server],
+        model_path: Path,
+        policy_version: int,
+        *,
+        vocab_size: int,
+        eos_ids: Collection[int],
+        config: PoolConfig | None = None,
+        name: str = "agentenv",
+        seed: int | str = 0,
+    ) -> None:
+        self.config = config or PoolConfig()
+        self._name = name
+        self._rng = Random(f"{seed}/pool")
+        self._eos_ids = frozenset(eos_ids)
+        self._stop_strings = StopStrings(model_path, vocab_size)
+        self._fleet = Fleet(
+            servers,
+            Target(model_path, policy_version),
+            self.config,
+            vocab_size,
+            self._rng,
+            lambda: self._places.dispatch(),
+            self._end,
+        )
+        self._places = Places(self._fleet.usable)
+        self._counts: Counter[str] = Counter()
+        self._entropy_kind: EntropyKind = "top_k"  # of the last part that came to its end
+
+    async def start(self, *, fresh: bool) -> None:
+        """Connect to all servers. `fresh`: they were just started from `model_path`; others are
+        made to load it, where they can. Raises ConfigError if one cannot be used."""
+        await self._fleet.start(fresh=fresh)
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the last update that a server took."""
+        return self._fleet.version
+
+    @property
+    def outage_s(self) -> float:
+        """Seconds so far in which no server was there; see agentenv/patience.py."""
+        return self._fleet.outage_s
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and turn that every server can hold."""
+        return min((m.max_model_len for m in self._fleet.members if m.max_model_len), default=0)
+
+    @property
+    def server_names(self) -> list[str]:
+        """Of all that take part, whether they serve now or not."""
+        return [member.name for member in self._fleet.members if not member.leaving]
+
+    def add_server(self, server: Server) -> None:
+        """Let one more take part; it serves once it holds the current weights."""
+        self._fleet.add(server)
+
+    def remove_server(self, name: str) -> None:
+        """Take one out for good; what runs on it ends there."""
+        self._fleet.remove(name)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session: str,
+        on_tokens: Callable[[Chunk], None] | None = None,
+        stream_interval: int = 1,
+    ) -> Completion:
+        """Sample one turn; see Engine.generate. A server that is lost costs no token."""
+        self._fleet.check_alive()
+        if stream_interval < 1:
+            raise EngineError(f"stream_interval must be at least 1, found {stream_interval}")
+        matcher = self._stop_strings.matcher(sampling.stop)
+        turn = Turn(prompt_ids, sampling, on_tokens, stream_interval, self._eos_ids, matcher)
+        self._counts["requests"] += 1
+        retries = 0
+        while True:
+            done, problem = await self._part(turn, session)
+            if done is not None:
+                return done
+            if retries == self.config.max_retries:
+                raise EngineError(f"a turn was given up after {retries + 1} attempts: {problem}")
+            retries += 1
+            self._counts["retries"] += 1
+            self._counts["continuations"] += bool(turn.token_ids)
+            await asyncio.sleep(backoff(self.config, retries, self._rng))
+
+    async def load_weights(self, source: Path, policy_version: int) -> None:
+        """Update every server; see Engine.load_weights.
+
+        It returns when each server has taken the update or is out of the pool, and one has it. A
+        server that comes back loads the update first, so `source` must stay until the next one.
+        Raises EngineError if none took it and the old weights are served, EngineDeadError if all
+        are gone.
+        """
+        await self._fleet.load_weights(Target(source, policy_version))
+
+    def check_broadcast(self) -> None:
+        """Raises ConfigError for a server that takes no weights by broadcast."""
+        for member in self._fleet.members:
+            if "broadcast" not in member.features:
+                raise ConfigError(
+                    f'engine.weights = "broadcast": {member.name} takes none: {HOW_TO_BROADCAST}'
+                )
+
+    async def receive_weights(self, sender: Sender, policy_version: int) -> None:
+        """Update every server by broadcast; otherwise like load_weights. A server that cannot, or
+        that failed, gets a directory that `sender` writes."""
+        await self._fleet.load_weights(Target(None, policy_version, sender))
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start, and figures of each server as server/N/..., N in the order in
+        which they were named."""
+        names = "requests sampled_tokens prompt_tokens cached_tokens retries continuations"
+        found: dict[str, float] = {name: self._counts[name] for name in names.split()}
+        members = self._fleet.members
+        found["weight_updates"] = self._fleet.num_updates
+        found["outage_s"] = self.outage_s
+        found["running"] = sum(member.in_flight for member in members)
+        found["waiting"] = self._places.num_waiting
+        found["servers"] = sum(not member.leaving for member in members)
+        found["servers_up"] = sum(member.serving for member in members)
+        for number, member in enumerate(members):
+            found |= {f"server/{number}/{k}": v for k, v in member.figures().items()}
+        return found
+
+    async def close(self) -> None:
+        """Abort what runs and drop the connections. Idempotent; the servers go on."""
+        self._end("the engine pool is closed")
+        await self._fleet.close()
+
+    # one part of a turn
+
+    async def _part(self, turn: Turn, session: str) -> tuple[Completion | None, str]:
+        """Let one server sample. The turn if it is done by then, else what went wrong."""
+        self._fleet.check_alive()
+        member = await self._places.acquire(session)
+        try:
+            part = await self._attempt(member, turn)
+        except ServerLostError as error:
+            self._fleet.check_alive()
+            self._fleet.lose(member, f"a request was lost: {error}")
+            return turn.lose(None, self._entropy_kind), str(error)
+        finally:
+            self._places.release(member)
+        if part is None:
+            return turn.cut(self._entropy_kind), ""
+        self._entropy_kind = part.entropy_kind
+        self._counts["cached_tokens"] += part.num_cached_tokens
+        if part.finish_reason == "abort":
+            return turn.lose(part, part.entropy_kind), f"{member.name} aborted the request"
+        return turn.complete(part), ""
+
+    async def _attempt(self, member: Member, turn: Turn) -> Completion | None:
+        """One request on one server; None if a stop string across parts ended it."""
+        self._counts["attempts"] += 1
+        request = turn.request(f"{self._name}-{self._counts['attempts']}")
+        self._counts["prompt_tokens"] += len(request.prompt_ids)
+        member.counts["requests"] += 1
+        receive = partial(self._receive, member, turn)
+        attempt = asyncio.create_task(member.server.generate(request, receive))
+        member.attempts.add(attempt)
+        problem: BaseException | None = None
+        try:
+            watched: set[asyncio.Future[Any]] = {attempt}
+            if turn.num_parts > 1:
+                watched.add(turn.stopped)
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not attempt.done():
+                attempt.cancel()
+                await asyncio.wait({attempt})
+            member.attempts.discard(attempt)
+            problem = None if attempt.cancelled() else attempt.exception()
+        if turn.stopped.done():
+            return None
+        if attempt.cancelled():
+            raise ServerLostError(f"{member.name}: {member.reason}")
+        if problem is not None:
+            raise problem
+        return attempt.result()
+
+    def _receive(self, member: Member, turn: Turn, chunk: Chunk) -> None:
+        self._counts["sampled_tokens"] += len(chunk.token_ids)
+        member.counts["sampled_tokens"] += len(chunk.token_ids)
+        turn.receive(chunk, member.server.policy_version)
+
+    def _end(self, reason: str) -> None:
+        """Everyone who waits, and everyone who comes, raises EngineDeadError."""
+        self._fleet.end(reason)
+        self._places.end(self._fleet.reason or reason)

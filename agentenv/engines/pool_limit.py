@@ -1,0 +1,50 @@
+"""How many requests a server gets at a time: additive increase, multiplicative decrease.
+
+The engine's own figures decide (Chiu and Jain 1989, "Analysis of the increase and decrease
+algorithms for congestion avoidance"): while it admits what it gets, it gets more; when requests
+queue up in it, are preempted, or its cache is full, it gets fewer. A short queue is wanted, since
+it keeps the engine's batch full.
+"""
+
+from __future__ import annotations
+
+from agentenv.engines.server import ServerLoad
+
+STEP = 8  # requests that a look without congestion adds
+FACTOR = 0.7  # what one with congestion leaves
+IN_USE = 0.8  # share of the limit from which on more room is of use
+FULL = 0.95  # share of the cache above which a waiting request will not be admitted soon
+PATIENCE = 2  # looks in a row that must see a queue: one of them may just be a burst
+
+
+class ConcurrencyLimit:
+    """The limit of one server; `value` is the number of requests it may hold."""
+
+    def __init__(self, initial: int, maximum: int) -> None:
+        self._limit = float(min(initial, maximum))
+        self._maximum = maximum
+        self._num_preemptions: int | None = None
+        self._num_queued = 0  # looks in a row that saw a queue
+
+    @property
+    def value(self) -> int:
+        """Requests in flight that are allowed, at least 1."""
+        return int(self._limit)
+
+    def observe(self, load: ServerLoad, in_flight: int) -> None:
+        """Adapt to what the engine says; `in_flight` requests of ours are on it."""
+        before, self._num_preemptions = self._num_preemptions, load.num_preemptions
+        preempted = before is not None and load.num_preemptions > before
+        full = load.kv_usage > FULL and load.num_waiting > 0
+        queued = load.num_waiting > max(1, load.num_running // 8)
+        self._num_queued = self._num_queued + 1 if queued else 0
+        if preempted or full or self._num_queued >= PATIENCE:
+            if in_flight <= self._limit:  # otherwise the last decrease is still taking effect
+                self._limit = max(1.0, min(self._limit, in_flight) * FACTOR)
+        elif not queued and in_flight >= self._limit * IN_USE:
+            self._limit = min(float(self._maximum), self._limit + STEP)
+
+    def restart(self) -> None:
+        """The server is another process now: its counters begin anew."""
+        self._num_preemptions = None
+        self._num_queued = 0

@@ -1,0 +1,258 @@
+"""One server in a pool: whether it serves, what is on it, and how it comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from random import Random
+
+from msgspec import Struct
+
+from agentenv.engines.pool_check import WeightCheck
+from agentenv.engines.pool_config import PoolConfig
+from agentenv.engines.pool_limit import ConcurrencyLimit
+from agentenv.engines.server import Server, ServerInfo, ServerLoad, ServerLostError
+from agentenv.engines.transfer import Group, Manifest, Receiver, Sender
+from agentenv.errors import ConfigError, EngineError
+from agentenv.types import Completion
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN_VERSION = -1  # of a server that came back, until it has loaded the current weights
+SETTLE_S = 0.2  # after a loss: by then the other connections to a dead process are down too
+IDLE = ServerLoad(0, 0, 0.0, 0)
+
+
+class Target(Struct, frozen=True):
+    """The weights that every server of the pool should have: in a directory, or with a sender
+    that can also write one."""
+
+    source: Path | None
+    policy_version: int
+    sender: Sender | None = None
+
+    async def directory(self) -> Path:
+        """Raises EngineError if the sender has gone on to other weights."""
+        if self.source is not None:
+            return self.source
+        assert self.sender is not None
+        return await self.sender.write()
+
+
+class Member:
+    """A server and what the pool knows of it.
+
+    Requests are given only to a member that is `serving`; one that is not says why in `reason`.
+    `lock` is held while its weights are being replaced.
+    """
+
+    def __init__(self, server: Server, config: PoolConfig, check: WeightCheck) -> None:
+        self.server = server
+        self.config = config
+        self.check = check
+        self.limit = ConcurrencyLimit(config.initial_concurrency, config.max_concurrency)
+        self.load = IDLE
+        self.serving = False
+        self.in_doubt = True  # not connected, another process perhaps, or with mixed weights
+        self.leaving = False  # removed: it serves no more requests
+        self.max_model_len = 0  # tokens, once connected
+        self.features: frozenset[str] = frozenset()
+        self.epoch = 0  # connections so far; after each it may be another process
+        self.reason = "it is being connected"
+        self.in_flight = 0
+        self.attempts: set[asyncio.Task[Completion]] = set()
+        self.lock = asyncio.Lock()
+        self.wake = asyncio.Event()  # something happened that its keeper should look at
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def name(self) -> str:
+        return self.server.name
+
+    @property
+    def pressure(self) -> float:
+        """Share of its limit that is in use."""
+        return self.in_flight / self.limit.value
+
+    def figures(self) -> dict[str, float]:
+        """For the metrics; running, waiting, kv_usage and preemptions are its own account."""
+        return {
+            "up": float(self.serving),
+            "policy_version": self.server.policy_version,
+            "in_flight": self.in_flight,
+            "limit": self.limit.value,
+            "running": self.load.num_running,
+            "waiting": self.load.num_waiting,
+            "kv_usage": self.load.kv_usage,
+            "preemptions": self.load.num_preemptions,
+            "requests": self.counts["requests"],
+            "sampled_tokens": self.counts["sampled_tokens"],
+            "lost": self.counts["lost"],
+        }
+
+    def suspend(self, reason: str) -> None:
+        """No new requests; its keeper finds out what it is about."""
+        self.serving, self.reason = False, reason
+        self.wake.set()
+
+    def drop(self, reason: str) -> None:
+        """It is gone, or nobody knows what it serves: what is on it goes on elsewhere."""
+        self.suspend(reason)
+        self.in_doubt = True
+        for attempt in self.attempts:
+            attempt.cancel()
+
+    async def rest(self, seconds: float) -> None:
+        """Until something happens to it, at most so long."""
+        self.wake.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await self.wake.wait()
+        except TimeoutError:
+            return
+
+    async def poll(self) -> None:
+        """Ask for its load and adapt. Raises ServerLostError."""
+        if self.lock.locked():  # paused: what waits now says nothing
+            return
+        try:
+            async with asyncio.timeout(self.config.poll_timeout_s):
+                self.load = await self.server.load()
+        except TimeoutError as error:
+            raise ServerLostError(
+                f"{self.name} did not say its load within {self.config.poll_timeout_s:g} s"
+            ) from error
+        self.limit.observe(self.load, self.in_flight)
+
+    async def still_there(self) -> bool:
+        """After a request was lost: whether it is the same process with the same weights."""
+        if self.in_doubt:
+            return False
+        await asyncio.sleep(SETTLE_S)
+        if not await self.server.healthy() or self.in_doubt:
+            return False
+        # Connections do not outlive a process, so one that goes on proves it is the same.
+        if self.attempts:
+            return True
+        try:
+            return await self.check.unchanged(self.server)
+        except EngineError:
+            return False
+
+    async def connect(self, target: Target, *, fresh: bool) -> None:
+        """At the start. `fresh`: it has just been started from the target's directory."""
+        info = await self._connect(target.policy_version)
+        self.max_model_len = info.max_model_len
+        if not fresh and "load_weights" in info.features:
+            await self.take(target)
+        elif not fresh:
+            logger.warning(
+                "%s cannot load weights; it is taken to serve %s", self.name, target.source
+            )
+        if fresh and self.config.check_weights:
+            await self.check.check(self.server, target.policy_version)
+        self.in_doubt = False
+
+    async def come_back(self, target: Target, initial: Target) -> None:
+        """Connect, and load the current weights before anything is served.
+
+        Raises EngineError or ConfigError, and the member stays out.
+        """
+        if not await self.server.healthy():
+            raise ServerLostError(f"{self.name} does not answer")
+        info = await self._connect(UNKNOWN_VERSION)
+        self.limit.restart()
+        if "load_weights" in info.features:
+            await self.take(target)
+        elif target == initial:
+            await self.server.connect(target.policy_version)
+            self.in_doubt = False
+        else:
+            raise ConfigError(cannot_load(self.name, info))
+
+    def receiver(self) -> Receiver:
+        """Raises EngineError if it takes no broadcasts."""
+        receiver = self.server.receiver if "broadcast" in self.features else None
+        if receiver is None:
+            raise EngineError(f"{self.name} takes no weights by broadcast")
+        return receiver
+
+    async def take(self, target: Target) -> None:
+        """Load weights from a directory and check them.
+
+        ServerLostError: nobody knows what it serves now. EngineError: refused, it still serves
+        what it had.
+        """
+        source = await target.directory()
+        version = target.policy_version
+        await self._change(lambda: self.server.load_weights(source, version), version)
+
+    async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
+        """Take weights that are broadcast meanwhile, and check them; errors as of `take`."""
+        receiver = self.receiver()
+        await self._change(
+            lambda: receiver.receive(group, manifest, policy_version), policy_version
+        )
+
+    async def _connect(self, policy_version: int) -> ServerInfo:
+        info = await self.server.connect(policy_version)
+        self.epoch += 1
+        self.features = info.features
+        return info
+
+    async def _change(self, load: Callable[[], Awaitable[None]], policy_version: int) -> None:
+        async with self.lock:
+            doubted, self.in_doubt = self.in_doubt, True
+            try:
+                async with asyncio.timeout(self.config.load_timeout_s):
+                    await load()
+            except ServerLostError:
+                raise
+            except EngineError:
+                self.in_doubt = doubted
+                raise
+            except TimeoutError as error:
+                raise ServerLostError(
+                    f"{self.name} did not load policy version {policy_version} within "
+                    f"{self.config.load_timeout_s:g} s"
+                ) from error
+            if self.config.check_weights:
+                await self.check.check(self.server, policy_version)
+            self.in_doubt = False
+
+    async def updated(self) -> None:
+        """Wait while its weights are being replaced."""
+        async with self.lock:
+            return
+
+    async def take_or_refuse(self, target: Target, rng: Random) -> EngineError | None:
+        """Take an update of the running pool, in two attempts; None, or why it did not."""
+        error: EngineError | None = None
+        for attempt in range(2):
+            try:
+                await self.take(target)
+                return None
+            except ServerLostError as lost:
+                self.drop(f"its weights are in doubt: {lost}")
+                return lost
+            except EngineError as refused:
+                error = refused
+            if not attempt:
+                await asyncio.sleep(backoff(self.config, 1, rng))
+        return error
+
+
+def backoff(config: PoolConfig, attempt: int, rng: Random) -> float:
+    """Seconds before the n-th retry: exponential, with jitter so that many do not come at once."""
+    longest = min(config.max_backoff_s, config.first_backoff_s * 2 ** (attempt - 1))
+    return rng.uniform(longest / 2, longest)
+
+
+def cannot_load(name: str, info: ServerInfo) -> str:
+    return (
+        f"{name} ({info.engine} {info.version}) came back without the weights of this run and "
+        "cannot load them: it lacks the feature load_weights"
+    )

@@ -1,0 +1,182 @@
+"""One call of generate, put together from what one or more servers sampled for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from random import Random
+from typing import Literal
+
+from msgspec.structs import replace
+
+from agentenv.engines.server import Request
+from agentenv.engines.stop_strings import StopMatcher
+from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
+
+EntropyKind = Literal["exact", "top_k"]
+
+
+class Turn:
+    """Tokens received so far. A part is what one server gives; when it is lost, the next one
+    continues behind the tokens of all parts before.
+
+    The server of a continuation does not know the text before its part, so stop strings are also
+    looked for here. Versions of a lost part are those its server had when the chunks came in: the
+    server itself tells only with the end of a request.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_tokens: Callable[[Chunk], None] | None,
+        stream_interval: int,
+        eos_ids: Collection[int],
+        matcher: StopMatcher | None,
+    ) -> None:
+        self.token_ids: list[int] = []
+        self.num_parts = 0
+        self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._prompt_ids, self._sampling = prompt_ids, sampling
+        self._on_tokens, self._stream_interval = on_tokens, stream_interval
+        self._eos_ids, self._matcher = eos_ids, matcher
+        self._logprobs: list[float] = []
+        self._entropies: list[float] = []
+        self._spans: list[VersionSpan] = []
+        self._base = 0  # tokens of the parts before this one
+        self._observed: list[VersionSpan] = []  # versions of this part, as far as it is seen
+        self._num_reported = 0
+        self._stop: str | None = None
+
+    def request(self, request_id: str) -> Request:
+        """What the next part is asked for: the rest of the turn, with random numbers of its own."""
+        self.num_parts += 1
+        if not self.token_ids:
+            return Request(request_id, self._prompt_ids, self._sampling)
+        sampling, done = self._sampling, len(self.token_ids)
+        seed = None
+        if sampling.seed is not None:
+            seed = Random(f"{sampling.seed}/{done}").getrandbits(63)
+        rest = replace(sampling, max_tokens=sampling.max_tokens - done, seed=seed)
+        return Request(request_id, [*self._prompt_ids, *self.token_ids], rest)
+
+    def receive(self, chunk: Chunk, version: int) -> None:
+        """Tokens of the current part, sampled by `version` as far as anyone knows."""
+        if self.stopped.done():
+            return
+        start = len(self.token_ids)
+        self.token_ids += chunk.token_ids
+        self._logprobs += chunk.logprobs
+        self._entropies += chunk.entropies
+        if self._base:
+            self._find_stop(start)
+        extend_spans(self._observed, VersionSpan(version, start, len(self.token_ids)))
+        self._report()
+
+    def complete(self, part: Completion) -> Completion:
+        """The current part came to its end, and with it the turn."""
+        if self.stopped.done():
+            return self.cut(part.entropy_kind)
+        self._adopt(part)
+        return self._completion(part.finish_reason, part.stop, part.entropy_kind, part)
+
+    def cut(self, entropy_kind: EntropyKind) -> Completion:
+        """The turn after a stop string that began in an earlier part."""
+        self._settle(self._observed)
+        return self._completion("stop", self._stop, entropy_kind, None)
+
+    def lose(self, part: Completion | None, entropy_kind: EntropyKind) -> Completion | None:
+        """The current part ended too early; what it gave stays. Returns the turn if that was all
+        of it, since only the end of the answer was lost. `part`: aborted, its tokens known."""
+        if self.stopped.done():
+            return self.cut(entropy_kind)
+        if part is None:
+            self._settle(self._observed)
+        else:
+            self._adopt(part)
+        self._base = len(self.token_ids)
+        if not self.token_ids:
+            return None
+        last = self.token_ids[-1]
+        if last in self._eos_ids:
+            return self._completion("stop", None, entropy_kind, None)
+        stop = self._match(len(self.token_ids))
+        if stop is not None:
+            return self._completion("stop", stop, entropy_kind, None)
+        if len(self.token_ids) >= self._sampling.max_tokens:
+            return self._completion("length", None, entropy_kind, None)
+        return None
+
+    def _adopt(self, part: Completion) -> None:
+        """Take the part as its end tells it, in place of its chunks."""
+        base = self._base
+        self.token_ids[base:] = part.token_ids
+        self._logprobs[base:] = part.logprobs
+        self._entropies[base:] = part.entropies
+        self._settle(
+            [VersionSpan(s.version, s.start + base, s.end + base) for s in part.version_spans]
+        )
+
+    def _settle(self, spans: list[VersionSpan]) -> None:
+        """The versions of the current part are known."""
+        for span in spans:
+            extend_spans(self._spans, span)
+        self._observed = []
+
+    def _find_stop(self, start: int) -> None:
+        for length in range(start + 1, len(self.token_ids) + 1):
+            stop = self._match(length)
+            # One that is whole in this part is found by the server too, which then ends by itself.
+            if stop is not None and not self._match(length, self._base):
+                self._stop = stop
+                for tokens in (self.token_ids, self._logprobs, self._entropies):
+                    del tokens[length:]
+                self.stopped.set_result(None)
+                return
+
+    def _match(self, length: int, start: int = 0) -> str | None:
+        """The stop string that the tokens from `start` to `length` end in."""
+        if self._matcher is None or self.token_ids[length - 1] not in self._matcher.candidates:
+            return None
+        return self._matcher.match(self.token_ids[start:length])
+
+    def _report(self) -> None:
+        start, end = self._num_reported, len(self.token_ids)
+        if self._on_tokens is not None and end - start >= self._stream_interval:
+            self._num_reported = end
+            self._on_tokens(
+                Chunk(
+                    self.token_ids[start:end],
+                    self._logprobs[start:end],
+                    self._entropies[start:end],
+                )
+            )
+
+    def _completion(
+        self,
+        reason: Literal["stop", "length", "abort"],
+        stop: str | None,
+        entropy_kind: EntropyKind,
+        part: Completion | None,
+    ) -> Completion:
+        cached = part.num_cached_tokens if part is not None else 0
+        return Completion(
+            token_ids=self.token_ids,
+            logprobs=self._logprobs,
+            entropies=self._entropies,
+            finish_reason=reason,
+            version_spans=self._spans,
+            stop=stop,
+            entropy_kind=entropy_kind,
+            num_cached_tokens=min(cached, len(self._prompt_ids)),
+        )
+
+
+def extend_spans(spans: list[VersionSpan], span: VersionSpan) -> None:
+    """Append a span, as one with the last if both are of one version; empty ones vanish."""
+    if span.start == span.end:
+        return
+    if spans and spans[-1].version == span.version:
+        spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
+    else:
+        spans.append(span)

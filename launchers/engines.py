@@ -1,0 +1,175 @@
+"""From [engine] to an engine that samples: in this process, or a pool over servers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from agentenv.engine import Engine
+from agentenv.engines.embedded_config import EmbeddedConfig
+from agentenv.engines.launch_config import ServersConfig
+from agentenv.engines.pool import EnginePool
+from agentenv.engines.remote_config import SGLangConfig, VLLMConfig
+from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
+from agentenv.engines.server import Server
+from agentenv.errors import ConfigError, EngineError
+from agentenv.limits import Limits
+from agentenv.renderer import read_eos_ids
+from launchers.assembly import EngineConfig, check_context, vocab_size
+from launchers.servers import ServerFactory
+
+WATCH_INTERVAL_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+async def start_engine(
+    config: EngineConfig,
+    model: Path,
+    tokenizer: Any,
+    policy_version: int,
+    limits: Limits,
+    factory: ServerFactory,
+    stack: AsyncExitStack,
+    seed: int = 0,
+) -> Engine:
+    """The engine that the configuration names, serving `model` as `policy_version`; `stack`
+    closes it. Raises ConfigError if it cannot serve that model."""
+    if isinstance(config, ScriptedConfig):
+        engine: Engine = ScriptedEngine(config, tokenizer, policy_version=policy_version)
+    elif isinstance(config, EmbeddedConfig):
+        engine = await asyncio.to_thread(_embedded, config, model, policy_version)
+    else:
+        path = await asyncio.to_thread(model.absolute)  # servers run in another folder
+        return await _start_pool(
+            config, path, tokenizer, policy_version, limits, factory, stack, seed
+        )
+    stack.push_async_callback(engine.close)
+    return engine
+
+
+def _embedded(config: EmbeddedConfig, model: Path, policy_version: int) -> Engine:
+    from agentenv.engines.embedded import EmbeddedEngine
+
+    try:
+        return EmbeddedEngine(config, model, policy_version)
+    except EngineError as error:
+        raise ConfigError(f"engine: {error}") from error
+
+
+async def _start_pool(
+    config: VLLMConfig | SGLangConfig,
+    model: Path,
+    tokenizer: Any,
+    policy_version: int,
+    limits: Limits,
+    factory: ServerFactory,
+    stack: AsyncExitStack,
+    seed: int,
+) -> EnginePool:
+    maker = server_maker(config, vocab_size(model))
+    urls = config.urls
+    if config.urls_file:
+        urls = await asyncio.to_thread(read_urls, Path(config.urls_file))
+    started = not urls
+    if started:
+        urls = await factory.start(
+            "vllm" if isinstance(config, VLLMConfig) else "sglang",
+            config.servers or ServersConfig(),
+            model,
+            name="policy",
+            key="engine.servers",
+            max_model_len=config.max_model_len,
+            trained=True,
+            broadcast=config.weights == "broadcast",
+        )
+    pool = EnginePool(
+        [maker(url) for url in urls],
+        model,
+        policy_version,
+        vocab_size=vocab_size(model),
+        eos_ids=read_eos_ids(model, tokenizer),
+        config=config.pool,
+        name=f"agentenv-{secrets.token_hex(6)}",
+        seed=seed,
+    )
+    stack.push_async_callback(pool.close)
+    await pool.start(fresh=started)
+    if config.weights == "broadcast":
+        pool.check_broadcast()
+    if pool.max_model_len:
+        check_context(limits, pool.max_model_len)
+    if config.urls_file:
+        watching = asyncio.create_task(watch_urls(Path(config.urls_file), pool, maker))
+        stack.callback(watching.cancel)
+    return pool
+
+
+def server_maker(config: VLLMConfig | SGLangConfig, vocabulary: int) -> Callable[[str], Server]:
+    """Makes the client of a URL."""
+    from agentenv.engines.http import Timeouts
+    from agentenv.engines.sglang import SGLangServer
+    from agentenv.engines.vllm import VLLMServer
+
+    api_key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
+    if config.api_key_env and not api_key:
+        raise ConfigError(f"engine.api_key_env: {config.api_key_env} is not set")
+    given = config.timeouts
+    timeouts = Timeouts(
+        connect_s=given.connect_s, call_s=given.call_s, idle_s=given.idle_s, load_s=given.load_s
+    )
+
+    client = VLLMServer if isinstance(config, VLLMConfig) else SGLangServer
+
+    def make(url: str) -> Server:
+        return client(
+            url,
+            entropy_top_k=config.entropy_top_k,
+            timeouts=timeouts,
+            vocab_size=vocabulary,
+            api_key=api_key,
+            control_urls=config.control_urls,
+        )
+
+    return make
+
+
+async def watch_urls(path: Path, pool: EnginePool, make: Callable[[str], Server]) -> None:
+    """Add servers that appear in the file, and take away those that vanish from it."""
+    known = {make(url).name for url in await asyncio.to_thread(read_urls, path)}
+    while True:
+        await asyncio.sleep(WATCH_INTERVAL_S)
+        try:
+            servers = [make(url) for url in await asyncio.to_thread(read_urls, path)]
+        except ConfigError as error:  # half written, or wrong: what is there stays
+            logger.warning("%s", error)
+            continue
+        for server in servers:
+            if server.name not in known:
+                logger.warning("%s joins", server.name)
+                pool.add_server(server)
+        for name in known - {server.name for server in servers}:
+            logger.warning("%s leaves", name)
+            pool.remove_server(name)
+        known = {server.name for server in servers}
+
+
+def read_urls(path: Path) -> list[str]:
+    """One URL a line; empty lines and # comments are skipped. Raises ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"engine.urls_file: {path} cannot be read: {error}") from error
+    urls = [line.partition("#")[0].strip() for line in lines]
+    urls = [url for url in urls if url]
+    if not urls:
+        raise ConfigError(f"engine.urls_file: {path} names no server")
+    if len(set(urls)) < len(urls):
+        raise ConfigError(f"engine.urls_file: {path} names a server twice")
+    return urls

@@ -1,0 +1,52 @@
+"""Which server gets which GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentenv.errors import ConfigError
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs of this process: what CUDA_VISIBLE_DEVICES names, else all of the machine."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [part.strip() for part in named.split(",") if part.strip() not in ("", "-1")]
+    count = sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
+    return [str(number) for number in range(count)]
+
+
+class GpuPlan:
+    """Hands out GPUs, each to one server; numbers count the visible ones from 0."""
+
+    def __init__(self, visible: Sequence[str] | None = None) -> None:
+        self.visible = visible_gpus() if visible is None else list(visible)
+        self._owners: dict[int, str] = {}
+
+    def assign(self, key: str, asked: Sequence[int], needed: int) -> list[str]:
+        """`needed` GPUs as values of CUDA_VISIBLE_DEVICES. `key` names the setting in errors.
+
+        Raises ConfigError for GPUs that are missing, taken, named twice, or too few or many.
+        """
+        if asked and len(asked) != needed:
+            raise ConfigError(f"{key}: {needed} GPUs are needed, {len(asked)} are named: {asked}")
+        free = [n for n in range(len(self.visible)) if n not in self._owners]
+        chosen = list(asked) or free[:needed]
+        if len(chosen) < needed:
+            taken = ", ".join(f"{n}: {owner}" for n, owner in self._owners.items()) or "none"
+            raise ConfigError(
+                f"{key}: {needed} GPUs are needed, {len(free)} of {len(self.visible)} are free "
+                f"(taken: {taken})"
+            )
+        for number in chosen:
+            if number >= len(self.visible):
+                raise ConfigError(
+                    f"{key}: there is no GPU {number}; visible are {len(self.visible)} "
+                    f"({', '.join(self.visible) or 'none'})"
+                )
+            if number in self._owners:
+                raise ConfigError(f"{key}: GPU {number} already belongs to {self._owners[number]}")
+            self._owners[number] = key
+        return [self.visible[number] for number in chosen]

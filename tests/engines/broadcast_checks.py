@@ -1,0 +1,204 @@
+"""A real learner that broadcasts to real servers, and what must hold then."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+from transformers import AutoModelForCausalLM
+
+from agentenv.engines.pool import EnginePool
+from agentenv.engines.pool_config import PoolConfig
+from agentenv.engines.server import Server
+from agentenv.engines.transfer import Group, Manifest, TransferError
+from agentenv.types import Chunk, Completion, SamplingParams
+from learners.deepspeed_learner import DeepSpeedLearner
+from learners.encoding import encode_sequence
+from learners.learner import LearnerConfig
+from learners.sender import LearnerSender
+from tests.engines.reference import EOS, VOCAB, check_sampled
+from tests.engines.world import prompt
+from tests.learners.ranks import ALGORITHM
+
+TIMEOUT_S = 5.0
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+IDS = itertools.count()
+
+
+class Bench:
+    """A learner, a pool of servers that it sends to, and the models of the versions so far."""
+
+    def __init__(self, learner: DeepSpeedLearner, pool: EnginePool, root: Path) -> None:
+        self.learner = learner
+        self.pool = pool
+        self.root = root
+        self.models: dict[int, Any] = {}
+
+    def sender(self, kind: type[LearnerSender] = LearnerSender) -> LearnerSender:
+        return kind(self.learner, self.root / "published", TIMEOUT_S)
+
+    async def remember(self) -> None:
+        """What transformers makes of the learner's weights."""
+        path = self.root / f"reference-{self.learner.policy_version}"
+        await self.learner.export(path)
+        model = await asyncio.to_thread(AutoModelForCausalLM.from_pretrained, path)
+        self.models[self.learner.policy_version] = model.eval()
+
+    async def train(self, sender: LearnerSender) -> int:
+        """One step, published under the next version."""
+        ids = prompt(seed=1000 + next(IDS), size=32)
+        await self.learner.imitate([encode_sequence(ids, [False] + [True] * 31)])
+        version = await sender.publish()
+        await self.remember()
+        return version
+
+    async def update(self, sender: LearnerSender) -> int:
+        """Train one step and let the servers have it."""
+        version = await self.train(sender)
+        await self.pool.receive_weights(sender, version)
+        assert self.pool.policy_version == version
+        return version
+
+    async def check_greedy(self, size: int = 40) -> Completion:
+        """Tokens and log-probs are those of transformers under the newest weights."""
+        ids = prompt(seed=next(IDS), size=size)
+        done = await self.pool.generate(ids, GREEDY, session=str(next(IDS)))
+        assert {span.version for span in done.version_spans} == {self.learner.policy_version}
+        check_sampled(self.models, ids, done, greedy=True)
+        return done
+
+
+@asynccontextmanager
+async def bench(
+    servers: Sequence[Server], model: Path, root: Path, config: LearnerConfig | None = None
+) -> AsyncIterator[Bench]:
+    """The servers may hold other weights; they get those of `model` from its directory."""
+    config = config or LearnerConfig(backend="torch", learning_rate=0.02)
+    learner = await DeepSpeedLearner.start(config, ALGORITHM, model, root / "learner.log")
+    pool = EnginePool(
+        servers,
+        model,
+        0,
+        vocab_size=VOCAB,
+        eos_ids={EOS},
+        config=PoolConfig(broadcast_timeout_s=TIMEOUT_S, load_timeout_s=120),
+        name=f"{root.name}-{next(IDS)}",
+    )
+    try:
+        await pool.start(fresh=False)
+        found = Bench(learner, pool, root)
+        await found.remember()
+        yield found
+    finally:
+        await pool.close()
+        await learner.close()
+
+
+async def check_updates(b: Bench, num_updates: int = 3) -> None:
+    """Each update reaches the engine as it is, and no directory is written for it."""
+    sender = b.sender()
+    seen = [await b.check_greedy()]
+    for _ in range(num_updates):
+        version = await b.update(sender)
+        assert not (b.root / "published" / f"v{version}").exists()
+        seen.append(await b.check_greedy())
+    assert len({tuple(done.logprobs) for done in seen}) == len(seen)
+
+
+async def check_spans(b: Bench, num_tokens: int, *, recomputes: bool) -> None:
+    """A request that runs meanwhile keeps its tokens and goes on under the new weights.
+
+    `recomputes`: the engine computes old keys and values again, so that transformers can tell
+    the rest as well.
+    """
+    started = asyncio.Event()
+
+    def on_tokens(chunk: Chunk) -> None:
+        started.set()
+
+    ids = prompt(seed=next(IDS), size=20)
+    before = b.learner.policy_version
+    sender = b.sender()
+    version = await b.train(sender)
+    sampling = SamplingParams(max_tokens=num_tokens)
+    asking = asyncio.create_task(
+        b.pool.generate(ids, sampling, session="long", on_tokens=on_tokens)
+    )
+    await started.wait()
+    await b.pool.receive_weights(sender, version)
+    done = await asking
+    assert [span.version for span in done.version_spans] == [before, version]
+    assert len(done.token_ids) == num_tokens
+    first = done.version_spans[0]
+    checked = done if recomputes else cut(done, first.end)
+    check_sampled(b.models, ids, checked)
+
+
+def cut(done: Completion, end: int) -> Completion:
+    """Its first tokens."""
+    return replace(
+        done,
+        token_ids=done.token_ids[:end],
+        logprobs=done.logprobs[:end],
+        entropies=done.entropies[:end],
+        version_spans=[span for span in done.version_spans if span.end <= end],
+    )
+
+
+class Absent(LearnerSender):
+    """A trainer that opens the place to meet at and never comes."""
+
+    async def join(self, group: Group) -> None:
+        await asyncio.sleep(self.timeout_s)
+        raise TransferError("the trainer did not come")
+
+
+class Misnaming(LearnerSender):
+    """Announces a tensor in the middle under a name that no engine knows."""
+
+    async def manifest(self) -> Manifest:
+        (bucket,) = (await super().manifest()).buckets
+        names = list(bucket.names)
+        names[len(names) // 2] = "model.layers.0.unheard_of.weight"
+        return Manifest([replace(bucket, names=names)])
+
+
+class Misdescribing(LearnerSender):
+    """Announces a tensor in the middle as what no engine can receive."""
+
+    async def manifest(self) -> Manifest:
+        (bucket,) = (await super().manifest()).buckets
+        dtypes = list(bucket.dtypes)
+        dtypes[len(dtypes) // 2] = "no_dtype"
+        return Manifest([replace(bucket, dtypes=dtypes)])
+
+
+class Breaking(LearnerSender):
+    """A trainer that goes away in the middle, for its servers without a word."""
+
+    async def send(self) -> None:
+        raise TransferError("the trainer is gone")
+
+
+async def check_failure(b: Bench, kind: type[LearnerSender], *, max_s: float) -> None:
+    """Nobody hangs; the update arrives from a directory, and the next one by broadcast again."""
+    async with asyncio.timeout(max_s):
+        version = await b.update(b.sender(kind))
+    assert (b.root / "published" / f"v{version}" / "model.safetensors").is_file()
+    await b.check_greedy()
+    await until(lambda: b.pool.stats()["servers_up"] == b.pool.stats()["servers"])
+    version = await b.update(b.sender())
+    assert not (b.root / "published" / f"v{version}").exists()
+    await b.check_greedy()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Looks until it does, for a minute at most."""
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110  (there is no event to wait for)
+            await asyncio.sleep(0.1)

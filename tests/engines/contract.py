@@ -1,0 +1,227 @@
+"""What every engine promises, as checks over an adapter; each engine's own tests call them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.errors import EngineError
+from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
+from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, check_sampled, greedy, processed
+from tests.engines.world import END, Subject, World, prompt
+
+LONG = 400  # tokens of a turn that is still running when the test does something to it
+GREEDY = 0.0
+
+
+async def check_greedy(subject: Subject, world: World, version: int, num_tokens: int = 12) -> None:
+    """Tokens are those of transformers, log-probs equal within 1e-4."""
+    prompts = [prompt(seed, 20 + 17 * seed) for seed in range(3)]
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=GREEDY)
+    found = await asyncio.gather(*(subject.generate(ids, sampling) for ids in prompts))
+    for ids, done in zip(prompts, found, strict=True):
+        assert done.token_ids == greedy(world.models[version], ids, num_tokens)
+        assert done.finish_reason == "length"
+        assert done.version_spans == [VersionSpan(version, 0, num_tokens)]
+        check_sampled(world.models, ids, done, greedy=True)
+
+
+async def check_updates(subject: Subject, world: World, num_tokens: int = 12) -> None:
+    """Greedy decoding is right before and after each of three updates of the weights."""
+    await check_greedy(subject, world, 0, num_tokens)
+    for version in (1, 2, 3):
+        await subject.load_weights(world.paths[version], version)
+        await check_greedy(subject, world, version, num_tokens)
+
+
+async def check_temperature(subject: Subject, world: World, version: int) -> None:
+    """Log-probs are those of the distribution that was sampled from; a seed repeats a turn."""
+    ids = prompt(5, 30)
+    sampling = SamplingParams(max_tokens=12, temperature=1.7, seed=3)
+    first, again, other = await asyncio.gather(
+        subject.generate(ids, sampling),
+        subject.generate(ids, sampling),
+        subject.generate(ids, SamplingParams(max_tokens=12, temperature=1.7, seed=4)),
+    )
+    for done in (first, other):
+        check_sampled({version: world.models[version]}, ids, done, temperature=1.7)
+    assert first.token_ids == again.token_ids != other.token_ids
+
+
+async def check_truncated(subject: Subject, world: World, version: int) -> None:
+    """So they are under a repetition penalty, temperature, min_p, top_k and top_p, in this order
+    and one by one."""
+    ids = prompt(14, 25)
+    cases: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.3},
+        {"min_p": 0.2},
+        {"top_k": 5},
+        {"top_p": 0.6},
+        {"repetition_penalty": 0.8, "temperature": 1.5, "min_p": 0.05, "top_k": 30, "top_p": 0.9},
+    ]
+    calls = [subject.generate(ids, SamplingParams(max_tokens=8, **case)) for case in cases]
+    for case, done in zip(cases, await asyncio.gather(*calls), strict=True):
+        rows = processed(world.models[version], ids, done.token_ids, **case)
+        for place, token in enumerate(done.token_ids):
+            assert done.logprobs[place] == pytest.approx(float(rows[place][token]), abs=1e-4)
+
+
+async def check_streaming(subject: Subject, num_tokens: int = 12) -> None:
+    """Each token is in exactly one chunk, and chunks come before the end."""
+    chunks: list[Chunk] = []
+    done = await subject.generate(prompt(6, 9), SamplingParams(num_tokens), chunks.append)
+    assert len(chunks) > 1
+    for name in ("token_ids", "logprobs", "entropies"):
+        assert [x for chunk in chunks for x in getattr(chunk, name)] == getattr(done, name)
+    assert len(done.token_ids) == num_tokens
+
+
+async def check_end_of_sequence(subject: Subject, world: World, version: int) -> None:
+    """It is the last token, has a log-prob like any other, and no stop string is named."""
+    ids = [*prompt(7, 8), END]
+    done = await subject.generate(ids, SamplingParams(max_tokens=20, temperature=GREEDY))
+    assert done.token_ids == [EOS]
+    assert (done.finish_reason, done.stop) == ("stop", None)
+    check_sampled({version: world.models[version]}, ids, done, greedy=True)
+
+
+async def check_stop_strings(subject: Subject, world: World, version: int) -> None:
+    """The turn ends with the token that completes a stop string; it is named and kept."""
+    ids = prompt(8, 20)
+    tokens = greedy(world.models[version], ids, 40)
+    end, stop = _find_stop(world.tokenizer, tokens)
+    sampling = SamplingParams(max_tokens=40, temperature=GREEDY, stop=("no such text", stop))
+    done = await subject.generate(ids, sampling)
+    assert done.token_ids == tokens[:end]
+    assert (done.finish_reason, done.stop) == ("stop", stop)
+    assert len(done.logprobs) == len(done.entropies) == end
+
+
+def _find_stop(tokenizer: Any, tokens: list[int]) -> tuple[int, str]:
+    """A text of at least two tokens that the decoded tokens hold for the first time at `end`."""
+    for end in range(3, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:end], skip_special_tokens=False)
+        before = tokenizer.decode(tokens[: end - 1], skip_special_tokens=False)
+        stop = tokenizer.decode(tokens[end - 2 : end], skip_special_tokens=False)
+        if stop.isascii() and text.endswith(stop) and stop not in before:
+            return end, stop
+    raise AssertionError("no two tokens of the turn decode to a text of their own")
+
+
+async def check_prefixes(
+    subject: Subject, world: World, version: int, block: int, num_running: int = 1
+) -> None:
+    """A prompt seen before is not computed again, except by weights of another version, also
+    while requests of the old version keep their part of the cache; loads later versions."""
+    shared = prompt(9, 3 * block + 5)
+    short = SamplingParams(max_tokens=2, temperature=GREEDY)
+    first = await subject.generate(shared, short)
+    second = await subject.generate(shared, short)
+    assert first.num_cached_tokens == 0
+    assert 3 * block - 1 <= second.num_cached_tokens < len(shared)
+    for attempt in range(1, 4):
+        new = version + attempt
+        running = start_many(subject, shared, num_running * attempt)
+        await asyncio.sleep(0.1)
+        await subject.load_weights(world.paths[new], new)
+        later = await subject.generate(shared, short)
+        running_still = not all(task.done() for task in running)
+        assert later.num_cached_tokens == 0
+        check_sampled(world.models, shared, later, greedy=True)
+        assert (await subject.generate(shared, short)).num_cached_tokens >= 3 * block - 1
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+        if running_still:
+            return
+    raise AssertionError("no request was running while the weights were loaded")
+
+
+async def check_update_within_a_request(subject: Subject, world: World) -> None:
+    """The request goes on, and its spans say from where on. Starts at version 0."""
+    ids = prompt(10, 16)
+    for version in (1, 2, 3):
+        running = start_many(subject, ids, 8 * version)
+        await asyncio.sleep(0.1)
+        await subject.load_weights(world.paths[version], version)
+        for done in await asyncio.gather(*running):
+            assert len(done.token_ids) == LONG
+            spans = done.version_spans
+            assert [s.version for s in spans] in ([version - 1, version], [version - 1], [version])
+            old = spans[0].end
+            lists = (done.token_ids[:old], done.logprobs[:old], done.entropies[:old])
+            check_sampled(world.models, ids, Completion(*lists, "abort", spans[:1]))
+        if any(len(task.result().version_spans) == 2 for task in running):
+            return
+    raise AssertionError("no request was running while the weights were loaded")
+
+
+async def check_abort(subject: Subject, within_s: float, num_requests: int = 1) -> None:
+    """Cancelled calls free the engine at once."""
+    running = start_many(subject, prompt(11, 16), num_requests)
+    while not await subject.num_running():  # noqa: ASYNC110 (only the engine knows)
+        await asyncio.sleep(0.05)
+    for task in running:
+        task.cancel()
+    outcomes = await asyncio.gather(*running, return_exceptions=True)
+    assert any(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
+    async with asyncio.timeout(within_s):
+        while await subject.num_running():  # noqa: ASYNC110 (only the engine knows)
+            await asyncio.sleep(0.05)
+
+
+async def check_concurrency(
+    subject: Subject, world: World, version: int, num_requests: int, num_tokens: int
+) -> None:
+    """Many at once, of all lengths, each one with the right log-probs."""
+    prompts = [prompt(seed, 1 + seed % 90) for seed in range(num_requests)]
+    sampling = SamplingParams(max_tokens=num_tokens)
+    found = await asyncio.gather(*(subject.generate(ids, sampling) for ids in prompts))
+    for ids, done in zip(prompts, found, strict=True):
+        assert len(done.token_ids) == num_tokens
+        check_sampled({version: world.models[version]}, ids, done)
+
+
+async def check_refusals(subject: Subject) -> None:
+    """What an engine would clamp, change or die of is refused with a reason; it goes on."""
+    one = SamplingParams(max_tokens=1)
+    cases: list[tuple[list[int], SamplingParams, str]] = [
+        ([], one, "empty"),
+        ([5, VOCAB], one, "vocabulary"),
+        ([-1], one, "vocabulary"),
+        ([5], SamplingParams(max_tokens=0), "max_tokens"),
+        ([5] * 10, SamplingParams(max_tokens=MAX_LENGTH - 9), "max_model_len"),
+        ([5], SamplingParams(max_tokens=1, temperature=-1.0), "temperature"),
+        ([5], SamplingParams(max_tokens=1, top_p=0.0), "top_p"),
+        ([5], SamplingParams(max_tokens=1, top_k=0), "top_k"),
+        ([5], SamplingParams(max_tokens=1, stop=("a", "")), "stop string"),
+    ]
+    for ids, sampling, reason in cases:
+        with pytest.raises(EngineError, match=reason):
+            await subject.generate(ids, sampling)
+    done = await subject.generate([5] * 10, SamplingParams(max_tokens=MAX_LENGTH - 10))
+    assert len(done.token_ids) == MAX_LENGTH - 10
+
+
+async def check_bad_directories(
+    subject: Subject, world: World, version: int, other: Path, scratch: Path
+) -> None:
+    """Weights that do not fit are refused, and the old ones are served on. `other`: a model of
+    another architecture, `scratch`: an empty directory."""
+    whole = (world.paths[0] / "model.safetensors").read_bytes()
+    (scratch / "cut").mkdir()
+    (scratch / "cut" / "model.safetensors").write_bytes(whole[:-100])
+    for source in (scratch / "missing", scratch, scratch / "cut", other):
+        with pytest.raises(EngineError, match=source.name):
+            await subject.load_weights(source, version + 1)
+    await check_greedy(subject, world, version, 4)
+
+
+def start_many(subject: Subject, ids: list[int], number: int) -> list[asyncio.Task[Completion]]:
+    """Long requests that run side by side: some are still running when the test goes on, also
+    where the server's own processes have to wait for a processor."""
+    long = SamplingParams(max_tokens=LONG)
+    return [asyncio.create_task(subject.generate(ids, long)) for _ in range(number)]

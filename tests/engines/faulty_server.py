@@ -1,0 +1,178 @@
+"""A Server over an engine in this process that dies, hangs and refuses on command."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from agentenv.engine import Engine
+from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
+from agentenv.engines.server import Request, ServerInfo, ServerLoad, ServerLostError
+from agentenv.errors import EngineError
+from agentenv.types import Chunk, Completion
+
+EOS = 256
+TOKENS_PER_S = 10.0
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+class ByteTokenizer:
+    """The same for the scripted engine, with an end of sequence."""
+
+    eos_token_id = EOS
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return str(self._tokenizer.decode([i for i in ids if i != EOS], skip_special_tokens=False))
+
+
+def recite(prompt: str, rng: Random) -> str:
+    """Prompt "TEXT|" is answered by TEXT; a part of it behind the bar is continued."""
+    text, _, done = prompt.partition("|")
+    assert text.startswith(done), f"{done!r} is no beginning of {text!r}"
+    return text[len(done) :]
+
+
+def reciter(folder: Path) -> Callable[[], Engine]:
+    """Makes scripted engines of ten tokens a second."""
+    tokenizer = ByteTokenizer(folder)
+    config = ScriptedConfig(tokens_per_s=TOKENS_PER_S, max_model_len=4096)
+    return lambda: ScriptedEngine(config, tokenizer, script=recite)
+
+
+class FaultyServer:
+    """`weights` is what it really holds, by directory name; a new process holds "initial"."""
+
+    def __init__(self, name: str, make_engine: Callable[[], Engine]) -> None:
+        self.name = name
+        self.policy_version = 0
+        self.weights = "initial"
+        self.num_slots = 10**6  # more requests wait, by its own account
+        self.load_faults: list[EngineError] = []  # of the next loads
+        self.die_after: int | None = None  # tokens
+        self.hanging = False
+        self.tells_checksums = True
+        self.connected = False
+        self.loaded: list[tuple[str, int]] = []
+        self.requests: list[Request] = []
+        self.versions_asked: list[int] = []
+        self.num_running = self.peak_running = self.num_aborted = self.num_closed = 0
+        self._make_engine = make_engine
+        self._engine = make_engine()
+        self._death = asyncio.Event()
+
+    # what happens to it
+
+    def kill(self) -> None:
+        self._death.set()
+
+    def restart(self) -> None:
+        """Another process with the weights of the start, which knows of no version."""
+        self._death.set()
+        self._death = asyncio.Event()
+        self._engine = self._make_engine()
+        self.weights, self.hanging = "initial", False
+
+    # Server
+
+    async def connect(self, policy_version: int) -> ServerInfo:
+        self.connected = True
+        self._check()
+        self.policy_version = policy_version
+        await self._engine.load_weights(Path(self.weights), policy_version)
+        features = frozenset({"versions", "load_weights", "fingerprint"})
+        return ServerInfo("faulty", "1", "policy", 4096, features)
+
+    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
+        self._check()
+        self.requests.append(request)
+        self.versions_asked.append(self.policy_version)
+        num_tokens = 0
+
+        def report(chunk: Chunk) -> None:
+            nonlocal num_tokens
+            if not self.hanging and not death.is_set():
+                on_chunk(chunk)
+                num_tokens += len(chunk.token_ids)
+                if num_tokens == self.die_after:
+                    self.die_after = None
+                    self.kill()
+
+        self.num_running += 1
+        self.peak_running = max(self.peak_running, self.num_running)
+        death = self._death
+        work = asyncio.ensure_future(
+            self._engine.generate(
+                request.prompt_ids, request.sampling, session=request.id, on_tokens=report
+            )
+        )
+        dying = asyncio.ensure_future(death.wait())
+        try:
+            await asyncio.wait({work, dying}, return_when=asyncio.FIRST_COMPLETED)
+            if death.is_set():
+                raise ServerLostError(f"{self.name}: connection lost")
+            if self.hanging:
+                await asyncio.Event().wait()
+            return await work
+        except asyncio.CancelledError:
+            self.num_aborted += 1
+            raise
+        finally:
+            self.num_running -= 1
+            work.cancel()
+            dying.cancel()
+            await asyncio.gather(work, dying, return_exceptions=True)
+
+    async def healthy(self) -> bool:
+        return not self._death.is_set() and not self.hanging
+
+    async def load(self) -> ServerLoad:
+        self._check()
+        if self.hanging:
+            await asyncio.Event().wait()
+        waiting = max(0, self.num_running - self.num_slots)
+        return ServerLoad(self.num_running - waiting, waiting, 0.5, 0)
+
+    async def load_weights(self, source: Path, policy_version: int) -> None:
+        self._check()
+        await asyncio.sleep(0.05)
+        if self.load_faults:
+            fault = self.load_faults.pop(0)
+            if isinstance(fault, ServerLostError):
+                self.weights = "half of " + source.name
+            raise fault
+        self._check()
+        await self._engine.load_weights(source, policy_version)
+        self.policy_version, self.weights = policy_version, source.name
+        self.loaded.append((source.name, policy_version))
+
+    async def fingerprint(self) -> dict[str, str]:
+        self._check()
+        return {"layer": f"sum of {self.weights}"} if self.tells_checksums else {}
+
+    async def close(self) -> None:
+        self.num_closed += 1
+
+    def _check(self) -> None:
+        if self._death.is_set():
+            raise ServerLostError(f"{self.name}: connection refused")
+        if not self.connected:
+            raise ServerLostError(f"{self.name}: connect was not called")

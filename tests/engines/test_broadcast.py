@@ -1,0 +1,137 @@
+"""Weights by broadcast into real servers, on gloo; the code path of NCCL but for the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentenv.engines.http import HttpClient
+from agentenv.engines.sglang import SGLangServer
+from agentenv.engines.vllm import VLLMServer
+from learners.learner import LearnerConfig
+from learners.lora import LoRAConfig
+from tests.engines.broadcast_checks import (
+    Absent,
+    Breaking,
+    Misdescribing,
+    Misnaming,
+    bench,
+    check_failure,
+    check_spans,
+    check_updates,
+    until,
+)
+from tests.engines.reference import MAX_LENGTH, VOCAB
+from tests.engines.sglang_server import SGLangProcess, require_sglang
+from tests.engines.vllm_server import EXTENSION, LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
+from tests.engines.world import World
+
+pytestmark = pytest.mark.timeout(600)
+
+BACKEND = ("--weight-transfer-config", '{"backend": "agentenv"}')
+TWO_RANKS = LearnerConfig(
+    optimizer="adamw", zero_stage=3, num_ranks=2, learning_rate=0.02, lora=LoRAConfig(r=4)
+)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("tied"), tied=True, num_models=2)
+
+
+@pytest.fixture(scope="module")
+def vllm(tied: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Two servers."""
+    require_vllm()
+    logs = tmp_path_factory.mktemp("vllm")
+    arguments = (*SCALE_OUT, *LOGPROBS, *EXTENSION, *BACKEND)
+    found = [VLLMProcess(tied.paths[0], logs / f"{n}.log", arguments) for n in range(2)]
+    try:
+        for process in found:
+            process.wait_ready()
+        yield [process.url for process in found]
+    finally:
+        for process in found:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def sglang(tied: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    require_sglang()
+    arguments = ["--incremental-streaming-output"]
+    process = SGLangProcess(tied.paths[0], tmp_path_factory.mktemp("sglang") / "log", arguments)
+    try:
+        process.wait_ready()
+        yield process.url
+    finally:
+        process.kill()
+
+
+def clients(urls: list[str]) -> list[VLLMServer]:
+    return [VLLMServer(url, vocab_size=VOCAB) for url in urls]
+
+
+@pytest.mark.engine_vllm
+async def test_vllm_takes_three_updates_one_of_them_mid_request(
+    vllm: list[str], tied: World, tmp_path: Path
+) -> None:
+    """Tied embeddings; two servers in one group with the learner."""
+    async with bench(clients(vllm), tied.paths[1], tmp_path) as b:
+        await check_updates(b)
+        await check_spans(b, MAX_LENGTH - 40, recomputes=False)
+
+
+@pytest.mark.engine_vllm
+async def test_vllm_takes_merged_adapters_from_ranks_that_hold_a_part_each(
+    vllm: list[str], tied: World, tmp_path: Path
+) -> None:
+    async with bench(clients(vllm[:1]), tied.paths[1], tmp_path, TWO_RANKS) as b:
+        await check_updates(b, num_updates=1)
+
+
+@pytest.mark.engine_vllm
+async def test_vllm_survives_whatever_goes_wrong_in_a_broadcast(
+    vllm: list[str], tied: World, tmp_path: Path
+) -> None:
+    """A trainer that never comes, one that goes away, a description that is of another model, and
+    one on which the servers fail while the trainer sends: nobody hangs, no mixed weights."""
+    async with bench(clients(vllm), tied.paths[1], tmp_path) as b:
+        await check_failure(b, Absent, max_s=60)  # first: it needs that there is no group
+        for kind in (Breaking, Misnaming, Misdescribing):
+            await check_failure(b, kind, max_s=60)
+
+
+@pytest.mark.engine_vllm
+async def test_a_server_that_comes_late_gets_a_directory_then_broadcasts(
+    vllm: list[str], tied: World, tmp_path: Path
+) -> None:
+    """It has missed an update, so that the learner writes that one for it."""
+    first, late = clients(vllm)
+    async with bench([first], tied.paths[1], tmp_path) as b:
+        version = await b.update(b.sender())
+        b.pool.add_server(late)
+        await until(lambda: b.pool.stats()["servers_up"] == 2)
+        assert (tmp_path / "published" / f"v{version}").is_dir()
+        version = await b.update(b.sender())
+        assert not (tmp_path / "published" / f"v{version}").exists()
+        assert late.policy_version == version
+        for name in b.pool.server_names:
+            http = HttpClient(name)
+            told = await http.call_json("GET", "/weight_info")
+            await http.close()
+            assert told == {"weight_version": str(version)}
+
+
+@pytest.mark.engine_sglang
+async def test_sglang_takes_updates_and_survives_a_failed_one(
+    sglang: str, tied: World, tmp_path: Path
+) -> None:
+    """Requests that run meanwhile are computed again under the new weights."""
+    async with bench([SGLangServer(sglang, vocab_size=VOCAB)], tied.paths[1], tmp_path) as b:
+        await check_failure(b, Absent, max_s=60)
+        await check_updates(b, num_updates=2)
+        await check_spans(b, 60, recomputes=True)
+        for kind in (Breaking, Misnaming, Misdescribing):
+            await check_failure(b, kind, max_s=60)

@@ -1,0 +1,136 @@
+"""The engine pool: which server gets a request, how many it gets, and how requests end.
+
+The clock is virtual; the servers are engines in this process that die and hang on command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from agentenv.engines.pool_limit import ConcurrencyLimit
+from agentenv.engines.server import ServerLoad
+from agentenv.errors import EngineDeadError, EngineError
+from agentenv.types import Chunk, VersionSpan
+from tests.engines.faulty_server import EOS
+from tests.engines.pool_bench import TEXT, Bench, virtual, write_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model"))
+
+
+# where requests go
+
+
+@virtual(3)
+async def test_siblings_meet_at_one_server_and_trees_spread(b: Bench) -> None:
+    asked = [b.ask(session=f"tree{n % 3}") for n in range(12)]
+    await asyncio.gather(*asked)
+    assert [len(server.requests) for server in b.servers] == [4, 4, 4]
+
+
+@virtual(2, initial_concurrency=2)
+async def test_a_full_home_is_left_for_a_turn_but_not_for_good(b: Bench) -> None:
+    await asyncio.gather(*(b.ask(session="tree") for _ in range(3)))
+    assert [len(server.requests) for server in b.servers] == [2, 1]
+    await b.ask(session="tree")
+    assert [len(server.requests) for server in b.servers] == [3, 1]
+
+
+@virtual(1)
+async def test_a_turn_through_the_pool_is_the_servers_turn(b: Bench) -> None:
+    chunks: list[Chunk] = []
+    done = await b.ask(on_tokens=chunks.append, stream_interval=4)
+    assert b.text(done) == TEXT
+    assert (done.finish_reason, done.stop) == ("stop", "</a>")
+    assert done.version_spans == [VersionSpan(0, 0, len(TEXT))]
+    assert [len(chunk.token_ids) for chunk in chunks] == [4] * 5  # the rest is in the completion
+    assert [t for chunk in chunks for t in chunk.token_ids] == done.token_ids[:20]
+    assert (await b.ask(stop=())).token_ids[-1] == EOS
+    assert (await b.ask(max_tokens=3)).finish_reason == "length"
+    with pytest.raises(EngineError, match="max_model_len"):
+        await b.ask(max_tokens=5000)
+    assert b.pool.stats()["retries"] == 0
+
+
+@virtual(1)
+async def test_cancelling_aborts_the_request_at_once(b: Bench) -> None:
+    asking = asyncio.create_task(b.ask())
+    await asyncio.sleep(0.5)
+    asking.cancel()
+    await asyncio.wait({asking})
+    assert asyncio.get_running_loop().time() < 0.6
+    assert (b.servers[0].num_running, b.servers[0].num_aborted) == (0, 1)
+    assert b.pool.stats()["server/0/in_flight"] == 0
+
+
+@virtual(1)
+async def test_a_callback_that_raises_fails_its_turn_only(b: Bench) -> None:
+    def on_tokens(chunk: Chunk) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        await b.ask(on_tokens=on_tokens)
+    assert b.text(await b.ask()) == TEXT
+    assert b.pool.stats()["retries"] == 0
+
+
+@virtual(1, initial_concurrency=1)
+async def test_closing_ends_what_runs_and_what_waits(b: Bench) -> None:
+    tasks = [asyncio.create_task(b.ask()) for _ in range(3)]
+    await asyncio.sleep(0.5)
+    await b.pool.close()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(outcome, EngineDeadError) for outcome in outcomes)
+    assert b.servers[0].num_closed == 1
+
+
+# concurrency
+
+
+def test_the_limit_follows_the_engines_own_figures() -> None:
+    limit = ConcurrencyLimit(16, 64)
+    idle, queued = ServerLoad(16, 0, 0.2, 3), ServerLoad(16, 9, 0.2, 3)
+    limit.observe(idle, in_flight=4)
+    assert limit.value == 16  # not in use: no reason to grow
+    for _ in range(3):
+        limit.observe(idle, in_flight=limit.value)
+    assert limit.value == 40
+    limit.observe(queued, in_flight=40)
+    assert limit.value == 40  # one look may have met a burst
+    limit.observe(queued, in_flight=40)
+    assert limit.value == 28
+    limit.observe(queued, in_flight=40)
+    assert limit.value == 28  # still draining
+    limit.observe(ServerLoad(16, 0, 0.2, 4), in_flight=28)
+    assert limit.value == 19  # a preemption counts at once
+    limit.observe(ServerLoad(16, 1, 0.99, 4), in_flight=19)
+    assert limit.value == 13  # so does a full cache with someone waiting
+    for _ in range(99):
+        limit.observe(queued, in_flight=1)
+    assert limit.value == 1
+
+
+@virtual(1, initial_concurrency=64)
+async def test_the_pool_finds_what_a_server_can_hold(b: Bench) -> None:
+    (server,) = b.servers
+    server.num_slots = 20
+    limits: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(1)
+            limits.append(b.pool.stats()["server/0/limit"])
+
+    watching = asyncio.create_task(watch())
+    await asyncio.gather(*(b.ask(session=str(n)) for n in range(1500)))
+    watching.cancel()
+    settled = limits[30:-5]
+    assert len(settled) > 50
+    assert min(settled) >= 12
+    assert max(settled) <= 40
+    assert 17 < sum(settled) / len(settled) < 30

@@ -1,0 +1,229 @@
+"""Whatever happens to the servers of a pool, no turn is lost and each token counts once."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from agentenv.engines.server import ServerLostError
+from agentenv.errors import EngineDeadError, EngineError
+from agentenv.patience import Patience
+from agentenv.types import Chunk, Completion, VersionSpan
+from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
+from tests.support.virtual_clock import run_virtual
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model"))
+
+
+@virtual(2)
+async def test_a_turn_goes_on_elsewhere_from_the_tokens_received(b: Bench) -> None:
+    b.servers[0].die_after = 9
+    chunks: list[Chunk] = []
+    done = await b.ask(on_tokens=chunks.append)
+    assert b.text(done) == TEXT
+    assert (done.finish_reason, done.stop) == ("stop", "</a>")
+    assert [t for chunk in chunks for t in chunk.token_ids] == done.token_ids
+    second = b.servers[1].requests[0]
+    assert b.tokenizer.decode(list(second.prompt_ids)) == TEXT + "|" + TEXT[:9]
+    assert second.sampling.max_tokens == 100 - 9
+    assert second.sampling.seed != b.servers[0].requests[0].sampling.seed
+    stats = b.pool.stats()
+    assert (stats["requests"], stats["retries"], stats["continuations"]) == (1, 1, 1)
+    assert (stats["servers_up"], stats["server/0/lost"]) == (1, 1)
+    assert stats["sampled_tokens"] == len(TEXT)
+
+
+@pytest.mark.parametrize("cut", range(1, len(TEXT)))
+def test_a_stop_string_across_the_break_still_stops(folder: Path, cut: int) -> None:
+    """The second server sees only a part of the stop string, and would go on behind it."""
+
+    async def main() -> None:
+        async with bench(folder, 2) as b:
+            b.servers[0].die_after = cut
+            done = await b.ask(TEXT + " and more, much more")
+            assert b.text(done) == TEXT
+            assert (done.finish_reason, done.stop) == ("stop", "</a>")
+            within = cut > TEXT.index("</a>")
+            assert b.servers[1].num_aborted == within  # the pool cut it
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [({}, "stop"), ({"stop": ()}, "stop"), ({"max_tokens": 5}, "length")],
+)
+def test_a_turn_of_which_only_the_end_was_lost_is_done(
+    folder: Path, asked: dict[str, Any], reason: str
+) -> None:
+    async def main() -> None:
+        async with bench(folder, 2) as b:
+            whole = await b.ask(session="other", **asked)
+            b.servers[1].die_after = len(whole.token_ids)
+            done = await b.ask(session="other2", **asked)
+            b.servers[0].die_after = len(whole.token_ids)
+            done = await b.ask(session="other", **asked)
+            assert done.token_ids == whole.token_ids
+            assert (done.finish_reason, done.stop) == (reason, whole.stop)
+            assert b.pool.stats()["retries"] == 0
+
+    run_virtual(main())
+
+
+@virtual(1)
+async def test_a_lone_server_that_restarts_loads_the_weights_before_it_goes_on(b: Bench) -> None:
+    await b.load(1)
+    (server,) = b.servers
+    asking = asyncio.create_task(b.ask())
+    await asyncio.sleep(0.95)
+    server.kill()
+    await asyncio.sleep(30)
+    server.restart()
+    done = await asking
+    assert b.text(done) == TEXT
+    assert done.version_spans == [VersionSpan(1, 0, len(TEXT))]
+    assert server.loaded == [("v1", 1), ("v1", 1)]
+    assert server.versions_asked == [1, 1]
+    assert b.pool.stats()["continuations"] == 1
+
+
+@virtual(1)
+async def test_a_restart_that_nobody_saw_is_found_by_the_lost_request(b: Bench) -> None:
+    await b.load(1)
+    (server,) = b.servers
+    asking = asyncio.create_task(b.ask())
+    await asyncio.sleep(0.95)
+    server.restart()  # at once healthy, but with the weights of the start
+    assert b.text(await asking) == TEXT
+    assert server.loaded == [("v1", 1), ("v1", 1)]
+
+
+@virtual(1)
+async def test_one_lost_request_of_a_healthy_server_costs_no_reload(b: Bench) -> None:
+    (server,) = b.servers
+    generate = server.generate
+    faults = [ServerLostError("500")]
+
+    async def generate_badly(*args: Any) -> Completion:
+        if faults:
+            raise faults.pop()
+        return await generate(*args)
+
+    server.generate = generate_badly  # type: ignore[method-assign]
+    assert b.text(await b.ask()) == TEXT
+    assert server.loaded == []
+    server.tells_checksums = False  # now only its other connections can tell
+    other = asyncio.create_task(b.ask(TEXT * 4))
+    await asyncio.sleep(0.5)
+    faults.append(ServerLostError("500"))
+    assert b.text(await b.ask()) == TEXT
+    assert server.loaded == []
+    await other
+
+
+@virtual(2, poll_timeout_s=5)
+async def test_a_hanging_server_is_left(b: Bench) -> None:
+    asking = asyncio.create_task(b.ask())
+    await asyncio.sleep(0.95)
+    b.servers[0].hanging = True
+    assert b.text(await asking) == TEXT
+    assert asyncio.get_running_loop().time() < 15
+    assert b.servers[0].num_aborted == 1
+
+
+@virtual(2, max_retries=2)
+async def test_retries_have_a_budget(b: Bench) -> None:
+    for server in b.servers:
+        server.die_after = 0
+
+    async def fail(*_: Any) -> Completion:
+        raise ServerLostError("502 bad gateway")
+
+    for server in b.servers:
+        server.generate = fail  # type: ignore[method-assign, assignment]
+    with pytest.raises(EngineError, match="given up after 3 attempts: 502 bad gateway"):
+        await b.ask()
+
+
+@virtual(2, max_outage_s=60)
+async def test_the_run_ends_with_the_reason_of_each_when_all_are_gone(b: Bench) -> None:
+    running = [asyncio.create_task(b.ask(session=str(n))) for n in range(4)]
+    await asyncio.sleep(0.5)
+    for server in b.servers:
+        server.kill()
+    for task in running:
+        with pytest.raises(EngineDeadError, match=r"60 s .*server0: .*not answer.*server1: "):
+            await task
+    assert 55 < asyncio.get_running_loop().time() < 65
+    with pytest.raises(EngineDeadError):
+        await b.ask()
+
+
+@virtual(1)
+async def test_time_without_a_server_counts_for_no_deadline(b: Bench) -> None:
+    """Limits of seconds bound what the policy does; an outage moves them."""
+    (server,) = b.servers
+    moved: list[float] = []
+    loop = asyncio.get_running_loop()
+    begin = loop.time()
+
+    async def within(seconds: float) -> Completion:
+        timeout = asyncio.timeout(seconds)
+        async with timeout, Patience(b.pool, timeout, moved.append):
+            return await b.ask(session="s")
+
+    asking = asyncio.create_task(within(6.0))  # the turn takes 2.3 s, a retry at most 2
+    await asyncio.sleep(0.95)
+    server.kill()
+    await asyncio.sleep(200)
+    server.restart()
+    assert b.text(await asking) == TEXT
+    assert moved[-1] > begin + 200
+    assert 200 < b.pool.stats()["outage_s"] < 235
+    server.hanging = True
+    begin = loop.time()
+    with pytest.raises(TimeoutError):  # a server that is there, but slow, is another matter
+        await within(6.0)
+    assert loop.time() - begin < 7
+
+
+@virtual(3, max_retries=100)
+async def test_no_turn_is_lost_whatever_dies(b: Bench) -> None:
+    rng = Random(0)
+
+    async def chaos() -> None:
+        while True:
+            await asyncio.sleep(rng.uniform(0.3, 2))
+            server = rng.choice(b.servers)
+            server.kill()
+            await asyncio.sleep(rng.uniform(0.1, 3))
+            server.restart()
+
+    async def publish() -> None:
+        for version in range(1, 1000):
+            await asyncio.sleep(rng.uniform(1, 5))
+            await b.load(version)
+
+    disturbing = [asyncio.create_task(chaos()), asyncio.create_task(publish())]
+    texts = [f"{n} is not {n + 1}" * (1 + n % 4) + "</a>" for n in range(200)]
+
+    async def ask(number: int) -> Completion:
+        await asyncio.sleep(number / 4)
+        return await b.ask(texts[number], session=str(number))
+
+    done = await asyncio.gather(*(ask(number) for number in range(len(texts))))
+    assert [b.text(completion) for completion in done] == texts
+    assert b.pool.stats()["continuations"] > 20
+    assert b.pool.policy_version > 3
+    for task in disturbing:
+        task.cancel()
+    await asyncio.gather(*disturbing, return_exceptions=True)
+    for server in b.servers:  # the process of a version always holds its weights
+        assert all(name == f"v{version}" for name, version in server.loaded if version)

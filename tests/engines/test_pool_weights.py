@@ -1,0 +1,180 @@
+"""Whatever happens to the servers of a pool, no weights are mixed and no older ones are served."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.engines.pool import EnginePool
+from agentenv.engines.server import ServerLostError
+from agentenv.errors import ConfigError, EngineError
+from agentenv.types import Completion, VersionSpan
+from tests.engines.faulty_server import EOS, FaultyServer, reciter
+from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
+from tests.support.virtual_clock import run_virtual
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model"))
+
+
+@virtual(2)
+async def test_an_update_reaches_all_and_running_turns_show_it(b: Bench) -> None:
+    asking = asyncio.create_task(b.ask())
+    await asyncio.sleep(0.91)
+    await b.load(1)
+    assert (b.pool.policy_version, b.pool.stats()["weight_updates"]) == (1, 1)
+    assert [server.loaded for server in b.servers] == [[("v1", 1)]] * 2
+    assert (await asking).version_spans == [VersionSpan(0, 0, 9), VersionSpan(1, 9, len(TEXT))]
+
+
+@virtual(2)
+async def test_spans_over_a_loss_and_an_update(b: Bench) -> None:
+    """Of a lost part the versions are those its server had when the tokens came in."""
+    asking = asyncio.create_task(b.ask())
+    await asyncio.sleep(0.41)
+    await b.load(1)
+    await asyncio.sleep(0.5)
+    b.servers[0].kill()
+    await asyncio.sleep(0.1)
+    await b.load(2)
+    spans = (await asking).version_spans
+    assert [span.version for span in spans] == [0, 1, 2]
+    assert spans[0].end == 4
+    assert spans[1].end == 9
+
+
+@virtual(2)
+async def test_a_half_done_update_takes_the_server_out_until_it_has_the_weights(b: Bench) -> None:
+    bad = b.servers[0]
+    bad.load_faults = [ServerLostError("broken pipe"), ServerLostError("still broken")]
+    asking = asyncio.create_task(b.ask())
+    await asyncio.sleep(0.5)
+    await b.load(1)
+    assert b.pool.policy_version == 1
+    assert b.pool.stats()["servers_up"] == 1
+    assert b.text(await b.ask()) == TEXT
+    assert b.text(await asking) == TEXT
+    await b.until_up(2)
+    assert bad.weights == "v1"
+    assert bad.versions_asked == [0]  # no request met the mixed weights
+
+
+@virtual(2)
+async def test_a_server_that_refuses_is_out_and_its_turns_go_on_where_they_are(b: Bench) -> None:
+    bad = b.servers[0]
+    bad.load_faults = [EngineError("no memory")] * 3
+    asking = asyncio.create_task(b.ask(TEXT * 3, stop=()))
+    await asyncio.sleep(0.5)
+    await b.load(1)
+    later = [await b.ask(session=str(n)) for n in range(3)]
+    assert {span.version for done in later for span in done.version_spans} == {1}
+    assert [span.version for span in (await asking).version_spans] == [0, 1]
+    assert (bad.versions_asked[0], bad.num_aborted) == (0, 0)
+    await b.until_up(2)
+    assert bad.loaded == [("v1", 1)]
+
+
+@virtual(2)
+async def test_an_update_that_nobody_takes_leaves_the_old_weights(b: Bench) -> None:
+    for server in b.servers:
+        server.load_faults = [EngineError("the directory lacks lm_head.weight")] * 2
+    with pytest.raises(EngineError, match=r"no server took policy version 1: server0: .*lm_head"):
+        await b.load(1)
+    assert b.pool.policy_version == 0
+    assert (await b.ask()).version_spans[0].version == 0
+    await b.load(2)
+    assert b.pool.policy_version == 2
+
+
+@virtual(1)
+async def test_an_update_waits_for_the_only_server_to_come_back(b: Bench) -> None:
+    (server,) = b.servers
+    server.kill()
+    loading = asyncio.create_task(b.load(1))
+    await asyncio.sleep(20)
+    assert not loading.done()
+    server.restart()
+    await loading
+    assert server.loaded == [("v1", 1)]
+
+
+@virtual(1)
+async def test_a_server_never_serves_older_weights_even_as_the_last_one(b: Bench) -> None:
+    late = FaultyServer("late", reciter(b.folder))
+    late.load_faults = [EngineError("no memory")] * 4
+    b.pool.add_server(late)
+    await b.load(1)
+    b.servers[0].kill()
+    assert (await b.ask()).version_spans[0].version == 1
+    assert late.versions_asked == [1]
+
+
+@virtual(1)
+async def test_a_server_may_be_added_and_removed_during_the_run(b: Bench) -> None:
+    await b.load(1)
+    late = FaultyServer("late", reciter(b.folder))
+    b.pool.add_server(late)
+    await b.until_up(2)
+    assert late.loaded == [("v1", 1)]
+    await b.load(2)
+    assert late.loaded[-1] == ("v2", 2)
+    asking = asyncio.create_task(b.ask())
+    await asyncio.sleep(0.5)
+    b.pool.remove_server("server0")
+    assert b.pool.server_names == ["late"]
+    assert b.text(await asking) == TEXT
+    await b.ask()
+    assert late.versions_asked == [2]
+    assert b.servers[0].num_closed == 1
+
+
+@pytest.mark.parametrize("tells_checksums", [True, False])
+def test_other_weights_under_the_right_version_are_found(
+    folder: Path, tells_checksums: bool
+) -> None:
+    """A server that says it has loaded, but holds something else, stays out."""
+
+    async def main() -> None:
+        async with bench(folder, 2) as b:
+            liar = b.servers[1]
+            ask = liar._engine.generate
+
+            async def shifted(*args: Any, **rest: Any) -> Completion:
+                done = await ask(*args, **rest)
+                done.logprobs = [logprob - 1 for logprob in done.logprobs]
+                return done
+
+            for server in b.servers:
+                server.tells_checksums = tells_checksums
+            liar._engine.generate = shifted  # type: ignore[method-assign]
+            load = liar.load_weights
+
+            async def pretend(source: Path, policy_version: int) -> None:
+                await load(source, policy_version)
+                liar.weights = "something else"
+
+            liar.load_weights = pretend  # type: ignore[method-assign]
+            await b.load(1)
+            assert b.pool.stats()["servers_up"] == 1
+            before = len(liar.requests)
+            await asyncio.sleep(10)
+            await b.ask()
+            assert b.pool.stats()["servers_up"] == 1
+            ours = [r for r in liar.requests[before:] if not r.id.startswith("weights-")]
+            assert ours == []
+
+    run_virtual(main())
+
+
+async def test_a_server_that_is_not_there_is_refused_at_the_start(folder: Path) -> None:
+    server = FaultyServer("http://nowhere:1", reciter(folder))
+    server.kill()
+    pool = EnginePool([server], folder, 0, vocab_size=256, eos_ids={EOS})
+    with pytest.raises(ConfigError, match=r"engine server http://nowhere:1: .*refused"):
+        await pool.start(fresh=False)
+    await pool.close()

@@ -1,0 +1,302 @@
+"""The contract of engines on a real vLLM server, and what is vLLM's own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.engines.http import HttpClient
+from agentenv.engines.server import ServerLostError
+from agentenv.engines.vllm import VLLMServer
+from agentenv.engines.vllm_probe import NEEDED, probe
+from agentenv.errors import ConfigError, EngineError
+from agentenv.types import Chunk, SamplingParams, VersionSpan
+from tests.engines import contract
+from tests.engines.reference import VOCAB, check_sampled, distribution
+from tests.engines.vllm_server import (
+    BLOCK,
+    EXTENSION,
+    LOGPROBS,
+    NUM_SEQS,
+    SCALE_OUT,
+    VLLMProcess,
+    require_vllm,
+)
+from tests.engines.world import ServerSubject, World, prompt
+
+pytestmark = pytest.mark.engine_vllm
+TOP_K = 4
+
+
+class Servers:
+    """Three that start side by side: `plain`, `tied`, and `closed` without --enable-scale-out."""
+
+    def __init__(self, root: Path) -> None:
+        self.untied_world = World(root / "untied", tied=False)
+        self.tied_world = World(root / "tied", tied=True)
+        untied, tied = self.untied_world.paths[0], self.tied_world.paths[0]
+        self.plain = VLLMProcess(untied, root / "plain.log", (*SCALE_OUT, *LOGPROBS))
+        self.tied = VLLMProcess(tied, root / "tied.log", (*SCALE_OUT, *LOGPROBS, *EXTENSION))
+        self.closed = VLLMProcess(untied, root / "closed.log", LOGPROBS)
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    require_vllm()
+    servers = Servers(tmp_path_factory.mktemp("vllm"))
+    try:
+        yield servers
+    finally:
+        for process in (servers.plain, servers.tied, servers.closed):
+            process.stop()
+
+
+@asynccontextmanager
+async def serving(process: VLLMProcess, world: World, **options: Any) -> AsyncIterator[VLLMServer]:
+    """A client, with version 0 loaded. Few log-probs a token, since each costs vLLM much time."""
+    await asyncio.to_thread(process.wait_ready)
+    server = VLLMServer(process.url, **{"entropy_top_k": TOP_K, **options})
+    try:
+        await server.connect(0)
+        await server.load_weights(world.paths[0], 0)
+        yield server
+    finally:
+        await server.close()
+
+
+@pytest.fixture
+async def plain(servers: Servers) -> AsyncIterator[ServerSubject]:
+    async with serving(servers.plain, servers.untied_world) as server:
+        yield ServerSubject(server)
+
+
+@pytest.fixture
+async def tied(servers: Servers) -> AsyncIterator[ServerSubject]:
+    async with serving(servers.tied, servers.tied_world) as server:
+        yield ServerSubject(server)
+
+
+@pytest.mark.timeout(400)
+async def test_it_says_what_it_is(servers: Servers) -> None:
+    await asyncio.to_thread(servers.plain.wait_ready)
+    server = VLLMServer(servers.plain.url + "/")
+    info = await server.connect(5)
+    assert (info.engine, info.model, info.max_model_len) == ("vllm", "policy", 512)
+    assert info.features == {"versions", "load_weights", "pause"}
+    assert info.version.startswith("0.")
+    assert server.name == servers.plain.url
+    assert server.policy_version == 5
+    assert await server.healthy()
+    assert await server.fingerprint() == {}  # on the CPU it cannot tell
+    load = await server.load()
+    assert (load.num_running, load.num_waiting, load.kv_usage) == (0, 0, 0)
+    await server.close()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["plain", "tied"])
+async def test_greedy_equals_transformers_before_and_after_each_update(
+    kind: str, servers: Servers
+) -> None:
+    world = servers.tied_world if kind == "tied" else servers.untied_world
+    process = servers.tied if kind == "tied" else servers.plain
+    async with serving(process, world) as server:
+        await contract.check_updates(ServerSubject(server), world)
+
+
+async def test_log_probs_are_of_the_sampled_distribution(
+    plain: ServerSubject, servers: Servers
+) -> None:
+    await contract.check_temperature(plain, servers.untied_world, 0)
+    await contract.check_truncated(plain, servers.untied_world, 0)
+
+
+async def test_entropies(servers: Servers) -> None:
+    """From the k largest they are lower bounds, from all they are exact, and the data say so."""
+    ids = prompt(1, 20)
+    world = servers.untied_world
+    sampling = SamplingParams(max_tokens=8, temperature=0.0)
+    bounds = []
+    for top_k, kind in ((1, "top_k"), (20, "top_k"), (VOCAB, "exact"), (-1, "exact")):
+        async with serving(servers.plain, world, entropy_top_k=top_k) as server:
+            done = await ServerSubject(server).generate(ids, sampling)
+            assert done.entropy_kind == kind
+            bounds.append(done.entropies)
+    rows = distribution(world.models[0], ids, done.token_ids)
+    exact = (-(rows.exp() * rows).sum(-1)).tolist()
+    assert bounds[2] == bounds[3] == pytest.approx(exact, abs=1e-4)
+    for one, twenty, all_of_them in zip(*bounds[:3], strict=True):
+        assert one < twenty < all_of_them
+
+
+async def test_streaming(plain: ServerSubject) -> None:
+    await contract.check_streaming(plain)
+
+
+async def test_end_of_sequence(plain: ServerSubject, servers: Servers) -> None:
+    await contract.check_end_of_sequence(plain, servers.untied_world, 0)
+
+
+async def test_stop_strings(plain: ServerSubject, servers: Servers) -> None:
+    await contract.check_stop_strings(plain, servers.untied_world, 0)
+
+
+async def test_prefixes_are_reused_and_never_across_versions(
+    plain: ServerSubject, servers: Servers
+) -> None:
+    await contract.check_prefixes(plain, servers.untied_world, 0, BLOCK, num_running=8)
+
+
+async def test_a_request_that_waits_in_the_server_starts_on_the_new_weights(
+    plain: ServerSubject, servers: Servers
+) -> None:
+    """Its prompt was cached under the old ones, whose requests hold the cache."""
+    world = servers.untied_world
+    ids = prompt(12, 3 * BLOCK + 5)
+    few = SamplingParams(max_tokens=3, temperature=0.0)
+    await plain.generate(ids, few)
+    others = contract.start_many(plain, ids, 3 * NUM_SEQS)
+    await asyncio.sleep(0.3)
+    waiting = asyncio.create_task(plain.generate(ids, few))
+    await asyncio.sleep(0.1)
+    await plain.load_weights(world.paths[1], 1)
+    for other in others:
+        other.cancel()
+    done = await waiting
+    assert done.version_spans == [VersionSpan(1, 0, 3)]
+    assert done.num_cached_tokens == 0
+    check_sampled(world.models, ids, done, greedy=True)
+
+
+async def test_requests_that_come_during_an_update(plain: ServerSubject, servers: Servers) -> None:
+    """Whichever weights they get, no prefix of the other ones is in them."""
+    world = servers.untied_world
+    ids = prompt(12, 3 * BLOCK + 5)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    await plain.generate(ids, sampling)
+    load = asyncio.create_task(plain.load_weights(world.paths[1], 1))
+    calls = []
+    while not load.done():
+        calls.append(asyncio.create_task(plain.generate(ids, sampling)))
+        await asyncio.sleep(0.003)
+    await load
+    for done in await asyncio.gather(*calls, plain.generate(ids, sampling)):
+        check_sampled(world.models, ids, done, greedy=True)
+    assert done.version_spans == [VersionSpan(1, 0, 1)]
+
+
+async def test_an_update_within_a_request_gives_two_version_spans(
+    plain: ServerSubject, servers: Servers
+) -> None:
+    await contract.check_update_within_a_request(plain, servers.untied_world)
+
+
+async def test_a_cancelled_call_frees_the_server(plain: ServerSubject) -> None:
+    await contract.check_abort(plain, within_s=2.0, num_requests=32)
+
+
+async def test_many_at_once(plain: ServerSubject, servers: Servers) -> None:
+    await contract.check_concurrency(plain, servers.untied_world, 0, 64, 16)
+
+
+async def test_refused_requests_leave_it_alive(plain: ServerSubject) -> None:
+    await contract.check_refusals(plain)
+
+
+async def test_directories_that_do_not_fit(
+    plain: ServerSubject, servers: Servers, tmp_path: Path
+) -> None:
+    other = servers.tied_world.paths[0]
+    await contract.check_bad_directories(plain, servers.untied_world, 0, other, tmp_path)
+
+
+async def test_tokens_of_weights_that_nobody_named(plain: ServerSubject, servers: Servers) -> None:
+    http = HttpClient(servers.plain.url)
+    await http.call("POST", "/update_weight_version", {"new_version": "of someone else"})
+    with pytest.raises(EngineError, match="of someone else"):
+        await plain.generate([20], SamplingParams(max_tokens=1))
+    await http.close()
+
+
+async def test_a_server_that_was_left_paused_is_resumed(servers: Servers) -> None:
+    http = HttpClient(servers.plain.url)
+    await asyncio.to_thread(servers.plain.wait_ready)
+    await http.call("POST", "/pause", params={"mode": "keep"})
+    async with serving(servers.plain, servers.untied_world) as server:
+        await contract.check_greedy(ServerSubject(server), servers.untied_world, 0)
+    await http.close()
+
+
+@pytest.mark.parametrize("route", NEEDED)
+async def test_a_missing_route_is_named(
+    route: str, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await asyncio.to_thread(servers.plain.wait_ready)
+    http = HttpClient(servers.plain.url)
+    found = await http.routes()
+
+    async def fewer() -> frozenset[str]:
+        return found - {route}
+
+    monkeypatch.setattr(http, "routes", fewer)
+    with pytest.raises(ConfigError, match=f"no route {route}: .*(VLLM_SERVER_DEV_MODE|0.32|vLLM)"):
+        await probe(http, None, 20)
+    await http.close()
+
+
+@pytest.mark.timeout(400)
+async def test_a_server_without_scale_out_is_refused(servers: Servers) -> None:
+    await asyncio.to_thread(servers.closed.wait_ready)
+    server = VLLMServer(servers.closed.url)
+    with pytest.raises(ConfigError, match="--enable-scale-out"):
+        await server.connect(0)
+    await server.close()
+
+
+async def test_a_load_that_breaks_half_way(
+    tied: ServerSubject, servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that only this process sees: the engine has begun when it finds out. Nothing is
+    taken from it until another load has succeeded."""
+    world = servers.tied_world
+    (tmp_path / "weights").symlink_to(world.paths[1])
+    monkeypatch.chdir(tmp_path)
+    running = contract.start_many(tied, prompt(1, 9), 32)
+    await asyncio.sleep(0.3)
+    with pytest.raises(ServerLostError, match="not completed"):
+        await tied.load_weights(Path("/proc/self/cwd/weights"), 1)
+    outcomes = await asyncio.gather(*running, return_exceptions=True)
+    assert any(isinstance(outcome, ServerLostError) for outcome in outcomes)
+    with pytest.raises(ServerLostError, match="cannot be used"):
+        await tied.generate([20], SamplingParams(max_tokens=1))
+    await tied.server.connect(-1)  # as a pool does with a server that it has lost
+    with pytest.raises(ServerLostError, match="cannot be used"):
+        await tied.generate([20], SamplingParams(max_tokens=1))
+    await tied.load_weights(world.paths[2], 2)
+    await contract.check_greedy(tied, world, 2)
+
+
+@pytest.mark.timeout(400)
+async def test_an_engine_that_dies(tied: ServerSubject, servers: Servers) -> None:
+    """kill -9 of the engine process: a lost request has reported its tokens, later ones are lost
+    at once. The last test, since the server does not come back."""
+    chunks: list[list[Chunk]] = [[] for _ in range(32)]
+    calls = [
+        asyncio.create_task(tied.generate(prompt(1, 9), SamplingParams(contract.LONG), each.append))
+        for each in chunks
+    ]
+    while not any(chunks):  # noqa: ASYNC110 (an event would take as much code as the test)
+        await asyncio.sleep(0.01)
+    os.kill(servers.tied.pid_of("EngineCore"), 9)
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    lost = [c for c, o in zip(chunks, outcomes, strict=True) if isinstance(o, ServerLostError)]
+    assert any(lost)
+    with pytest.raises(ServerLostError):
+        await tied.generate([20], SamplingParams(max_tokens=1))
+    assert not await tied.server.healthy()

@@ -1,0 +1,117 @@
+"""A real vLLM server on the CPU for tests, in the environment that `.ci/engine-vllm` makes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.engines.reference import MAX_LENGTH
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+STAMP = ROOT / ".venv-vllm" / ".complete"
+START_S = 300.0  # 15 s on an idle machine, mostly imports in three processes
+STOP_S = 10.0
+NUM_SEQS = 16  # requests that run at once; more of them wait
+BLOCK = 32  # tokens of a block of the prefix cache; the CPU's default is 128
+ARGUMENTS = (
+    *("--host", "127.0.0.1", "--served-model-name", "policy", "--dtype", "float32"),
+    *("--max-model-len", str(MAX_LENGTH), "--max-num-seqs", str(NUM_SEQS)),
+    *("--block-size", str(BLOCK)),
+    *("--enforce-eager", "--enable-prompt-tokens-details"),
+)
+# What a client refuses to go without.
+SCALE_OUT = ("--enable-scale-out",)
+LOGPROBS = ("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1")
+EXTENSION = ("--worker-extension-cls", "agentenv_vllm_cpu.WorkerExtension")
+ENVIRONMENT = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; otherwise a large share of the memory
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # saves 15 s of compiling at the first request
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def require_vllm() -> None:
+    """Skips the test where there is no environment for vLLM."""
+    if not STAMP.is_file():
+        pytest.skip("no vLLM here: make it with `sh .ci/engine-vllm` (2.5 GB)")
+
+
+class VLLMProcess:
+    """A server in a process group of its own, with its log in `log`."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        log: Path,
+        arguments: Sequence[str] = (*SCALE_OUT, *LOGPROBS, *EXTENSION),
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        command = ["nice", str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *ARGUMENTS]
+        command += ["--port", str(port), "--model", str(model_path), *arguments]
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                cwd=log.parent,
+                env=os.environ | ENVIRONMENT | (environment or {}),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_ready(self) -> None:
+        """Fails with the end of the log if it does not come up."""
+        end = time.monotonic() + START_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > end:
+                self.kill()
+                pytest.fail(f"vLLM did not come up:\n{self.log.read_text()[-4000:]}")
+            time.sleep(0.2)
+
+    def pid_of(self, title: str) -> int:
+        """The process of the server whose title holds these words."""
+        children = psutil.Process(self._process.pid).children(recursive=True)
+        return next(c.pid for c in children if title in " ".join(c.cmdline()))
+
+    def kill(self) -> None:
+        """kill -9 of the whole group. Idempotent."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self) -> None:
+        """Ends it in a friendly way, and otherwise."""
+        self._signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        self.kill()
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return True
+        except (urllib.error.URLError, OSError):
+            return False

@@ -1,0 +1,125 @@
+"""Small models and adapters on which the contract of engines is checked (contract.py)."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import AutoTokenizer
+
+from agentenv.engine import Engine
+from agentenv.engines.server import Request, Server
+from agentenv.types import Chunk, Completion, SamplingParams
+from tests.engines.reference import EOS, write_model
+
+END = 300  # behind this token an EOS follows for certain
+ORDINARY = range(16, 256)  # ids of prompts: neither END nor EOS
+
+
+class Subject(Protocol):
+    """What a check calls; `num_running` is what the engine itself says."""
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_chunk: Callable[[Chunk], None] | None = None,
+    ) -> Completion: ...
+
+    async def load_weights(self, source: Path, policy_version: int) -> None: ...
+
+    async def num_running(self) -> int: ...
+
+
+class ServerSubject:
+    """A Server, with request ids of its own."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._ids = itertools.count()
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_chunk: Callable[[Chunk], None] | None = None,
+    ) -> Completion:
+        request = Request(f"contract-{id(self):x}-{next(self._ids)}", prompt_ids, sampling)
+        return await self.server.generate(request, on_chunk or (lambda chunk: None))
+
+    async def load_weights(self, source: Path, policy_version: int) -> None:
+        await self.server.load_weights(source, policy_version)
+
+    async def num_running(self) -> int:
+        load = await self.server.load()
+        return load.num_running + load.num_waiting
+
+
+class EngineSubject:
+    """An Engine that counts what is "running" and "waiting" in its stats."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_chunk: Callable[[Chunk], None] | None = None,
+    ) -> Completion:
+        return await self.engine.generate(
+            prompt_ids, sampling, session="contract", on_tokens=on_chunk
+        )
+
+    async def load_weights(self, source: Path, policy_version: int) -> None:
+        await self.engine.load_weights(source, policy_version)
+
+    async def num_running(self) -> int:
+        stats = self.engine.stats()
+        return int(stats["running"] + stats["waiting"])
+
+
+class World:
+    """Models of one architecture in directories below `root`, by policy version.
+
+    Their turns end in the end-of-sequence token behind END and nowhere else, so that long turns
+    stay long.
+    """
+
+    def __init__(self, root: Path, *, tied: bool, num_models: int = 4) -> None:
+        self.paths = [root / f"v{version}" for version in range(num_models)]
+        self.models = {
+            version: _write(path, version, tied) for version, path in enumerate(self.paths)
+        }
+        self.tokenizer = AutoTokenizer.from_pretrained(self.paths[0])
+
+
+def _write(path: Path, seed: int, tied: bool) -> Any:
+    """Direction 0 of the hidden state belongs to the end of a turn: layers neither read nor write
+    it, it is negative for END alone, and the EOS logit is its negative, many times over. END itself
+    is not sampled."""
+    model = write_model(path, seed, tied=tied)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.weight[0] = 0
+            layer.self_attn.o_proj.weight[0] = 0
+            layer.mlp.down_proj.weight[0] = 0
+        model.model.norm.weight[0] = 8
+        model.lm_head.weight[:, 0] = 0
+        model.lm_head.weight[END, 0] = -8
+        model.model.embed_tokens.weight[:, 0] = 4
+        model.model.embed_tokens.weight[END, 0] = -4
+        model.lm_head.weight[EOS] = 0
+        model.lm_head.weight[EOS, 0] = -20
+    model.save_pretrained(path)
+    return model
+
+
+def prompt(seed: int, size: int) -> list[int]:
+    """Token ids that are ordinary."""
+    return random.Random(seed).choices(ORDINARY, k=size)

@@ -1,0 +1,180 @@
+"""Servers of a run: started, waited for, restarted, and never left over. The servers are real
+processes of a few lines; that the engines' command lines work is shown in test_remote_runs.py."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from agentenv.errors import EngineError
+from launchers.server_process import GUARD, ServerProcess, ServerSpec
+from tests.support.warehouse import ROOT
+
+# A server with a child that ignores SIGTERM and has left the process group.
+SERVER = """
+import http.server, os, signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c",
+    "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"],
+    start_new_session=True)
+print("child", child.pid, "server", os.getpid(), "gpus", os.environ.get("GPUS"), flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *_): pass
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+HOLDER = """
+import asyncio, sys
+from pathlib import Path
+from launchers.server_process import ServerProcess, ServerSpec
+async def main():
+    spec = ServerSpec("policy", [sys.executable, sys.argv[1], sys.argv[2]], {},
+                      f"http://127.0.0.1:{sys.argv[2]}", 60, 0)
+    await ServerProcess(spec, Path(sys.argv[3]), lambda text: None).start()
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def script(folder: Path, text: str = SERVER) -> Path:
+    path = folder / "server.py"
+    path.write_text(text)
+    return path
+
+
+def spec_of(folder: Path, text: str = SERVER, **changes: Any) -> ServerSpec:
+    port = free_port()
+    spec = ServerSpec(
+        "policy",
+        [sys.executable, str(script(folder, text)), str(port)],
+        {"GPUS": "0,1"},
+        f"http://127.0.0.1:{port}",
+        60,
+        3,
+    )
+    return msgspec.structs.replace(spec, **changes)
+
+
+def processes(log: Path) -> list[int]:
+    """Server and child of the last start, by the server's own account."""
+    words = [line.split() for line in log.read_text().splitlines() if line.startswith("child")][-1]
+    return [int(words[1]), int(words[3])]
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [
+        pid
+        for pid in pids
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ]
+
+
+def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert condition()
+
+
+def gone(pids: list[int]) -> None:
+    until(lambda: alive(pids) == [])
+
+
+async def test_a_server_comes_up_is_logged_and_leaves_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    process = ServerProcess(spec_of(tmp_path), tmp_path / "servers", said.append)
+    await process.start()
+    assert "starting on http://127.0.0.1:" in said[0]
+    assert "ready after" in said[-1]
+    pids = [*processes(process.log), process.pid]
+    assert len(alive(pids)) == 3
+    assert "gpus 0,1" in process.log.read_text()
+    await process.close()
+    await process.close()
+    assert alive(pids) == []  # also the child that ignores SIGTERM, in a group of its own
+
+
+async def test_a_server_that_dies_is_started_again_on_its_port(tmp_path: Path) -> None:
+    process = ServerProcess(spec_of(tmp_path), tmp_path, lambda text: None)
+    await process.start()
+    child, server = processes(process.log)
+    os.kill(server, signal.SIGKILL)
+    await asyncio.to_thread(gone, [child, server])
+    await asyncio.to_thread(until, lambda: processes(process.log)[1] != server)
+    assert process.num_restarts == 1
+    await process.close()
+    gone(processes(process.log))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_no_process_survives_the_run_however_it_dies(tmp_path: Path, how: int) -> None:
+    port = str(free_port())
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(script(tmp_path)), port, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        text=True,
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "ready\n"
+        pids = processes(tmp_path / "policy.log")
+        assert len(alive(pids)) == 2
+        holder.send_signal(how)
+        holder.wait(30)
+    gone(pids)
+
+
+def test_a_guard_that_is_told_stops_the_server(tmp_path: Path) -> None:
+    """Its status is that of the server."""
+    log = tmp_path / "policy.log"
+    command = [sys.executable, str(script(tmp_path)), str(free_port())]
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(
+            [sys.executable, "-I", "-S", str(GUARD), "5", *command],
+            stdin=subprocess.PIPE,
+            stdout=out,
+        ) as guard,
+    ):
+        until(lambda: "child" in log.read_text())
+        guard.terminate()
+        assert guard.wait(20) == 128 + signal.SIGTERM
+    gone(processes(log))
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "says"),
+    [
+        ("raise RuntimeError('no memory for the cache')", {},
+         r"policy ended with status 1:\nRuntimeError: no memory for the cache\nthe end of .*log"),
+        ("import time; print('loading', flush=True); time.sleep(600)", {"start_timeout_s": 1.0},
+         r"did not come up within 1 s \(start_timeout_s\)(.|\n)*loading"),
+    ],
+)  # fmt: skip
+async def test_a_server_that_does_not_come_up_says_why(
+    tmp_path: Path, text: str, settings: dict[str, Any], says: str
+) -> None:
+    process = ServerProcess(spec_of(tmp_path, text, **settings), tmp_path, lambda text: None)
+    with pytest.raises(EngineError, match=says):
+        await process.start()
+    await process.close()

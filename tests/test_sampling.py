@@ -1,0 +1,81 @@
+"""What the configuration says of sampling reaches the engine, turn by turn."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.config import override_kinds
+from agentenv.errors import ConfigError
+from agentenv.patience import Patience
+from agentenv.plan import Independent
+from agentenv.types import Completion, SamplingParams
+from launchers.config import Sampling, TrainConfig
+from tests.support.virtual_clock import run_virtual
+from tests.test_actor import make_actor, rollout
+
+
+def test_stop_strings_of_the_user_stand_beside_those_of_the_renderer() -> None:
+    actor = make_actor()
+    actor.sampling = Sampling(
+        stop=["</think>"], min_p=0.1, repetition_penalty=1.2, top_k=7, temperature=0.5
+    ).params()
+    asked: list[SamplingParams] = []
+    generate = actor.engine.generate
+
+    async def record(prompt_ids: Any, sampling: SamplingParams, **rest: Any) -> Completion:
+        asked.append(sampling)
+        return await generate(prompt_ids, sampling, **rest)
+
+    actor.engine.generate = record  # type: ignore[method-assign]
+    tree = rollout(actor, Independent(1))
+    assert {"</search>", "</think>"} <= set(asked[0].stop)
+    assert (asked[0].min_p, asked[0].repetition_penalty, asked[0].top_k) == (0.1, 1.2, 7)
+    first = actor.renderer.codec.decode(tree.nodes[1].action_ids)  # type: ignore[attr-defined]
+    assert first.endswith("</think>")
+    assert first.count("</think>") == 1
+
+
+@pytest.mark.parametrize("keys", [{"top_k": 0}, {"stop": [""]}])
+def test_values_without_a_meaning_are_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="sampling: "):
+        Sampling(**keys)
+
+
+def test_another_engine_leaves_out_the_keys_of_the_old_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As when a run that was saved with all its keys is evaluated on a server."""
+    engine = {"name": "embedded", "max_num_seqs": 128, "num_cached_seqs": 9, "max_model_len": 512}
+    raw: dict[str, Any] = {"engine": dict(engine)}
+    override_kinds(TrainConfig, raw, ["engine.name=vllm", "engine.entropy_top_k=5"])
+    assert raw == {"engine": {"name": "vllm", "max_model_len": 512, "entropy_top_k": 5}}
+    assert caplog.messages == ["engine.num_cached_seqs is left out: vllm has no such key"]
+
+
+class Absent:
+    """An engine that is away from second 2 to second 12."""
+
+    @property
+    def outage_s(self) -> float:
+        return min(10.0, max(0.0, asyncio.get_running_loop().time() - 2.0))
+
+
+@pytest.mark.parametrize(("engine", "ends_at"), [(Absent(), 15.0), (Path(), 5.0)])
+def test_a_deadline_waits_for_the_engine_but_no_longer(engine: Any, ends_at: float) -> None:
+    """A limit of 5 s; an engine that is never away has no outage_s."""
+    moved: list[float] = []
+
+    async def main() -> float:
+        timeout = asyncio.timeout(5.0)
+        with pytest.raises(TimeoutError):
+            async with timeout, Patience(engine, timeout, moved.append):
+                await asyncio.sleep(100)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == pytest.approx(ends_at, abs=0.01)
+    last = moved[-1] if moved else 5.0
+    assert last == pytest.approx(ends_at, abs=0.01)
