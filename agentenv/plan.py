@@ -14,13 +14,12 @@ lie in [0, 1] for a vocabulary of V tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from statistics import fmean
 from typing import Literal, Protocol
 
+from agentenv.fork_criterion import Criterion, rise_score, seen_rises, window_entropy
 from agentenv.tree import Node, TrajectoryTree
 
 
@@ -76,6 +75,11 @@ class ARPOPlan:
     the paper's text: all of them start if P > tau. Forks share the first turn of their root, so
     they inherit its baseline. What is left of the budget when nothing is growing any more starts
     from scratch, all at once.
+
+    Differs from the paper: it prints dH as a sum over k divided by V, which leaves beta without
+    influence; here dH is a mean over the tokens and divided by ln V. `criterion` "zscore" puts
+    dH against its own spread (`agentenv.fork_criterion`). The released code is another plan,
+    `agentenv.reference_plan`.
     """
 
     group_size: int
@@ -87,6 +91,8 @@ class ARPOPlan:
     mode: Literal["sample", "threshold"] = "sample"
     threshold: float = 0.5
     fork_window: int = 20
+    criterion: Criterion = "paper"
+    rise_scale: float = 0.02
 
     def on_start(self, tree: TrajectoryTree) -> int:
         return min(self.initial_rollouts, self.group_size)
@@ -111,94 +117,22 @@ class ARPOPlan:
     def fork_probability(
         self, tree: TrajectoryTree, node: Node, entropies: Sequence[float]
     ) -> float:
+        """P; `node` holds the tool result, `entropies` are those of the tokens after it."""
+        return clip_probability(self.base_probability + self.raise_of(tree, node, entropies))
+
+    def raise_of(self, tree: TrajectoryTree, node: Node, entropies: Sequence[float]) -> float:
+        """What the entropies add to the base probability."""
         rise = self.entropy(entropies) - self.entropy(tree.path(node)[1].entropies)
-        return _clip(self.base_probability + self.entropy_weight * rise)
+        if self.criterion == "zscore":
+            seen = seen_rises(tree, self.fork_window, self.vocab_size)
+            rise = rise_score(rise, seen, self.rise_scale)
+        return self.entropy_weight * rise
 
     def entropy(self, entropies: Sequence[float]) -> float:
         """Mean over the window, divided by ln V; 0 for an empty turn."""
-        window = entropies[: self.fork_window]
-        return fmean(window) / math.log(self.vocab_size) if window else 0.0
+        return window_entropy(entropies, self.fork_window, self.vocab_size)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AEPOPlan(ARPOPlan):
-    """ARPO with a pre-monitored budget split and a damped fork probability (AEPO, 2510.14545).
-
-    Split: the first from-scratch trajectory is the probe, and it is kept. When it ends,
-        m = round(k * sigmoid(budget_beta * (H_root - mean H_tool)))
-    of the k = group_size trajectories are to start from scratch, the probe among them, and the
-    other m - 1 start at once; while it grows, its forks draw on the configured split. A probe
-    without a tool turn leaves the configured split.
-
-    Penalty: P = clip((alpha + beta * dH) * max(0, 1 - branch_penalty * l), 0, 1), where l is the
-    number of consecutive fork points, ending before this one, at which this path forked.
-    """
-
-    budget_beta: float = 10.0
-    branch_penalty: float = 0.1
-
-    def on_start(self, tree: TrajectoryTree) -> int:
-        return 1
-
-    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
-        roots = 0
-        if tree.num_roots == 1 and is_root_branch(leaf):
-            roots = self.num_roots(tree, leaf) - 1
-        return roots or super().on_leaf_end(tree, leaf)
-
-    def num_roots(self, tree: TrajectoryTree, probe: Node) -> int:
-        """m, from the probe that ended at leaf `probe`; at most what its forks have left."""
-        turns = tree.path(probe)[1:]
-        after_tools = [
-            self.entropy(turn.entropies)
-            for turn, before in zip(turns[1:], turns, strict=False)
-            if before.observation_ids and turn.entropies
-        ]
-        wanted = self.initial_rollouts
-        if after_tools:
-            gap = self.entropy(turns[0].entropies) - fmean(after_tools)
-            wanted = math.floor(self.group_size * _sigmoid(self.budget_beta * gap) + 0.5)
-        num_forks = tree.num_started - 1
-        return max(1, min(wanted, self.group_size - num_forks))
-
-    def fork_budget(self, tree: TrajectoryTree) -> int:
-        if probing(tree):
-            return self.group_size - self.initial_rollouts - (tree.num_started - 1)
-        return super().fork_budget(tree)
-
-    def fork_probability(
-        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float]
-    ) -> float:
-        rise = self.entropy(entropies) - self.entropy(tree.path(node)[1].entropies)
-        damping = max(0.0, 1.0 - self.branch_penalty * consecutive_forks(tree, node))
-        return _clip((self.base_probability + self.entropy_weight * rise) * damping)
-
-
-def probing(tree: TrajectoryTree) -> bool:
-    """True while the first from-scratch trajectory is the only one and still grows."""
-    return tree.num_roots <= 1 and not any(
-        leaf.end != "failed" and is_root_branch(leaf) for leaf in tree.leaves()
-    )
-
-
-def is_root_branch(node: Node) -> bool:
-    """True if the node was grown by a from-scratch trajectory, not by a fork."""
-    return "+" not in node.branch
-
-
-def consecutive_forks(tree: TrajectoryTree, node: Node) -> int:
-    """Fork points above `node`, the nearest first, at which this path forked without a break."""
-    count = 0
-    for above in reversed(tree.path(node)[:-1]):
-        if above.num_forks == 0:
-            break
-        count += above.num_forks is not None
-    return count
-
-
-def _clip(probability: float) -> float:
+def clip_probability(probability: float) -> float:
+    """The nearest probability in [0, 1]."""
     return min(1.0, max(0.0, probability))
-
-
-def _sigmoid(x: float) -> float:
-    return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(x) / (1.0 + math.exp(x))

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
-from agentenv.plan import AEPOPlan, RolloutPlan
+from agentenv.aepo_plan import AEPOPlan
+from agentenv.plan import RolloutPlan
+from agentenv.reference_plan import ReferencePlan
 from learners.arpo import Forking
 
 if TYPE_CHECKING:
@@ -18,21 +20,41 @@ if TYPE_CHECKING:
 class AEPO(Forking, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aepo"):
     """Agentic entropy-balanced policy optimisation (Dong 2025, arXiv 2510.14545).
 
-    Rollout: m = k sigmoid(budget_beta (H_root - H_tool)) of k trajectories start from scratch;
-    P = (alpha + beta dH) (1 - branch_penalty * l), l = forks in a row on this path.
-    Update: clipping that keeps the gradient of clipped exploration, -A (1 + clip_high) where
-    r > 1 + clip_high and A > 0; and A' = A (1 + a z(H)), z over all tokens of the mini-batch.
-    Deviations from the released code: statistics over the mini-batch in place of the
-    micro-batch, entropies of the old policy, multiplier clamped to [0, 2], missing entropies are
-    an error.
+    Four parts, each with a switch of its own; without all four this is ARPO:
+
+        budget_split               m = k sigmoid(budget_beta (H_root - H_tool)) of k trajectories
+                                   start from scratch
+        branch_penalty             P = (alpha + beta dH) max(0, 1 - branch_penalty l), l = forks
+                                   in a row on this path
+        entropy_balanced_clipping  gradient -A (1 + clip_high) in place of 0 where
+                                   r > 1 + clip_high and A > 0
+        entropy_advantage          A' = A (1 + a z(H))
+
+    They are `num_roots_of` and `penalty_factor` in `agentenv.aepo_plan`, `entropy_balanced_loss`
+    and `entropy_multiplier` in `learners.losses`.
+
+    Differs from the paper: dual clip (inf switches it off); z over all tokens of the mini-batch,
+    from entropies of the old policy, so that it depends neither on micro-batches nor on the step;
+    the multiplier is clamped to [0, 2], so that no advantage changes its sign; missing entropies
+    are an error. compat = "reference" is the released code: z over the micro-batch, from current
+    entropies, not clamped; its forks and split as in `agentenv.reference_plan`, with budget_beta
+    0.5 and branch_penalty 0.05 unless set (its scripts have budget_split = false).
     """
 
+    budget_split: Annotated[
+        bool, Meta(description="let a probe's entropies split the budget between roots and forks")
+    ] = True
     budget_beta: Annotated[
-        float, Meta(ge=0, description="sharpness of the split between roots and forks (beta)")
-    ] = 10.0
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="sharpness of that split (beta); default 10, in compat 0.5"),
+    ] = None
     branch_penalty: Annotated[
-        float, Meta(ge=0, le=1, description="fork probability lost per fork in a row on a path")
-    ] = 0.1
+        Annotated[float, Meta(ge=0, le=1)] | None,
+        Meta(
+            description="fork probability lost per fork in a row on a path; 0 is off, default 0.1, "
+            "in compat 0.05"
+        ),
+    ] = None
     entropy_balanced_clipping: Annotated[
         bool, Meta(description="keep the gradient of tokens clipped from above")
     ] = True
@@ -42,9 +64,34 @@ class AEPO(Forking, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
 
     @property
     def needs_entropies(self) -> bool:
-        return self.entropy_advantage > 0
+        return self.entropy_advantage > 0 and not self.is_compat
+
+    @property
+    def beta_of_split(self) -> float:
+        """`budget_beta` or its default."""
+        default = 0.5 if self.is_compat else 10.0
+        return default if self.budget_beta is None else self.budget_beta
+
+    @property
+    def penalty_per_fork(self) -> float:
+        """`branch_penalty` or its default."""
+        default = 0.05 if self.is_compat else 0.1
+        return default if self.branch_penalty is None else self.branch_penalty
 
     def plan(self, vocab_size: int) -> RolloutPlan:
+        if self.is_compat:
+            return ReferencePlan(
+                group_size=self.group_size,
+                initial_rollouts=self.num_initial,
+                vocab_size=vocab_size,
+                beam_size=self.beam_size,
+                base_probability=self.base_probability,
+                entropy_weight=self.entropy_weight,
+                penalized=True,
+                branch_penalty=self.penalty_per_fork,
+                split=self.budget_split,
+                budget_beta=self.beta_of_split,
+            )
         return AEPOPlan(
             group_size=self.group_size,
             initial_rollouts=self.num_initial,
@@ -55,8 +102,11 @@ class AEPO(Forking, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
             threshold=self.fork_threshold,
             fork_window=self.entropy_window,
             vocab_size=vocab_size,
-            budget_beta=self.budget_beta,
-            branch_penalty=self.branch_penalty,
+            criterion=self.fork_criterion,
+            rise_scale=self.rise_scale,
+            split=self.budget_split,
+            budget_beta=self.beta_of_split,
+            branch_penalty=self.penalty_per_fork,
         )
 
     def token_loss(self, ratio: Tensor, advantages: Tensor) -> Tensor:
@@ -68,11 +118,17 @@ class AEPO(Forking, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
             ratio, advantages, self.clip_low, self.clip_high, self.dual_clip
         )
 
-    def advantage_scale(self, batch: LossBatch) -> Tensor | float:
-        from learners.losses import entropy_multiplier
+    def advantage_scale(self, batch: LossBatch, entropies: Tensor) -> Tensor | float:
+        from learners.losses import entropy_multiplier, entropy_statistics
 
         if self.entropy_advantage == 0:
             return 1.0
-        return entropy_multiplier(
-            batch.entropies, batch.entropy_mean, batch.entropy_std, self.entropy_advantage
-        )
+        if not self.is_compat:
+            return entropy_multiplier(
+                batch.entropies, batch.entropy_mean, batch.entropy_std, self.entropy_advantage
+            )
+        current = entropies.detach()
+        if batch.weight.sum() < 2:  # the released code gives nan here
+            return 1.0
+        mean, std = entropy_statistics(current, batch.weight)
+        return entropy_multiplier(current, mean, std, self.entropy_advantage, compat=True)

@@ -1,4 +1,4 @@
-"""What GRPO, ARPO and AEPO have in common: one Struct is the configuration and the methods.
+"""What all algorithms have in common: one Struct is the configuration and the methods.
 
     plan(vocab_size)   which roots and forks a rollout grows
     credit(tree)       returns of the leaves -> credit on shared tokens
@@ -9,23 +9,38 @@ Loading this module loads neither torch nor deepspeed; only `loss` needs torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta, Struct, field
 
-from agentenv.plan import RolloutPlan
-from agentenv.tree import TrajectoryTree
+from agentenv.errors import ConfigError
+from agentenv.plan import Independent, RolloutPlan
+from agentenv.tree import Trajectory, TrajectoryTree
 from agentenv.types import Limit
-from learners.credit import TreeCredit, Truncated, tree_credit
+from learners.aggregation import KLKind
+from learners.algorithm_keys import (
+    TRUNCATED,
+    AggregationKey,
+    ClipHigh,
+    ClipLow,
+    TruncatedKey,
+)
+from learners.credit import (
+    Floats,
+    Sharing,
+    TreeCredit,
+    Truncated,
+    group_advantages,
+    soft_length_penalty,
+    tree_credit,
+)
+from learners.off_policy import Band
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from learners.losses import LossBatch
-
-TRUNCATED: dict[Limit, Truncated] = {
-    limit: "mask" if limit is Limit.SECONDS else "score" for limit in Limit
-}
 
 
 class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"):
@@ -36,50 +51,136 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
         min(rho, cap) * l(r, A),   r = current / proximal,   rho = proximal / behaviour
 
-    rho is detached. The tree form is l(r, adv_pos) + l(r, adv_neg); the mean is the sum over the
-    tokens of the mini-batch divided by the sum of their weights, which equals the token-mean over
-    the flat trajectories.
+    rho is detached. The tree form is l(r, adv_pos) + l(r, adv_neg), which equals the sum over the
+    flat trajectories; how tokens become a mean is `aggregation`, see `learners.aggregation`.
+    Options, off by default: kl_loss * KL(policy || reference) and -entropy_bonus * H join the
+    loss, kl_reward * (log-ratio to the reference) leaves the return; without either KL no
+    reference model is built.
     """
 
     group_size: Annotated[
         int, Meta(ge=2, description="trajectories per question, the group of the advantage")
     ] = 8
-    clip_low: Annotated[
-        float, Meta(gt=0, lt=1, description="ratios below 1 - clip_low are clipped")
-    ] = 0.2
-    clip_high: Annotated[
-        float, Meta(gt=0, description="ratios above 1 + clip_high are clipped (DAPO: clip-higher)")
-    ] = 0.28
-    dual_clip: Annotated[
-        float,
-        Meta(gt=1, description="bound on the loss of negative advantages, in units of |A|; or inf"),
-    ] = 3.0
-    normalize_by_std: Annotated[
-        bool, Meta(description="divide advantages by the group's deviation; false is Dr. GRPO")
-    ] = True
+    aggregation: AggregationKey = "token-mean"
+    norm_length: Annotated[
+        int, Meta(ge=1, description="constant length L of seq-mean-token-sum-norm, tokens")
+    ] = 1024
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.28
     min_group_fraction: Annotated[
         float,
         Meta(ge=0, le=1, description="drop a group with fewer leaves than this part of group_size"),
     ] = 0.75
-    truncated: Annotated[
-        dict[Limit, Truncated],
+    truncated: TruncatedKey = field(default_factory=TRUNCATED.copy)
+    overlong_tokens: Annotated[
+        int,
         Meta(
-            description="by limit: score a truncated trajectory, count its return as zero, or mask "
-            "it (in no group, not trained); limits left out keep the default"
+            ge=0,
+            description="sampled tokens from which the return loses 1 (DAPO's soft length "
+            "penalty, linear over the last overlong_buffer tokens); 0 is off",
         ),
-    ] = field(default_factory=TRUNCATED.copy)
+    ] = 0
+    overlong_buffer: Annotated[
+        int, Meta(ge=1, description="tokens before overlong_tokens over which the penalty grows")
+    ] = 512
     importance_cap: Annotated[
         float, Meta(gt=0, description="upper bound of the proximal / behaviour weight of a token")
     ] = 2.0
+    token_mask: Annotated[
+        Band | None,
+        Meta(description="leave out tokens whose proximal / behaviour ratio is outside the band"),
+    ] = None
+    sequence_mask: Annotated[
+        Band | None,
+        Meta(description="leave out trajectories whose mean ratio (geometric) is outside the band"),
+    ] = None
+    kl_loss: Annotated[
+        float, Meta(ge=0, description="weight of the KL to a reference policy in the loss")
+    ] = 0.0
+    kl_kind: Annotated[
+        KLKind, Meta(description="its estimator: k1 d, abs |d|, k2 d^2/2, k3 exp(-d) + d - 1")
+    ] = "k3"
+    kl_reward: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="what a trajectory's return loses for each nat of its log-ratio to a "
+            "reference policy",
+        ),
+    ] = 0.0
+    reference_every: Annotated[
+        int,
+        Meta(ge=0, description="updates between two renewals of the reference policy; 0: never"),
+    ] = 0
+    entropy_bonus: Annotated[
+        float, Meta(ge=0, description="weight of the policy's entropy in the loss, nats")
+    ] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.overlong_tokens and self.overlong_buffer > self.overlong_tokens:
+            raise ConfigError("algorithm: overlong_buffer is at most overlong_tokens")
+        if self.reference_every and not self.needs_reference:
+            raise ConfigError(
+                "algorithm.reference_every: there is no reference policy; set kl_loss or kl_reward"
+            )
+
+    # what the learner has to provide
 
     @property
     def needs_entropies(self) -> bool:
         """Whether `loss` reads the entropies of the old policy."""
         return False
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference model has to be built."""
+        return self.kl_loss > 0 or self.kl_reward > 0
+
+    @property
+    def clips_sequences(self) -> bool:
+        """Whether the ratio is that of a whole trajectory."""
+        return False
+
+    @property
+    def needs_leaves(self) -> bool:
+        """Whether more than the sums over the leaves below a token is needed."""
+        whole = self.clips_sequences or self.kl_reward > 0 or self.sequence_mask is not None
+        return whole or self.aggregation != "token-mean"
+
+    @property
+    def refills(self) -> bool:
+        """Whether groups without signal are to be replaced by later ones, as `queue.refill`."""
+        return False
+
+    @property
+    def is_compat(self) -> bool:
+        """Whether the released code is reproduced where it differs from the paper."""
+        return False
+
+    @property
+    def negative_bound(self) -> float:
+        """Bound on the loss of negative advantages, in units of |A|."""
+        return float("inf")
+
+    @property
+    def credit_sharing(self) -> Sharing:
+        """How shared tokens get their advantage."""
+        return "soft"
+
+    # rollout and credit
+
     def plan(self, vocab_size: int) -> RolloutPlan:
         """How a rollout of one question grows; vocab_size normalises entropies."""
-        raise NotImplementedError
+        return Independent(self.group_size)
+
+    def advantages(self, returns: Floats) -> Floats:
+        """Advantages of one group from its returns; equal returns give exactly 0."""
+        return group_advantages(returns)
+
+    def penalty(self, trajectory: Trajectory) -> float:
+        """What is added to a trajectory's return."""
+        length = trajectory.num_action_tokens
+        return soft_length_penalty(length, self.overlong_tokens, self.overlong_buffer)
 
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
         """Credit per node; None when too few leaves count for a group."""
@@ -87,53 +188,41 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
             tree,
             group_size=self.group_size,
             min_group_fraction=self.min_group_fraction,
-            norm_by_std=self.normalize_by_std,
-            truncated={**TRUNCATED, **self.truncated},
+            sharing=self.credit_sharing,
+            truncated={**self.default_truncated, **self.truncated},
+            estimator=self.advantages,
+            penalty=self.penalty if self.overlong_tokens else None,
         )
+
+    def credits(self, trees: Sequence[TrajectoryTree]) -> list[TreeCredit | None]:
+        """Credit of all trees of an update."""
+        return [self.credit(tree) for tree in trees]
+
+    @property
+    def default_truncated(self) -> dict[Limit, Truncated]:
+        """What happens to trajectories cut by a limit that `truncated` does not name."""
+        return TRUNCATED
+
+    # loss
 
     def loss(
         self, batch: LossBatch, logprobs: Tensor, entropies: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and metrics of one micro-batch: its share of the mini-batch's mean.
 
-        logprobs: [tokens] of the current weights, with gradient; entropies: [tokens], detached.
+        logprobs, entropies: [tokens] of the current weights, with gradient.
         Metrics of the micro-batches add up, except those ending in _max, which take the maximum.
         """
-        import torch
+        from learners.objective import objective
 
-        from learners import losses
-
-        ratio = losses.ratio_of(logprobs, batch.proximal)
-        behaviour = losses.ratio_of(batch.proximal, batch.behaviour)
-        scale = self.advantage_scale(batch)
-        adv_pos, adv_neg = batch.adv_pos * scale, batch.adv_neg * scale
-        importance = behaviour.clamp(max=self.importance_cap)
-        per_token = self.token_loss(ratio, adv_pos) + self.token_loss(ratio, adv_neg)
-        loss = (importance * per_token).sum() / batch.total_weight
-        with torch.no_grad():
-            part = batch.weight / batch.total_weight
-            high = (adv_pos > 0) & (ratio > 1 + self.clip_high)
-            low = (adv_neg < 0) & (ratio < 1 - self.clip_low)
-            dual = (adv_neg < 0) & (ratio > self.dual_clip)
-            metrics = {
-                "loss": loss.detach(),
-                "entropy": (part * entropies).sum(),
-                "ratio_mean": (part * ratio).sum(),
-                "ratio_max": ratio.max(),
-                "clipped_high": (part * high).sum(),
-                "clipped_low": (part * low).sum(),
-                "clipped_dual": (part * dual).sum(),
-                "importance_capped": (part * (behaviour > self.importance_cap)).sum(),
-                "kl_to_proximal": (part * (batch.proximal - logprobs)).sum(),
-            }
-        return loss, metrics
+        return objective(self, batch, logprobs, entropies)
 
     def token_loss(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Loss per token, before weights; PPO's clip with dual clip."""
+        """Loss per token, before weights: PPO's clip."""
         from learners.losses import ppo_loss
 
-        return ppo_loss(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
+        return ppo_loss(ratio, advantages, self.clip_low, self.clip_high, self.negative_bound)
 
-    def advantage_scale(self, batch: LossBatch) -> Tensor | float:
-        """A factor per token on the advantages; not negative."""
+    def advantage_scale(self, batch: LossBatch, entropies: Tensor) -> Tensor | float:
+        """A factor per token on the advantages; not negative. `entropies` are the current ones."""
         return 1.0

@@ -6,13 +6,15 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from agentenv.errors import ConfigError
+from agentenv.fork_criterion import Criterion
 from agentenv.plan import ARPOPlan, RolloutPlan
-from agentenv.tree import TrajectoryTree
-from learners.algorithm import TRUNCATED, Algorithm
-from learners.credit import Sharing, TreeCredit, tree_credit
+from agentenv.reference_plan import ReferencePlan
+from learners.clipped import Grouped
+from learners.credit import Sharing
 
 
-class Forking(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Forking(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What ARPO and AEPO share: the fork criterion and the credit of shared tokens."""
 
     initial_rollouts: Annotated[
@@ -35,6 +37,18 @@ class Forking(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fork_threshold: Annotated[
         float, Meta(ge=0, le=1, description="threshold of fork_mode threshold (tau)")
     ] = 0.5
+    fork_criterion: Annotated[
+        Criterion,
+        Meta(
+            description="what the weight multiplies: paper, the entropy rise / ln V, which moves "
+            "the probability by about 0.01 and leaves a coin toss; zscore, the rise against the "
+            "spread of the rises before on the same tree"
+        ),
+    ] = "paper"
+    rise_scale: Annotated[
+        float,
+        Meta(gt=0, description="spread of rises to expect before any was seen (zscore), in ln V"),
+    ] = 0.02
     entropy_window: Annotated[
         int, Meta(ge=1, description="tokens after a tool result whose entropy decides")
     ] = 20
@@ -43,20 +57,22 @@ class Forking(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(description="shared tokens get each leaf's advantage (soft) or their mean (hard)"),
     ] = "soft"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.is_compat and (self.fork_mode, self.fork_criterion) != ("sample", "paper"):
+            raise ConfigError(
+                'algorithm.compat = "reference" has one fork criterion: leave fork_mode and '
+                "fork_criterion out"
+            )
+
     @property
     def num_initial(self) -> int:
         """Trajectories from scratch, at most the group."""
         return min(self.initial_rollouts or max(1, self.group_size // 2), self.group_size)
 
-    def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
-        return tree_credit(
-            tree,
-            group_size=self.group_size,
-            min_group_fraction=self.min_group_fraction,
-            norm_by_std=self.normalize_by_std,
-            sharing=self.sharing,
-            truncated={**TRUNCATED, **self.truncated},
-        )
+    @property
+    def credit_sharing(self) -> Sharing:
+        return self.sharing
 
 
 class ARPO(Forking, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="arpo"):
@@ -66,9 +82,24 @@ class ARPO(Forking, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
     rise over the root's entropy; forks and refills share a budget of group_size trajectories.
     Update, section 3.2: GRPO over all leaves; a token shared by d leaves counts d times, with
     their own advantages (soft) or d times with the mean (hard). Loss: see GRPO.
+
+    Differs from the paper: sampling a fork is the default, its text forks iff P > tau
+    (fork_mode = "threshold"); entropies are means over the window, see `agentenv.plan.ARPOPlan`;
+    the loss is a token-mean without KL. compat = "reference" is the released code: see
+    `agentenv.reference_plan` for its rollout and `Grouped` for its update; entropy_window is then
+    20 tokens whatever is set.
     """
 
     def plan(self, vocab_size: int) -> RolloutPlan:
+        if self.is_compat:
+            return ReferencePlan(
+                group_size=self.group_size,
+                initial_rollouts=self.num_initial,
+                vocab_size=vocab_size,
+                beam_size=self.beam_size,
+                base_probability=self.base_probability,
+                entropy_weight=self.entropy_weight,
+            )
         return ARPOPlan(
             group_size=self.group_size,
             initial_rollouts=self.num_initial,
@@ -79,4 +110,6 @@ class ARPO(Forking, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
             threshold=self.fork_threshold,
             fork_window=self.entropy_window,
             vocab_size=vocab_size,
+            criterion=self.fork_criterion,
+            rise_scale=self.rise_scale,
         )

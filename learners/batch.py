@@ -1,15 +1,15 @@
-"""Micro-batches of padded rows, cut from encoded trees so that little is computed twice.
+"""Micro-batches of whole trees side by side, so that no token is computed twice or padded.
 
-A row is a subtree preceded by the path to it. A tree goes into one row, or is cut at a node into
-one row for each child, which repeats the path and saves attention between siblings: dense
-attention pays for every pair of a row's tokens. The cheaper of both is taken at each node;
-gradients are the same, since a repeated token has its loss in one row only.
+Attention keeps trees apart and pays for visible pairs only (`learners.attention`). A tree larger
+than the budget is cut, and its pieces repeat the path to them; gradients are the same, since a
+repeated token has its loss in one piece only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +36,8 @@ class ActionTokens:
         masks = [tree.actions() for tree in trees]
 
         def gather(name: str) -> Floats:
-            return np.concatenate(
-                [tree.floats(name)[m] for tree, m in zip(trees, masks, strict=True)]
-            )
+            parts = [tree.floats(name)[m] for tree, m in zip(trees, masks, strict=True)]
+            return np.concatenate([np.zeros(0), *parts])
 
         entropies = [
             tree.floats("entropies")[mask] if tree.entropies else np.full(mask.sum(), np.nan)
@@ -47,141 +46,130 @@ class ActionTokens:
         staleness = [tree.ints("staleness")[m] for tree, m in zip(trees, masks, strict=True)]
         return cls(
             behaviour=gather("behaviour"),
-            entropies=np.concatenate(entropies),
+            entropies=np.concatenate([np.zeros(0), *entropies]),
             adv_pos=gather("adv_pos"),
             adv_neg=gather("adv_neg"),
             weight=gather("weight"),
-            staleness=np.concatenate(staleness),
+            staleness=np.concatenate([np.zeros(0, np.int32), *staleness]),
         )
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of equal padded length; see `learners.encoding` for pred, depth and end.
+    """Trees and parts of trees side by side; see `learners.encoding` for pred, depth and end.
 
-    token_ids, position_ids, end: int64 [rows, length]; end is None when every row is one path.
-    source: int64 [tokens], place of each trained token's predecessor in the flattened rows;
-    targets: int64 [tokens], its id; index: int64 [tokens], its place in ActionTokens.
+    token_ids, position_ids, end: int64 [length], end counted in this micro-batch.
+    source: int64 [tokens], place of each trained token's predecessor; targets: int64 [tokens],
+    its id; index: int64 [tokens], its place in ActionTokens.
     """
 
     token_ids: Longs
     position_ids: Longs
-    end: Longs | None
+    end: Longs
     source: Longs
     targets: Longs
     index: Longs
 
 
 @dataclass(frozen=True)
-class Row:
-    """Tokens of one tree, ancestors first; `trained` marks those with a loss in this row."""
+class Piece:
+    """Tokens of one tree, ancestors first; `trained` marks those with a loss in this piece."""
 
     tree: int
     tokens: Longs
     trained: NDArray[np.bool_]
-    is_path: bool
 
 
-def pack(
-    trees: Sequence[EncodedTree], max_tokens: int, pair_cost: float = 1e-3
-) -> list[MicroBatch]:
-    """Cut trees into rows and rows into micro-batches of at most max_tokens padded tokens.
+def pack(trees: Sequence[EncodedTree], max_tokens: int) -> list[MicroBatch]:
+    """Pack trees into micro-batches of at most max_tokens tokens, without padding.
 
-    A row longer than max_tokens is a micro-batch of its own. `pair_cost` is the cost of one
-    attention pair in units of the cost of one token outside attention.
+    A tree stays whole unless it is larger; then it is cut (`cut`). A single path that is longer
+    is a micro-batch of its own. First fit by decreasing size.
     """
-    rows = [row for i, tree in enumerate(trees) for row in cut(tree, i, max_tokens, pair_cost)]
-    rows.sort(key=lambda row: (row.is_path, len(row.tokens)))
+    pieces = [piece for i, tree in enumerate(trees) for piece in cut(tree, i, max_tokens)]
+    pieces.sort(key=lambda piece: -len(piece.tokens))
+    batches: list[list[Piece]] = []
+    left: list[int] = []
+    for piece in pieces:
+        size = len(piece.tokens)
+        place = next((i for i, room in enumerate(left) if size <= room), len(batches))
+        if place == len(batches):
+            batches.append([])
+            left.append(max_tokens)
+        batches[place].append(piece)
+        left[place] -= size
     first_action = np.concatenate(([0], np.cumsum([tree.num_action_tokens for tree in trees])))
-    batches: list[list[Row]] = []
-    for row in rows:
-        fits = (
-            batches
-            and batches[-1][0].is_path == row.is_path
-            and (len(batches[-1]) + 1) * len(row.tokens) <= max_tokens
-        )
-        if fits:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
     return [_assemble(trees, batch, first_action) for batch in batches]
 
 
-def cut(tree: EncodedTree, number: int, max_tokens: int, pair_cost: float) -> list[Row]:
-    """The rows of one tree; each trained token is trained in exactly one of them."""
+def cut(tree: EncodedTree, number: int, max_tokens: int) -> list[Piece]:
+    """Pieces of at most max_tokens tokens, or one path, that train each token exactly once.
+
+    A tree that is too large is cut below a node: neighbouring children stay together as far as
+    they fit, and each piece repeats the path that leads to them.
+    """
     starts, parents = tree.ints("starts").tolist(), tree.ints("parents").tolist()
     stops = [*starts[1:], tree.num_tokens]
-    num_nodes = len(starts)
     children: list[list[int]] = [[] for _ in starts]
-    subtree = list(range(1, num_nodes + 1))  # exclusive end of each node's subtree, in nodes
-    for i in range(num_nodes - 1, 0, -1):
+    last = list(stops)  # exclusive end of each node's subtree, in tokens
+    for i in range(len(starts) - 1, 0, -1):
         children[parents[i]].insert(0, i)
-        subtree[parents[i]] = max(subtree[parents[i]], subtree[i])
-    above = [0] * num_nodes  # tokens on the path before the node
-    for i in range(1, num_nodes):
-        above[i] = above[parents[i]] + stops[parents[i]] - starts[parents[i]]
+        last[parents[i]] = max(last[parents[i]], last[i])
+    action = tree.actions().copy()  # not trained yet
+    pieces: list[Piece] = []
 
-    is_path = [False] * num_nodes  # the node's subtree has no fork
-    joined = [False] * num_nodes
-    cost = [0.0] * num_nodes
-    for i in range(num_nodes - 1, -1, -1):
-        length = above[i] + stops[subtree[i] - 1] - starts[i]
-        is_path[i] = not children[i] or (len(children[i]) == 1 and is_path[children[i][0]])
-        # Causal attention without a mask skips the upper half of the pairs.
-        pairs = length * length * (0.5 if is_path[i] else 1.0)
-        whole = length + pair_cost * pairs
-        split = sum(cost[child] for child in children[i])
-        fits = length <= max_tokens or not children[i]
-        joined[i] = not children[i] or (fits and whole <= split)
-        cost[i] = whole if joined[i] else split
-
-    rows: list[Row] = []
-    stack: list[tuple[int, list[int], int]] = [
-        (0, [], 0)
-    ]  # node, its path, how much of it to train
-    action = tree.actions()
-    while stack:
-        node, path, fresh = stack.pop()
-        if not joined[node]:
-            for j, child in enumerate(children[node]):
-                stack.append((child, [*path, node], fresh + 1 if j == 0 else 0))
-            continue
-        spans = [np.arange(starts[i], stops[i]) for i in path]
-        spans.append(np.arange(starts[node], stops[subtree[node] - 1]))
-        tokens = np.concatenate(spans)
-        trained = action[tokens] & (tokens >= starts[path[-fresh] if fresh else node])
+    def emit(path: list[int], start: int, stop: int) -> None:
+        spans = [np.arange(starts[node], stops[node]) for node in path]
+        tokens = np.concatenate([*spans, np.arange(start, stop)])
+        trained = action[tokens]
+        action[tokens] = False
         if trained.any():
-            rows.append(Row(number, tokens, trained, is_path[node]))
-    return rows
+            pieces.append(Piece(number, tokens, trained))
+
+    todo: list[tuple[int, list[int], int]] = [(0, [], 0)]  # node, path to it, its tokens
+    while todo:
+        node, path, above = todo.pop()
+        if not children[node] or above + last[node] - starts[node] <= max_tokens:
+            emit(path, starts[node], last[node])
+            continue
+        path, above = [*path, node], above + stops[node] - starts[node]
+        room = max_tokens - above
+        first = stop = starts[children[node][0]]
+        for child in children[node]:
+            if last[child] - first > room and stop > first:
+                emit(path, first, stop)
+                first = stop
+            stop = last[child]
+            if stop - first > room:
+                todo.append((child, path, above))
+                first = stop
+        if stop > first:
+            emit(path, first, stop)
+    return pieces
 
 
 def _assemble(
-    trees: Sequence[EncodedTree], rows: list[Row], first_action: NDArray[np.int64]
+    trees: Sequence[EncodedTree], pieces: list[Piece], first_action: NDArray[np.int64]
 ) -> MicroBatch:
-    length = max(len(row.tokens) for row in rows)
-    token_ids = np.zeros((len(rows), length), np.int64)
-    position_ids = np.tile(np.arange(length), (len(rows), 1))
-    end = np.tile(np.arange(1, length + 1), (len(rows), 1))  # padding sees itself only
-    sources, targets, indices = [], [], []
-    for i, row in enumerate(rows):
-        tree, size = trees[row.tree], len(row.tokens)
-        place = np.zeros(tree.num_tokens, np.int64)  # old token -> place in the row
-        place[row.tokens] = np.arange(size)
-        token_ids[i, :size] = tree.ints("token_ids")[row.tokens]
-        if not row.is_path:
-            position_ids[i, :size] = tree.ints("depth")[row.tokens]
-            last = np.searchsorted(row.tokens, tree.ints("end")[row.tokens])
-            end[i, :size] = last
-        trained = row.tokens[row.trained]
-        sources.append(i * length + place[tree.ints("pred")[trained]])
-        targets.append(tree.ints("token_ids")[trained])
+    columns: list[tuple[NDArray[Any], ...]] = []
+    offset = 0
+    for piece in pieces:
+        tree, tokens = trees[piece.tree], piece.tokens
+        place = np.full(tree.num_tokens, -1)  # token of the tree -> place in the micro-batch
+        place[tokens] = np.arange(offset, offset + len(tokens))
+        trained = tokens[piece.trained]
         ordinal = np.cumsum(tree.actions()) - 1
-        indices.append(first_action[row.tree] + ordinal[trained])
-    return MicroBatch(
-        token_ids=token_ids,
-        position_ids=position_ids,
-        end=None if rows[0].is_path else end,
-        source=np.concatenate(sources),
-        targets=np.concatenate(targets).astype(np.int64),
-        index=np.concatenate(indices),
-    )
+        token_ids = tree.ints("token_ids")
+        columns.append(
+            (
+                token_ids[tokens],
+                tree.ints("depth")[tokens],
+                offset + np.searchsorted(tokens, tree.ints("end")[tokens]),
+                place[tree.ints("pred")[trained]],
+                token_ids[trained],
+                first_action[piece.tree] + ordinal[trained],
+            )
+        )
+        offset += len(tokens)
+    joined = (np.concatenate(column).astype(np.int64) for column in zip(*columns, strict=True))
+    return MicroBatch(*joined)

@@ -1,75 +1,216 @@
-"""Files that a rank writes: Hugging Face directories for engines, and checkpoints for itself.
+"""Checkpoints of the learner: one file a rank, by parameter name, so that any number of ranks
+and any ZeRO stage can go on from them, to the bit when both are as before.
 
-Both appear under their final name only when complete: a directory without model.safetensors, or
-one called *.partial, is unfinished.
+    DIR/learner.json                   the figures of `Meta`; written last
+    DIR/rank-00000-of-00002.safetensors   NAME|master, NAME|exp_avg, ...: flat float32 fragments
+    DIR/reference.safetensors             weights of the reference policy, if there is one
+
+A directory is written as DIR.partial, made durable and renamed. At every moment the older one or
+the new one is whole: an older one of the same name is first renamed to DIR.old.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-from safetensors.torch import save_file
+from msgspec import Struct
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from agentenv.errors import DataError
+from agentenv.errors import DataError, LearnerError
+from learners.fragments import MASTER, fragments, moments
+from learners.lora import LoRAConfig
 
-WEIGHTS = "model.safetensors"
-CHECKPOINT = "learner.pt"
-SKIPPED_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+META = "learner.json"
+REFERENCE = "reference.safetensors"
+SEPARATOR = "|"
 
 
-def write_model(model: Any, source: Path, directory: Path) -> None:
-    """Write `model` as a Hugging Face directory; the other files come from `source`.
+class Meta(Struct, kw_only=True):
+    """What a checkpoint is of. `base_model`: directory of the frozen weights, with `lora`.
+    `reference_updates`: see `learners.reference.Reference`."""
 
-    Tied weights are stored once. Other files of `source` (config, tokenizer, chat template,
-    generation_config) are hard-linked, or copied where links are not possible.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    for path in source.iterdir():
-        target = directory / path.name
-        if path.is_file() and not path.name.endswith(SKIPPED_SUFFIXES) and not target.exists():
+    num_ranks: int
+    zero_stage: int
+    dtype: str
+    optimizer: str
+    policy_version: int
+    optimizer_step: int
+    moved: bool
+    base_model: str
+    reference_updates: int = 0
+    lora: LoRAConfig | None = None
+
+
+class Checkpoint:
+    """Reads what `save` wrote; tensors are mapped from the files, not loaded."""
+
+    def __init__(self, directory: Path) -> None:
+        directory = finished(directory)
+        try:
+            self.meta = msgspec.json.decode((directory / META).read_bytes(), type=Meta)
+        except (OSError, msgspec.DecodeError) as error:
+            raise DataError(
+                f"{directory}: not a complete learner checkpoint ({META}: {error})"
+            ) from error
+        self.directory = directory
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._steps: dict[str, float] = {}
+        self._parts: dict[tuple[str, str], list[tuple[int, int, Any]]] = {}
+        for rank in range(self.meta.num_ranks):
+            path = directory / shard_name(rank, self.meta.num_ranks)
             try:
-                os.link(path, target)
-            except OSError:  # another file system, or one without links
-                shutil.copyfile(path, target)
-    weights: dict[str, torch.Tensor] = {}
-    seen: set[tuple[int, int]] = set()
-    for name, tensor in model.state_dict().items():
-        key = (tensor.data_ptr(), tensor.numel())
-        if key not in seen:
-            seen.add(key)
-            weights[name] = tensor.contiguous()
-    partial = directory / f"{WEIGHTS}.partial"
-    save_file(weights, partial, metadata={"format": "pt"})
-    os.replace(partial, directory / WEIGHTS)
+                self._index(safe_open(path, "pt"))
+            except (OSError, SafetensorError) as error:
+                raise DataError(f"{path}: cannot be read: {error}") from error
+
+    def _index(self, file: Any) -> None:
+        for name, entry in json.loads(file.metadata()["fragments"]).items():
+            self.shapes[name] = tuple(entry["shape"])
+            if entry["step"] is not None:
+                self._steps[name] = entry["step"]
+            for kind in entry["kinds"]:
+                part = (entry["start"], entry["size"], file)
+                self._parts.setdefault((name, kind), []).append(part)
+
+    def kinds(self, name: str) -> list[str]:
+        """Names of the optimizer's states of a parameter."""
+        return [kind for one, kind in self._parts if one == name and kind != MASTER]
+
+    def step_of(self, name: str) -> float | None:
+        """Optimizer steps that the parameter's state has seen."""
+        return self._steps.get(name)
+
+    def read(self, name: str, kind: str, start: int, size: int) -> Tensor:
+        """Elements start to start + size of a flattened parameter or its state, float32."""
+        out = torch.empty(size)
+        missing = size
+        for first, count, file in self._parts.get((name, kind), ()):
+            low, high = max(start, first), min(start + size, first + count)
+            if low < high:
+                part = file.get_slice(f"{name}{SEPARATOR}{kind}")[low - first : high - first]
+                out[low - start : high - start] = part
+                missing -= high - low
+        if missing:
+            raise DataError(
+                f"{self.directory}: has no {kind} of {name}; it is of another model, or of "
+                f"optimizer = {self.meta.optimizer}, lora = {self.meta.lora}. To start from its "
+                "weights only, give model.path = the checkpoint's folder"
+            )
+        return out
+
+    def reference(self) -> dict[str, Any]:
+        """State for `learners.reference.Reference.load`."""
+        path = self.directory / REFERENCE
+        weights = load_file(path) if path.is_file() else None
+        return {"weights": weights, "num_updates": self.meta.reference_updates}
+
+    def rng_states(self, rank: int) -> dict[str, Tensor]:
+        """Generators of a rank by device; empty for a rank that there was none of."""
+        if rank >= self.meta.num_ranks:
+            return {}
+        with safe_open(self.directory / shard_name(rank, self.meta.num_ranks), "pt") as file:
+            keys = [key for key in file.keys() if key.startswith("rng")]  # noqa: SIM118
+            return {key.removeprefix("rng_"): file.get_tensor(key) for key in keys}
 
 
-def save_state(state: dict[str, Any], directory: Path) -> None:
-    """Write a checkpoint directory; an older one of the same name is replaced as a whole."""
+def save(
+    backend: Any, meta: Meta, directory: Path, reference: dict[str, Tensor] | None = None
+) -> None:
+    """Write a checkpoint; all ranks call it. Raises LearnerError on every rank if one fails."""
     partial = directory.with_name(f"{directory.name}.partial")
+    together(backend, lambda: _fresh(partial) if backend.rank == 0 else None)
+    together(backend, lambda: _write_shard(backend, partial))
+    if reference is not None and backend.rank == 0:
+        # Tied weights share memory, which safetensors refuses.
+        save_file({name: w.cpu().clone() for name, w in reference.items()}, partial / REFERENCE)
+        sync(partial / REFERENCE)
+    together(backend, lambda: _finish(meta, partial, directory) if backend.rank == 0 else None)
+
+
+def together(backend: Any, work: Any) -> None:
+    """Do a part of common work; if it fails on one rank with OSError, it fails on all."""
+    problem = ""
+    own: Exception | None = None
+    try:
+        work()
+    except (OSError, SafetensorError) as error:
+        own, problem = error, f"rank {backend.rank}: {error}"
+    problems = [text for text in backend.gather(problem) if text]
+    if own is not None:
+        raise own
+    if problems:
+        raise LearnerError(problems[0])
+
+
+def _fresh(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    with (partial / CHECKPOINT).open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+
+
+def _write_shard(backend: Any, partial: Path) -> None:
+    tensors, index = {}, {}
+    if backend.stage or backend.rank == 0:  # at stage 0 all ranks hold the same
+        for fragment in fragments(backend):
+            states, step = moments(backend, fragment)
+            parts = {MASTER: fragment.view(fragment.owner), **states}
+            for kind, value in parts.items():
+                tensors[f"{fragment.name}{SEPARATOR}{kind}"] = value.float().cpu().contiguous()
+            index[fragment.name] = {
+                "shape": fragment.shape,
+                "start": fragment.start,
+                "size": fragment.size,
+                "step": step,
+                "kinds": list(parts),
+            }
+    tensors["rng_cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        tensors["rng_cuda"] = torch.cuda.get_rng_state()
+    path = partial / shard_name(backend.rank, backend.num_ranks)
+    save_file(tensors, path, metadata={"fragments": json.dumps(index)})
+    sync(path)
+
+
+def _finish(meta: Meta, partial: Path, directory: Path) -> None:
+    path = partial / META
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(meta)))
+    sync(path)
+    replace_directory(partial, directory)
+
+
+def replace_directory(partial: Path, directory: Path) -> None:
+    """Give a complete directory its name, in place of an older one, durably."""
+    sync(partial)
+    old = directory.with_name(f"{directory.name}.old")
     if directory.exists():
-        old = directory.with_name(f"{directory.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         directory.rename(old)
-        partial.rename(directory)
-        shutil.rmtree(old)
-    else:
-        partial.rename(directory)
+    partial.rename(directory)
+    sync(directory.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
-def load_state(directory: Path) -> dict[str, Any]:
-    """Read what `save_state` wrote. Raises DataError if it is not there."""
-    path = directory / CHECKPOINT
-    if not path.is_file():
-        raise DataError(f"{directory}: not a complete learner checkpoint ({CHECKPOINT} missing)")
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return state
+def finished(directory: Path) -> Path:
+    """The directory, or what it was called before, if it was cut off between two renames."""
+    old = directory.with_name(f"{directory.name}.old")
+    return old if old.is_dir() and not directory.exists() else directory
+
+
+def shard_name(rank: int, num_ranks: int) -> str:
+    return f"rank-{rank:05d}-of-{num_ranks:05d}.safetensors"
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the names in a directory, survive a crash of the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

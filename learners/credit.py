@@ -8,30 +8,37 @@ below it, and the number of those leaves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentenv.tree import Node, TrajectoryTree
+from agentenv.tree import Node, Trajectory, TrajectoryTree
 from agentenv.types import Limit
 
 Floats = NDArray[np.float64]
 Sharing = Literal["soft", "hard"]
 Truncated = Literal["score", "zero", "mask"]
+Estimator = Callable[[Floats], Floats]  # returns of a group -> advantages
 
 EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
 class TreeCredit:
-    """Credit per node, float64 arrays of length len(tree.nodes); weight 0 = not trained."""
+    """Credit per node, float64 arrays of length len(tree.nodes); weight 0 = not trained.
+
+    `returns` and `advantages` hold the figures of each counted leaf at its node, nan elsewhere.
+    """
 
     adv_pos: Floats
     adv_neg: Floats
     weight: Floats
+    returns: Floats
+    advantages: Floats
 
     @property
     def has_signal(self) -> bool:
@@ -63,6 +70,26 @@ def group_advantages(
     return centred
 
 
+def leave_one_out(rewards: Sequence[float] | Floats) -> Floats:
+    """r_i - mean of the others, n / (n - 1) times r_i - mean (RLOO, Ahmadian 2024).
+
+    Equal rewards and single rewards give exactly 0.
+    """
+    values = np.asarray(rewards, np.float64)
+    if values.size < 2 or values.max() == values.min():
+        return np.zeros_like(values)
+    scaled: Floats = (values - values.mean()) * (values.size / (values.size - 1.0))
+    return scaled
+
+
+def soft_length_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
+    """DAPO's soft overlong punishment (Yu 2025, eq. 13): 0 up to max_tokens - buffer, then down
+    linearly to -1 at max_tokens and beyond. max_tokens 0 switches it off; buffer > 0."""
+    if max_tokens == 0:
+        return 0.0
+    return -min(1.0, max(0.0, (num_tokens - (max_tokens - buffer)) / buffer))
+
+
 def tree_credit(
     tree: TrajectoryTree,
     *,
@@ -72,35 +99,88 @@ def tree_credit(
     sharing: Sharing = "soft",
     truncated: Mapping[Limit, Truncated] | None = None,
     compat: bool = False,
+    estimator: Estimator | None = None,
+    penalty: Callable[[Trajectory], float] | None = None,
 ) -> TreeCredit | None:
     """Credit of every node, or None when the group is too short to be normalised.
 
     Failed leaves are in no group. A truncated leaf counts with its return ("score"), with return
     0 ("zero") or not at all ("mask"), by its limit; limits not in the mapping are scored. What is
-    left must be at least min_group_fraction of group_size. Soft sharing gives a token each
-    leaf's own advantage, hard sharing the mean over the leaves below it, counted as often
-    (ARPO, Dong 2025, section 3.2).
+    left must be at least min_group_fraction of group_size. `penalty` is added to each return.
+    `estimator` takes the place of `group_advantages`. Soft sharing gives a token each leaf's own
+    advantage, hard sharing the mean over the leaves below it, counted as often (ARPO, Dong 2025,
+    section 3.2).
     """
     modes = truncated or {}
     leaves = [leaf for leaf in tree.leaves() if _is_counted(leaf, modes)]
     if not leaves or len(leaves) < min_group_fraction * group_size:
         return None
-    paths = [tree.path(leaf) for leaf in leaves]
-    returns = [
-        0.0 if _mode(leaf, modes) == "zero" else sum(node.reward for node in path)
-        for leaf, path in zip(leaves, paths, strict=True)
-    ]
-    advantages = group_advantages(returns, norm_by_std=norm_by_std, compat=compat)
+    trajectories = [Trajectory(tree.path(leaf)) for leaf in leaves]
+    returns = np.array(
+        [0.0 if _mode(path.leaf, modes) == "zero" else path.reward for path in trajectories]
+    )
+    if penalty is not None:
+        returns += [penalty(path) for path in trajectories]
+    if estimator is None:
+        advantages = group_advantages(returns, norm_by_std=norm_by_std, compat=compat)
+    else:
+        advantages = estimator(returns)
+    return spread(tree, [path.path for path in trajectories], returns, advantages, sharing)
+
+
+def spread(
+    tree: TrajectoryTree,
+    paths: Sequence[Sequence[Node]],
+    returns: Floats,
+    advantages: Floats,
+    sharing: Sharing,
+) -> TreeCredit:
+    """Credit of every node from figures of the counted leaves, the last nodes of `paths`."""
     adv_pos, adv_neg, weight = np.zeros((3, len(tree.nodes)))
-    for path, advantage in zip(paths, advantages, strict=True):
+    leaf_figures = np.full((2, len(tree.nodes)), np.nan)
+    for path, figures in zip(paths, zip(returns, advantages, strict=True), strict=True):
         nodes = [node.index for node in path]
-        adv_pos[nodes] += max(advantage, 0.0)
-        adv_neg[nodes] += min(advantage, 0.0)
+        adv_pos[nodes] += max(figures[1], 0.0)
+        adv_neg[nodes] += min(figures[1], 0.0)
         weight[nodes] += 1.0
+        leaf_figures[:, nodes[-1]] = figures
     if sharing == "hard":
         total = adv_pos + adv_neg
         adv_pos, adv_neg = np.maximum(total, 0.0), np.minimum(total, 0.0)
-    return TreeCredit(adv_pos, adv_neg, weight)
+    return TreeCredit(adv_pos, adv_neg, weight, *leaf_figures)
+
+
+def normalize_over_batch(
+    trees: Sequence[TrajectoryTree], credits: Sequence[TreeCredit | None], sharing: Sharing
+) -> list[TreeCredit | None]:
+    """(A - mean) / (std + epsilon), statistics over the policy tokens of all trajectories
+    (REINFORCE++, Hu 2025, arXiv 2501.03262); std unbiased.
+
+    Groups without signal stay exactly 0 and are in no statistics, so that they are still
+    recognised and left out.
+    """
+    parts = []
+    for tree, credit in zip(trees, credits, strict=True):
+        if credit is not None and credit.has_signal:
+            leaves = np.flatnonzero(~np.isnan(credit.advantages))
+            paths = [tree.path(tree.nodes[leaf]) for leaf in leaves.tolist()]
+            lengths = [sum(len(node.action_ids) for node in path) for path in paths]
+            parts.append((credit.advantages[leaves], np.array(lengths, np.float64), paths))
+    if not parts:
+        return list(credits)
+    advantages = np.concatenate([part[0] for part in parts])
+    counts = np.concatenate([part[1] for part in parts])
+    total = float(counts.sum())
+    mean = float((counts * advantages).sum()) / max(total, 1.0)
+    variance = float((counts * (advantages - mean) ** 2).sum()) / max(total - 1.0, 1.0)
+    scale = math.sqrt(variance) + EPSILON
+    out, remaining = list(credits), iter(parts)
+    for number, (tree, credit) in enumerate(zip(trees, credits, strict=True)):
+        if credit is not None and credit.has_signal:
+            old, _, paths = next(remaining)
+            returns = credit.returns[~np.isnan(credit.returns)]
+            out[number] = spread(tree, paths, returns, (old - mean) / scale, sharing)
+    return out
 
 
 def _mode(leaf: Node, modes: Mapping[Limit, Truncated]) -> Truncated:

@@ -1,38 +1,38 @@
-"""DeepSpeed behind the few calls that a trainer needs."""
+"""DeepSpeed behind the few calls that a trainer needs.
+
+Ranks have different numbers of micro-batches, as trees give them. What DeepSpeed 0.19 does with
+that depends on the stage, and several of its calls are silently wrong or hang:
+
+    stage 0   gradients stay on the rank; summed here, once, before the step
+    stage 1   coalesce_grad_reduction: summed once; every rank needs at least one backward pass
+    stage 2   each backward pass sums and cuts gradients, so ranks run equally many
+    stage 3   each forward pass gathers weights too, so ranks run equally many of both
+
+The loss is a sum over tokens divided by the total of all ranks. DeepSpeed averages over ranks, so
+it is multiplied by their number.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from agentenv.errors import ConfigError
-from learners.batch import MicroBatch
+from learners.backend import RankBackend, empty_batch
+from learners.deepspeed_settings import deepspeed_settings
 from learners.learner import LearnerConfig, OptimizerConfig
-from learners.optimizer import build_optimizer, scale_learning_rates
-from learners.policy import Policy, tensors
+from learners.optimizer import build_optimizer, scale_learning_rates, set_hyperparameters
+from learners.policy import Policy
 
-DISTRIBUTED_DEFAULTS = {
-    "RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_RANK": "0",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
+REDUCE_ELEMENTS = 500_000_000  # of one bucket, as in DeepSpeed's default
 
 
-def prepare_process() -> None:
-    """Before DeepSpeed loads: all five variables set (else it looks for MPI) and no JIT compile.
-
-    A single rank meets nobody, so it needs no port.
-    """
-    for name, value in DISTRIBUTED_DEFAULTS.items():
-        os.environ.setdefault(name, value)
+def prepare_deepspeed() -> None:
+    """Before DeepSpeed starts: the process group exists already, and nothing is compiled."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
@@ -40,72 +40,90 @@ def prepare_process() -> None:
     if not torch.cuda.is_available():
         # Else DeepSpeed compiles its shared-memory collectives at the first start, for a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if not dist.is_initialized() and os.environ["WORLD_SIZE"] == "1":
-        name = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(name, store=HashStore(), rank=0, world_size=1)
 
 
-class DeepSpeedBackend:
+class DeepSpeedBackend(RankBackend):
     """A DeepSpeed engine around the policy; see `learners.trainer.Backend`.
 
-    The caller owns the step (managed_gradient_accumulation off), so any number of micro-batches
-    may precede it. At stage 0 the gradient norm is ours, since DeepSpeed 0.19 does not report it.
+    At stage 0 the gradient norm is ours, since DeepSpeed 0.19 does not report it. At stages above
+    0 a step whose gradients are not finite on any rank is skipped by DeepSpeed on all of them.
     """
 
-    def __init__(self, model: Any, config: LearnerConfig) -> None:
-        if config.optimizer == "muon_adamw" and config.zero_stage != 0:
-            raise ConfigError(
-                "learner.zero_stage: muon_adamw needs whole matrices, which ZeRO "
-                f"{config.zero_stage} does not give it; use stage 0, or optimizer = adamw"
-            )
-        prepare_process()
-        self.config = config
-        self.device = _device()
-        self.policy = Policy(model.to(self.device), config.temperature)
+    def __init__(
+        self, policy: Policy, config: LearnerConfig, dropouts: tuple[object, ...] = ()
+    ) -> None:
+        prepare_deepspeed()
+        super().__init__(policy, config, dropouts)
+        self.stage = int(config.zero_stage)
+        self._block: contextlib.ExitStack | None = None  # of coalesce_grad_reduction
+        self._sums: dict[torch.nn.Parameter, Tensor] = {}  # float32 gradients at stage 1
+        if self.stage < 3:
+            policy.to(self.device)  # at stage 3 DeepSpeed moves what it keeps
         self._start(config)
 
-    def _start(self, optimizer: OptimizerConfig) -> None:
+    def _start(self, config: OptimizerConfig) -> None:
         import deepspeed
 
-        self.grad_clip = optimizer.grad_clip
-        stage = self.config.zero_stage
-        settings = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "managed_gradient_accumulation": False,
-            "gradient_clipping": self.grad_clip if stage else 0.0,
-            "zero_optimization": {"stage": stage},
-            "zero_allow_untested_optimizer": True,
-            "steps_per_print": 2**31,
-        }
+        self.grad_clip = config.grad_clip
+        fused = self.config.offload != "none"
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=self.policy,
-            optimizer=build_optimizer(self.policy.model, optimizer),
-            config=settings,
+            optimizer=build_optimizer(self.policy.model, config, fused=fused),
+            config=deepspeed_settings(self.config),
         )
+        self.module = self.engine
+        if self.stage == 0:
+            self.engine.enable_backward_allreduce = False
+        else:
+            self.optimizer.check_grad_overflow = True
 
-    def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
+    @property
+    def base_optimizer(self) -> Any:
+        """The torch optimizer that holds the state."""
+        return self.optimizer.optimizer if self.stage else self.optimizer
+
+    def reset_optimizer(self, config: OptimizerConfig) -> None:
         """Replace the optimizer by a new one without state."""
-        if optimizer.optimizer == "muon_adamw" and self.config.zero_stage != 0:
-            raise ConfigError("muon_adamw needs learner.zero_stage = 0")
-        self.engine.destroy()
-        self._start(optimizer)
-
-    def forward(
-        self, batch: MicroBatch, *, entropies: bool = False, matches: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = tensors(batch, self.device)
-        outputs: tuple[Tensor, Tensor, Tensor] = self.engine(*inputs, entropies, matches)
-        return outputs
+        if self.stage:
+            self.optimizer.clip_grad = config.grad_clip
+            self.base_optimizer.state.clear()
+            set_hyperparameters(self.base_optimizer, config)
+        else:
+            self.engine.destroy()
+            self._start(config)
 
     def backward(self, loss: Tensor) -> None:
-        self.engine.backward(loss)
+        if self.stage == 1 and self._block is None:
+            self._block = contextlib.ExitStack()
+            self._block.enter_context(self.engine.coalesce_grad_reduction())
+        self.engine.backward(loss * self.num_ranks)
+        if self.stage == 1 and self.config.dtype == "bfloat16":
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """Sum gradients of micro-batches in float32, as the other stages do."""
+        for param in self.policy.parameters():
+            if param.grad is None:
+                continue
+            if param in self._sums:
+                self._sums[param].add_(param.grad)
+            else:
+                self._sums[param] = param.grad.float()
+            param.grad = None
 
     def step(self, lr_scale: float) -> float:
-        scale_learning_rates(self.optimizer, lr_scale)
-        if self.config.zero_stage:
-            self.engine.step()
-            return float(self.engine.get_global_grad_norm() or math.nan)
+        scale_learning_rates(self.base_optimizer, lr_scale)
+        if self.stage == 0:
+            return self._step_whole()
+        self._reduce()
+        self.engine.step()
+        if self.optimizer.overflow:
+            return math.nan
+        return float(self.engine.get_global_grad_norm())
+
+    def _step_whole(self) -> float:
+        if self.num_ranks > 1:
+            self.engine.buffered_allreduce_fallback(elements_per_buffer=REDUCE_ELEMENTS)
         params = [param for param in self.policy.parameters() if param.grad is not None]
         bound = self.grad_clip or math.inf
         norm = float(torch.nn.utils.clip_grad_norm_(params, bound))
@@ -115,11 +133,36 @@ class DeepSpeedBackend:
             self.skip()
         return norm
 
+    def _reduce(self) -> None:
+        """Sum the gradients over ranks, where the backward passes did not."""
+        for param, total in self._sums.items():
+            param.grad = total.to(param.dtype)
+        self._sums.clear()
+        block, self._block = self._block, None
+        if block is not None:
+            block.close()
+
     def skip(self) -> None:
-        self.engine.optimizer.zero_grad()
+        if self.stage == 0:
+            self.optimizer.zero_grad()
+            return
+        # DeepSpeed keeps parts of gradients in several places and clears all of them when it
+        # finds one that is not finite; so it gets one.
+        with torch.enable_grad():
+            logprobs, _, _ = self.forward(empty_batch())
+            self.backward(math.nan * logprobs.sum())
+        self._reduce()
+        self.engine.step()
 
+    def abandon(self) -> None:
+        """Clear what a failed command left behind. Of several ranks none can go on alone."""
+        if self.num_ranks == 1:
+            self._sums.clear()
+            self.skip()
 
-def _device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    def _num_passes(self, count: int, train: bool) -> int:
+        if self.num_ranks == 1:
+            return count
+        if self.stage == 3 or (self.stage == 2 and train):
+            return max(self.gather(count))
+        return max(count, 1) if self.stage == 1 and train else count

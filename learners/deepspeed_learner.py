@@ -1,4 +1,4 @@
-"""The controller's handle on a DeepSpeed learner: trees in, metrics and published weights out."""
+"""The controller's handle on the learner's ranks: trees in, metrics and published weights out."""
 
 from __future__ import annotations
 
@@ -9,24 +9,34 @@ from itertools import pairwise
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from agentenv.errors import ConfigError
 from agentenv.tree import TrajectoryTree
 from learners import messages as wire
+from learners.dealing import deal
+from learners.deepspeed_settings import deepspeed_settings
 from learners.encoding import EncodedTree, encode
+from learners.evidence import Evidence
 from learners.learner import LearnerConfig, Metrics, OptimizerConfig, Score
-from learners.rank_process import RankProcess
+from learners.lora import check_installed
+from learners.rank_group import RankGroup
 
 
 class DeepSpeedLearner:
-    """See `learners.learner.Learner`. Use `start`, then `close`; see RankProcess for failures."""
+    """See `learners.learner.Learner`. Use `start`, then `close`; see RankGroup for failures."""
 
     def __init__(
-        self, config: LearnerConfig, algorithm: wire.AnyAlgorithm, rank: RankProcess
+        self,
+        config: LearnerConfig,
+        algorithm: wire.AnyAlgorithm,
+        ranks: RankGroup,
+        evidence: Evidence,
     ) -> None:
         self.config = config
         self.algorithm = algorithm
-        self.rank = rank
+        self.ranks = ranks
+        self.evidence = evidence
         self._policy_version = 0
 
     @classmethod
@@ -39,18 +49,22 @@ class DeepSpeedLearner:
         *,
         seed: int = 0,
     ) -> DeepSpeedLearner:
-        """Start the rank and load the model of a Hugging Face directory into it.
+        """Start the ranks and load the model of a Hugging Face directory into them.
 
-        Raises ConfigError for settings that contradict each other or a directory that is not a
-        model, LearnerError if the rank does not come up.
+        Rank 0 writes its log to `log_path`, the others beside it. Raises ConfigError for settings
+        that contradict each other or a directory that is not a model, LearnerError if a rank
+        does not come up.
         """
         _check(config, model_dir)
-        rank = RankProcess(log_path, config.num_threads)
-        learner = cls(config, algorithm, rank)
+        if config.deepspeed_config:  # ranks may run in another directory
+            path = _absolute(Path(config.deepspeed_config))
+            config = replace(config, deepspeed_config=path)
+        ranks = RankGroup(config, log_path)
+        learner = cls(config, algorithm, ranks, Evidence(log_path.with_name("skipped")))
         try:
-            await rank.start(config.start_timeout_s)
-            init = wire.Init(config, algorithm, _absolute(model_dir), seed)
-            await learner._call(init, config.start_timeout_s)
+            await ranks.start(config.start_timeout_s)
+            init = wire.Init(config, algorithm, _absolute(model_dir), seed, ranks.store)
+            await learner._call([init] * config.num_ranks, config.start_timeout_s)
         except BaseException:
             await learner.close()
             raise
@@ -62,8 +76,8 @@ class DeepSpeedLearner:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the rank; None once closed."""
-        return self.rank.pid
+        """Process id of rank 0; None once closed."""
+        return next(iter(self.ranks.pids), None)
 
     async def update(self, trees: Sequence[TrajectoryTree], lr_scale: float = 1.0) -> Metrics:
         """Train on whole groups; metrics count groups as trained, filtered and dropped.
@@ -72,71 +86,115 @@ class DeepSpeedLearner:
         left is dealt evenly to as few mini-batches as groups_per_minibatch allows; if nothing is
         left, no step is taken.
         """
-        encoded, metrics = await asyncio.to_thread(self._encode, list(trees))
-        if encoded:
-            count = -(-len(encoded) // self.config.groups_per_minibatch)
-            cuts = [len(encoded) * i // count for i in range(count + 1)]
-            minibatches = [encoded[first:last] for first, last in pairwise(cuts)]
-            metrics |= (await self._call(wire.Update(minibatches, lr_scale))).metrics
-        return metrics
+        kept, encoded, metrics = await asyncio.to_thread(self._encode, list(trees))
+        if not encoded:
+            return metrics
+        count = -(-len(encoded) // self.config.groups_per_minibatch)
+        cuts = list(pairwise(len(encoded) * i // count for i in range(count + 1)))
+        parts: list[list[list[EncodedTree]]] = [[] for _ in range(self.config.num_ranks)]
+        for first, last in cuts:
+            hands = deal(encoded[first:last], self.config.num_ranks)
+            for part, hand in zip(parts, hands, strict=True):
+                part.append([encoded[first + place] for place in hand])
+        replies = await self._call([wire.Update(part, lr_scale) for part in parts])
+        for step in replies[0].steps:
+            span = slice(*cuts[int(step["minibatch"])])
+            self.evidence.save(step, self._policy_version, kept[span], encoded[span])
+        return metrics | replies[0].metrics
 
-    def _encode(self, trees: list[TrajectoryTree]) -> tuple[list[EncodedTree], Metrics]:
-        credits = [self.algorithm.credit(tree) for tree in trees]
-        encoded = [
-            encode(tree, credit, self._policy_version)
+    def _encode(
+        self, trees: list[TrajectoryTree]
+    ) -> tuple[list[TrajectoryTree], list[EncodedTree], Metrics]:
+        credits = self.algorithm.credits(trees)
+        kept = [
+            (tree, credit)
             for tree, credit in zip(trees, credits, strict=True)
             if credit is not None and credit.has_signal
         ]
+        encoded = [encode(tree, credit, self._policy_version) for tree, credit in kept]
         num_dropped = sum(credit is None for credit in credits)
-        return encoded, {
-            "num_trained": float(len(encoded)),
-            "num_filtered": float(len(trees) - len(encoded) - num_dropped),
-            "num_dropped": float(num_dropped),
-            "num_steps": 0.0,
-        }
+        return (
+            [tree for tree, _ in kept],
+            encoded,
+            {
+                "num_trained": float(len(encoded)),
+                "num_filtered": float(len(trees) - len(encoded) - num_dropped),
+                "num_dropped": float(num_dropped),
+                "num_steps": 0.0,
+            },
+        )
 
     async def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float = 1.0) -> Metrics:
         if not sequences:
             return {"num_steps": 0.0}
-        return (await self._call(wire.Imitate(list(sequences), lr_scale))).metrics
+        hands = deal(sequences, self.config.num_ranks)
+        commands = [wire.Imitate([sequences[i] for i in hand], lr_scale) for hand in hands]
+        return (await self._call(commands))[0].metrics
 
-    async def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
+    async def prefer(
+        self, pairs: Sequence[EncodedTree], beta: float, lr_scale: float = 1.0
+    ) -> Metrics:
+        if not pairs:
+            return {"num_steps": 0.0}
+        hands = deal(pairs, self.config.num_ranks)
+        commands = [wire.Prefer([pairs[i] for i in hand], beta, lr_scale) for hand in hands]
+        return (await self._call(commands))[0].metrics
+
+    async def score(
+        self, sequences: Sequence[EncodedTree], *, adapters: bool = True
+    ) -> list[Score]:
         if not sequences:
             return []
-        return (await self._call(wire.ScoreSequences(list(sequences)))).scores
+        hands = deal(sequences, self.config.num_ranks)
+        commands = [wire.ScoreSequences([sequences[i] for i in hand], adapters) for hand in hands]
+        replies = await self._call(commands)
+        scores = {
+            place: score
+            for hand, reply in zip(hands, replies, strict=True)
+            for place, score in zip(hand, reply.scores, strict=True)
+        }
+        return [scores[place] for place in range(len(sequences))]
 
     async def reset_optimizer(self, config: OptimizerConfig) -> None:
-        await self._call(wire.ResetOptimizer(_optimizer_part(config)))
+        await self.call_all(wire.ResetOptimizer(_optimizer_part(config)))
 
     async def publish(self, directory: Path) -> Path:
-        await self._call(wire.WriteModel(_absolute(directory), publish=True))
+        await self.call_all(wire.WriteModel(_absolute(directory), publish=True))
         return directory
 
     async def export(self, directory: Path) -> Path:
-        await self._call(wire.WriteModel(_absolute(directory), publish=False))
+        await self.call_all(wire.WriteModel(_absolute(directory), publish=False))
         return directory
 
     async def save(self, directory: Path) -> None:
-        await self._call(wire.Save(_absolute(directory)))
+        await self.call_all(wire.Save(_absolute(directory)))
 
     async def load(self, directory: Path) -> None:
-        await self._call(wire.Load(_absolute(directory)))
+        await self.call_all(wire.Load(_absolute(directory)))
 
     async def close(self) -> None:
-        """Stop the rank; idempotent. A call that is waiting ends with LearnerError."""
-        await self.rank.close()
+        """Stop the ranks; idempotent. A call that is waiting ends with LearnerError."""
+        await self.ranks.close()
 
-    async def _call(self, command: Struct, timeout_s: float | None = None) -> wire.Done:
-        reply = await self.rank.call(command, timeout_s or self.config.command_timeout_s)
-        self._policy_version = reply.policy_version
-        return reply
+    async def call_all(self, command: Struct, timeout_s: float | None = None) -> list[wire.Done]:
+        """One command for all ranks; their answers by rank."""
+        return await self._call([command] * self.config.num_ranks, timeout_s)
+
+    async def _call(
+        self, commands: Sequence[Struct], timeout_s: float | None = None
+    ) -> list[wire.Done]:
+        replies = await self.ranks.call(commands, timeout_s or self.config.command_timeout_s)
+        self._policy_version = replies[0].policy_version
+        return replies
 
 
 def _check(config: LearnerConfig, model_dir: Path) -> None:
-    if config.optimizer == "muon_adamw" and config.zero_stage != 0:
-        raise ConfigError("learner.optimizer = muon_adamw needs learner.zero_stage = 0")
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{model_dir}: not a Hugging Face model directory (no config.json)")
+    if config.backend == "deepspeed":
+        deepspeed_settings(config)
+    if config.lora is not None:
+        check_installed()
 
 
 def _absolute(path: Path) -> str:

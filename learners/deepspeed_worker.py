@@ -2,114 +2,57 @@
 
     python -m learners.deepspeed_worker
 
-The address and a secret token come in environment variables (`learners.messages`). The process
-ends when the controller stops it, dies, or closes the connection; an interrupt from the keyboard
-is the controller's business.
+The controller's address and a secret token come in environment variables (`learners.messages`),
+the place among the ranks in those of torchrun, the DeepSpeed launcher or Slurm
+(`learners.process_group`). The process ends when the controller stops it, dies, or closes the
+connection; an interrupt from the keyboard is the controller's business.
 """
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
+import select
 import signal
 import socket
 import sys
+import threading
+import time
 import traceback
-from pathlib import Path
+from functools import partial
 
 import torch
 from msgspec import Struct
-from transformers import AutoModelForCausalLM
 
 from agentenv.errors import AgentEnvError, ConfigError
 from learners import messages as wire
-from learners.checkpoint import load_state, save_state, write_model
-from learners.deepspeed_backend import DeepSpeedBackend
-from learners.trainer import Trainer
+from learners.process_group import Meeting, find_place, own_address
+from learners.rank_state import Rank
 
 PR_SET_PDEATHSIG = 1  # Linux: signal this process when its parent ends
+ORPHAN_POLL_S = 1.0
+ORPHAN_GRACE_S = 3.0  # for the main thread to end by itself
+OUT_OF_MEMORY = (
+    "ran out of memory ({}); lower learner.max_tokens_per_microbatch, raise learner.zero_stage, "
+    "or set learner.activation_checkpointing or learner.offload"
+)
 
 
-class Rank:
-    """The state of a rank between commands; `policy_version` counts published updates."""
-
-    def __init__(self, init: wire.Init) -> None:
-        torch.set_num_threads(init.config.num_threads)
-        torch.manual_seed(init.seed)
-        self.source = Path(init.model_dir)
-        model = AutoModelForCausalLM.from_pretrained(
-            init.model_dir, dtype=torch.float32, attn_implementation="sdpa"
-        )
-        self.backend = DeepSpeedBackend(model.eval(), init.config)
-        self.trainer = Trainer(self.backend, init.algorithm, init.config)
-        self.policy_version = 0
-
-    def run(self, command: wire.Command) -> wire.Done:
-        """Carry out one command; whatever it raises goes back as Failed."""
-        done = wire.Done()
-        match command:
-            case wire.Update():
-                done.metrics = self.trainer.update(command.minibatches, command.lr_scale)
-            case wire.Imitate():
-                done.metrics = self.trainer.imitate(command.sequences, command.lr_scale)
-            case wire.ScoreSequences():
-                done.scores = self.trainer.score(command.sequences)
-            case wire.ResetOptimizer():
-                self.backend.reset_optimizer(command.config)
-            case wire.WriteModel():
-                self.write_model(Path(command.directory), publish=command.publish)
-            case wire.Save():
-                save_state(self.state(), Path(command.directory))
-            case wire.Load():
-                self.load(Path(command.directory))
-        done.policy_version = self.policy_version
-        return done
-
-    def write_model(self, directory: Path, *, publish: bool) -> None:
-        write_model(self.backend.policy.model, self.source, directory)
-        if publish:
-            self.policy_version += 1
-            self.trainer.moved = False
-
-    def state(self) -> dict[str, object]:
-        """What `load` needs for a bit-exact resume. Raises ConfigError at ZeRO stages above 0,
-        whose optimizer state is spread over ranks."""
-        if self.backend.config.zero_stage:
-            raise ConfigError("learner.zero_stage must be 0 for checkpoints")
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        return {
-            "model": self.backend.policy.model.state_dict(),
-            "optimizer": self.backend.optimizer.state_dict(),
-            "rng": torch.get_rng_state(),
-            "cuda_rng": cuda,
-            "policy_version": self.policy_version,
-            "optimizer_step": self.trainer.optimizer_step,
-            "moved": self.trainer.moved,
-        }
-
-    def load(self, directory: Path) -> None:
-        state = load_state(directory)
-        self.backend.policy.model.load_state_dict(state["model"])
-        self.backend.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda_rng"])
-        self.policy_version = state["policy_version"]
-        self.trainer.optimizer_step = state["optimizer_step"]
-        self.trainer.moved = state["moved"]
-
-
-def serve(connection: socket.socket) -> None:
-    """Answer commands until Stop or the end of the connection."""
+def serve(connection: socket.socket, meeting: Meeting, host: str = "127.0.0.1") -> None:
+    """Answer commands until Stop or the end of the connection. `host`: this machine's address."""
     rank: Rank | None = None
     while True:
         command = receive(connection)
         if command is None or isinstance(command, wire.Stop):
             return
+        if isinstance(command, wire.Abort):  # it came too late
+            continue
         reply: Struct
         try:
             if isinstance(command, wire.Init):
-                rank = Rank(command)
+                meeting.join(command.store, command.config.command_timeout_s)
+                rank = Rank(command, partial(interrupted, connection), host)
                 reply = wire.Done()
             elif rank is None:
                 reply = wire.Failed("the first command must be Init", "")
@@ -118,8 +61,15 @@ def serve(connection: socket.socket) -> None:
         except Exception as error:  # the command boundary: the controller decides what to do
             text = traceback.format_exc()
             sys.stderr.write(text)
+            sys.stderr.flush()
             reply = failure(error, text)
         connection.sendall(wire.pack_frame(reply))
+
+
+def interrupted(connection: socket.socket) -> bool:
+    """Whether the controller breaks off the command that runs; nothing else comes meanwhile."""
+    readable = select.select([connection], [], [], 0)[0]
+    return bool(readable) and isinstance(receive(connection), wire.Abort | None)
 
 
 def failure(error: Exception, text: str) -> wire.Failed:
@@ -129,10 +79,17 @@ def failure(error: Exception, text: str) -> wire.Failed:
     while cause is not None:
         if isinstance(cause, AgentEnvError):
             return wire.Failed(str(cause), "")
+        if isinstance(cause, MemoryError | torch.OutOfMemoryError) or _is_cpu_allocator(cause):
+            reason = (str(cause) or "no memory is left").splitlines()[0]
+            return wire.Failed(OUT_OF_MEMORY.format(reason), "")
         if isinstance(cause, OSError) and cause.strerror:
             return wire.Failed(f"{cause.strerror}: {cause.filename or 'writing a file'}", "")
         cause = cause.__cause__ or cause.__context__
     return wire.Failed(f"{type(error).__name__}: {error}", text)
+
+
+def _is_cpu_allocator(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def receive(connection: socket.socket) -> wire.Command | None:
@@ -153,20 +110,62 @@ def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
     return bytes(body)
 
 
+def end_with_controller(connection: socket.socket) -> None:
+    """End a process that waits for other ranks for ever while the controller is gone."""
+    while True:
+        time.sleep(ORPHAN_POLL_S)
+        try:
+            readable = select.select([connection], [], [], 0)[0]
+            gone = bool(readable) and not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:  # the main thread has read what was there
+            continue
+        except (OSError, ValueError):  # closed by the main thread, or broken
+            gone = True
+        if gone:
+            time.sleep(ORPHAN_GRACE_S)
+            os._exit(1)
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)  # where a rank hangs, into its log
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for name in (wire.ADDRESS_VARIABLE, wire.TOKEN_VARIABLE):
+        if not os.environ.get(name):
+            raise ConfigError(f"{name} is not set: it tells a learner rank where its controller is")
     host, port = os.environ[wire.ADDRESS_VARIABLE].rsplit(":", 1)
-    rank = int(os.environ.get("RANK", "0"))
-    with socket.create_connection((host, int(port))) as connection:
+    place = find_place(os.environ)
+    meeting = Meeting(place)
+    with connect(host, int(port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hello = wire.Hello(os.environ.pop(wire.TOKEN_VARIABLE), rank, os.getpid())
+        own = own_address(connection, host)
+        hello = wire.Hello(
+            token=os.environ.pop(wire.TOKEN_VARIABLE),
+            rank=place.rank,
+            num_ranks=place.num_ranks,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            store=meeting.open(own),
+        )
         connection.sendall(wire.pack_frame(hello))
+        threading.Thread(target=end_with_controller, args=(connection,), daemon=True).start()
         try:
-            serve(connection)
+            serve(connection, meeting, own)
         except ConnectionError:  # the controller is gone; there is nobody to tell
             sys.exit(1)
+    sys.stderr.flush()
+    os._exit(0)  # other ranks may be gone already, and leaving their group would wait for them
+
+
+def connect(host: str, port: int) -> socket.socket:
+    """The controller may start after the ranks: try for some minutes."""
+    for _ in range(600):
+        try:
+            return socket.create_connection((host, port))
+        except OSError:
+            time.sleep(0.5)
+    return socket.create_connection((host, port))
 
 
 if __name__ == "__main__":

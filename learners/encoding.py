@@ -32,7 +32,8 @@ class EncodedTree(Struct, frozen=True, array_like=True):
     between the sampling policy and the learner). bool per token: action (sampled by the policy
     and trained). float64 per token: behaviour (log-prob, nats), entropies (nats; empty if the
     engine gave none), adv_pos, adv_neg, weight; 0 where not trained. int32 per node, in
-    pre-order: starts (first token), parents (-1 for the root).
+    pre-order: starts (first token), parents (-1 for the root). float64 per node: returns and
+    advantages of the leaves, nan at other nodes; empty for sequences without a group.
     """
 
     token_ids: bytes
@@ -48,6 +49,8 @@ class EncodedTree(Struct, frozen=True, array_like=True):
     weight: bytes
     starts: bytes
     parents: bytes
+    returns: bytes = b""
+    advantages: bytes = b""
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +125,8 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
         weight=(credit.weight[indices][owner] * action).tobytes(),
         starts=starts.tobytes(),
         parents=parents.tobytes(),
+        returns=credit.returns[indices].tobytes(),
+        advantages=credit.advantages[indices].tobytes(),
     )
 
 

@@ -8,44 +8,69 @@ from typing import Annotated, Literal, Protocol
 
 from msgspec import Meta, Struct
 
+from agentenv.errors import ConfigError
 from agentenv.tree import TrajectoryTree
 from learners.encoding import EncodedTree
+from learners.lora import LoRAConfig
+from learners.optimizer_config import OptimizerConfig as OptimizerConfig
+from learners.optimizer_config import ScheduleConfig
 
 Metrics = dict[str, float]
 
 
-class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The optimizer; schedules are the controller's, as a factor on both rates."""
-
-    optimizer: Annotated[
-        Literal["muon_adamw", "adamw"],
-        Meta(description="Muon on hidden matrices and AdamW on the rest, or AdamW on all"),
-    ] = "muon_adamw"
-    learning_rate: Annotated[float, Meta(ge=0, description="rate of AdamW")] = 1e-3
-    muon_learning_rate: Annotated[float, Meta(ge=0, description="rate of Muon")] = 4e-3
-    weight_decay: Annotated[
-        float, Meta(ge=0, description="decoupled decay of AdamW's matrices; norms have none")
-    ] = 0.01
-    muon_weight_decay: Annotated[
-        float, Meta(ge=0, description="decoupled decay of Muon's matrices")
-    ] = 0.01
-    betas: Annotated[
-        tuple[float, float], Meta(description="AdamW's decay rates of both moments")
-    ] = (0.9, 0.999)
-    grad_clip: Annotated[
-        float, Meta(ge=0, description="bound on the gradient's global norm; 0 switches it off")
-    ] = 1.0
-
-
-class LearnerConfig(OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the learner's ranks run and how an update is cut into optimizer steps."""
 
+    backend: Annotated[
+        Literal["deepspeed", "torch"],
+        Meta(description="what runs the model; torch is plain and meant for debugging"),
+    ] = "deepspeed"
+    num_ranks: Annotated[int, Meta(ge=1, description="processes that train together")] = 1
+    launch: Annotated[
+        Literal["local", "external"],
+        Meta(
+            description="start the ranks on this machine, or wait for ranks started by torchrun, "
+            "the DeepSpeed launcher or Slurm (docs/learner.md)"
+        ),
+    ] = "local"
+    address: Annotated[
+        str,
+        Meta(description="host:port where external ranks find the controller, as 0.0.0.0:29400"),
+    ] = ""
     zero_stage: Annotated[
-        Literal[0, 1, 2], Meta(description="DeepSpeed ZeRO stage; Muon and checkpoints need 0")
+        Literal[0, 1, 2, 3],
+        Meta(
+            description="DeepSpeed ZeRO: 1 splits optimizer state over ranks, 2 gradients too, 3 "
+            "weights too; muon_adamw needs 0"
+        ),
     ] = 0
     dtype: Annotated[
-        Literal["float32"], Meta(description="of weights, gradients and optimizer state")
+        Literal["float32", "bfloat16"],
+        Meta(
+            description="of weights and activations; bfloat16 keeps float32 weights, sums of "
+            "gradients and optimizer state beside them and needs zero_stage >= 1"
+        ),
     ] = "float32"
+    offload: Annotated[
+        Literal["none", "optimizer", "params"],
+        Meta(
+            description="keep optimizer state (zero_stage >= 1), or weights too (zero_stage 3), "
+            "in main memory"
+        ),
+    ] = "none"
+    activation_checkpointing: Annotated[
+        bool, Meta(description="compute activations of each layer again in the backward pass")
+    ] = False
+    deepspeed_config: Annotated[
+        str,
+        Meta(
+            description="JSON file with further DeepSpeed settings (buckets, overlap, offload "
+            "buffers); what contradicts these keys is refused"
+        ),
+    ] = ""
+    lora: Annotated[
+        LoRAConfig | None, Meta(description="train low-rank adapters; empty: all weights")
+    ] = None
     temperature: Annotated[
         float, Meta(gt=0, description="log-probs are of logits / temperature, as in the rollout")
     ] = 1.0
@@ -63,7 +88,12 @@ class LearnerConfig(OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_f
         int, Meta(ge=1, description="passes over the trees of an update")
     ] = 1
     max_tokens_per_microbatch: Annotated[
-        int, Meta(ge=1, description="padded tokens computed at once on a rank; bounds memory")
+        int,
+        Meta(
+            ge=1,
+            description="tokens computed at once on a rank, whole trees unless one is larger; "
+            "bounds memory",
+        ),
     ] = 2048
     num_threads: Annotated[int, Meta(ge=1, description="torch threads of a rank")] = 1
     start_timeout_s: Annotated[
@@ -72,6 +102,48 @@ class LearnerConfig(OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_f
     command_timeout_s: Annotated[
         float, Meta(gt=0, description="seconds a rank may take for one command")
     ] = 3600.0
+
+    def __post_init__(self) -> None:
+        for wrong, text in (
+            (self.optimizer == "muon_adamw" and self.zero_stage != 0, MUON_NEEDS_0),
+            (self.optimizer == "muon_adamw" and self.lora is not None, LORA_NEEDS_ADAMW),
+            (self.backend == "torch" and self._needs_deepspeed(), TORCH_IS_PLAIN),
+            (self.dtype == "bfloat16" and self.zero_stage == 0, BF16_NEEDS_1),
+            (self.offload != "none" and self.zero_stage == 0, OFFLOAD_NEEDS_1),
+            (self.offload == "params" and self.zero_stage != 3, OFFLOAD_PARAMS_NEEDS_3),
+            ((self.launch == "external") != bool(self.address), EXTERNAL_NEEDS_ADDRESS),
+        ):
+            if wrong:
+                raise ConfigError(text)
+        self.check_schedule("learner")
+
+    def _needs_deepspeed(self) -> bool:
+        plain = self.zero_stage == 0 and self.dtype == "float32" and self.offload == "none"
+        return not plain or bool(self.deepspeed_config)
+
+
+MUON_NEEDS_0 = (
+    "learner.zero_stage: optimizer = muon_adamw needs whole matrices, which ZeRO stages 1 to 3 "
+    "cut into flat parts; use zero_stage = 0, or optimizer = adamw"
+)
+LORA_NEEDS_ADAMW = (
+    "learner.lora: muon_adamw would make each adapter's matrices orthogonal; use optimizer = adamw"
+)
+TORCH_IS_PLAIN = (
+    "learner.backend = torch knows neither ZeRO, bfloat16, offload nor deepspeed_config; use "
+    "backend = deepspeed, or zero_stage = 0, dtype = float32, offload = none"
+)
+BF16_NEEDS_1 = (
+    "learner.dtype = bfloat16 needs learner.zero_stage >= 1 (1 costs nothing on one rank): stage 0 "
+    "of DeepSpeed drifts, since its optimizer for bfloat16 has no float32 sums of gradients"
+)
+OFFLOAD_NEEDS_1 = (
+    "learner.offload needs learner.zero_stage >= 1: stage 0 keeps everything on the device"
+)
+OFFLOAD_PARAMS_NEEDS_3 = "learner.offload = params needs learner.zero_stage = 3, which cuts weights"
+EXTERNAL_NEEDS_ADDRESS = (
+    "learner.address: give the host:port to listen on with learner.launch = external, and only then"
+)
 
 
 class Score(Struct, frozen=True):
@@ -101,8 +173,19 @@ class Learner(Protocol):
         """One optimizer step on the mean negative log-likelihood of the predicted tokens."""
         ...
 
-    async def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
-        """Log-probs of given sequences under the current weights; trains nothing."""
+    async def prefer(
+        self, pairs: Sequence[EncodedTree], beta: float, lr_scale: float = 1.0
+    ) -> Metrics:
+        """One optimizer step of DPO (`learners.dpo`) on pairs with the reference's log-probs."""
+        ...
+
+    async def score(
+        self, sequences: Sequence[EncodedTree], *, adapters: bool = True
+    ) -> list[Score]:
+        """Log-probs of given sequences under the current weights; trains nothing.
+
+        Without `adapters`: under the weights that LoRA started from.
+        """
         ...
 
     async def reset_optimizer(self, config: OptimizerConfig) -> None:

@@ -8,15 +8,15 @@ wherever the released code stays finite and log-ratios stay within +-20.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-Aggregation = Literal[
-    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
-KLKind = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
+from learners.aggregation import Aggregation, KLKind
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,14 @@ class LossBatch:
     behaviour: log-probs under the policy that sampled; proximal: under the learner's weights at
     the start of the update (nats). entropies: nats, of the old policy. adv_pos and adv_neg: sums
     of the positive and of the negative advantages of the leaves below a token; weight: how many
-    leaves. The scalars belong to the whole mini-batch: sum of weights, and mean and unbiased
-    standard deviation of `entropies` where each token counts `weight` times.
+    leaves; where the aggregation is over sequences, each leaf counts with its coefficient
+    (`learners.aggregation`). The scalars belong to the whole mini-batch: the denominator of the
+    aggregation, and mean and unbiased standard deviation of `entropies` over the flat tokens.
+
+    importance: truncated and masked proximal / behaviour; None: min(ratio, importance_cap).
+    reference: log-probs of the reference policy. value and slope: loss and its derivative by the
+    log-prob, of methods that clip whole sequences. sum_weight: sum of `weight` over the
+    mini-batch, for metrics; None: total_weight.
     """
 
     behaviour: Tensor
@@ -39,6 +45,11 @@ class LossBatch:
     total_weight: float
     entropy_mean: Tensor
     entropy_std: Tensor
+    importance: Tensor | None = None
+    reference: Tensor | None = None
+    value: Tensor | None = None
+    slope: Tensor | None = None
+    sum_weight: float | None = None
 
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: far outside any clip range, far inside float32
@@ -82,6 +93,52 @@ def _dual_clip(loss: Tensor, advantages: Tensor, dual_clip: float) -> Tensor:
     return torch.where(advantages < 0, torch.min(-advantages * dual_clip, loss), loss)
 
 
+def cispo_loss(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """-sg(clip(r, 1 - low, 1 + high)) A log pi (MiniMax-M1, arXiv 2506.13585, eq. 4), per token.
+
+    The ratio is clipped as a weight, so every token keeps a gradient. The value given is
+    -clip(r) A, which is 0 where the advantages are; the gradient is the paper's.
+    """
+    weight = ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -weight * advantages * (ratio / ratio.detach())
+
+
+def gspo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    *,
+    compat: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Per-token loss and sequence ratio s_i, all [sequence, token] (GSPO-token, arXiv 2507.18071,
+    eq. 13 and 14): s_i = exp(mean of the log-ratios), whose gradient is each token's own.
+
+    The flat form, on which `learners.gspo` is tested. compat, the released variant: where the
+    log of s_i exceeds 10 it is cut there, and the gradient with it. A sequence without valid
+    tokens has a ratio of 1.
+    """
+    log_ratio = torch.where(mask > 0, logprobs - old_logprobs, torch.zeros_like(logprobs))
+    mean = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1.0)
+    log_sequence = logprobs - logprobs.detach() + mean.detach()
+    bound = 10.0 if compat else MAX_LOG_RATIO
+    ratio = log_sequence.clamp(max=bound).exp()
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return torch.max(-advantages * ratio, -advantages * clipped), ratio
+
+
+def sequence_terms(
+    ratio: Floats, advantages: Floats, clip_low: float, clip_high: float
+) -> tuple[Floats, Floats]:
+    """Loss of a token of each sequence, max(-A s, -A clip(s)), and its derivative by the
+    log-prob: -A s, or 0 where clipped. float64 [sequences]."""
+    plain = -advantages * ratio
+    clipped = -advantages * np.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    return np.maximum(plain, clipped), np.where(plain >= clipped, plain, 0.0)
+
+
 def clip_shares(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float
 ) -> tuple[Tensor, Tensor]:
@@ -108,14 +165,17 @@ def entropy_multiplier(
 ) -> Tensor:
     """1 + a (H - mean) / std, detached: AEPO's entropy-aware advantage scale.
 
-    std 0 counts as 1. The default clamps to [0, 2], so that no advantage changes its sign, and
-    gives 1 where std is undefined (fewer than two tokens); compat does neither.
+    The default clamps to [0, 2], so that no advantage changes its sign, and gives 1 where std is
+    undefined (fewer than two tokens) or no more than rounding noise (equal entropies); compat
+    does neither, and takes a std of 0 for 1.
     """
-    std = torch.where(std == 0, torch.ones_like(std), std)
-    multiplier = 1.0 + coefficient * (entropies.detach() - mean) / std
     if compat:
-        return multiplier
-    return torch.where(std.isfinite(), multiplier, torch.ones_like(multiplier)).clamp(0.0, 2.0)
+        std = torch.where(std == 0, torch.ones_like(std), std)
+        return 1.0 + coefficient * (entropies.detach() - mean) / std
+    defined = std.isfinite() & (std > 1e-6 * mean.abs())
+    score = (entropies.detach() - mean) / torch.where(defined, std, torch.ones_like(std))
+    multiplier = (1.0 + coefficient * score).clamp(0.0, 2.0)
+    return torch.where(defined, multiplier, torch.ones_like(multiplier))
 
 
 def aggregate(loss: Tensor, mask: Tensor, mode: Aggregation, *, compat: bool = False) -> Tensor:

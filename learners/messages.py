@@ -2,7 +2,7 @@
 
     frame = 8 bytes little-endian length, then one msgpack map with its type in "type"
 
-The rank connects, says Hello with the token it was given, and answers each command with Done or
+Each rank connects, says Hello with the token it was given, and answers each command with Done or
 Failed. TCP, so that a rank may live on another machine.
 """
 
@@ -11,24 +11,27 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from learners.aepo import AEPO
-from learners.arpo import ARPO
+from agentenv.engines.transfer import Address, Bucket, Group
+from learners.algorithms import AnyAlgorithm as AnyAlgorithm
 from learners.encoding import EncodedTree
-from learners.grpo import GRPO
 from learners.learner import LearnerConfig, OptimizerConfig, Score
 
 ADDRESS_VARIABLE = "AGENTENV_LEARNER_ADDRESS"  # host:port of the controller
 TOKEN_VARIABLE = "AGENTENV_LEARNER_TOKEN"
 
-AnyAlgorithm = GRPO | ARPO | AEPO
-
 PREFIX_BYTES = 8
 
 
 class Hello(Struct, tag=True, tag_field="type"):
+    """`store`: host:port of the store that rank 0 opened for all ranks to meet at; empty if they
+    meet where their launcher says (MASTER_ADDR) or there is one rank only."""
+
     token: str
     rank: int
+    num_ranks: int
     pid: int
+    host: str
+    store: str
 
 
 class Init(Struct, tag=True, tag_field="type"):
@@ -36,6 +39,7 @@ class Init(Struct, tag=True, tag_field="type"):
     algorithm: AnyAlgorithm
     model_dir: str
     seed: int
+    store: str = ""
 
 
 class Update(Struct, tag=True, tag_field="type"):
@@ -50,8 +54,19 @@ class Imitate(Struct, tag=True, tag_field="type"):
     lr_scale: float
 
 
+class Prefer(Struct, tag=True, tag_field="type"):
+    """One optimizer step of DPO on pairs (`learners.dpo_pairs`)."""
+
+    pairs: list[EncodedTree]
+    beta: float
+    lr_scale: float
+
+
 class ScoreSequences(Struct, tag=True, tag_field="type"):
+    """Without `adapters`: of the model that LoRA started from."""
+
     sequences: list[EncodedTree]
+    adapters: bool = True
 
 
 class ResetOptimizer(Struct, tag=True, tag_field="type"):
@@ -59,10 +74,40 @@ class ResetOptimizer(Struct, tag=True, tag_field="type"):
 
 
 class WriteModel(Struct, tag=True, tag_field="type"):
-    """Publishing counts the policy version up, exporting does not."""
+    """Publishing counts the policy version up, exporting does not. `unmoved`: refused when the
+    weights are not those of the version published last."""
 
     directory: str
     publish: bool
+    unmoved: bool = False
+
+
+class Announce(Struct, tag=True, tag_field="type"):
+    """Count the policy version up: its weights will be broadcast. Answered with `buckets`."""
+
+
+class OpenGroup(Struct, tag=True, tag_field="type"):
+    """Open a store for the servers to meet rank 0 at. Answered with `address` by rank 0."""
+
+    timeout_s: float
+
+
+class JoinGroup(Struct, tag=True, tag_field="type"):
+    """Rank 0 joins. This command and the next are answered with `problem`."""
+
+    group: Group
+
+
+class SendWeights(Struct, tag=True, tag_field="type"):
+    """All ranks gather, rank 0 broadcasts."""
+
+
+class LeaveGroup(Struct, tag=True, tag_field="type"):
+    pass
+
+
+class Abort(Struct, tag=True, tag_field="type"):
+    """Break off JoinGroup or SendWeights while it runs; not answered. Ignored when it is late."""
 
 
 class Save(Struct, tag=True, tag_field="type"):
@@ -78,11 +123,19 @@ class Stop(Struct, tag=True, tag_field="type"):
 
 
 class Done(Struct, tag=True, tag_field="type"):
-    """Answer to every command; only the fields that it has to fill are filled."""
+    """Answer to every command; only the fields that it has to fill are filled.
+
+    steps: metrics of the optimizer steps that were skipped, with "minibatch" and "epoch".
+    problem: what went wrong in a broadcast, which is no failure of the rank.
+    """
 
     policy_version: int = 0
+    steps: list[dict[str, float]] = []
     metrics: dict[str, float] = {}
     scores: list[Score] = []
+    buckets: list[Bucket] = []
+    address: Address | None = None
+    problem: str = ""
 
 
 class Failed(Struct, tag=True, tag_field="type"):
@@ -93,7 +146,22 @@ class Failed(Struct, tag=True, tag_field="type"):
 
 
 Command = (
-    Init | Update | Imitate | ScoreSequences | ResetOptimizer | WriteModel | Save | Load | Stop
+    Init
+    | Update
+    | Imitate
+    | Prefer
+    | ScoreSequences
+    | ResetOptimizer
+    | WriteModel
+    | Announce
+    | OpenGroup
+    | JoinGroup
+    | SendWeights
+    | LeaveGroup
+    | Abort
+    | Save
+    | Load
+    | Stop
 )
 Reply = Hello | Done | Failed
 

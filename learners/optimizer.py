@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,11 +42,14 @@ class MuonAdamW(torch.optim.Optimizer):
             part.step()
 
 
-def build_optimizer(model: Any, config: OptimizerConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: Any, config: OptimizerConfig, *, fused: bool = False
+) -> torch.optim.Optimizer:
     """The optimizer of `config` over the parameters that need gradients.
 
-    Weight decay acts on matrices only. Each group keeps its rate in "base_lr", which
-    `scale_learning_rates` reads. Raises ConfigError if Muon would have no matrix.
+    Weight decay acts on matrices that are no embeddings. Each group keeps its rate in "base_lr",
+    which `scale_learning_rates` reads. `fused` makes AdamW fast in main memory. Raises ConfigError
+    if Muon would have no matrix.
     """
     embeddings = {
         id(param)
@@ -55,27 +58,53 @@ def build_optimizer(model: Any, config: OptimizerConfig) -> torch.optim.Optimize
         for param in module.parameters()
     }
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if head is not None:
-        embeddings |= {id(param) for param in head.parameters()}
+    ends = embeddings | ({id(param) for param in head.parameters()} if head is not None else set())
     params = [param for param in model.parameters() if param.requires_grad]
     use_muon = config.optimizer == "muon_adamw"
-    hidden = [p for p in params if use_muon and p.ndim == 2 and id(p) not in embeddings]
+    hidden = [p for p in params if use_muon and p.ndim == 2 and id(p) not in ends]
     taken = {id(param) for param in hidden}
     rest = [param for param in params if id(param) not in taken]
     if use_muon and not hidden:
         raise ConfigError("learner.optimizer = muon_adamw: the model has no hidden 2-D matrix")
 
-    def group(chosen: Iterable[nn.Parameter], rate: float, decay: float) -> dict[str, Any]:
-        return {"params": list(chosen), "lr": rate, "base_lr": rate, "weight_decay": decay}
-
-    adamw = [
-        group((p for p in rest if p.ndim >= 2), config.learning_rate, config.weight_decay),
-        group((p for p in rest if p.ndim < 2), config.learning_rate, 0.0),
+    decayed = [p for p in rest if p.ndim >= 2 and id(p) not in embeddings]
+    taken |= {id(param) for param in decayed}
+    kinds = {
+        "muon": hidden,
+        "adamw": decayed,
+        "adamw_no_decay": [p for p in rest if id(p) not in taken],
+    }
+    groups = [
+        {"params": chosen, "kind": kind, **_rates(config, kind)}
+        for kind, chosen in kinds.items()
+        if chosen
     ]
-    adamw = [{**entry, "betas": config.betas} for entry in adamw if entry["params"]]
     if not use_muon:
-        return torch.optim.AdamW(adamw)
-    return MuonAdamW([group(hidden, config.muon_learning_rate, config.muon_weight_decay)], adamw)
+        return torch.optim.AdamW(groups, fused=fused or None)
+    return MuonAdamW(groups[:1], groups[1:])
+
+
+def _rates(config: OptimizerConfig, kind: str) -> dict[str, Any]:
+    if kind == "muon":
+        rate = config.muon_learning_rate
+        return {"lr": rate, "base_lr": rate, "weight_decay": config.muon_weight_decay}
+    rate, decay = config.learning_rate, config.weight_decay if kind == "adamw" else 0.0
+    return {"lr": rate, "base_lr": rate, "weight_decay": decay, "betas": config.betas}
+
+
+def set_hyperparameters(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
+    """Give the groups of `build_optimizer` the rates and decays of another configuration.
+
+    Raises ConfigError if that one has another kind of optimizer.
+    """
+    has_muon = any(group["kind"] == "muon" for group in optimizer.param_groups)
+    if has_muon != (config.optimizer == "muon_adamw"):
+        raise ConfigError(
+            f"optimizer = {config.optimizer}: with learner.zero_stage >= 1 every part of a run "
+            "needs optimizer = adamw (also sft.optimizer)"
+        )
+    for group in optimizer.param_groups:
+        group.update(_rates(config, group["kind"]))
 
 
 def scale_learning_rates(optimizer: torch.optim.Optimizer, scale: float) -> None:

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from agentenv.errors import ConfigError
+from learners.attention import NO_MASK, TreeLayout, use_tree_attention
 from learners.batch import MicroBatch
+from learners.logprob_head import LogprobHead
 
 
 class Policy(nn.Module):
@@ -16,107 +18,76 @@ class Policy(nn.Module):
 
     Only positions that predict a trained token go through the head. log p(t) is read from the
     logits of t's predecessor on its path, divided by the temperature.
+
+    The model's attention and head are replaced by ones that compute the same and can more; its
+    parameters stay the objects they were. `checkpointing` keeps only the inputs of each layer for
+    the backward pass and computes the rest again. Raises ConfigError for unsuitable models.
     """
 
-    def __init__(self, model: Any, temperature: float = 1.0) -> None:
+    def __init__(
+        self, model: Any, temperature: float = 1.0, *, checkpointing: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
+        causal = _without_adapters(model)
+        use_tree_attention(causal)
+        head = causal.get_output_embeddings()
+        if not isinstance(head, LogprobHead):
+            if type(head) is not nn.Linear:
+                raise ConfigError(
+                    f"the output head is a {type(head).__name__}, not a linear layer; adapters "
+                    "belong on the other layers"
+                )
+            causal.set_output_embeddings(LogprobHead.of(head))
+        if checkpointing:
+            _checkpoint_layers(causal)
 
     def forward(
         self,
         token_ids: Tensor,
         position_ids: Tensor,
-        end: Tensor | None,
+        layout: TreeLayout,
         source: Tensor,
         targets: Tensor,
         entropies: bool = False,
         matches: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """log-probs (with gradient), entropies (nats, detached) and arg-max matches, [tokens].
+        """log-probs, entropies (nats; both with gradient) and arg-max matches, [tokens].
 
         Shapes as in MicroBatch. Entropies and matches are empty unless asked for.
         """
-        # No mask means plain causal attention, right only because such rows are single paths
-        # with padding behind: transformers takes tree positions without a mask for packing.
-        hidden = self.model.base_model(
-            input_ids=token_ids,
-            position_ids=position_ids,
-            attention_mask=None if end is None else visible(end),
+        causal = _without_adapters(self.model)
+        hidden = causal.base_model(
+            input_ids=token_ids[None],
+            position_ids=position_ids[None],
+            attention_mask=NO_MASK,
+            tree_layout=layout,
             use_cache=False,
         ).last_hidden_state
-        logits = self.model.get_output_embeddings()(hidden.flatten(0, 1)[source])
-        if logits.dtype in (torch.bfloat16, torch.float16):
-            logits = logits.float()
-        if self.temperature != 1.0:
-            logits = logits / self.temperature
-        logprobs, entropy, likeliest = SelectedLogprobs.apply(  # type: ignore[no-untyped-call]
-            logits, targets, entropies
+        logprobs, entropy, likeliest = causal.get_output_embeddings()(
+            hidden[0].index_select(0, source), targets, self.temperature
         )
         match = likeliest == targets if matches else likeliest[:0].bool()
-        return logprobs, entropy, match
-
-    def pair_cost(self) -> float:
-        """Cost of one attention pair, forward and backward, in tokens outside attention.
-
-        Counted multiply-adds: 14 per pair and channel (two products forward, five backward)
-        against 6 per weight; embeddings are looked up, not multiplied.
-        """
-        config = self.model.config
-        heads = config.num_attention_heads
-        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-        embedding = self.model.get_input_embeddings().weight
-        head = self.model.get_output_embeddings().weight
-        weights: int = sum(param.numel() for param in self.model.parameters())
-        if embedding is not head:
-            weights -= embedding.numel()
-        cost: float = 14.0 * width * config.num_hidden_layers / (6.0 * weights)
-        return cost
+        return logprobs, entropy if entropies else entropy[:0], match
 
 
-class SelectedLogprobs(torch.autograd.Function):
-    """log softmax(logits)[target], entropy and arg-max per row; gradient for the first only.
-
-    Plain autograd keeps and walks three times as many [tokens, vocabulary] tensors.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, entropies: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """logits [tokens, vocabulary], targets [tokens]; entropies are empty unless asked for."""
-        probabilities = logits.softmax(-1)
-        highest, likeliest = logits.max(-1)
-        log_total = highest - probabilities.gather(-1, likeliest[:, None])[:, 0].log()
-        logprobs = logits.gather(-1, targets[:, None])[:, 0] - log_total
-        entropy = log_total[:0]
-        if entropies:
-            entropy = log_total - torch.linalg.vecdot(probabilities, logits)
-        ctx.save_for_backward(probabilities, targets)
-        ctx.mark_non_differentiable(entropy, likeliest)
-        return logprobs, entropy, likeliest
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
-        """d log p(target) = onehot(target) - softmax."""
-        probabilities, targets = ctx.saved_tensors
-        gradient = probabilities * -grad[:, None]
-        gradient.scatter_add_(-1, targets[:, None], grad[:, None])
-        return gradient, None, None
+def _without_adapters(model: Any) -> Any:
+    """The causal language model itself, with adapters inside its layers if there are any."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def visible(end: Tensor) -> Tensor:
-    """bool [rows, 1, length, length]: query q sees key k iff k <= q < end[k]."""
-    place = torch.arange(end.shape[1], device=end.device)
-    query, key = place[:, None], place[None, :]
-    return ((key <= query) & (query < end[:, None, :]))[:, None]
+def _checkpoint_layers(model: Any) -> None:
+    # Transformers 5.2x renamed it and warns of the old name.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    # Layers checkpoint in training mode only; what is inside them stays in the mode it has.
+    for layer in model.base_model.layers:
+        layer.training = True
 
 
-def tensors(batch: MicroBatch, device: torch.device) -> tuple[Tensor, ...]:
-    """The arguments of `Policy.forward` on the device; `end` stays None for single paths."""
-    arrays = (batch.token_ids, batch.position_ids, batch.end, batch.source, batch.targets)
-    return tuple(
-        None if array is None else torch.from_numpy(array).to(device)  # type: ignore[misc]
-        for array in arrays
-    )
+def tensors(batch: MicroBatch, device: torch.device) -> tuple[Any, ...]:
+    """The arguments of `Policy.forward` on the device."""
+    arrays = (batch.token_ids, batch.position_ids, batch.source, batch.targets)
+    token_ids, position_ids, source, targets = (torch.from_numpy(a).to(device) for a in arrays)
+    return token_ids, position_ids, TreeLayout(batch.end, device), source, targets

@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agentenv.errors import DataError
 from learners.algorithm import Algorithm
 from learners.batch import ActionTokens, Floats, MicroBatch, pack
 from learners.encoding import EncodedTree
 from learners.learner import LearnerConfig, Metrics, Score
-from learners.losses import LossBatch, entropy_statistics
-from learners.policy import Policy
+from learners.minibatch import MiniBatch, prepare
+from learners.policy import Policy, tensors
+from learners.reference import Reference
+from learners.step_metrics import behaviour_ratios, means, over_ranks, over_steps
+
+T = TypeVar("T")
 
 
 class Backend(Protocol):
@@ -35,6 +38,14 @@ class Backend(Protocol):
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients."""
+        ...
+
+    def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+        """The batches; ranks that must run equally often add passes over nothing behind them."""
+        ...
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, by rank; all of them must call it."""
         ...
 
     def step(self, lr_scale: float) -> float:
@@ -57,33 +68,40 @@ class Trainer:
         self.config = config
         self.optimizer_step = 0
         self.moved = False
-        self._pair_cost = backend.policy.pair_cost()
+        self.skipped_steps: list[Metrics] = []  # of the last update, as evidence
+        self.reference = Reference(algorithm.reference_every)
 
     def update(self, minibatches: Sequence[Sequence[EncodedTree]], lr_scale: float) -> Metrics:
         """One optimizer step per mini-batch; log-probs of stale tokens are recomputed before."""
         start_wall, start_cpu = time.perf_counter(), time.process_time()
-        prepared = [self._prepare(trees) for trees in minibatches]
+        prepared = self._prepare_all(minibatches)
         steps = []
-        for _ in range(self.config.num_epochs_per_batch):
-            steps += [self._policy_step(*parts, lr_scale) for parts in prepared]
-        tokens = [action_tokens for _, action_tokens, _, _ in prepared]
-        metrics = _over_steps(steps)
-        metrics |= _behaviour_ratios(tokens, [proximal for _, _, proximal, _ in prepared])
-        metrics["num_tokens"] = float(sum(len(part.weight) for part in tokens))
-        metrics["num_flat_tokens"] = float(sum(part.weight.sum() for part in tokens))
+        for epoch in range(self.config.num_epochs_per_batch):
+            for number, minibatch in enumerate(prepared):
+                place = {"minibatch": float(number), "epoch": float(epoch)}
+                steps.append((place, self._policy_step(minibatch, lr_scale)))
+        self.skipped_steps = [place | step for place, step in steps if step["num_skipped"]]
+        tokens = [minibatch.tokens for minibatch in prepared]
+        metrics = over_steps([step for _, step in steps])
+        ratios = behaviour_ratios(tokens, [minibatch.proximal for minibatch in prepared])
+        metrics |= means(self.backend.gather(ratios))
+        counts = [[len(part.weight), part.weight.sum()] for part in tokens]
+        num_tokens, num_flat_tokens = self._sum_over_ranks(np.sum(counts, axis=0)).tolist()
+        metrics |= {"num_tokens": float(num_tokens), "num_flat_tokens": float(num_flat_tokens)}
         return metrics | _times(start_wall, start_cpu)
 
     def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float) -> Metrics:
         """One step on the negative log-likelihood, averaged over the weights of all tokens."""
         start_wall, start_cpu = time.perf_counter(), time.process_time()
         weight = ActionTokens.of(sequences).weight
-        total = float(weight.sum())
+        total = float(self._sum_over_ranks(weight.sum()))
         loss_sum = 0.0
-        for batch in self._pack(sequences):
+        for batch in self.backend.passes(self._pack(sequences)):
             logprobs, _, _ = self.backend.forward(batch)
             loss = -(self._tensor(weight[batch.index], logprobs) * logprobs).sum() / total
             self.backend.backward(loss)
             loss_sum += float(loss.detach())
+        loss_sum = sum(self.backend.gather(loss_sum))
         metrics = {"loss": loss_sum, "num_tokens": total} | self._step(lr_scale, loss_sum)
         return metrics | _times(start_wall, start_cpu)
 
@@ -93,10 +111,12 @@ class Trainer:
         counts = [sequence.num_action_tokens for sequence in sequences]
         logprobs, entropies = np.zeros((2, sum(counts)))
         matches = np.zeros(sum(counts), np.bool_)
-        for batch in self._pack(sequences):
+        for batch in self.backend.passes(self._pack(sequences)):
             outputs = self.backend.forward(batch, entropies=True, matches=True)
             for array, values in zip((logprobs, entropies, matches), outputs, strict=True):
                 array[batch.index] = values.cpu().numpy()
+        if not sequences:
+            return []
         cuts = np.cumsum(counts)[:-1]
         return [
             Score(*(part.tolist() for part in parts))
@@ -109,32 +129,64 @@ class Trainer:
         ]
 
     def _pack(self, trees: Sequence[EncodedTree]) -> list[MicroBatch]:
-        return pack(trees, self.config.max_tokens_per_microbatch, self._pair_cost)
+        return pack(trees, self.config.max_tokens_per_microbatch)
 
     def _tensor(self, values: Floats, like: Tensor) -> Tensor:
         return torch.from_numpy(values).to(like)
 
+    def _sum_over_ranks(self, values: Floats) -> Floats:
+        total: Floats = np.sum(self.backend.gather(values), axis=0)
+        return total
+
     @torch.no_grad()
-    def _prepare(
-        self, trees: Sequence[EncodedTree]
-    ) -> tuple[Sequence[EncodedTree], ActionTokens, Floats, Floats]:
-        """Trees, their tokens, proximal log-probs, and entropies of the old policy."""
+    def _prepare_all(self, minibatches: Sequence[Sequence[EncodedTree]]) -> list[MiniBatch]:
+        """Before the first step: log-probs of the current weights, and of the reference if the
+        algorithm has one."""
+        reference = None
+        if self.algorithm.needs_reference:
+            reference = self.reference.begin_update(self.backend.policy)
+        return [self._prepare(trees, reference) for trees in minibatches]
+
+    def _prepare(self, trees: Sequence[EncodedTree], reference: Policy | None) -> MiniBatch:
         tokens = ActionTokens.of(trees)
         proximal, entropies = tokens.behaviour.copy(), tokens.entropies.copy()
         needed = [tree for tree in trees if self._needs_proximal(tree)]
-        if needed:
+        if any(self.backend.gather(bool(needed))):
             is_needed = np.repeat(
                 [self._needs_proximal(tree) for tree in trees],
                 [tree.num_action_tokens for tree in trees],
             )
             places = np.flatnonzero(is_needed)
-            for batch in self._pack(needed):
+            for batch in self.backend.passes(self._pack(needed)):
                 logprobs, exact, _ = self.backend.forward(batch, entropies=True)
                 proximal[places[batch.index]] = logprobs.cpu().numpy()
                 entropies[places[batch.index]] = exact.cpu().numpy()
-        if self.algorithm.needs_entropies and np.isnan(entropies).any():
-            raise DataError("the algorithm needs entropies and the engine gave none")
-        return trees, tokens, proximal, entropies
+        return prepare(
+            trees,
+            tokens,
+            proximal,
+            entropies,
+            None if reference is None else self._reference_logprobs(trees, tokens, reference),
+            self.algorithm,
+            self._sum_over_ranks,
+        )
+
+    def _reference_logprobs(
+        self, trees: Sequence[EncodedTree], tokens: ActionTokens, reference: Policy
+    ) -> Floats:
+        found = np.zeros_like(tokens.weight)
+        for batch in self._pack(trees):
+            logprobs, _, _ = reference(*tensors(batch, self.backend.device))
+            found[batch.index] = logprobs.cpu().numpy()
+        return found
+
+    @torch.no_grad()
+    def _current_logprobs(self, minibatch: MiniBatch) -> Floats:
+        found = np.zeros_like(minibatch.proximal)
+        for batch in self.backend.passes(self._pack(minibatch.trees)):
+            logprobs, _, _ = self.backend.forward(batch)
+            found[batch.index] = logprobs.cpu().numpy()
+        return found
 
     def _needs_proximal(self, tree: EncodedTree) -> bool:
         return (
@@ -144,43 +196,26 @@ class Trainer:
             or (self.algorithm.needs_entropies and not tree.entropies)
         )
 
-    def _policy_step(
-        self,
-        trees: Sequence[EncodedTree],
-        tokens: ActionTokens,
-        proximal: Floats,
-        entropies: Floats,
-        lr_scale: float,
-    ) -> Metrics:
-        total = float(tokens.weight.sum())
-        mean, std = entropy_statistics(torch.from_numpy(entropies), torch.from_numpy(tokens.weight))
+    def _policy_step(self, minibatch: MiniBatch, lr_scale: float) -> Metrics:
+        terms = None
+        if self.algorithm.clips_sequences:
+            current = self._current_logprobs(minibatch)
+            terms = minibatch.terms(self.algorithm, current, self._sum_over_ranks)
         sums: Counter[str] = Counter()
         maxima: dict[str, float] = {}
-        for batch in self._pack(trees):
-            logprobs, current, _ = self.backend.forward(batch, entropies=True)
-            pick = self._picker(batch, logprobs)
-            loss_batch = LossBatch(
-                behaviour=pick(tokens.behaviour),
-                proximal=pick(proximal),
-                entropies=pick(entropies),
-                adv_pos=pick(tokens.adv_pos),
-                adv_neg=pick(tokens.adv_neg),
-                weight=pick(tokens.weight),
-                total_weight=total,
-                entropy_mean=mean.to(logprobs),
-                entropy_std=std.to(logprobs),
-            )
-            loss, metrics = self.algorithm.loss(loss_batch, logprobs, current)
+        for batch in self.backend.passes(self._pack(minibatch.trees)):
+            logprobs, entropies, _ = self.backend.forward(batch, entropies=True)
+            loss_batch = minibatch.loss_batch(batch.index, logprobs, terms)
+            loss, metrics = self.algorithm.loss(loss_batch, logprobs, entropies)
             self.backend.backward(loss)
             for name, value in metrics.items():
                 if name.endswith("_max"):
                     maxima[name] = max(maxima.get(name, -math.inf), float(value))
                 else:
                     sums[name] += float(value)  # type: ignore[assignment]
-        return {**sums, **maxima, **self._step(lr_scale, sums["loss"])}
-
-    def _picker(self, batch: MicroBatch, like: Tensor) -> Callable[[Floats], Tensor]:
-        return lambda values: self._tensor(values[batch.index], like)
+        sums, maxima = over_ranks(self.backend.gather((sums, maxima)))
+        step = self._step(lr_scale, sums["loss"])
+        return {**minibatch.metrics, **sums, **maxima, **step}
 
     def _step(self, lr_scale: float, loss: float) -> Metrics:
         """Step unless the loss or the gradient is not finite; a clamp can hide one from the
@@ -194,31 +229,6 @@ class Trainer:
         self.optimizer_step += not skipped
         self.moved = self.moved or not skipped
         return {"grad_norm": grad_norm, "num_steps": 1.0 - skipped, "num_skipped": float(skipped)}
-
-
-def _over_steps(steps: Sequence[Metrics]) -> Metrics:
-    """Counts add up, maxima stay maxima, the rest is averaged over the steps."""
-
-    def reduce(name: str) -> float:
-        values = [step[name] for step in steps]
-        if name.startswith("num_"):
-            return sum(values)
-        return max(values) if name.endswith("_max") else sum(values) / len(values)
-
-    return {name: reduce(name) for name in steps[0]} if steps else {}
-
-
-def _behaviour_ratios(tokens: Sequence[ActionTokens], proximal: Sequence[Floats]) -> Metrics:
-    """Mean of proximal / behaviour over trained tokens, by staleness in published updates."""
-    staleness = np.concatenate([part.staleness for part in tokens])
-    log_ratio = np.concatenate(
-        [ours - part.behaviour for part, ours in zip(tokens, proximal, strict=True)]
-    )
-    ratio = np.exp(np.clip(log_ratio, -20.0, 20.0))
-    return {
-        f"behaviour_ratio/staleness_{age}": float(ratio[staleness == age].mean())
-        for age in np.unique(staleness).tolist()
-    }
 
 
 def _times(start_wall: float, start_cpu: float) -> Metrics:

@@ -2,13 +2,15 @@
 
     python tests/check_fixtures.py DIR
 
-A file NAME.json holds {"cases": [...]}, each case with a unique "name" or a number. Matrices are
-[trajectory, token]; "nan", "inf" and "-inf" are strings. Exit code 1 if a case fails.
+A file NAME.json holds {"cases": [...]}, each case with a unique "name" or a number, and what they
+share beside. Matrices are [trajectory, token]; "nan", "inf" and "-inf" are strings. Exit code 1 if
+a case fails.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs.grading import reference
 from learners import losses
 from learners.credit import group_advantages
+from tests.support import rollout_checks
 
 RTOL, ATOL = 1e-9, 1e-8
 
@@ -62,6 +65,27 @@ def policy_loss(case: Case, coefficient: float = 0.2) -> Values:
         "grad_log_prob": logprobs.grad,
         "token_loss": token_loss,
         "scaled_advantages": advantages,
+    }
+
+
+def gspo(case: Case) -> Values:
+    """Loss, metrics and gradient of the sequence-level ratio."""
+    logprobs = tensor(case["log_prob"]).requires_grad_()
+    old, mask, advantages = (
+        tensor(case[key]) for key in ("old_log_prob", "response_mask", "advantages")
+    )
+    low, high = float(case["clip_low"]), float(case["clip_high"])
+    token_loss, ratio = losses.gspo_loss(logprobs, old, advantages, mask, low, high, compat=True)
+    loss = losses.aggregate(token_loss, mask, "seq-mean-token-mean", compat=True)
+    loss.backward()
+    clipped, _ = losses.clip_shares(ratio.detach(), advantages, low, high, math.inf)
+    return {
+        "pg_loss": loss,
+        "pg_clipfrac": masked_mean(clipped, mask),
+        "pg_clipfrac_lower": torch.zeros((), dtype=torch.float64),
+        "ppo_kl": masked_mean(old - logprobs, mask),
+        "grad_log_prob": logprobs.grad,
+        "seq_ratio": ratio,
     }
 
 
@@ -140,6 +164,13 @@ CHECKS: dict[str, Callable[[Case], Values]] = {
     "kl_penalty": kl_penalty,
     "policy_loss_dual_clip": policy_loss,
     "policy_loss_entropy_balanced": policy_loss,
+    "policy_loss_gspo": gspo,
+    "branch_decision": rollout_checks.branch_decision,
+    "dynamic_initial_rollouts": rollout_checks.dynamic_initial_rollouts,
+    "response_mask": rollout_checks.masks,
+    "rollout_traces": rollout_checks.rollout_traces,
+    "tags_and_rollback": rollout_checks.tags_and_rollback,
+    "topk_entropy": rollout_checks.topk_entropy,
 }
 
 
@@ -174,9 +205,12 @@ def same_values(found: Any, expected: Any) -> bool:
 def check_file(path: Path) -> tuple[list[str], dict[str, list[str]]]:
     """Names of the cases that pass, and of those that fail with the figures they miss."""
     passed, failed = [], {}
-    for number, case in enumerate(json.loads(path.read_text())["cases"], start=1):
+    content = json.loads(path.read_text())
+    shared = {key: value for key, value in content.items() if not key.endswith("cases")}
+    cases = [*content["cases"], *content.get("tag_cases", [])]
+    for number, case in enumerate(cases, start=1):
         name = case.get("name", f"case {number}")
-        bad = mismatches(case, CHECKS[path.stem](case))
+        bad = mismatches(case, CHECKS[path.stem]({**shared, **case}))
         if bad:
             failed[name] = bad
         else:

@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentenv.actor import Actor
+from agentenv.aepo_plan import AEPOPlan
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.errors import DataError, EngineDeadError
 from agentenv.limits import Limits
-from agentenv.plan import AEPOPlan, ARPOPlan, Independent, RolloutPlan
+from agentenv.plan import ARPOPlan, Independent, RolloutPlan
+from agentenv.reference_plan import ReferencePlan
 from agentenv.renderer import TagRenderer
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limit, SamplingParams, Task
@@ -223,7 +225,10 @@ PLANS: list[RolloutPlan] = [
     Independent(5),
     AlwaysFork(group_size=5),
     ARPOPlan(group_size=6, initial_rollouts=3, vocab_size=256, fork_window=8),
+    ARPOPlan(group_size=6, initial_rollouts=3, vocab_size=256, fork_window=8, criterion="zscore"),
     AEPOPlan(group_size=6, initial_rollouts=3, vocab_size=256, fork_window=8),
+    ReferencePlan(group_size=6, initial_rollouts=3, vocab_size=256, beam_size=3),
+    ReferencePlan(group_size=6, initial_rollouts=3, vocab_size=256, penalized=True, split=True),
 ]
 
 

@@ -7,7 +7,8 @@ from random import Random
 
 import pytest
 
-from agentenv.plan import AEPOPlan, ARPOPlan, Independent, consecutive_forks
+from agentenv.aepo_plan import AEPOPlan, consecutive_forks, num_roots_of, penalty_factor
+from agentenv.plan import ARPOPlan, Independent
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
 
@@ -136,3 +137,33 @@ def test_aepo_damps_runs_of_forks_on_a_path() -> None:
     second.num_forks = 0
     assert consecutive_forks(tree, node) == 0
     assert plan.fork_probability(tree, node, [0.3 * UNIT]) == pytest.approx(0.5)
+
+
+def test_aepo_without_its_parts_is_arpo() -> None:
+    tree, node = make_tree(0.3, 0.3, started=2, roots=1)
+    tree.nodes[1].num_forks = 1
+    after = [0.5 * UNIT] * 2
+    plain = aepo(split=False, branch_penalty=0.0)
+    same = ARPOPlan(group_size=16, initial_rollouts=8, vocab_size=V)
+    for plan in (plain, same):
+        assert plan.on_start(tree) == 8
+        assert plan.fork_budget(tree) == 14
+        assert plan.fork_probability(tree, node, after) == pytest.approx(0.54)
+        assert plan.on_leaf_end(tree, node) == 14
+    assert aepo(split=False).on_start(tree) == 8
+    assert aepo(split=False).fork_probability(tree, node, after) == pytest.approx(0.54 * 0.9)
+    assert aepo(branch_penalty=0.0).on_start(tree) == 1
+
+
+@pytest.mark.parametrize(
+    ("root", "tools", "expected"),
+    [(0.3, [0.3], 8), (0.5, [0.1, 0.3], 15), (0.1, [0.5], 1), (9.0, [0.0], 16), (0.0, [9.0], 1)],
+)
+def test_pre_monitoring_gives_roots_to_the_uncertain_question(
+    root: float, tools: list[float], expected: int
+) -> None:
+    assert num_roots_of(16, 10.0, root, tools) == expected
+
+
+def test_penalty_falls_with_each_fork_in_a_row_and_never_below_zero() -> None:
+    assert [penalty_factor(0.25, run) for run in range(6)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]

@@ -52,10 +52,8 @@ def test_tree_equals_flat(name: str, algorithm: str) -> None:
     trees, encoded = some_trees(7)
     flat = flat_loss(model, trees, ALGORITHMS[algorithm])
     expected = gradients(model, flat)
-    for max_tokens, pair_cost in ((10**6, 0.0), (64, 1e-2), (1, 1.0), (100, 1e9)):
-        loss = tree_loss(
-            model, encoded, ALGORITHMS[algorithm], max_tokens=max_tokens, pair_cost=pair_cost
-        )
+    for max_tokens in (10**6, 100, 64, 1):
+        loss = tree_loss(model, encoded, ALGORITHMS[algorithm], max_tokens=max_tokens)
         assert relative(loss, flat) < 1e-6
         assert relative(gradients(model, loss), expected) < 1e-6
 
@@ -84,16 +82,16 @@ def test_tree_loss_equals_flat_loss_on_random_trees(seed: int) -> None:
 MODEL = tiny_model("qwen3", torch.float64)
 
 
-@given(st.integers(0, 10**6), st.sampled_from([1, 30, 10**6]), st.sampled_from([0.0, 0.02, 1e9]))
+@given(st.integers(0, 10**6), st.sampled_from([1, 20, 30, 10**6]))
 @settings(max_examples=40, deadline=None)
-def test_each_action_token_is_trained_once(seed: int, max_tokens: int, pair_cost: float) -> None:
+def test_each_action_token_is_trained_once(seed: int, max_tokens: int) -> None:
     _, encoded = some_trees(seed, count=3)
-    batches = pack(encoded, max_tokens, pair_cost)
+    batches = pack(encoded, max_tokens)
     index = np.concatenate([batch.index for batch in batches])
     assert sorted(index) == list(range(sum(tree.num_action_tokens for tree in encoded)))
     for batch in batches:
-        rows, length = batch.token_ids.shape
-        assert rows == 1 or rows * length <= max_tokens
+        is_one_path = (batch.end == batch.end[0]).all()
+        assert len(batch.token_ids) <= max_tokens or is_one_path
 
 
 def test_parts_below_no_counted_leaf_are_left_out() -> None:

@@ -8,7 +8,13 @@ import torch
 
 from agentenv.errors import ConfigError
 from learners.learner import OptimizerConfig
-from learners.optimizer import MuonAdamW, build_optimizer, scale_learning_rates
+from learners.optimizer import (
+    MuonAdamW,
+    build_optimizer,
+    scale_learning_rates,
+    set_hyperparameters,
+)
+from learners.optimizer_config import ScheduleConfig, lr_factor
 from tests.learners.trees import VOCABULARY, tiny_model
 
 CONFIG = OptimizerConfig(
@@ -30,11 +36,11 @@ def test_equal_to_both_torch_optimizers_step_for_step() -> None:
         n: p.ndim == 2 and "embed" not in n and "lm_head" not in n for n, p in named.items()
     }
     muon = torch.optim.Muon([p for n, p in named.items() if is_hidden[n]], 0.02, weight_decay=0.2)
-    rest = [p for n, p in named.items() if not is_hidden[n]]
+    rest = [n for n in named if not is_hidden[n]]
     adamw = torch.optim.AdamW(
         [
-            {"params": [p for p in rest if p.ndim == 2], "weight_decay": 0.1},
-            {"params": [p for p in rest if p.ndim == 1], "weight_decay": 0.0},
+            {"params": [named[n] for n in rest if "lm_head" in n], "weight_decay": 0.1},
+            {"params": [named[n] for n in rest if "lm_head" not in n], "weight_decay": 0.0},
         ],
         lr=0.01,
     )
@@ -76,7 +82,51 @@ def test_every_parameter_has_one_group_and_scaled_rates() -> None:
         assert len(params) == len(list(model.parameters()))
         for _ in range(2):
             scale_learning_rates(optimizer, 0.5)
-        assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.005, 0.005]
+        assert {group["kind"]: group["lr"] for group in optimizer.param_groups} == {
+            "muon": 0.01,
+            **({"adamw": 0.005} if name == "llama" else {}),  # an untied head
+            "adamw_no_decay": 0.005,
+        }
+
+
+def test_norms_biases_and_embeddings_have_no_weight_decay() -> None:
+    model = tiny_model("qwen2")  # it has biases
+    optimizer = build_optimizer(model, OptimizerConfig(optimizer="adamw", weight_decay=0.1))
+    names = {id(param): name for name, param in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            name = names[id(param)]
+            is_free = "norm" in name or "bias" in name or "embed" in name
+            assert group["weight_decay"] == (0.0 if is_free else 0.1), name
+
+
+def test_rates_and_decays_are_replaced_but_not_the_kind() -> None:
+    optimizer = build_optimizer(tiny_model(), OptimizerConfig(optimizer="adamw"))
+    other = OptimizerConfig(
+        optimizer="adamw", learning_rate=0.5, weight_decay=0.2, betas=(0.8, 0.9)
+    )
+    set_hyperparameters(optimizer, other)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
+    assert all(group["lr"] == 0.5 for group in optimizer.param_groups)
+    assert all(group["betas"] == (0.8, 0.9) for group in optimizer.param_groups)
+    with pytest.raises(ConfigError, match="every part of a run needs optimizer = adamw"):
+        set_hyperparameters(optimizer, OptimizerConfig())
+
+
+def factors(num_steps: int, **keys: object) -> list[float]:
+    config = ScheduleConfig(**keys)  # type: ignore[arg-type]
+    return [round(lr_factor(config, step, num_steps), 4) for step in range(num_steps + 1)]
+
+
+def test_schedules() -> None:
+    assert factors(3) == [1, 1, 1, 1]
+    assert factors(4, warmup_steps=2) == [0.5, 1, 1, 1, 1]
+    assert factors(4, schedule="linear") == [1, 0.75, 0.5, 0.25, 0]
+    assert factors(6, schedule="linear", warmup_ratio=1 / 3, min_lr_ratio=0.2) == [
+        *(0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2),
+    ]
+    assert factors(4, schedule="cosine", min_lr_ratio=0.1) == [1, 0.8682, 0.55, 0.2318, 0.1]
+    assert lr_factor(ScheduleConfig(schedule="cosine"), 100, 4) == 0, "beyond the end"
 
 
 def test_muon_refuses_a_model_without_matrices() -> None:

@@ -2,42 +2,86 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from agentenv.errors import ConfigError
 from learners.batch import pack
 from learners.encoding import encode_sequence
-from learners.policy import Policy, SelectedLogprobs, tensors
+from learners.logprob_head import LogprobHead
+from learners.policy import Policy, tensors
 from tests.learners.trees import tiny_model
 
-
-def test_selected_logprobs_equal_log_softmax() -> None:
-    logits = (torch.randn(7, 11, dtype=torch.float64) * 30).requires_grad_()
-    targets = torch.randint(11, (7,))
-    logprobs, entropies, likeliest = SelectedLogprobs.apply(logits, targets, True)
-    reference = logits.log_softmax(-1)
-    torch.testing.assert_close(logprobs, reference.gather(-1, targets[:, None])[:, 0])
-    torch.testing.assert_close(entropies, -(reference.exp() * reference).sum(-1))
-    assert torch.equal(likeliest, logits.argmax(-1))
-    assert torch.autograd.gradcheck(
-        lambda values: SelectedLogprobs.apply(values, targets, False)[0], (logits / 30,)
-    )
+CPU = torch.device("cpu")
+SEQUENCES = [
+    encode_sequence([3, 1, 4, 1, 5], [False, False, True, False, True]),
+    encode_sequence([9, 2, 6], [False, True, True]),
+]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_policy_answers_for_predicted_tokens_at_the_temperature(temperature: float) -> None:
-    model = tiny_model("qwen2")
-    sequences = [
-        encode_sequence([3, 1, 4, 1, 5], [False, False, True, False, True]),
-        encode_sequence([9, 2, 6], [False, True, True]),
-    ]
-    (batch,) = pack(sequences, 100)
-    found, entropies, matches = Policy(model, temperature)(
-        *tensors(batch, torch.device("cpu")), True, True
-    )
+    plain, model = tiny_model("qwen2"), tiny_model("qwen2")
+    (batch,) = pack(SEQUENCES, 100)
+    policy = Policy(model, temperature)
+    found, entropies, matches = policy(*tensors(batch, CPU), True, True)
     expected = []
     for ids, places in (([3, 1, 4, 1, 5], [2, 4]), ([9, 2, 6], [1, 2])):
-        logits = model(input_ids=torch.tensor([ids])).logits[0] / temperature
-        expected += [logits[t - 1].log_softmax(-1)[ids[t]] for t in places]
+        logits = plain(input_ids=torch.tensor([ids])).logits[0] / temperature
+        expected += [(logits[t - 1].log_softmax(-1), ids[t]) for t in places]
     order = torch.from_numpy(batch.index).argsort()
-    torch.testing.assert_close(found[order], torch.stack(expected))
-    assert entropies.shape == matches.shape == found.shape
-    assert matches.dtype == torch.bool
+    torch.testing.assert_close(found[order], torch.stack([row[t] for row, t in expected]))
+    torch.testing.assert_close(
+        entropies[order], torch.stack([-(row.exp() * row).sum() for row, _ in expected])
+    )
+    assert matches[order].tolist() == [bool(row.argmax() == t) for row, t in expected]
+    assert [len(one) for one in policy(*tensors(batch, CPU))[1:]] == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_parameters_stay_the_same_objects_and_tied_weights_tied(name: str) -> None:
+    model = tiny_model(name)
+    before = {key: id(parameter) for key, parameter in model.named_parameters()}
+    names = list(model.state_dict())
+    policy = Policy(model)
+    assert {key: id(parameter) for key, parameter in model.named_parameters()} == before
+    assert list(model.state_dict()) == names
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    assert tied == (name == "qwen3")
+    head = model.lm_head
+    assert Policy(model).model.lm_head is head, "a second policy wraps nothing twice"
+    assert isinstance(policy.model.lm_head, LogprobHead)
+
+
+def test_entropies_have_a_gradient() -> None:
+    policy = Policy(tiny_model())
+    (batch,) = pack(SEQUENCES, 100)
+    _, entropies, _ = policy(*tensors(batch, CPU), True)
+    entropies.sum().backward()
+    weight = policy.model.lm_head.weight
+    assert weight.grad.norm() > 0
+    with torch.no_grad():
+        before = float(entropies.sum())
+        weight += 1e-3 * weight.grad
+        after = float(policy(*tensors(batch, CPU), True)[1].sum())
+    assert after > before
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks
+def test_adapters_inside_the_layers_are_trained() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_model(), config)
+    (batch,) = pack(SEQUENCES, 100)
+    logprobs, _, _ = Policy(model)(*tensors(batch, CPU))
+    torch.testing.assert_close(logprobs, Policy(tiny_model())(*tensors(batch, CPU))[0])
+    logprobs.sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert grads
+    assert all("lora_" in name and grad is not None for name, grad in grads.items())
+
+
+def test_a_head_that_is_no_linear_layer_is_refused() -> None:
+    model = tiny_model()
+    model.set_output_embeddings(nn.Sequential(nn.Linear(32, 61)))
+    with pytest.raises(ConfigError, match="output head is a Sequential"):
+        Policy(model)

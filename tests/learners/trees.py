@@ -20,12 +20,10 @@ from transformers import (
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Limit, Task, VersionSpan
 from learners.algorithm import Algorithm
-from learners.batch import ActionTokens, MicroBatch, pack
+from learners.batch import ActionTokens, pack
 from learners.credit import group_advantages
 from learners.encoding import EncodedTree
-from learners.learner import LearnerConfig
 from learners.losses import LossBatch, entropy_statistics
-from learners.optimizer import build_optimizer, scale_learning_rates
 from learners.policy import Policy, tensors
 
 VOCABULARY = 61
@@ -36,7 +34,9 @@ MODELS = {
 }
 
 
-def tiny_model(name: str = "qwen3", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def tiny_model(
+    name: str = "qwen3", dtype: torch.dtype = torch.float32, **changes: Any
+) -> PreTrainedModel:
     """Two layers, random weights large enough that log-probs differ from token to token."""
     config_class, model_class, extra = MODELS[name]
     torch.manual_seed(0)
@@ -50,7 +50,7 @@ def tiny_model(name: str = "qwen3", dtype: torch.dtype = torch.float32) -> PreTr
         tie_word_embeddings=name == "qwen3",
         initializer_range=0.2,
         attn_implementation="sdpa",
-        **extra,
+        **(extra | changes),
     )
     model: Any = model_class(config)
     return model.to(dtype).eval()
@@ -95,41 +95,12 @@ def truncate(leaf: Node, limit: Limit) -> None:
     leaf.end, leaf.limit = "truncated", limit
 
 
-class TorchBackend:
-    """Plain torch behind `learners.trainer.Backend`."""
-
-    def __init__(self, model: PreTrainedModel, config: LearnerConfig) -> None:
-        self.policy = Policy(model, config.temperature)
-        self.device = torch.device("cpu")
-        self.grad_clip = config.grad_clip
-        self.optimizer = build_optimizer(model, config)
-
-    def forward(
-        self, batch: MicroBatch, *, entropies: bool = False, matches: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.policy(*tensors(batch, self.device), entropies, matches)
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def step(self, lr_scale: float) -> float:
-        scale_learning_rates(self.optimizer, lr_scale)
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.grad_clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(norm)
-
-    def skip(self) -> None:
-        self.optimizer.zero_grad()
-
-
 def tree_loss(
     model: PreTrainedModel,
     encoded: list[EncodedTree],
     algorithm: Algorithm,
     *,
     max_tokens: int = 64,
-    pair_cost: float = 1e-2,
 ) -> Tensor:
     """The mini-batch's loss on packed trees, behaviour log-probs serving as proximal ones."""
     policy, tokens = Policy(model), ActionTokens.of(encoded)
@@ -137,7 +108,7 @@ def tree_loss(
     mean, std = entropy_statistics(
         torch.from_numpy(tokens.entropies), torch.from_numpy(tokens.weight)
     )
-    for batch in pack(encoded, max_tokens, pair_cost):
+    for batch in pack(encoded, max_tokens):
         logprobs, entropies, _ = policy(*tensors(batch, torch.device("cpu")), True)
         behaviour, old, pos, neg, weight = (
             torch.from_numpy(values[batch.index]).to(logprobs)

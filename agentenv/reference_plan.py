@@ -1,0 +1,148 @@
+"""The rollout of the released code of ARPO and AEPO, where it differs from the papers.
+
+Both decide on the segment before the tool result, against the first segment of the trajectory's
+own list entry, on sums of truncated entropies:
+
+    H    = -sum over the first 20 tokens, and their 10 or 11 likeliest, of p ln p, / ln V
+    ARPO   fork iff clip(u - w dH, 0, 1) <= p
+    AEPO   fork iff clip((u + w dH) max(0, 1 - 0.05 l), 0, 1) >= p,   l counted per prompt
+
+Functions here are exact. `ReferencePlan` is the same rule without that code's barrier over all
+prompts of a batch, and so without what only exists there: baselines kept from earlier batches
+under the same list index, and l reset by passes in which another prompt got a trajectory.
+`tests/support/reference_loop.py` adds the barrier and replays recorded runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import fmean
+
+from agentenv.aepo_plan import is_root_branch, penalty_factor, probing, sigmoid
+from agentenv.plan import clip_probability
+from agentenv.tree import Node, TrajectoryTree
+
+WINDOW = 20
+
+
+def truncated_entropy(logprobs: Sequence[float]) -> float:
+    """-sum p ln p over the returned log-probs of one token, not renormalised, nats."""
+    return -math.fsum(math.exp(value) * value for value in logprobs)
+
+
+def segment_entropy(entropies: Sequence[float], vocab_size: int) -> float:
+    """Sum over the first 20 tokens of a segment, divided by ln V; 0 for an empty one."""
+    return math.fsum(entropies[:WINDOW]) / math.log(vocab_size)
+
+
+def arpo_score(draw: float, rise: float, weight: float) -> float:
+    """ARPO forks iff this is at most the base probability."""
+    return clip_probability(draw - weight * rise)
+
+
+def aepo_score(draw: float, rise: float, weight: float, penalty: float, run: int) -> float:
+    """AEPO forks iff this is at least the base probability."""
+    return clip_probability((draw + weight * rise) * penalty_factor(penalty, run))
+
+
+def arpo_probability(base: float, rise: float, weight: float) -> float:
+    """Probability of a fork over uniform draws."""
+    return clip_probability(base + weight * rise)
+
+
+def aepo_probability(base: float, rise: float, weight: float, penalty: float, run: int) -> float:
+    """The same for AEPO: 1 - p in place of p at a rise of 0."""
+    factor = penalty_factor(penalty, run)
+    if factor == 0.0:
+        return float(base <= 0.0)
+    return clip_probability(1.0 - base / factor + weight * rise)
+
+
+def initial_rollouts(group_size: int, beta: float, root: float, steps: Sequence[float]) -> int:
+    """AEPO's split: floor(n sigmoid(beta (H_root - mean H))) + 1, within [1, n].
+
+    `steps` are the entropies of all segments of the probe, the first included; without any, the
+    root's own.
+    """
+    share = sigmoid(beta * (root - (fmean(steps) if steps else root)))
+    return max(1, min(group_size, math.floor(group_size * share) + 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencePlan:
+    """See the module. `penalized` chooses AEPO's test, `split` its pre-monitoring.
+
+    The probe of the split is one of the m, where the released code throws it away; it does not
+    fork. Decisions need nothing that comes after the tool result: they wait for one token.
+    """
+
+    group_size: int
+    initial_rollouts: int
+    vocab_size: int
+    beam_size: int = 2
+    base_probability: float = 0.5
+    entropy_weight: float = 0.2
+    penalized: bool = False
+    branch_penalty: float = 0.05
+    split: bool = False
+    budget_beta: float = 0.5
+    fork_window: int = 1
+
+    def on_start(self, tree: TrajectoryTree) -> int:
+        return 1 if self.split else min(self.initial_rollouts, self.group_size)
+
+    def on_fork_point(
+        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
+    ) -> int:
+        if self.split and probing(tree):
+            return 0
+        left = self.group_size - tree.num_started
+        return self.num_forks(rng, self.rise(tree, node), forks_in_a_row(tree), left)
+
+    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
+        """One refill at a time, when nothing of the prompt is growing any more."""
+        left = self.group_size - tree.num_started
+        if self.split and tree.num_roots == 1 and is_root_branch(leaf):
+            steps = [self.entropy(turn) for turn in tree.path(leaf)[1:]]
+            wanted = initial_rollouts(self.group_size, self.budget_beta, steps[0], steps)
+            if wanted > 1:
+                return min(wanted - 1, left)
+        return min(1, left) if tree.num_live == 0 else 0
+
+    def entropy(self, turn: Node) -> float:
+        """H of the turn's tokens."""
+        return segment_entropy(turn.entropies, self.vocab_size)
+
+    def rise(self, tree: TrajectoryTree, node: Node) -> float:
+        """dH of the segment that ends with the tool call of `node`."""
+        own = next(turn for turn in tree.path(node)[1:] if turn.branch == node.branch)
+        return self.entropy(node) - self.entropy(own)
+
+    def num_forks(self, rng: Random, rise: float, run: int, left: int) -> int:
+        """Up to beam_size - 1 draws, as long as the prompt's budget lasts."""
+        count = 0
+        for _ in range(self.beam_size - 1):
+            if count >= left:
+                break
+            count += self.forks(rng.random(), rise, run)
+        return count
+
+    def forks(self, draw: float, rise: float, run: int) -> bool:
+        """The test on one uniform draw."""
+        if self.penalized:
+            score = aepo_score(draw, rise, self.entropy_weight, self.branch_penalty, run)
+            return score >= self.base_probability
+        return arpo_score(draw, rise, self.entropy_weight) <= self.base_probability
+
+
+def forks_in_a_row(tree: TrajectoryTree) -> int:
+    """Latest fork points of the whole tree, in order of its turns, that forked."""
+    count = 0
+    for node in reversed(tree.nodes):
+        if node.num_forks == 0:
+            break
+        count += node.num_forks is not None
+    return count

@@ -1,0 +1,133 @@
+"""Low-rank adapters (LoRA, Hu 2022) through peft, on the Hugging Face model itself.
+
+    W' = W + (alpha / r) B A        A: [r, in], B: [out, r]; W is frozen
+
+The model keeps its class and its names, with adapters inside. What is published is W' computed
+beside the weights, so that neither W nor the adapter is ever changed by it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import Meta, Struct
+
+from agentenv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ADAPTER = "default"
+BASE = ".base_layer."
+ADAPTER_FOLDER = "adapter"
+
+
+class LoRAConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Adapters on linear layers; the weights themselves are frozen."""
+
+    r: Annotated[int, Meta(ge=1, description="rank of the adapters")] = 16
+    alpha: Annotated[int, Meta(ge=1, description="adapters are scaled by alpha / r")] = 32
+    dropout: Annotated[
+        float, Meta(ge=0, lt=1, description="of the adapters' inputs in training passes")
+    ] = 0.0
+    target_modules: Annotated[
+        list[str],
+        Meta(description="names of the layers, as q_proj; empty: all linear ones but the head"),
+    ] = []
+
+
+def frozen_model(checkpoint: Path | None) -> Path | None:
+    """The directory of the weights that a checkpoint's adapters belong to, if it has adapters."""
+    path = None if checkpoint is None else checkpoint / "trainer" / "learner.json"
+    if path is None or not path.is_file():
+        return None
+    meta = json.loads(path.read_text(encoding="utf-8"))
+    return Path(meta["base_model"]) if meta["lora"] else None
+
+
+def add_adapters(model: Any, config: LoRAConfig) -> list[Any]:
+    """Put adapters into the model and freeze all else; returns their dropout modules.
+
+    Raises ConfigError if peft is missing or no layer has one of the names.
+    """
+    peft_config = _peft_config(config)
+    from peft import inject_adapter_in_model
+
+    try:
+        inject_adapter_in_model(peft_config, model, ADAPTER)
+    except ValueError as error:  # peft names the modules that it looked for
+        raise ConfigError(f"learner.lora.target_modules: {error}") from error
+    return [
+        module.lora_dropout[ADAPTER]
+        for module in model.modules()
+        if hasattr(module, "lora_dropout") and ADAPTER in module.lora_dropout
+    ]
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of that name belongs to an adapter."""
+    return ".lora_" in name
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter has in the model without adapters."""
+    return name.replace(BASE, ".")
+
+
+def factors(model: Any, name: str) -> tuple[Tensor, Tensor, float] | None:
+    """A, B and alpha / r of the weight that is called `name` in the model with adapters."""
+    if not name.endswith(f"{BASE}weight"):
+        return None
+    layer = model.get_submodule(name.removesuffix(f"{BASE}weight"))
+    scale = float(layer.scaling[ADAPTER])
+    return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, scale
+
+
+def merged(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
+    """W + scale B A, computed in float32, in the dtype of W; a new tensor."""
+    delta = lora_b.detach().float() @ lora_a.detach().float()
+    return (weight.detach().float() + scale * delta).to(weight.dtype)
+
+
+def write_adapter(
+    directory: Path, config: LoRAConfig, weights: dict[str, Tensor], base: str
+) -> None:
+    """Write adapter_config.json and adapter_model.safetensors, as peft's from_pretrained reads.
+
+    `weights` have the names of the model with adapters; `base` is the path of the frozen model.
+    """
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    named = {
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor.contiguous()
+        for name, tensor in weights.items()
+    }
+    save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    peft_config = _peft_config(config)
+    peft_config.base_model_name_or_path = base
+    peft_config.inference_mode = True
+    peft_config.save_pretrained(str(directory))
+
+
+def check_installed() -> None:
+    """Raises ConfigError if peft is missing; loads nothing."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("learner.lora needs peft: install it with pip install 'agentenv[lora]'")
+
+
+def _peft_config(config: LoRAConfig) -> Any:
+    check_installed()
+    import peft
+
+    return peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.r,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=list(config.target_modules) or "all-linear",
+        bias="none",
+    )

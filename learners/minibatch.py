@@ -1,0 +1,175 @@
+"""A mini-batch with all that its loss needs, computed once before it is cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentenv.errors import DataError
+from learners import off_policy
+from learners.aggregation import coefficients, denominator
+from learners.algorithm import Algorithm
+from learners.batch import ActionTokens, Floats
+from learners.encoding import EncodedTree
+from learners.leaf_map import LeafMap
+from learners.losses import LossBatch, sequence_terms
+
+Metrics = dict[str, float]
+SumOverRanks = Callable[[Floats], Floats]
+
+
+@dataclass
+class MiniBatch:
+    """Figures per trained token in the order of `ActionTokens`, float64, of this rank's trees.
+
+    proximal, entropies, reference (None without one): see LossBatch. adv_pos, adv_neg and weight
+    already hold the aggregation's coefficients and the sequence mask; importance holds truncation
+    and token mask. leaf_advantages, leaf_weights: [leaves], where sequences matter.
+    """
+
+    trees: Sequence[EncodedTree]
+    tokens: ActionTokens
+    proximal: Floats
+    entropies: Floats
+    reference: Floats | None
+    adv_pos: Floats
+    adv_neg: Floats
+    weight: Floats
+    importance: Floats
+    leaves: LeafMap | None
+    leaf_advantages: Floats
+    leaf_weights: Floats
+    denominator: float  # over all ranks from here on
+    sum_weight: float
+    entropy_mean: float
+    entropy_std: float
+    metrics: Metrics = field(default_factory=dict)
+
+    def loss_batch(
+        self, index: np.ndarray, like: Tensor, terms: tuple[Floats, Floats] | None
+    ) -> LossBatch:
+        """The tokens at `index`, as tensors like `like`; `terms` are value and slope."""
+
+        def pick(values: Floats) -> Tensor:
+            return torch.from_numpy(values[index]).to(like)
+
+        value, slope = (None, None) if terms is None else (pick(terms[0]), pick(terms[1]))
+        return LossBatch(
+            behaviour=pick(self.tokens.behaviour),
+            proximal=pick(self.proximal),
+            entropies=pick(self.entropies),
+            adv_pos=pick(self.adv_pos),
+            adv_neg=pick(self.adv_neg),
+            weight=pick(self.weight),
+            total_weight=self.denominator,
+            entropy_mean=like.new_tensor(self.entropy_mean),
+            entropy_std=like.new_tensor(self.entropy_std),
+            importance=pick(self.importance),
+            reference=None if self.reference is None else pick(self.reference),
+            value=value,
+            slope=slope,
+            sum_weight=self.sum_weight,
+        )
+
+    def terms(
+        self, algorithm: Algorithm, current: Floats, sum_over_ranks: SumOverRanks
+    ) -> tuple[Floats, Floats]:
+        """Value and slope per token of a loss that clips whole trajectories; `current` are the
+        current log-probs. Sets the metric `sequences_clipped`."""
+        assert self.leaves is not None
+        ratio = off_policy.sequence_ratios(current - self.proximal, self.leaves)
+        low, high = algorithm.clip_low, algorithm.clip_high
+        advantages, weights = self.leaf_advantages, self.leaf_weights
+        value, slope = sequence_terms(ratio, advantages, low, high)
+        clipped = (slope == 0.0) & (advantages != 0.0)
+        counts = sum_over_ranks(np.array([float(clipped.sum()), float(len(clipped))]))
+        self.metrics["sequences_clipped"] = float(counts[0] / max(counts[1], 1.0))
+        return self.leaves.to_tokens(weights * value), self.leaves.to_tokens(weights * slope)
+
+
+def prepare(
+    trees: Sequence[EncodedTree],
+    tokens: ActionTokens,
+    proximal: Floats,
+    entropies: Floats,
+    reference: Floats | None,
+    algorithm: Algorithm,
+    sum_over_ranks: SumOverRanks,
+) -> MiniBatch:
+    """Credit, weights and batch statistics of one mini-batch.
+
+    `sum_over_ranks` adds an array over all ranks, each of which calls `prepare` with its share.
+    Raises DataError if the algorithm needs entropies or groups that the trees do not carry.
+    """
+    if algorithm.needs_entropies and np.isnan(entropies).any():
+        raise DataError("the algorithm needs entropies and the engine gave none")
+    leaves = LeafMap.of(trees) if algorithm.needs_leaves else None
+    adv_pos, adv_neg, weight = tokens.adv_pos, tokens.adv_neg, tokens.weight
+    advantages = leaf_weights = np.zeros(0)
+    share = float(weight.sum())
+    log_ratio = proximal - tokens.behaviour
+    if leaves is not None:
+        if np.isnan(leaves.advantages).any():
+            raise DataError("the trees carry no advantages of their leaves")
+        advantages = leaf_advantages(algorithm, leaves, proximal, reference)
+        plain = coefficients(algorithm.aggregation, leaves.lengths)
+        mask = off_policy.sequence_weights(log_ratio, leaves, algorithm.sequence_mask)
+        leaf_weights = plain * mask
+        adv_pos, adv_neg, _ = leaves.credit(advantages, leaf_weights, algorithm.credit_sharing)
+        weight = leaves.to_tokens(plain)
+        share = denominator(algorithm.aggregation, leaves.lengths, algorithm.norm_length)
+    ratio = off_policy.ratios(proximal, tokens.behaviour)
+    band = algorithm.token_mask
+    moments = off_policy.ratio_moments(ratio, tokens.weight, band)
+    kept = leaf_weights > 0
+    counts = np.array([share, weight.sum(), kept.sum(), len(kept)])
+    known = np.where(np.isnan(entropies), 0.0, entropies)
+    first = np.array([tokens.weight.sum(), (tokens.weight * known).sum()])
+    sums = sum_over_ranks(np.concatenate([counts, first, moments]))
+    mean = float(sums[5] / max(sums[4], 1.0))
+    second = sum_over_ranks(np.array([(tokens.weight * (known - mean) ** 2).sum()]))[0]
+    std = float(np.sqrt(second / (sums[4] - 1.0))) if sums[4] > 1.0 else float("nan")
+    metrics = off_policy.ratio_metrics(sums[6:])
+    if algorithm.sequence_mask is not None:
+        metrics["sequences_masked"] = 1.0 - float(sums[2] / max(sums[3], 1.0))
+    return MiniBatch(
+        trees=trees,
+        tokens=tokens,
+        proximal=proximal,
+        entropies=entropies,
+        reference=reference,
+        adv_pos=adv_pos,
+        adv_neg=adv_neg,
+        weight=weight,
+        importance=off_policy.token_importance(ratio, algorithm.importance_cap, band),
+        leaves=leaves,
+        leaf_advantages=advantages,
+        leaf_weights=leaf_weights,
+        denominator=float(sums[0]),
+        sum_weight=float(sums[1]),
+        entropy_mean=mean,
+        entropy_std=std,
+        metrics=metrics,
+    )
+
+
+def leaf_advantages(
+    algorithm: Algorithm, leaves: LeafMap, proximal: Floats, reference: Floats | None
+) -> Floats:
+    """Advantages of the leaves, [leaves]; with a KL in the reward computed anew, group by group.
+
+    R'_i = R_i - kl_reward * sum over the trajectory's policy tokens of log(proximal / reference).
+    """
+    if algorithm.kl_reward == 0:
+        return leaves.advantages
+    assert reference is not None
+    returns = leaves.returns - algorithm.kl_reward * leaves.to_leaves(proximal - reference)
+    advantages = np.zeros_like(returns)
+    for group in np.unique(leaves.group):
+        mine = leaves.group == group
+        advantages[mine] = algorithm.advantages(returns[mine])
+    return advantages

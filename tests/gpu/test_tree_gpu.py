@@ -1,0 +1,149 @@
+"""Tree training on a GPU: `python -m pytest tests/gpu/test_tree_gpu.py -m gpu -s`.
+
+Checks FlexAttention and the log-prob head, then prints, for a Qwen2.5 of half a billion
+parameters with random weights, tokens per second, peak memory and the share of the matrix peak
+of trees and of flat layouts. Skipped without a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from random import Random
+from statistics import median
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from launchers.bench_layouts import count, make_step
+from launchers.bench_learner import load_shapes
+from learners.attention import TreeLayout
+from learners.batch import pack
+from learners.encoding import encode
+from learners.grpo import GRPO
+from learners.logprob_head import LogprobHead
+from learners.policy import Policy, tensors
+from tests.learners.trees import MODELS, random_tree, tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU"),
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.timeout(900),
+]
+NUM_STEPS = 5
+
+
+@pytest.fixture(autouse=True)
+def _no_tf32() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def gradients(model: nn.Module, logprobs: Tensor) -> Tensor:
+    model.zero_grad()
+    (logprobs * torch.linspace(-1, 1, len(logprobs), device=logprobs.device)).sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("num_leaves", [6, 60])
+def test_flex_equals_dense_and_the_cpu(name: str, num_leaves: int) -> None:
+    """60 leaves: several blocks of 128 tokens, whole, partial and empty ones among them."""
+    trees = [random_tree(Random(i), index=i, num_leaves=num_leaves) for i in range(3)]
+    algorithm = GRPO(group_size=num_leaves)
+    encoded = [encode(tree, algorithm.credit(tree), 0) for tree in trees]
+    (batch,) = pack(encoded, 10**6)
+    found = {}
+    for device, form in (("cuda", "flex"), ("cuda", "dense"), ("cpu", "blocked")):
+        place = torch.device(device)
+        # FlexAttention needs heads of at least 16 channels.
+        model = tiny_model(name, head_dim=16).to(place)
+        token_ids, positions, _, source, targets = tensors(batch, place)
+        layout = TreeLayout(batch.end, place, form)
+        logprobs, _, _ = Policy(model)(token_ids, positions, layout, source, targets)
+        found[form] = logprobs.detach().cpu(), gradients(model, logprobs).cpu()
+    for form in ("flex", "dense"):
+        torch.testing.assert_close(found[form][0], found["blocked"][0], rtol=1e-4, atol=1e-4)
+        difference = (found[form][1] - found["blocked"][1]).norm()
+        assert difference < 1e-4 * found["blocked"][1].norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_head_sums_in_float32(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    head = LogprobHead.of(nn.Linear(256, 5000, device="cuda", dtype=dtype))
+    hidden = torch.randn(600, 256, device="cuda", dtype=dtype, requires_grad=True)
+    targets = torch.randint(5000, (600,), device="cuda")
+    logprobs, entropies, _ = head(hidden, targets, 0.8)
+    (logprobs + 0.1 * entropies).sum().backward()
+    exact, weight, bias = (
+        one.detach().double().requires_grad_() for one in (hidden, head.weight, head.bias)
+    )
+    rows = (nn.functional.linear(exact, weight, bias) / 0.8).log_softmax(-1)
+    chosen, entropy = rows.gather(-1, targets[:, None])[:, 0], -(rows.exp() * rows).sum(-1)
+    (chosen + 0.1 * entropy).sum().backward()
+    torch.testing.assert_close(logprobs.double(), chosen, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(entropies.double(), entropy, rtol=1e-4, atol=1e-4)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for one, other in ((hidden, exact), (head.weight, weight), (head.bias, bias)):
+        assert (one.grad.double() - other.grad).norm() < tolerance * other.grad.norm()
+
+
+def half_billion() -> Policy:
+    """The configuration of Qwen2.5-0.5B."""
+    config = Qwen2Config(
+        vocab_size=151_936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    )
+    with torch.device("cuda"):
+        model = Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
+    return Policy(model, checkpointing=True)
+
+
+def seconds(step: object) -> float:
+    assert callable(step)
+    step()  # compiles
+    step()
+    found = []
+    for _ in range(NUM_STEPS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+    return median(found)
+
+
+def matrix_peak() -> float:
+    """Floating point operations per second of a large product in bfloat16."""
+    left, right = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+    return 2 * 8192**3 / seconds(lambda: left @ right)
+
+
+@pytest.mark.parametrize("shape", sorted(load_shapes()))
+def test_speed_on_half_a_billion_parameters(shape: str) -> None:
+    policy, trees, peak = half_billion(), load_shapes()[shape]["trees"], matrix_peak()
+    times = {}
+    print(f"\n{torch.cuda.get_device_name()}, {shape}, matrix peak {peak / 1e12:.0f} TFLOP/s")
+    for layout in ("tree", "varlen", "padded"):
+        step = make_step(layout, trees, policy)
+        torch.cuda.reset_peak_memory_stats()
+        times[layout] = seconds(step)
+        tokens, _, flops = count("varlen" if layout == "padded" else layout, trees, policy)
+        print(
+            f"  {layout:7} {times[layout]:.3f} s, {tokens / times[layout]:,.0f} tokens/s, "
+            f"peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB, "
+            f"{flops / times[layout] / peak:.1%} of the matrix peak"
+        )
+    counted = count("varlen", trees, policy)[2] / count("tree", trees, policy)[2]
+    ratio = min(times["varlen"], times["padded"]) / times["tree"]
+    print(f"  flat best over tree {ratio:.2f}, counted {counted:.2f}")
+    assert ratio > 1

@@ -1,0 +1,88 @@
+"""Several ranks against plain torch in this process, on the same trees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from agentenv.tree import TrajectoryTree
+from learners.arpo import ARPO
+from learners.encoding import EncodedTree, encode
+from learners.learner import LearnerConfig
+from learners.policy import Policy
+from learners.torch_backend import TorchBackend
+from learners.trainer import Trainer
+from tests.learners.trees import random_tree, tiny_model
+
+ALGORITHM = ARPO(group_size=4, min_group_fraction=0.5, importance_cap=1e9)
+
+
+def two_ranks(**keys: Any) -> LearnerConfig:
+    """Two ranks with AdamW; micro-batches are small, so that ranks have different numbers."""
+    known = {
+        "optimizer": "adamw",
+        "num_ranks": 2,
+        "groups_per_minibatch": 3,
+        "max_tokens_per_microbatch": 48,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        "grad_clip": 0.5,
+        "command_timeout_s": 60,
+        "start_timeout_s": 60,
+    }
+    return LearnerConfig(**{**known, **keys})
+
+
+def save_tiny_model(directory: Path) -> Path:
+    tiny_model().save_pretrained(directory)
+    (directory / "tokenizer_config.json").write_text("{}")
+    return directory
+
+
+def uneven_trees(count: int, version: int = 0) -> list[TrajectoryTree]:
+    """One tree is much larger than the others together."""
+    sizes = [30, 3, 3, 4, 3, 5, 3, 4]
+    return [
+        random_tree(Random(i), index=i, version=version, num_leaves=sizes[i % len(sizes)])
+        for i in range(count)
+    ]
+
+
+def encoded(trees: list[TrajectoryTree], version: int = 0) -> list[EncodedTree]:
+    kept = []
+    for tree, credit in zip(trees, ALGORITHM.credits(trees), strict=True):
+        if credit is not None and credit.has_signal:
+            kept.append(encode(tree, credit, version))
+    return kept
+
+
+def plain_torch(model_dir: Path, config: LearnerConfig, dtype: torch.dtype) -> Trainer:
+    """The oracle: one rank, no DeepSpeed, weights rounded to `dtype` at first."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).float().eval()
+    return Trainer(TorchBackend(Policy(model, config.temperature), config), ALGORITHM, config)
+
+
+def train(trainer: Trainer, trees: list[TrajectoryTree], size: int) -> dict[str, float]:
+    kept = encoded(trees)
+    count = -(-len(kept) // size)
+    cuts = [len(kept) * i // count for i in range(count + 1)]
+    parts = [kept[cuts[i] : cuts[i + 1]] for i in range(count)]
+    return trainer.update(parts, 1.0)
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {n: p.detach() for n, p in trainer.backend.policy.model.named_parameters()}
+
+
+def weights_in(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)

@@ -1,0 +1,239 @@
+"""Each algorithm on trees equals the flat computation of its trajectories, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from learners.aepo import AEPO
+from learners.algorithm import Algorithm
+from learners.arpo import ARPO
+from learners.batch import ActionTokens
+from learners.cispo import CISPO
+from learners.dapo import DAPO
+from learners.dr_grpo import DrGRPO
+from learners.encoding import encode
+from learners.grpo import GRPO
+from learners.gspo import GSPO
+from learners.leaf_map import LeafMap
+from learners.minibatch import prepare
+from learners.off_policy import Band
+from learners.reinforce_pp import ReinforcePP
+from learners.rloo import RLOO
+from tests.learners.flat import figures, flat_form, grown, tree_form
+
+NARROW = Band(low=0.8, high=1.3)
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": GRPO(group_size=2),
+    "grpo without dual clip": GRPO(group_size=2, dual_clip=math.inf),
+    "grpo, dual clip often": GRPO(group_size=2, dual_clip=1.1),
+    "grpo as printed": GRPO(group_size=2, aggregation="seq-mean-token-mean", clip_high=0.2),
+    "dr_grpo": DrGRPO(group_size=2),
+    "dapo": DAPO(group_size=2),
+    "rloo": RLOO(group_size=2),
+    "reinforce_pp": ReinforcePP(group_size=2),
+    "gspo": GSPO(group_size=2, clip_low=0.1, clip_high=0.1),
+    "gspo, nothing clipped": GSPO(group_size=2, clip_low=0.9, clip_high=99.0),
+    "gspo with its own clips": GSPO(group_size=2),
+    "cispo": CISPO(group_size=2),
+    "arpo": ARPO(group_size=2),
+    "aepo": AEPO(group_size=2),
+    "aepo without dual clip": AEPO(group_size=2, dual_clip=math.inf),
+    "aepo, clipping only": AEPO(group_size=2, entropy_advantage=0.0),
+    "aepo, advantage only": AEPO(group_size=2, entropy_balanced_clipping=False),
+    "token mask": ARPO(group_size=2, token_mask=NARROW),
+    "sequence mask": ARPO(group_size=2, sequence_mask=NARROW),
+    "sequence mask in gspo": GSPO(group_size=2, sequence_mask=NARROW),
+    "entropy bonus": ARPO(group_size=2, entropy_bonus=0.01),
+    "kl in the reward": ARPO(group_size=2, kl_reward=0.1),
+    "kl in the reward, by sequence": RLOO(group_size=2, kl_reward=0.1),
+    **{f"kl {kind}": ARPO(group_size=2, kl_loss=0.3, kl_kind=kind) for kind in ("k1", "abs")},
+    **{f"kl {kind}": DrGRPO(group_size=2, kl_loss=0.3, kl_kind=kind) for kind in ("k2", "k3")},
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("num_cuts", [1, 5])
+def test_tree_form_equals_flat_form(name: str, num_cuts: int) -> None:
+    algorithm, trees = ALGORITHMS[name], grown(4)
+    found = figures(algorithm, trees)
+    leaves = [found.theta, found.entropies]
+    tree = tree_form(algorithm, found, num_cuts)
+    flat = flat_form(algorithm, trees, found)
+    gradients = [
+        torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
+        for loss in (tree, flat)
+    ]
+    torch.testing.assert_close(tree, flat, rtol=1e-9, atol=1e-12)
+    for ours, expected in zip(*gradients, strict=True):
+        if expected is not None and expected.any():
+            assert float((ours - expected).norm() / expected.norm()) < 1e-9
+    assert gradients[1][0].any()
+
+
+def test_clipping_happens_on_shared_tokens_with_both_signs() -> None:
+    """Else the equality above would prove nothing."""
+    found = figures(ALGORITHMS["grpo"], grown(4))
+    batch, ratio = found.minibatch, np.exp(found.theta.detach().numpy() - found.minibatch.proximal)
+    mixed = (batch.adv_pos > 0) & (batch.adv_neg < 0)
+    assert (mixed & (ratio > 1.28)).any()
+    assert (mixed & (ratio < 0.8)).any()
+    assert ((batch.adv_neg < 0) & (ratio > 3.0)).any()
+
+
+def test_hard_sharing_gives_shared_tokens_the_mean() -> None:
+    """ARPO's hard setting: mean advantage over the leaves below, counted as often."""
+    trees = grown(6)
+    soft, hard = ARPO(group_size=2), ARPO(group_size=2, sharing="hard")
+    credits = soft.credits(trees)
+    encoded = [encode(tree, credit, 0) for tree, credit in zip(trees, credits, strict=True)]
+    leaves, tokens = LeafMap.of(encoded), ActionTokens.of(encoded)
+    mean = leaves.to_tokens(leaves.advantages) / leaves.to_tokens(np.ones(leaves.num_leaves))
+    found = figures(hard, trees).minibatch
+    np.testing.assert_allclose(found.adv_pos + found.adv_neg, mean * tokens.weight, atol=1e-12)
+    assert not (found.adv_pos * found.adv_neg).any()
+    weighted = figures(ARPO(group_size=2, sharing="hard", aggregation="seq-mean-token-mean"), trees)
+    np.testing.assert_allclose(
+        weighted.minibatch.adv_pos + weighted.minibatch.adv_neg,
+        mean * weighted.minibatch.weight,
+        atol=1e-12,
+    )
+
+
+def test_the_leaf_map_rebuilds_the_encoded_credit() -> None:
+    for sharing in ("soft", "hard"):
+        algorithm = ARPO(group_size=2, sharing=sharing)
+        trees = grown(8)
+        credits = algorithm.credits(trees)
+        encoded = [encode(tree, credit, 0) for tree, credit in zip(trees, credits, strict=True)]
+        leaves, tokens = LeafMap.of(encoded), ActionTokens.of(encoded)
+        built = leaves.credit(leaves.advantages, np.ones(leaves.num_leaves), sharing)
+        for ours, expected in zip(
+            built, (tokens.adv_pos, tokens.adv_neg, tokens.weight), strict=True
+        ):
+            np.testing.assert_allclose(ours, expected, atol=1e-12)
+        returns = [path.reward for tree in trees for path in tree.trajectories()]
+        assert sorted(leaves.returns) == pytest.approx(sorted(returns))
+        lengths = [path.num_action_tokens for tree in trees for path in tree.trajectories()]
+        assert sorted(leaves.lengths) == sorted(lengths)
+
+
+def test_the_maps_are_transposed() -> None:
+    encoded = [encode(t, GRPO(group_size=2).credit(t), 0) for t in grown(9)]
+    leaves = LeafMap.of(encoded)
+    rng = np.random.default_rng(0)
+    tokens, values = rng.normal(size=len(leaves.node)), rng.normal(size=leaves.num_leaves)
+    assert leaves.to_leaves(tokens) @ values == pytest.approx(tokens @ leaves.to_tokens(values))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_equal_returns_give_exactly_no_advantage(name: str) -> None:
+    trees = grown(5, count=1)
+    for node in trees[0].nodes:
+        node.reward = 0.7 if node.end else 0.0
+    credit = ALGORITHMS[name].credits(trees)[0]
+    assert not credit.has_signal
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_extreme_log_probs_give_finite_losses_and_gradients(name: str) -> None:
+    algorithm = ALGORITHMS[name]
+    trees = grown(4, count=1)
+    found = figures(algorithm, trees)
+    theta = found.theta.detach().clone()
+    theta[::3] += 400.0
+    theta[1::3] -= 400.0
+    found.theta = theta.float().requires_grad_()
+    loss = tree_form(algorithm, found)
+    loss.backward()
+    assert loss.isfinite()
+    assert found.theta.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("kept", [0, 1])
+def test_one_valid_token_and_none(name: str, kept: int) -> None:
+    algorithm = ALGORITHMS[name]
+    tree = grown(4, count=1)[0]
+    for number, node in enumerate(tree.nodes[1:]):
+        size = kept if number == 0 else 0
+        node.action_ids, node.logprobs = node.action_ids[:size], node.logprobs[:size]
+        node.entropies, node.version_spans = node.entropies[:size], []
+    found = figures(algorithm, [tree])
+    assert len(found.theta) == kept
+    loss = tree_form(algorithm, found)
+    assert loss.isfinite()
+    assert kept or not loss
+
+
+def test_missing_entropies_are_an_error_where_they_are_read() -> None:
+    from agentenv.errors import DataError
+
+    trees = grown(4, count=1)
+    encoded = [encode(tree, GRPO(group_size=2).credit(tree), 0) for tree in trees]
+    tokens = ActionTokens.of(encoded)
+    missing = np.full_like(tokens.entropies, np.nan)
+    args = (encoded, tokens, tokens.behaviour, missing, None)
+    with pytest.raises(DataError, match="entropies"):
+        prepare(*args, AEPO(group_size=2), lambda x: x)
+    for algorithm in (AEPO(group_size=2, entropy_advantage=0.0), GRPO(group_size=2)):
+        batch = prepare(*args, algorithm, lambda x: x).loss_batch(
+            np.arange(len(missing)), torch.zeros(1, dtype=torch.float64), None
+        )
+        loss, metrics = algorithm.loss(batch, batch.proximal, torch.zeros(len(missing)))
+        assert loss.isfinite()
+        assert all(value.isfinite() for value in metrics.values())
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_shares_of_ranks_add_up(name: str) -> None:
+    """Two ranks with their own trees and one without any: the sum of their losses is that of
+    one rank with all trees."""
+    algorithm, trees = ALGORITHMS[name], grown(4)
+    whole = figures(algorithm, trees)
+    tokens, batch = whole.minibatch.tokens, whole.minibatch
+    edges = np.cumsum([0, *(tree.num_action_tokens for tree in batch.trees)])
+    shares = [(0, 1), (1, 3), (3, 3)]
+    theta, current = whole.theta.detach(), whole.entropies.detach()
+
+    def share(first: int, last: int, total) -> tuple:
+        span = slice(edges[first], edges[last])
+        part = ActionTokens.of(batch.trees[first:last])
+        reference = None if batch.reference is None else batch.reference[span]
+        args = (batch.trees[first:last], part, batch.proximal[span], part.entropies, reference)
+        return prepare(*args, algorithm, total), span
+
+    def run(total_of) -> float:
+        loss = 0.0
+        for number, (first, last) in enumerate(shares):
+            part, span = share(first, last, lambda x, n=number: total_of(x, n))
+            terms = None
+            if algorithm.clips_sequences:
+                terms = part.terms(
+                    algorithm, theta[span].numpy(), lambda x, n=number: total_of(x, n)
+                )
+            index = np.arange(span.stop - span.start)
+            given = part.loss_batch(index, theta, terms)
+            loss += float(algorithm.loss(given, theta[span], current[span])[0])
+        return loss
+
+    calls: list[list[np.ndarray]] = [[] for _ in shares]
+    results: list[np.ndarray] = []
+
+    def record(values: np.ndarray, rank: int) -> np.ndarray:
+        """First round: what each rank gives, in order; the second sum needs the first's result."""
+        place = len(calls[rank])
+        calls[rank].append(values)
+        return results[place] if place < len(results) else values
+
+    for _ in range(3):  # each round fixes one more sum
+        for of_rank in calls:
+            of_rank.clear()
+        loss = run(record)
+        results = [np.sum(together, axis=0) for together in zip(*calls, strict=True)]
+    assert len(tokens.weight) == edges[-1]
+    expected = float(tree_form(algorithm, whole).detach())
+    assert loss == pytest.approx(expected, rel=1e-9, abs=1e-12)

@@ -1,0 +1,124 @@
+"""The trainer's side of a broadcast: it never waits for ever, and what it sends is the policy."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from agentenv.engines.transfer import Group, TransferError
+from agentenv.errors import EngineError
+from learners.deepspeed_learner import DeepSpeedLearner
+from learners.encoding import encode_sequence
+from learners.learner import LearnerConfig
+from learners.sender import LearnerSender
+from tests.learners.ranks import ALGORITHM, save_tiny_model
+
+TEACHING = [encode_sequence(list(range(1, 20)), [False] + [True] * 18)]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@asynccontextmanager
+async def started(base: Path, root: Path, timeout_s: float) -> AsyncIterator[LearnerSender]:
+    learner = await DeepSpeedLearner.start(
+        LearnerConfig(backend="torch"), ALGORITHM, base, root / "learner.log"
+    )
+    try:
+        yield LearnerSender(learner, root / "published", timeout_s)
+    finally:
+        await learner.close()
+
+
+async def stalled_group(
+    sender: LearnerSender, name: str
+) -> tuple[Group, asyncio.subprocess.Process]:
+    """A group of the sender and of one receiver that will not receive."""
+    address = await sender.open()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-W", "ignore", "-m", "tests.learners.stalled_receiver"),
+        *(address.host, str(address.port), name),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    return Group(name, address, 2, sender.timeout_s), process
+
+
+async def test_a_broadcast_that_nobody_takes_is_called_off_at_once(
+    base: Path, tmp_path: Path
+) -> None:
+    """The receiver sees it too; the learner goes on with its weights."""
+    async with started(base, tmp_path, timeout_s=300) as sender:
+        await sender.publish()
+        group, process = await stalled_group(sender, "stalled")
+        await sender.join(group)
+        sending = asyncio.create_task(sender.send())
+        await asyncio.sleep(0.5)
+        assert not sending.done()
+        async with asyncio.timeout(10):
+            await sender.abort()
+            with pytest.raises(TransferError, match="called off"):
+                await sending
+            told, _ = await process.communicate()
+        assert told.startswith(b"refused: ")
+        assert (await sender.learner.imitate(TEACHING))["num_steps"] == 1
+
+
+async def test_a_broadcast_that_nobody_takes_ends_by_itself(base: Path, tmp_path: Path) -> None:
+    async with started(base, tmp_path, timeout_s=6) as sender:
+        await sender.publish()
+        group, process = await stalled_group(sender, "slow")
+        await sender.join(group)
+        async with asyncio.timeout(20):
+            with pytest.raises(TransferError, match="not taken within 6 s"):
+                await sender.send()
+        await process.communicate()
+
+
+async def test_joining_ends_when_it_is_called_off_or_nobody_comes(
+    base: Path, tmp_path: Path
+) -> None:
+    async with started(base, tmp_path, timeout_s=300) as sender:
+        await sender.publish()
+        joining = asyncio.create_task(sender.join(Group("alone", await sender.open(), 2, 300)))
+        await asyncio.sleep(0.5)
+        async with asyncio.timeout(10):
+            await sender.abort()
+            with pytest.raises(TransferError, match="called off"):
+                await joining
+        await sender.abort()  # nothing runs: no harm
+        sender.timeout_s = 2
+        with pytest.raises(TransferError, match="did not form"):
+            await sender.join(Group("alone again", await sender.open(), 2, 2))
+        with pytest.raises(TransferError, match="no group"):
+            await sender.send()
+
+
+async def test_the_directory_holds_what_was_published_or_is_refused(
+    base: Path, tmp_path: Path
+) -> None:
+    async with started(base, tmp_path, timeout_s=10) as sender:
+        assert await sender.publish() == 1
+        path = await sender.write()
+        assert path == await sender.write() == tmp_path / "published" / "v1"
+        written = load_file(path / "model.safetensors")
+        (bucket,) = (await sender.manifest()).buckets
+        assert bucket.names == list(written)
+        assert bucket.shapes == [list(tensor.shape) for tensor in written.values()]
+        assert {getattr(torch, name) for name in bucket.dtypes} == {torch.float32}
+        await sender.learner.imitate(TEACHING)
+        assert await sender.publish() == 2
+        await sender.learner.imitate(TEACHING)
+        with pytest.raises(EngineError, match="gone on to other weights"):
+            await sender.write()
+        assert sender.learner.policy_version == 2

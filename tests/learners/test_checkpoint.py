@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentenv.errors import ConfigError, DataError
+from launchers.checkpoints import Checkpoints
+from learners.checkpoint import META, Checkpoint, Meta, finished, save
+from learners.fragments import restore
+from learners.trainer import Trainer
+from tests.learners.ranks import (
+    plain_torch,
+    save_tiny_model,
+    train,
+    two_ranks,
+    uneven_trees,
+    weights_of,
+)
+
+ROOT = Path(__file__).parents[2]
+CONFIG = two_ranks(num_ranks=1)
+
+
+def meta(**keys: object) -> Meta:
+    known = {
+        "num_ranks": 1,
+        "zero_stage": 0,
+        "dtype": "float32",
+        "optimizer": "adamw",
+        "policy_version": 0,
+        "optimizer_step": 0,
+        "moved": False,
+        "base_model": "",
+    }
+    return Meta(**{**known, **keys})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def load(trainer: Trainer, directory: Path) -> None:
+    saved = Checkpoint(directory)
+    restore(trainer.backend, saved.read, saved.kinds, saved.step_of)
+    trainer.moved = saved.meta.moved
+
+
+def test_going_on_equals_not_having_stopped_to_the_bit(model_dir: Path, tmp_path: Path) -> None:
+    whole, stopped = (plain_torch(model_dir, CONFIG, torch.float32) for _ in range(2))
+    train(stopped, uneven_trees(4), 3)
+    save(stopped.backend, meta(moved=True), tmp_path / "checkpoint")
+    resumed = plain_torch(model_dir, CONFIG, torch.float32)
+    load(resumed, tmp_path / "checkpoint")
+    train(whole, uneven_trees(4), 3)
+    for trainer in (whole, resumed):
+        train(trainer, uneven_trees(6), 3)
+    for name, weight in weights_of(whole).items():
+        assert torch.equal(weights_of(resumed)[name], weight)
+
+
+def test_kill_9_at_random_moments_of_saving_loses_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.learners.saving_forever", str(tmp_path), "25"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    steps, half = map(int, done.stdout.splitlines()[-1].split())
+    assert steps >= 3
+    assert half >= 3, "no kill fell into a save"
+
+
+def test_a_half_written_checkpoint_is_recognised(model_dir: Path, tmp_path: Path) -> None:
+    trainer = plain_torch(model_dir, CONFIG, torch.float32)
+    path = tmp_path / "checkpoint"
+    save(trainer.backend, meta(num_ranks=2), path)
+    with pytest.raises(DataError, match=r"rank-0000.-of-00002\.safetensors: cannot be read"):
+        Checkpoint(path)
+    (path / META).write_text('{"num_ranks"')
+    with pytest.raises(DataError, match="not a complete learner checkpoint"):
+        Checkpoint(path)
+
+
+def test_the_older_one_stands_in_between_two_renames(model_dir: Path, tmp_path: Path) -> None:
+    trainer = plain_torch(model_dir, CONFIG, torch.float32)
+    path = tmp_path / "checkpoint"
+    save(trainer.backend, meta(policy_version=1), path)
+    path.rename(tmp_path / "checkpoint.old")
+    assert finished(path) == tmp_path / "checkpoint.old"
+    assert Checkpoint(path).meta.policy_version == 1
+    save(trainer.backend, meta(policy_version=2), path)
+    assert Checkpoint(path).meta.policy_version == 2
+
+
+def test_another_optimizer_cannot_go_on_from_it(model_dir: Path, tmp_path: Path) -> None:
+    trainer = plain_torch(model_dir, two_ranks(num_ranks=1), torch.float32)
+    train(trainer, uneven_trees(2), 3)
+    save(trainer.backend, meta(), tmp_path / "checkpoint")
+    saved = Checkpoint(tmp_path / "checkpoint")
+    with pytest.raises(DataError, match=r"no momentum_buffer of .*weights only.*model\.path"):
+        saved.read("model.embed_tokens.weight", "momentum_buffer", 0, 4)
+
+
+def make(checkpoints: Checkpoints, step: int) -> None:
+    partial = checkpoints.begin(step)
+    (partial / "model.safetensors").write_text(str(step))
+    (partial / "state.json").write_text("{}")
+    checkpoints.complete(partial)
+
+
+def test_which_checkpoint_is_resumed(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.to_resume("latest") is None
+    with pytest.raises(ConfigError, match="holds no best checkpoint"):
+        checkpoints.to_resume("best")
+    for step in (1, 2, 10):
+        make(checkpoints, step)
+    checkpoints.begin(11)
+    checkpoints.keep_best(2)
+    assert checkpoints.to_resume("latest") == checkpoints.path(10)
+    best = checkpoints.to_resume("best")
+    assert best is not None
+    assert (best / "model.safetensors").read_text() == "2"
+    assert checkpoints.to_resume(str(checkpoints.path(1))) == checkpoints.path(1)
+    with pytest.raises(ConfigError, match=r"step-000011\.partial: not a complete checkpoint"):
+        checkpoints.to_resume(str(tmp_path / "step-000011.partial"))
+
+
+def test_rotation_and_newer_ones_set_aside(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2, 3, 4):
+        make(checkpoints, step)
+    checkpoints.begin(5)
+    checkpoints.prune(3)
+    assert [p.name for p in checkpoints.finished()] == ["step-000002", "step-000003", "step-000004"]
+    assert not list(tmp_path.glob("*.partial"))
+    moved = checkpoints.set_aside_after(2)
+    assert [path.name for path in moved] == ["step-000004", "step-000003"]
+    make(checkpoints, 3)
+    assert [path.name for path in checkpoints.set_aside_after(2)] == ["step-000003-1"]
+    assert [path.name for path in checkpoints.finished()] == ["step-000002"]

@@ -1,0 +1,137 @@
+"""Advantage estimators beside GRPO's, the length penalty, and off-policy weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentenv.types import Limit
+from learners import off_policy
+from learners.aggregation import coefficients, denominator
+from learners.credit import leave_one_out, soft_length_penalty
+from learners.dapo import DAPO
+from learners.encoding import encode
+from learners.grpo import GRPO
+from learners.leaf_map import LeafMap
+from learners.off_policy import Band
+from learners.reinforce_pp import ReinforcePP
+from tests.learners.flat import grown
+from tests.learners.trees import truncate
+
+
+def test_leave_one_out_is_the_mean_of_the_others() -> None:
+    rewards = [1.0, 0.0, 0.5, 0.2]
+    expected = [r - (sum(rewards) - r) / 3 for r in rewards]
+    np.testing.assert_allclose(leave_one_out(rewards), expected)
+    assert not leave_one_out([0.7] * 12).any()
+    assert not leave_one_out([0.7]).any()
+
+
+@given(st.lists(st.floats(-3, 3), max_size=12))
+def test_leave_one_out_is_always_finite(rewards: list[float]) -> None:
+    assert np.isfinite(leave_one_out(rewards)).all()
+
+
+def test_batch_normalisation_is_over_the_tokens_of_all_trajectories() -> None:
+    trees, algorithm = grown(3), ReinforcePP(group_size=2)
+    flat = [
+        (credit.advantages[path.leaf.index], path.num_action_tokens)
+        for tree, credit in zip(trees, algorithm.credits(trees), strict=True)
+        for path in tree.trajectories()
+    ]
+    copies = np.repeat(*map(np.array, zip(*flat, strict=True)))
+    assert copies.mean() == pytest.approx(0.0, abs=1e-12)
+    assert copies.std(ddof=1) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_batch_normalisation_leaves_groups_without_signal_at_zero() -> None:
+    trees, algorithm = grown(3), ReinforcePP(group_size=2)
+    for node in trees[0].nodes:
+        node.reward = 0.5 if node.end else 0.0
+    for leaf in trees[1].leaves():
+        leaf.end = "failed"
+    first, second, third = algorithm.credits(trees)
+    assert not first.has_signal
+    assert second is None
+    assert third.has_signal
+    assert all(c is None or not c.has_signal for c in algorithm.credits(trees[:2]))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "penalty"), [(0, 0.0), (80, 0.0), (90, -0.5), (100, -1.0), (500, -1.0)]
+)
+def test_soft_length_penalty(tokens: int, penalty: float) -> None:
+    assert soft_length_penalty(tokens, 100, 20) == penalty
+    assert soft_length_penalty(tokens, 0, 20) == 0.0
+
+
+def test_long_trajectories_lose_return() -> None:
+    tree = grown(3)[0]
+    plain, short = GRPO(group_size=2), GRPO(group_size=2, overlong_tokens=8, overlong_buffer=8)
+    leaves = [path.leaf.index for path in tree.trajectories()]
+    lengths = np.array([path.num_action_tokens for path in tree.trajectories()])
+    loss = plain.credit(tree).returns[leaves] - short.credit(tree).returns[leaves]
+    np.testing.assert_allclose(loss, np.minimum(lengths / 8, 1.0))
+
+
+def test_dapo_filters_what_a_token_limit_cut() -> None:
+    tree = grown(3)[0]
+    cut = tree.leaves()[0]
+    truncate(cut, Limit.RESPONSE_TOKENS)
+    assert DAPO(group_size=2).credit(tree).weight[cut.index] == 0
+    assert GRPO(group_size=2).credit(tree).weight[cut.index] == 1
+    kept = DAPO(group_size=2, truncated={Limit.RESPONSE_TOKENS: "score"})
+    assert kept.credit(tree).weight[cut.index] == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", 5.0),
+        ("seq-mean-token-sum", 2.0),
+        ("seq-mean-token-mean", 2.0),
+        ("seq-mean-token-sum-norm", 20.0),
+    ],
+)
+def test_denominators_leave_trajectories_without_tokens_out(mode: str, expected: float) -> None:
+    lengths = np.array([2.0, 0.0, 3.0])
+    assert denominator(mode, lengths, 10) == expected
+    assert np.isfinite(coefficients(mode, lengths)).all()
+
+
+def test_importance_is_truncated_and_masked() -> None:
+    ratio = np.array([0.1, 1.0, 1.9, 7.0])
+    np.testing.assert_allclose(off_policy.token_importance(ratio, 2.0, None), [0.1, 1, 1.9, 2])
+    band = Band(low=0.5, high=5.0)
+    np.testing.assert_allclose(off_policy.token_importance(ratio, 2.0, band), [0, 1, 1.9, 0])
+    far = off_policy.ratios(np.array([900.0, -900.0]), np.zeros(2))
+    assert np.isfinite(far).all()
+
+
+def test_a_sequence_is_masked_by_its_geometric_mean() -> None:
+    tree = grown(3)[0]
+    leaves = LeafMap.of([encode(tree, GRPO(group_size=2).credit(tree), 0)])
+    shift = np.zeros(len(leaves.node))
+    last = leaves.leaf_node[0]
+    shift[leaves.node == last] = 3.0
+    means = off_policy.sequence_ratios(shift, leaves)
+    share = (leaves.node == last).sum() / leaves.lengths[0]
+    assert means[0] == pytest.approx(np.exp(3.0 * share))
+    assert (means[1:] == 1.0).all()
+    weights = off_policy.sequence_weights(shift, leaves, Band(low=0.9, high=1.1))
+    assert weights.tolist() == [0.0] + [1.0] * (leaves.num_leaves - 1)
+
+
+def test_effective_sample_size_falls_when_few_tokens_carry_the_weight() -> None:
+    ones = np.ones(100)
+    even = off_policy.ratio_metrics(off_policy.ratio_moments(ones, ones, None))
+    assert even == {"ratio_out_of_band": 0.0, "effective_sample_size": 1.0}
+    one = np.full(100, 1e-6)
+    one[0] = 100.0
+    peaked = off_policy.ratio_metrics(off_policy.ratio_moments(one, ones, None))
+    assert peaked["effective_sample_size"] == pytest.approx(0.01, rel=1e-3)
+    assert peaked["ratio_out_of_band"] == 1.0
+    nothing = off_policy.ratio_metrics(off_policy.ratio_moments(ones[:0], ones[:0], None))
+    assert nothing == {"ratio_out_of_band": 0.0, "effective_sample_size": 1.0}

@@ -1,0 +1,184 @@
+"""Ranks that die, hang or run out of memory, and ranks that others have started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+import psutil
+import pytest
+
+from agentenv.errors import ConfigError, LearnerError
+from learners import messages as wire
+from learners.dealing import cost, deal
+from learners.deepspeed_learner import DeepSpeedLearner
+from learners.deepspeed_worker import failure
+from learners.encoding import encode_sequence
+from learners.process_group import Place, find_place
+from tests.learners.ranks import ALGORITHM, encoded, save_tiny_model, two_ranks, uneven_trees
+from tests.learners.trees import random_tree
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def assert_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 5.0
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+async def test_a_killed_rank_ends_all_with_its_number(
+    stage: int, model_dir: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "learner.log"
+    config = two_ranks(zero_stage=stage)
+    learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, log)
+    pids = list(learner.ranks.pids)
+    trees = [random_tree(Random(i), index=i, num_leaves=30) for i in range(30)]
+    waiting = asyncio.create_task(learner.update(trees))
+    await asyncio.sleep(0.4)
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(LearnerError, match=r"rank 1 was killed by SIGKILL.*learner-1\.log"):
+        await asyncio.wait_for(waiting, 10.0)
+    assert_gone(pids)
+    with pytest.raises(LearnerError, match="is closed"):
+        await learner.score([encode_sequence([1, 2], [False, True])])
+    await learner.close()
+
+
+async def test_a_rank_that_hangs_is_named_and_all_end(model_dir: Path, tmp_path: Path) -> None:
+    config = two_ranks(zero_stage=2)
+    learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "learner.log")
+    pids = list(learner.ranks.pids)
+    os.kill(pids[1], signal.SIGSTOP)
+    part = [encoded(uneven_trees(1))]
+    with pytest.raises(LearnerError, match=r"rank 1 took longer than 2 s for Update.*stopped"):
+        await learner.ranks.call([wire.Update(part, 1.0)] * 2, 2.0)
+    assert_gone(pids)
+    assert "gather" in (tmp_path / "learner.log").read_text(), "where rank 0 was waiting"
+    await learner.close()
+
+
+def test_running_out_of_memory_says_what_to_do() -> None:
+    import torch
+
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    ):
+        told = failure(error, "traceback").error
+        assert told.startswith("ran out of memory (")
+        assert "learner.max_tokens_per_microbatch" in told
+    assert failure(RuntimeError("else"), "traceback").traceback == "traceback"
+
+
+async def test_ranks_of_torchrun_connect_to_the_controller(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    monkeypatch.setenv(wire.TOKEN_VARIABLE, "a secret")
+    config = two_ranks(zero_stage=1, launch="external", address=address)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, wire.ADDRESS_VARIABLE: address, "OMP_NUM_THREADS": "1"}
+    launcher = await asyncio.create_subprocess_exec(
+        *command,
+        "-m",
+        "learners.deepspeed_worker",
+        cwd=ROOT,
+        env=environment,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        log = tmp_path / "learner.log"
+        learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, log)
+        try:
+            assert (await learner.update(uneven_trees(3)))["num_steps"] == 1
+        finally:
+            await learner.close()
+        output, _ = await asyncio.wait_for(launcher.communicate(), 30.0)
+        assert launcher.returncode == 0, output.decode()
+    finally:
+        if launcher.returncode is None:
+            launcher.kill()
+            await launcher.wait()
+
+
+async def test_external_ranks_need_a_secret(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(wire.TOKEN_VARIABLE, raising=False)
+    config = two_ranks(launch="external", address="127.0.0.1:0")
+    with pytest.raises(ConfigError, match="AGENTENV_LEARNER_TOKEN"):
+        await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "log")
+    monkeypatch.setenv(wire.TOKEN_VARIABLE, "a secret")
+    config = two_ranks(launch="external", address="127.0.0.1:0", start_timeout_s=0.2)
+    with pytest.raises(LearnerError, match="rank 0 did not connect in 0 s"):
+        await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "log")
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({}, Place(0, 1, 0, "")),
+        (
+            {
+                "RANK": "5",
+                "WORLD_SIZE": "8",
+                "LOCAL_RANK": "1",
+                "MASTER_ADDR": "node0",
+                "MASTER_PORT": "29500",
+            },
+            Place(5, 8, 1, "node0:29500"),
+        ),
+        (
+            {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"},
+            Place(3, 4, 1, ""),
+        ),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            },
+            Place(1, 2, 1, ""),
+        ),
+    ],
+    ids=["alone", "torchrun and deepspeed", "slurm", "mpi"],
+)
+def test_the_place_comes_from_the_launcher(environment: dict[str, str], place: Place) -> None:
+    assert find_place(environment) == place
+
+
+def test_half_a_place_is_refused() -> None:
+    with pytest.raises(ConfigError, match="both of RANK and WORLD_SIZE"):
+        find_place({"RANK": "1"})
+    with pytest.raises(ConfigError, match="RANK = 2 of WORLD_SIZE = 2"):
+        find_place({"RANK": "2", "WORLD_SIZE": "2"})
+
+
+def test_whole_trees_are_dealt_by_cost() -> None:
+    trees = encoded(uneven_trees(8))
+    assert deal(trees, 1) == [list(range(len(trees)))]
+    hands = deal(trees, 3)
+    assert sorted(place for hand in hands for place in hand) == list(range(len(trees)))
+    loads = [sum(cost(trees[place]) for place in hand) for hand in hands]
+    largest = max(cost(tree) for tree in trees)
+    assert max(loads) <= max(largest, 4 / 3 * sum(loads) / 3)
+    assert deal(trees[:1], 2) == [[0], []]

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.errors import ConfigError
+from learners.deepspeed_settings import deepspeed_settings
+from learners.learner import LearnerConfig
+
+
+def with_file(tmp_path: Path, content: object, **keys: Any) -> LearnerConfig:
+    path = tmp_path / "ds.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    known = {"optimizer": "adamw", "zero_stage": 2, "deepspeed_config": str(path)}
+    return LearnerConfig(**{**known, **keys})
+
+
+def test_a_file_adds_what_ours_leaves_open(tmp_path: Path) -> None:
+    theirs = {
+        "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 1000},
+        "bf16": {"enabled": "auto"},
+        "gradient_clipping": 1.0,
+        "train_batch_size": "auto",
+        "fp16": {"enabled": False},
+        "communication_data_type": "fp32",
+    }
+    settings = deepspeed_settings(with_file(tmp_path, theirs))
+    assert settings["zero_optimization"] == theirs["zero_optimization"]
+    assert settings["bf16"] == {"enabled": False}
+    assert settings["communication_data_type"] == "fp32"
+    assert "train_batch_size" not in settings
+    assert settings["managed_gradient_accumulation"] is False
+
+
+@pytest.mark.parametrize(
+    ("theirs", "keys", "text"),
+    [
+        ({"zero_optimization": {"stage": 3}}, {}, r"zero_optimization\.stage = 3 .*zero_stage"),
+        ({"bf16": {"enabled": True}}, {}, r"bf16\.enabled = True .*learner\.dtype"),
+        ({"gradient_clipping": 0.3}, {}, r"gradient_clipping = 0\.3 .*learner\.grad_clip"),
+        ({"optimizer": {"type": "AdamW"}}, {}, r"'optimizer' is set with learner\.optimizer"),
+        ({"scheduler": {"type": "WarmupLR"}}, {}, r"'scheduler' is set with learner\.schedule"),
+        ({"fp16": {"enabled": True}}, {}, r"'fp16' is set with learner\.dtype"),
+        ({"train_batch_size": 64}, {}, r"'train_batch_size' is set with queue\.groups_per_step"),
+        ({"gradient_accumulation_steps": 8}, {}, r"contradicts 1 .*groups_per_minibatch"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            {},
+            r"offload_optimizer\.device = 'cpu' contradicts learner\.offload",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+            {"offload": "optimizer"},
+            r"device = 'nvme' contradicts learner\.offload",
+        ),
+        ({"zero_optimisation": {}}, {}, r"'zero_optimisation' is not read"),
+        ("{", {}, "not JSON"),
+        ("[]", {}, "expected a JSON object"),
+    ],
+)
+def test_contradictions_name_both_sides(
+    theirs: object, keys: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"learner\.deepspeed_config = .*ds\.json: {text}|{text}"
+    ):
+        deepspeed_settings(with_file(tmp_path, theirs, **keys))
+
+
+def test_offload_buffers_may_be_tuned(tmp_path: Path) -> None:
+    theirs = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}}
+    settings = deepspeed_settings(with_file(tmp_path, theirs, offload="optimizer"))
+    wanted = {"device": "cpu", "pin_memory": True}
+    assert settings["zero_optimization"]["offload_optimizer"] == wanted
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    config = LearnerConfig(deepspeed_config=str(tmp_path / "none.json"))
+    with pytest.raises(ConfigError, match=r"none\.json: No such file"):
+        deepspeed_settings(config)
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"zero_stage": 1}, "muon_adamw needs whole matrices"),
+        ({"offload": "optimizer"}, "needs learner.zero_stage >= 1"),
+        ({"offload": "params", "optimizer": "adamw", "zero_stage": 2}, "zero_stage = 3"),
+        ({"backend": "torch", "optimizer": "adamw", "zero_stage": 1}, "backend = torch knows"),
+        ({"launch": "external"}, "give the host:port"),
+        ({"address": "0.0.0.0:1"}, "give the host:port"),
+        ({"warmup_steps": 1, "warmup_ratio": 0.1}, "one of warmup_steps and warmup_ratio"),
+        ({"min_lr_ratio": 0.1}, "schedule = linear or cosine"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        LearnerConfig(**keys)

@@ -1,0 +1,153 @@
+"""Adapters: the frozen weights and the adapter are never changed by what is published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from agentenv.errors import ConfigError
+from learners import messages as wire
+from learners.checkpoint import Checkpoint
+from learners.deepspeed_learner import DeepSpeedLearner
+from learners.export_offline import export as export_offline
+from learners.learner import LearnerConfig
+from learners.lora import LoRAConfig, frozen_model, is_adapter
+from learners.rank_state import Rank
+from tests.learners.ranks import (
+    ALGORITHM,
+    encoded,
+    largest_difference,
+    save_tiny_model,
+    two_ranks,
+    uneven_trees,
+    weights_in,
+)
+
+LORA = LoRAConfig(r=4, alpha=8)
+CONFIG = two_ranks(num_ranks=1, backend="torch", lora=LORA, learning_rate=1e-2)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def start(base: Path, config: LearnerConfig = CONFIG) -> Rank:
+    return Rank(wire.Init(config, ALGORITHM, str(base), seed=0))
+
+
+def train(rank: Rank) -> None:
+    kept = encoded(uneven_trees(4))
+    rank.run(wire.Update([kept[:2], kept[2:]], 1.0))
+
+
+def params(rank: Rank) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in rank.backend.policy.model.named_parameters()}
+
+
+def test_only_adapters_are_trained_and_publishing_changes_nothing(
+    base: Path, tmp_path: Path
+) -> None:
+    rank = start(base)
+    rank.write_model(tmp_path / "v0", publish=True)
+    assert largest_difference(weights_in(tmp_path / "v0"), weights_in(base)) == 0, "B is zero"
+    before = params(rank)
+    train(rank)
+    after = params(rank)
+    assert {n for n in after if not torch.equal(after[n], before[n])} == set(
+        filter(is_adapter, after)
+    )
+    rank.write_model(tmp_path / "v1", publish=True)
+    assert all(torch.equal(after[name], now) for name, now in params(rank).items())
+    name = "model.layers.0.self_attn.q_proj.weight"
+    layer = name.removesuffix(".weight")
+    a, b = (after[f"{layer}.lora_{part}.default.weight"] for part in "AB")
+    expected = weights_in(base)[name] + 2.0 * b @ a
+    torch.testing.assert_close(weights_in(tmp_path / "v1")[name], expected)
+    assert not (tmp_path / "v1" / "adapter").exists(), "engines need the merged model only"
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+def test_what_is_exported_is_what_was_trained(base: Path, tmp_path: Path) -> None:
+    rank = start(base)
+    train(rank)
+    out = tmp_path / "step-000001"
+    rank.write_model(out, publish=False)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    merged = AutoModelForCausalLM.from_pretrained(out)(ids).logits
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    assert not torch.allclose(merged, plain(ids).logits, atol=1e-3)
+    adapted = peft.PeftModel.from_pretrained(plain, out / "adapter")
+    torch.testing.assert_close(adapted(ids).logits, merged)
+
+    rank.save(out / "trainer")
+    export_offline(out, tmp_path / "offline", dtype="float32")
+    assert largest_difference(weights_in(tmp_path / "offline"), weights_in(out)) < 1e-7
+    ours, theirs = (
+        load_file(folder / "adapter" / "adapter_model.safetensors")
+        for folder in (tmp_path / "offline", out)
+    )
+    assert largest_difference(ours, theirs) == 0
+
+
+def test_a_checkpoint_keeps_adapter_and_optimizer_only(base: Path, tmp_path: Path) -> None:
+    config = two_ranks(num_ranks=1, backend="torch", lora=LoRAConfig(r=2, dropout=0.2))
+    whole = start(base, config)
+    train(whole)
+    checkpoint = tmp_path / "step-000001"
+    whole.save(checkpoint / "trainer")
+    saved = Checkpoint(checkpoint / "trainer")
+    assert saved.shapes
+    assert all(is_adapter(name) for name in saved.shapes)
+    assert frozen_model(checkpoint) == base
+    resumed = start(base, config)
+    resumed.load(checkpoint / "trainer")
+    torch.manual_seed(3)
+    train(resumed)
+    torch.manual_seed(3)
+    train(whole)
+    for name, weight in params(whole).items():
+        assert torch.equal(params(resumed)[name], weight)
+
+
+def test_dropout_acts_in_training_passes_only(base: Path) -> None:
+    config = two_ranks(num_ranks=1, backend="torch", lora=LoRAConfig(r=2, dropout=0.5))
+    rank = start(base, config)
+    train(rank)
+    first, second = (rank.trainer.score(encoded(uneven_trees(1))) for _ in range(2))
+    assert first == second
+    (batch,) = rank.trainer._pack(encoded(uneven_trees(1)))[:1]
+    found = [rank.backend.forward(batch)[0].detach() for _ in range(2)]
+    assert not torch.equal(*found)
+
+
+@pytest.mark.parametrize("stage", [3])
+async def test_two_ranks_with_cut_weights_equal_one(stage: int, base: Path, tmp_path: Path) -> None:
+    one = start(base)
+    config = two_ranks(zero_stage=stage, lora=LORA, learning_rate=1e-2, groups_per_minibatch=8)
+    learner = await DeepSpeedLearner.start(config, ALGORITHM, base, tmp_path / "learner.log")
+    try:
+        kept = encoded(uneven_trees(4))
+        one.run(wire.Update([kept], 1.0))
+        await learner.update(uneven_trees(4))
+        found = weights_in(await learner.export(tmp_path / "export"))
+        one.write_model(tmp_path / "one", publish=False)
+        assert largest_difference(found, weights_in(tmp_path / "one")) < 1e-5
+        await learner.save(tmp_path / "export" / "trainer")
+        export_offline(tmp_path / "export", tmp_path / "offline", dtype="float32")
+        assert largest_difference(found, weights_in(tmp_path / "offline")) < 1e-6
+    finally:
+        await learner.close()
+
+
+def test_contradictions_are_refused(base: Path) -> None:
+    with pytest.raises(ConfigError, match="use optimizer = adamw"):
+        LearnerConfig(lora=LORA)
+    config = two_ranks(num_ranks=1, backend="torch", lora=LoRAConfig(target_modules=["nothing"]))
+    with pytest.raises(ConfigError, match=r"learner\.lora\.target_modules: .*nothing"):
+        start(base, config)

@@ -1,0 +1,175 @@
+"""Two real ranks at every ZeRO stage equal one process of plain torch.
+
+Each case below is one where DeepSpeed 0.19 is silently wrong, crashes or hangs when its calls are
+used as they come: ranks have different numbers of micro-batches, or none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from agentenv.errors import ConfigError, LearnerError
+from learners.checkpoint import Checkpoint, save
+from learners.deepspeed_learner import DeepSpeedLearner
+from learners.encoding import encode_sequence
+from learners.fragments import restore
+from learners.learner import LearnerConfig, OptimizerConfig
+from learners.trainer import Trainer
+from tests.learners.ranks import (
+    ALGORITHM,
+    encoded,
+    largest_difference,
+    plain_torch,
+    save_tiny_model,
+    train,
+    two_ranks,
+    uneven_trees,
+    weights_in,
+    weights_of,
+)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("backend", ["zero-0", "zero-1", "zero-2", "zero-3", "torch"])
+async def test_two_ranks_equal_one(backend: str, model_dir: Path, tmp_path: Path) -> None:
+    keys = {"backend": "torch"} if backend == "torch" else {"zero_stage": int(backend[-1])}
+    config = two_ranks(**keys)
+    learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "learner.log")
+    oracle = plain_torch(model_dir, config, torch.float32)
+    try:
+        # three mini-batches: uneven trees; then the last one has one tree, so a rank has none
+        trees = uneven_trees(7)
+        metrics = await learner.update(trees)
+        expected = train(oracle, trees, config.groups_per_minibatch)
+        for name in expected.keys() - {"cpu_s", "wall_s"}:
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+        lone = uneven_trees(1)
+        assert (await learner.update(lone))["num_steps"] == 1
+        train(oracle, lone, 1)
+        found = weights_in(await learner.publish(tmp_path / "published"))
+        assert largest_difference(found, weights_of(oracle)) < 1e-5
+
+        sequences = [
+            encode_sequence([1, 2, 3, i], [False, True, True, True]) for i in range(9, 4, -1)
+        ]
+        scores = await learner.score(sequences)
+        for score, same in zip(scores, oracle.score(sequences), strict=True):
+            assert score.logprobs == pytest.approx(same.logprobs, abs=1e-4)
+        assert len(await learner.score(sequences[:1])) == 1
+
+        await _non_finite_steps_are_skipped(learner, tmp_path)
+        await _resume_is_bit_exact(learner, tmp_path)
+        await _one_rank_of_torch_goes_on_from_it_and_back(learner, oracle, tmp_path)
+        await learner.reset_optimizer(OptimizerConfig(optimizer="adamw", learning_rate=1e-4))
+        assert (await learner.imitate(sequences[:1]))["num_tokens"] == 3
+        assert (await learner.imitate(sequences))["num_steps"] == 1
+    finally:
+        await learner.close()
+
+
+async def _non_finite_steps_are_skipped(learner: DeepSpeedLearner, tmp_path: Path) -> None:
+    before = weights_in(await learner.export(tmp_path / "before"))
+    trees = uneven_trees(2, version=1)
+    trees[0].nodes[1].logprobs[0] = float("nan")
+    assert (await learner.update(trees))["num_skipped"] == 1
+    assert largest_difference(before, weights_in(await learner.export(tmp_path / "after"))) == 0
+    assert (tmp_path / "skipped" / "skipped-00001.json").is_file()
+
+
+async def _resume_is_bit_exact(learner: DeepSpeedLearner, tmp_path: Path) -> None:
+    await learner.save(tmp_path / "checkpoint")
+    results = []
+    for number in range(2):
+        await learner.load(tmp_path / "checkpoint")
+        assert learner.policy_version == 1
+        await learner.update(uneven_trees(4, version=1))
+        results.append(weights_in(await learner.export(tmp_path / f"again-{number}")))
+    assert largest_difference(*results) == 0
+
+
+async def _one_rank_of_torch_goes_on_from_it_and_back(
+    learner: DeepSpeedLearner, oracle: Trainer, tmp_path: Path
+) -> None:
+    await learner.save(tmp_path / "many")
+    there = Checkpoint(tmp_path / "many")
+    restore(oracle.backend, there.read, there.kinds, there.step_of)
+    trees = uneven_trees(4, version=1)
+    await learner.update(trees)
+    train(oracle, trees, 3)
+    found = weights_in(await learner.export(tmp_path / "onwards"))
+    assert largest_difference(found, weights_of(oracle)) < 1e-5
+    save(oracle.backend, replace(there.meta, num_ranks=1, zero_stage=0), tmp_path / "one")
+    await learner.load(tmp_path / "one")
+    await learner.update(trees)
+    train(oracle, trees, 3)
+    found = weights_in(await learner.export(tmp_path / "back"))
+    assert largest_difference(found, weights_of(oracle)) < 1e-5
+
+
+async def test_a_step_does_not_depend_on_the_token_budget(model_dir: Path) -> None:
+    trees, found = uneven_trees(6), []
+    for budget in (16, 48, 4096):
+        config = two_ranks(num_ranks=1, max_tokens_per_microbatch=budget)
+        oracle = plain_torch(model_dir, config, torch.float32)
+        train(oracle, trees, 3)
+        found.append(weights_of(oracle))
+    assert largest_difference(found[0], found[1]) < 1e-5
+    assert largest_difference(found[0], found[2]) < 1e-5
+    assert len(encoded(trees)) >= 4
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+async def test_bfloat16_keeps_float32_weights(stage: int, model_dir: Path, tmp_path: Path) -> None:
+    config = two_ranks(
+        zero_stage=stage, dtype="bfloat16", learning_rate=1e-4, activation_checkpointing=True
+    )
+    learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "learner.log")
+    oracle = plain_torch(model_dir, config, torch.bfloat16)
+    try:
+        for _ in range(3):
+            metrics = await learner.update(uneven_trees(4))
+            expected = train(oracle, uneven_trees(4), 3)
+        assert metrics["loss"] == pytest.approx(expected["loss"], rel=0.1, abs=0.02)
+        assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
+        await learner.save(tmp_path / "checkpoint")
+        saved = Checkpoint(tmp_path / "checkpoint")
+        masters = {
+            name: saved.read(name, "master", 0, weight.numel()).view_as(weight)
+            for name, weight in weights_of(oracle).items()
+        }
+        # six steps of 1e-4: far less than bfloat16 can tell apart at weights of 0.2 to 1
+        assert largest_difference(masters, weights_of(oracle)) < 6e-4
+        exported = weights_in(await learner.export(tmp_path / "export"))
+        assert all(weight.dtype == torch.bfloat16 for weight in exported.values())
+        rounded = {name: weight.bfloat16() for name, weight in masters.items()}
+        assert largest_difference(exported, rounded) == 0
+    finally:
+        await learner.close()
+
+
+def test_bfloat16_without_zero_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match=r"bfloat16 needs learner\.zero_stage >= 1"):
+        LearnerConfig(dtype="bfloat16", optimizer="adamw")
+
+
+async def test_a_rank_that_refuses_is_named(model_dir: Path, tmp_path: Path) -> None:
+    config = two_ranks(zero_stage=1)
+    learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "learner.log")
+    try:
+        with pytest.raises(LearnerError, match=r"rank [01]: .*not a complete learner checkpoint"):
+            await learner.load(tmp_path / "nothing")
+        assert len(learner.ranks.pids) == 2, "all refused, so all go on"
+        bad = [encode_sequence([1, i], [False, True]) for i in (2, 10**6)]
+        with pytest.raises(LearnerError, match=r"learner rank [01]: .*IndexError"):
+            await learner.score(bad)
+        assert learner.ranks.pids == [], "one went on without the other, so both are ended"
+    finally:
+        await learner.close()

@@ -1,0 +1,133 @@
+"""Options of the loss through the real trainer: reference policy, whole sequences, metrics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from learners.algorithm import Algorithm
+from learners.arpo import ARPO
+from learners.encoding import EncodedTree, encode
+from learners.grpo import GRPO
+from learners.gspo import GSPO
+from learners.learner import LearnerConfig
+from learners.off_policy import Band
+from learners.policy import Policy
+from learners.reference import Reference, frozen_copy
+from learners.torch_backend import TorchBackend
+from learners.trainer import Trainer
+from tests.learners.flat import grown
+from tests.learners.trees import tiny_model
+
+
+def trainer(algorithm: Algorithm, **keys: object) -> Trainer:
+    keys = {"optimizer": "adamw", "learning_rate": 1e-2, "grad_clip": 0.0, **keys}
+    config = LearnerConfig(backend="torch", **keys)
+    return Trainer(TorchBackend(Policy(tiny_model(dtype=torch.float64)), config), algorithm, config)
+
+
+def encoded(seed: int = 4) -> list[EncodedTree]:
+    algorithm = GRPO(group_size=2)
+    trees = grown(seed)
+    return [encode(tree, algorithm.credit(tree), 0) for tree in trees]
+
+
+def weights(trainer: Trainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.backend.policy.parameters()])
+
+
+def test_without_a_kl_no_reference_model_is_built() -> None:
+    plain = trainer(ARPO(group_size=2, kl_kind="k1"))
+    metrics = plain.update([encoded()], 1.0)
+    assert plain.reference.policy is None
+    assert "kl_to_reference" not in metrics
+
+
+def test_the_reference_is_the_policy_that_rl_started_from() -> None:
+    kl = trainer(ARPO(group_size=2, kl_loss=0.1), proximal="always")
+    before = weights(kl)
+    first = kl.update([encoded()], 1.0)
+    assert first["kl_to_reference"] == pytest.approx(0.0, abs=1e-12)
+    second = kl.update([encoded()], 1.0)
+    assert abs(second["kl_to_reference"]) > 1e-4
+    kept = torch.cat([p.flatten() for p in kl.reference.policy.parameters()])
+    assert torch.equal(kept, before)
+    assert not torch.equal(weights(kl), before)
+
+
+def test_the_reference_is_renewed_every_so_many_updates() -> None:
+    kl = trainer(ARPO(group_size=2, kl_reward=0.01, reference_every=2), proximal="always")
+    gaps = [kl.update([encoded()], 1.0)["kl_to_reference"] for _ in range(4)]
+    assert [abs(gap) < 1e-12 for gap in gaps] == [True, False, True, False]
+
+
+def test_the_reference_survives_a_restart() -> None:
+    kl = trainer(ARPO(group_size=2, kl_loss=0.1), proximal="always")
+    kl.update([encoded()], 1.0)
+    other = Reference(every=0)
+    other.load(kl.reference.state(), kl.backend.policy)
+    for ours, theirs in zip(
+        other.policy.parameters(), kl.reference.policy.parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+    assert other.num_updates == 1
+    empty = Reference(every=0)
+    empty.load(Reference(every=0).state(), kl.backend.policy)
+    assert empty.policy is None
+
+
+def test_a_frozen_copy_shares_nothing_and_keeps_tied_weights() -> None:
+    policy = Policy(tiny_model("qwen3"))
+    copied = frozen_copy(policy)
+    assert len(list(copied.parameters())) == len(list(policy.parameters()))
+    assert not any(param.requires_grad for param in copied.parameters())
+    pointers = {param.data_ptr() for param in policy.parameters()}
+    assert not pointers & {param.data_ptr() for param in copied.parameters()}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        GSPO(group_size=2, clip_low=0.2, clip_high=0.3),
+        ARPO(group_size=2, aggregation="seq-mean-token-mean", sequence_mask=Band(low=0.01)),
+        ARPO(group_size=2, entropy_bonus=0.1, kl_loss=0.1),
+    ],
+    ids=["gspo", "sequences", "bonus and kl"],
+)
+def test_a_step_does_not_depend_on_how_trees_are_cut(algorithm: Algorithm) -> None:
+    """Trajectories cut over micro-batches included; several epochs, so that ratios move. Adam
+    blows rounding up where a gradient is nearly 0."""
+    results = []
+    start = weights(trainer(algorithm))
+    for max_tokens in (10**6, 40, 1):
+        one = trainer(
+            algorithm,
+            max_tokens_per_microbatch=max_tokens,
+            num_epochs_per_batch=2,
+            proximal="always",
+        )
+        metrics = one.update([encoded(), encoded(5)], 1.0)
+        results.append((weights(one), metrics))
+    for found, metrics in results[1:]:
+        moved = (results[0][0] - start).norm()
+        assert float((found - results[0][0]).norm() / moved) < 1e-4
+        assert metrics["loss"] == pytest.approx(results[0][1]["loss"], rel=1e-3)
+
+
+def test_off_policy_figures_are_reported() -> None:
+    """Log-probs of the fixture's trees are made up, so the learner's differ from them."""
+    metrics = trainer(ARPO(group_size=2), proximal="always").update([encoded()], 1.0)
+    assert 0.0 < metrics["effective_sample_size"] < 1.0
+    assert 0.0 < metrics["ratio_out_of_band"] <= 1.0
+    fresh = trainer(ARPO(group_size=2)).update([encoded()], 1.0)
+    assert fresh["effective_sample_size"] == pytest.approx(1.0)
+    assert fresh["ratio_out_of_band"] == 0.0
+    masked = trainer(ARPO(group_size=2, sequence_mask=Band(low=0.9, high=1.1)), proximal="always")
+    assert 0.0 < masked.update([encoded()], 1.0)["sequences_masked"] <= 1.0
+
+
+def test_gspo_reports_clipped_trajectories() -> None:
+    gspo = trainer(GSPO(group_size=2), num_epochs_per_batch=2, proximal="always")
+    metrics = gspo.update([encoded()], 1.0)
+    assert metrics["sequences_clipped"] > 0.0  # in the second epoch; in the first all ratios are 1
+    assert "clipped_high" not in metrics

@@ -1,0 +1,150 @@
+"""Training on packed trees equals training on the flat trajectories, to rounding.
+
+Transformers computes its norms in float32 whatever the model's type; here they are kept in
+float64, so that nothing but the order of sums differs. Flat: every trajectory by itself through
+the untouched model, with its own advantage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from agentenv.tree import TrajectoryTree
+from learners import attention_blocked
+from learners.aepo import AEPO
+from learners.algorithm import Algorithm
+from learners.batch import ActionTokens, pack
+from learners.encoding import EncodedTree, encode
+from learners.grpo import GRPO
+from learners.policy import Policy, tensors
+from tests.learners.trees import MODELS, flat_loss, random_tree, tiny_model, tree_loss
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "ppo": GRPO(group_size=6, dual_clip=float("inf")),
+    "dual clip": GRPO(group_size=6, dual_clip=3.0),
+    "aepo": AEPO(group_size=6, dual_clip=3.0),
+}
+WHOLE = 10**6  # tokens of a micro-batch that holds everything
+
+
+@pytest.fixture
+def _float64_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: torch.nn.Module, hidden: Tensor) -> Tensor:
+        scale = (hidden.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+        return self.weight * (hidden * scale)
+
+    for norm in (Qwen2RMSNorm, Qwen3RMSNorm, LlamaRMSNorm):
+        monkeypatch.setattr(norm, "forward", forward)
+
+
+@pytest.fixture(params=["blocks", "as chosen"])
+def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trees this small would mostly be computed under one mask."""
+    if request.param == "blocks":
+        monkeypatch.setattr(attention_blocked, "CALL_PAIRS", 0)
+    return iter([None])
+
+
+def some_trees(seed: int) -> tuple[list[TrajectoryTree], list[EncodedTree]]:
+    trees = [random_tree(Random(seed * 100 + i), index=i, num_leaves=8) for i in range(3)]
+    credits = [GRPO(group_size=6).credit(tree) for tree in trees]
+    return trees, [encode(tree, credit, 0) for tree, credit in zip(trees, credits, strict=True)]
+
+
+def gradients(model: torch.nn.Module, loss: Tensor) -> Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).detach().norm() / expected.detach().norm())
+
+
+@pytest.mark.usefixtures("_float64_norms", "_blocks")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_loss_and_gradient_equal_the_flat_ones_in_float64(name: str, algorithm: str) -> None:
+    plain, model = tiny_model(name, torch.float64), tiny_model(name, torch.float64)
+    trees, encoded = some_trees(7)
+    flat = flat_loss(plain, trees, ALGORITHMS[algorithm])
+    expected = gradients(plain, flat)
+    for max_tokens in (WHOLE, 60):
+        loss = tree_loss(model, encoded, ALGORITHMS[algorithm], max_tokens=max_tokens)
+        assert relative(loss, flat) < 1e-9
+        assert relative(gradients(model, loss), expected) < 1e-9
+
+
+@pytest.mark.usefixtures("_blocks")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_loss_and_gradient_equal_the_flat_ones_in_float32(name: str, algorithm: str) -> None:
+    plain, model = tiny_model(name), tiny_model(name)
+    trees, encoded = some_trees(7)
+    flat = flat_loss(plain, trees, ALGORITHMS[algorithm])
+    loss = tree_loss(model, encoded, ALGORITHMS[algorithm], max_tokens=WHOLE)
+    assert relative(loss, flat) < 1e-5
+    assert relative(gradients(model, loss), gradients(plain, flat)) < 1e-5
+
+
+def test_the_trees_have_what_makes_them_hard() -> None:
+    """Tokens with advantages of both signs, and ratios on every side of every clip edge."""
+    _, encoded = some_trees(7)
+    tokens = ActionTokens.of(encoded)
+    assert ((tokens.adv_pos > 0) & (tokens.adv_neg < 0)).any()
+    (batch,) = pack(encoded, WHOLE)
+    logprobs, _, _ = Policy(tiny_model())(*tensors(batch, torch.device("cpu")))
+    ratio = (logprobs.detach() - torch.from_numpy(tokens.behaviour[batch.index])).exp()
+    positive = torch.from_numpy(tokens.adv_pos[batch.index]) > 0
+    negative = torch.from_numpy(tokens.adv_neg[batch.index]) < 0
+    shared = torch.from_numpy(tokens.weight[batch.index]) > 1
+    for side in (
+        positive & (ratio > 1.28),
+        negative & (ratio < 0.8),
+        negative & (ratio > 3.0),
+        (ratio > 0.8) & (ratio < 1.28),
+    ):
+        assert (side & shared).any()
+    for edge in (0.8, 1.28, 3.0):
+        assert (ratio - edge).abs().min() > 1e-4, "too near to a clip edge to be compared"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_gradient_does_not_depend_on_packing(name: str) -> None:
+    model = tiny_model(name)
+    _, encoded = some_trees(8)
+    whole = gradients(model, tree_loss(model, encoded, ALGORITHMS["ppo"], max_tokens=WHOLE))
+    for max_tokens in (1, 40, 100, 200):
+        loss = tree_loss(model, encoded, ALGORITHMS["ppo"], max_tokens=max_tokens)
+        assert relative(gradients(model, loss), whole) < 1e-5
+
+
+@pytest.mark.usefixtures("_blocks")
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpointing_changes_nothing_but_memory(name: str) -> None:
+    _, encoded = some_trees(9)
+    (batch,) = pack(encoded, WHOLE)
+    found, kept = [], []
+    for checkpointing in (False, True):
+        model = tiny_model(name)
+        policy = Policy(model, checkpointing=checkpointing)
+        sizes: list[int] = []
+
+        def keep(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logprobs, entropies, _ = policy(*tensors(batch, torch.device("cpu")), True)
+        kept.append(sum(sizes))
+        found.append(gradients(model, (logprobs + 0.1 * entropies).sum()))
+    assert torch.equal(*found)
+    assert kept[1] < kept[0] / 2
