@@ -13,21 +13,16 @@ from typing import Any
 
 import msgspec
 
-import agentenv.env
-from agentenv.engine import Engine
 from agentenv.engines.embedded_config import EmbeddedConfig
-from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.env import Env
-from agentenv.errors import ConfigError, DataError, EngineError
+from agentenv.engines.remote_config import SGLangConfig, VLLMConfig
+from agentenv.engines.scripted import ScriptedConfig
+from agentenv.errors import ConfigError, DataError
 from agentenv.limits import Limits
 from agentenv.native import NativeConfig, NativeRenderer
-from agentenv.prompt import PromptConfig, load_instruction
+from agentenv.prompt import PromptConfig
 from agentenv.renderer import Renderer, TagRenderer, TagsConfig, read_eos_ids
-from agentenv.tool_limits import load_tools
-from agentenv.types import Info, Message, Task
-from launchers.config import EnvConfig
 
-EngineConfig = EmbeddedConfig | ScriptedConfig
+EngineConfig = EmbeddedConfig | ScriptedConfig | VLLMConfig | SGLangConfig
 
 
 def import_from_working_directory() -> None:
@@ -75,21 +70,6 @@ def vocab_size(model: Path) -> int:
     return size
 
 
-def make_engine(config: EngineConfig, model: Path, tokenizer: Any, policy_version: int) -> Engine:
-    """The engine that the configuration names, serving `model` as `policy_version`.
-
-    Raises ConfigError if it cannot serve that model.
-    """
-    if isinstance(config, ScriptedConfig):
-        return ScriptedEngine(config, tokenizer, policy_version=policy_version)
-    from agentenv.engines.embedded import EmbeddedEngine
-
-    try:
-        return EmbeddedEngine(config, model, policy_version)
-    except EngineError as error:
-        raise ConfigError(f"engine: {error}") from error
-
-
 def make_renderer(
     config: TagsConfig | NativeConfig, prompt: PromptConfig, tokenizer: Any, model: Path
 ) -> Renderer:
@@ -99,63 +79,6 @@ def make_renderer(
     if isinstance(config, NativeConfig):
         return NativeRenderer(tokenizer, config, prompt, eos_ids)
     return TagRenderer(tokenizer, prompt, eos_ids)
-
-
-def env_maker(
-    config: EnvConfig,
-    resolve: Callable[[str], Path],
-    limits: Limits,
-    prompt: PromptConfig,
-) -> Callable[[Task], Env]:
-    """Makes the env of a task; "{run}" in text arguments stands for the run's directory."""
-    import_envs(config.module)
-    agentenv.env.spec(config.id)
-    kwargs = {
-        key: str(resolve(value)) if isinstance(value, str) and "{run}" in value else value
-        for key, value in config.kwargs.items()
-    }
-    told = limits.on_limit == "result"  # the env answers calls beyond the limit
-    settings: dict[str, Any] = {
-        "tools": load_tools(config.tools, resolve),
-        "on_limit": limits.on_limit,
-        "max_tool_calls": limits.max_tool_calls if told else None,
-        "instruction": load_instruction(prompt, resolve),
-    }
-
-    def make(task: Task) -> Env:
-        env = agentenv.env.make(task.env_id, task, **kwargs)
-        configure = getattr(env, "configure", None)
-        if configure is not None:
-            configure(**settings)
-        elif told or config.tools or prompt.template:
-            raise ConfigError(
-                f"env.tools, prompt.template and limits.on_limit = 'result' need a ToolEnv; "
-                f"{task.env_id} is none"
-            )
-        return env
-
-    return make
-
-
-def import_envs(module: str) -> None:
-    """Import the module that registers the user's environments; `envs` is always there."""
-    importlib.import_module("envs")
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"env.module: {module!r} cannot be imported: {error}; it must be installed or lie in "
-            "the directory that the command is run from"
-        ) from error
-
-
-async def try_env(make_env: Callable[[Task], Env], task: Task) -> tuple[list[Message], Info]:
-    """Make and reset one env, so that what it needs is found missing before the run starts."""
-    env = make_env(task)
-    try:
-        return await env.reset(seed=0)
-    finally:
-        await env.close()
 
 
 def context_length(config: EngineConfig, model: Path) -> int:

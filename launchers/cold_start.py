@@ -8,19 +8,22 @@ stage may go on until teacher-forced exact match on clean demonstrations about u
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from agentenv.data_files import read_rows
 from agentenv.errors import DataError
 from agentenv.renderer import Renderer
-from agentenv.types import Message
+from launchers.chat_config import RowFormat
+from launchers.chat_encoding import ChatEncoder
 from launchers.config import SFTConfig, SFTStage
-from learners.encoding import EncodedTree, encode_sequence
+from launchers.conversations import read_conversation
+from learners.encoding import EncodedTree
 from learners.learner import Learner
 
 Demonstrations = dict[str, dict[str, list[EncodedTree]]]  # by stage, then by kind
@@ -127,28 +130,23 @@ class _ColdStart:
 def load_demonstrations(
     path: Path, renderer: Renderer, tools: list[dict[str, Any]]
 ) -> Demonstrations:
-    """Read rows {"question", "turns": [{"action", "result"}, ...], "kind", "stage"}, encoded.
+    """Read dialogues with the keys "kind" and "stage" beside them, encoded: rows {"question",
+    "turns": [{"action", "result"}, ...]} or any other form of `launchers.conversations`.
 
     The stage "" holds all rows. Only what the policy writes is trained: actions and, after the
     last, the end-of-sequence token. Raises DataError with file and row.
     """
     demonstrations: Demonstrations = {"": {}}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise DataError(f"{path}: demonstrations cannot be read: {error.strerror}") from error
-    for number, line in enumerate(lines, 1):
+    encoder, form = ChatEncoder(renderer), RowFormat()
+    for raw in read_rows(path):
         try:
-            row = json.loads(line)
-            turns = [(str(turn["action"]), turn["result"]) for turn in row["turns"]]
-            question, kind = str(row["question"]), str(row.get("kind", "all"))
-            stage = str(row.get("stage", ""))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path}, row {number}: expected an object with 'question' and 'turns', a list of "
-                f"{{'action', 'result'}}: {error!r}"
-            ) from error
-        encoded = _encode(question, turns, renderer, tools)
+            if raw.problem:
+                raise DataError(raw.problem)
+            conversation = replace(read_conversation(raw.row, form), tools=tools)
+            encoded = encoder.encode(conversation).encoded()
+        except DataError as error:
+            raise DataError(f"{path}, row {raw.number}: {error}") from None
+        kind, stage = str(raw.row.get("kind", "all")), str(raw.row.get("stage", ""))
         for name in {"", stage}:
             demonstrations.setdefault(name, {}).setdefault(kind, []).append(encoded)
     if not demonstrations[""]:
@@ -165,24 +163,3 @@ def check_stages(config: SFTConfig, demonstrations: Demonstrations) -> None:
                 f"{config.data}: sft.stages[{number}] wants rows with stage {stage.rows!r}; the "
                 f"file has {known}"
             )
-
-
-def _encode(
-    question: str,
-    turns: list[tuple[str, str | None]],
-    renderer: Renderer,
-    tools: list[dict[str, Any]],
-) -> EncodedTree:
-    ids = renderer.prompt([Message("user", question)], tools)
-    mask = [False] * len(ids)
-    for action, result in turns:
-        action_ids = renderer.encode(action)
-        if result is None:
-            action_ids.append(renderer.tokenizer.eos_token_id)
-        ids += action_ids
-        mask += [True] * len(action_ids)
-        if result is not None:
-            observation = renderer.observation([Message("tool", result)], tools, 10**6)
-            ids += observation
-            mask += [False] * len(observation)
-    return encode_sequence(ids, mask)

@@ -3,23 +3,24 @@ the run's directory."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta, Struct, field
 
 from agentenv.data_config import MixPart, RowsConfig
 from agentenv.engines.embedded_config import EmbeddedConfig
+from agentenv.engines.launch_config import RoleConfig
+from agentenv.engines.remote_config import SGLangConfig, VLLMConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.errors import ConfigError
 from agentenv.limits import Limits
 from agentenv.native import NativeConfig
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig
-from agentenv.tool_limits import ToolConfig
 from agentenv.types import SamplingParams
-from learners.aepo import AEPO
-from learners.arpo import ARPO
-from learners.grpo import GRPO
+from launchers.env_config import EnvConfig, GraderTable, PythonTable, SearchTable
+from launchers.self_critic_config import SelfCriticConfig
+from learners.algorithms import AnyAlgorithm
 from learners.learner import LearnerConfig, OptimizerConfig
 
 
@@ -44,22 +45,6 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """The policy to start from."""
 
     path: Annotated[str, Meta(description="Hugging Face directory with model and tokenizer")]
-
-
-class EnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The environment of rows that name none themselves."""
-
-    id: Annotated[str, Meta(description="registered environment id")]
-    module: Annotated[
-        str, Meta(description="module to import first, which registers environments of your own")
-    ] = "envs"
-    kwargs: Annotated[
-        dict[str, Any], Meta(description="keyword arguments of the environment's class")
-    ] = field(default_factory=dict)
-    tools: Annotated[
-        list[ToolConfig],
-        Meta(description="all tools of an episode, [[env.tools]]; empty: those of the environment"),
-    ] = field(default_factory=list)
 
 
 class DataConfig(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,11 +76,42 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     temperature: Annotated[float, Meta(ge=0, description="0 is greedy")] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1, description="1 is off")] = 1.0
     top_k: Annotated[int, Meta(ge=-1, description="-1 is off")] = -1
+    min_p: Annotated[
+        float,
+        Meta(ge=0, le=1, description="least share of the likeliest token's probability; 0 is off"),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, Meta(gt=0, description="on tokens of prompt and output; 1 is off")
+    ] = 1.0
+    stop: Annotated[
+        list[str],
+        Meta(description="strings that end a turn, beside those of the renderer; they stay in it"),
+    ] = field(default_factory=list)
+    seed: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="seed of every token that is sampled; none: the seed of the run"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.top_k == 0:
+            raise ConfigError("sampling: top_k is -1 (off) or at least 1")
+        if not all(self.stop):
+            raise ConfigError("sampling: a string of stop is empty")
 
     def params(self) -> SamplingParams:
         return SamplingParams(
-            max_tokens=1, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k
+            max_tokens=1,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=tuple(self.stop),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
         )
+
+
+# What makes the distribution that is sampled from another one than that of the policy.
+OFF = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,11 +121,18 @@ class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     eval: Sampling = Sampling()
 
     def __post_init__(self) -> None:
-        if (self.train.temperature, self.train.top_p, self.train.top_k) != (1.0, 1.0, -1):
-            raise ConfigError(
-                "sampling.train: training samples from the policy itself: temperature 1, top_p 1, "
-                "top_k -1 (log-probabilities of a truncated distribution cannot be trained on)"
-            )
+        """The engines tell log-probs of the distribution that they sampled from, but the learner
+        computes those of the whole policy: with any of these, the ratio of the two would be off
+        from the start, and for a token outside a truncation there would be none."""
+        for name, off in OFF.items():
+            value = getattr(self.train, name)
+            if value != off:
+                raise ConfigError(
+                    f"sampling.train: training samples from the policy itself; {name} = {value} "
+                    f"samples from another distribution than the one whose log-probabilities the "
+                    f"learner computes, and nothing corrects for that: leave it at {off}, or set "
+                    f"sampling.eval.{name}"
+                )
 
 
 class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -241,16 +264,26 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     run: RunConfig = RunConfig()
     model: ModelConfig
     env: EnvConfig
+    python: PythonTable = None
+    search: SearchTable = None
+    grader: GraderTable = None
     data: DataConfig
     prompt: PromptConfig = PromptConfig()
     renderer: TagsConfig | NativeConfig = TagsConfig()
     limits: Limits = Limits()
     sampling: SamplingConfig = SamplingConfig()
-    algorithm: GRPO | ARPO | AEPO
+    algorithm: AnyAlgorithm
     queue: QueueConfig = QueueConfig()
     learner: LearnerConfig = LearnerConfig()
-    engine: EmbeddedConfig | ScriptedConfig = EmbeddedConfig()
+    engine: EmbeddedConfig | ScriptedConfig | VLLMConfig | SGLangConfig = EmbeddedConfig()
+    roles: Annotated[
+        dict[str, RoleConfig],
+        Meta(description="models beside the policy by name, [roles.judge]"),
+    ] = field(default_factory=dict)
     sft: SFTConfig | None = None
+    self_critic: Annotated[
+        SelfCriticConfig | None, Meta(description="DPO on own answers between updates")
+    ] = None
     train: TrainingConfig
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

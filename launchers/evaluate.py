@@ -13,19 +13,24 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve o
 import argparse
 import asyncio
 import json
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from agentenv.actor import Actor
-from agentenv.config import apply_overrides, build_config
+from agentenv.config import build_config, override_kinds
 from agentenv.data_config import RowsConfig
 from agentenv.engines.embedded_config import EmbeddedConfig
+from agentenv.engines.launch_config import RoleConfig
+from agentenv.engines.remote_config import SGLangConfig, VLLMConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.errors import AgentEnvError, ConfigError, DataError
 from agentenv.evaluate import Report, evaluate, make_report
@@ -40,17 +45,20 @@ from launchers import report
 from launchers.assembly import (
     check_context,
     context_length,
-    env_maker,
     import_from_working_directory,
     load_tokenizer,
-    make_engine,
     make_renderer,
-    try_env,
 )
-from launchers.config import EnvConfig, Sampling
-from launchers.data import fit_prompts, load_set
+from launchers.checkpoints import find_checkpoint
+from launchers.config import Sampling
+from launchers.data import check_environments, fit_prompts, load_set
+from launchers.engines import start_engine
+from launchers.env_config import TABLES, EnvConfig, GraderTable, PythonTable, SearchTable
+from launchers.environments import EnvMaker, check_graders, tables_of, try_env
 from launchers.keys import key_table
-from launchers.rundir import CONFIG_FILE, finished_checkpoints, trajectory_row
+from launchers.roles import start_roles
+from launchers.rundir import CONFIG_FILE, trajectory_row
+from launchers.servers import ServerFactory
 from launchers.train import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, first_reason
 from launchers.view import View
 
@@ -59,6 +67,9 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What an evaluation reads; of a run, everything comes from the run."""
 
     env: EnvConfig
+    python: PythonTable = None
+    search: SearchTable = None
+    grader: GraderTable = None
     data: Annotated[
         str | list[str], Meta(description="file, folder or pattern of questions, or a list of them")
     ]
@@ -67,7 +78,11 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     renderer: TagsConfig | NativeConfig = TagsConfig()
     limits: Limits = Limits()
     sampling: Sampling = Sampling()
-    engine: EmbeddedConfig | ScriptedConfig = EmbeddedConfig()
+    engine: EmbeddedConfig | ScriptedConfig | VLLMConfig | SGLangConfig = EmbeddedConfig()
+    roles: Annotated[
+        dict[str, RoleConfig],
+        Meta(description="models beside the policy by name, [roles.judge]"),
+    ] = field(default_factory=dict)
     num_samples: Annotated[int, Meta(ge=1, description="trajectories a question")] = 1
     concurrency: Annotated[int, Meta(ge=1, description="questions in flight")] = 256
     seed: Annotated[int, Meta(ge=0, description="seed of sampling")] = 0
@@ -82,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model, raw, run = _subject(arguments)
         if arguments.env:
             raw.setdefault("env", {})["id"] = arguments.env
-        apply_overrides(raw, arguments.overrides)
+        override_kinds(EvaluateConfig, raw, arguments.overrides)
         config = build_config(EvaluateConfig, raw, str(arguments.subject))
         trees, tokenizer = asyncio.run(_evaluate(config, model, run, arguments.n, view.say))
     except KeyboardInterrupt:
@@ -113,32 +128,45 @@ async def _evaluate(
         return Path(text.replace("{run}", str(run)))
 
     async with AsyncExitStack() as stack:
+        logs = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="agentenv-evaluate-"))
+        stack.push(partial(_remove_unless_failed, logs))
+        factory = ServerFactory(logs, stack, say)
         tokenizer = await asyncio.to_thread(load_tokenizer, model)
         tasks: Sequence[Task] = await load_set(
             config.data, config.env.id, config.rows, resolve, say, "rows", num_tasks
         )
         check_context(config.limits, context_length(config.engine, model))
         renderer = make_renderer(config.renderer, config.prompt, tokenizer, model)
-        make_env = env_maker(config.env, resolve, config.limits, config.prompt)
+        config = await start_roles(config, resolve, factory)
         stack.push_async_callback(close_shared)
+        make_env = EnvMaker(config.env, tables_of(config), resolve, config.limits, config.prompt)
+        check_environments({"rows": (config.rows, tasks)}, make_env, whole_run=False)
         await try_env(make_env, tasks[0])
+        await check_graders(make_env, tasks)
         tasks = await fit_prompts(
             tasks, config.rows, make_env, renderer, config.limits, say, "rows"
         )
-        engine = await asyncio.to_thread(make_engine, config.engine, model, tokenizer, 0)
-        stack.push_async_callback(engine.close)
+        engine = await start_engine(
+            config.engine, model, tokenizer, 0, config.limits, factory, stack, config.seed
+        )
         actor = Actor(
             engine,
             renderer,
             make_env,
             config.limits,
             config.sampling.params(),
-            f"{config.seed}/eval",
+            f"{config.seed if config.sampling.seed is None else config.sampling.seed}/eval",
         )
         trees = await evaluate(
             actor, tasks, num_samples=config.num_samples, concurrency=config.concurrency
         )
     return trees, tokenizer
+
+
+def _remove_unless_failed(logs: Path, failed: type[BaseException] | None, *_: object) -> None:
+    """The servers' logs stay when they may say why."""
+    if failed is None:
+        shutil.rmtree(logs, ignore_errors=True)
 
 
 def _subject(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any], Path]:
@@ -151,25 +179,24 @@ def _subject(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any], Path]
     else:
         return subject, {}, subject
     raw = _of_run(run, arguments.set)
+    if not raw:  # of launchers/sft.py or dpo.py
+        return find_checkpoint(subject, best=arguments.checkpoint == "best"), {}, run
     if run != subject:
         return subject, raw, run
-    checkpoints = finished_checkpoints(run / "checkpoints")
-    best = run / "checkpoints" / "best"
-    if arguments.checkpoint == "best" and best.is_dir():
-        return best, raw, run
-    if not checkpoints:
-        raise DataError(f"{run} holds no finished checkpoint yet")
-    return checkpoints[-1], raw, run
+    return find_checkpoint(run, best=arguments.checkpoint == "best"), raw, run
 
 
 def _of_run(run: Path, set_name: str) -> dict[str, Any]:
     saved = msgspec.json.decode((run / CONFIG_FILE).read_bytes(), type=dict[str, Any])
+    if "eval" not in saved:
+        return {}
     sets = saved["eval"]["sets"]
     name = set_name or saved["eval"]["report"] or next(iter(sets), "")
     if name not in sets:
         raise ConfigError(f"--set {name}: {run} has the evaluation sets {sorted(sets)}")
     return {
         "env": saved["env"],
+        **{name: saved[name] for name in TABLES if saved.get(name) is not None},
         "data": sets[name]["path"],
         "rows": {key: sets[name][key] for key in RowsConfig.__struct_fields__ if key in sets[name]},
         "prompt": saved.get("prompt", {}),
@@ -177,6 +204,7 @@ def _of_run(run: Path, set_name: str) -> dict[str, Any]:
         "limits": saved["limits"],
         "sampling": saved["sampling"]["eval"],
         "engine": saved["engine"],
+        "roles": saved.get("roles", {}),
         "seed": saved["run"]["seed"],
     }
 

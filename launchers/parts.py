@@ -14,6 +14,8 @@ from typing import Any
 
 from agentenv.actor import Actor
 from agentenv.engine import Engine
+from agentenv.engines.pool import EnginePool
+from agentenv.engines.remote_config import SGLangConfig, VLLMConfig
 from agentenv.errors import ConfigError
 from agentenv.native import NativeConfig
 from agentenv.plan import RolloutPlan
@@ -21,21 +23,26 @@ from agentenv.renderer import Renderer
 from agentenv.shared import close_shared
 from agentenv.types import Task
 from launchers.assembly import (
+    EngineConfig,
     check_context,
     context_length,
-    env_maker,
     load_function,
     load_tokenizer,
-    make_engine,
     make_renderer,
-    try_env,
     vocab_size,
 )
+from launchers.checkpoints import find_checkpoint
 from launchers.config import TrainConfig
-from launchers.data import fit_prompts, load_set, load_training
+from launchers.data import load_questions
+from launchers.engines import start_engine
+from launchers.environments import EnvMaker, tables_of, try_env
 from launchers.parity import ParityProbe
+from launchers.roles import check_roles, start_roles
 from launchers.rundir import RunDirectory
+from launchers.servers import ServerFactory
 from learners.deepspeed_learner import DeepSpeedLearner
+from learners.lora import frozen_model
+from learners.sender import LearnerSender
 
 NUM_PROBE_PROMPTS = 8
 
@@ -57,12 +64,18 @@ class Parts:
     eval_actor: Actor
     probe: ParityProbe
     weights: Path
+    sender: LearnerSender | None  # weights go by broadcast
 
     async def publish(self) -> None:
         """New weights into the engine while rollouts are running."""
-        version = self.learner.policy_version + 1
-        path = await self.learner.publish(self.weights / f"v{version}")
-        await self.engine.load_weights(path, version)
+        if self.sender is not None:
+            assert isinstance(self.engine, EnginePool)
+            version = await self.sender.publish()
+            await self.engine.receive_weights(self.sender, version)
+        else:
+            version = self.learner.policy_version + 1
+            path = await self.learner.publish(self.weights / f"v{version}")
+            await self.engine.load_weights(path, version)
         shutil.rmtree(self.weights / f"v{version - 1}", ignore_errors=True)
         self.probe.start()
 
@@ -77,29 +90,23 @@ async def build_parts(
     """Build everything; `stack` closes it. Raises ConfigError or DataError for the user's
     mistakes. With a checkpoint, engine and learner start from it and no set-up is run."""
     check_units(config)
+    check_roles(config)
     if config.run.setup and checkpoint is None:
         setup = load_function(config.run.setup, "run.setup")
         told = await asyncio.to_thread(setup, run.path, config.run.seed)
         if isinstance(told, str):
             say(told)
-    model = checkpoint or run.resolve(config.model.path)
+    model = checkpoint or find_checkpoint(run.resolve(config.model.path))
     tokenizer = await asyncio.to_thread(load_tokenizer, model)
-    tasks = await load_training(config.data, config.env.id, run.resolve, say)
-    eval_tasks: dict[str, Sequence[Task]] = {
-        name: await load_set(
-            one.path, config.env.id, one, run.resolve, say, f"eval.sets.{name}", one.max_tasks
-        )
-        for name, one in config.eval.sets.items()
-    }
     check_context(config.limits, context_length(config.engine, model))
 
     renderer = make_renderer(config.renderer, config.prompt, tokenizer, model)
-    make_env = env_maker(config.env, run.resolve, config.limits, config.prompt)
+    factory = ServerFactory(run.path, stack, say)
+    config = await start_roles(config, run.resolve, factory)
     stack.push_async_callback(close_shared)
-    to_fit = make_env, renderer, config.limits, say
-    tasks = await fit_prompts(tasks, config.data, *to_fit, "data")
-    for name, one in config.eval.sets.items():
-        eval_tasks[name] = await fit_prompts(eval_tasks[name], one, *to_fit, f"eval.sets.{name}")
+    make_env = EnvMaker(config.env, tables_of(config), run.resolve, config.limits, config.prompt)
+    questions = await load_questions(config, make_env, renderer, run.resolve, say)
+    tasks = questions.train
     num_steps = count_steps(config, len(tasks))
     messages, info = await try_env(make_env, tasks[0])
     prompts = [renderer.prompt(messages, info.get("tools", ()))]
@@ -108,38 +115,52 @@ async def build_parts(
         prompts.append(renderer.prompt(messages, info.get("tools", ())))
 
     learner = await DeepSpeedLearner.start(
-        config.learner, config.algorithm, model, run.path / "learner.log", seed=config.run.seed
+        config.learner,
+        config.algorithm,
+        frozen_model(checkpoint) or model,
+        run.path / "learner.log",
+        seed=config.run.seed,
     )
     stack.push_async_callback(learner.close)
     if checkpoint is not None:
         await learner.load(checkpoint / "trainer")
-    engine = await asyncio.to_thread(
-        make_engine, config.engine, model, tokenizer, learner.policy_version
+    engine = await start_engine(
+        config.engine,
+        model,
+        tokenizer,
+        learner.policy_version,
+        config.limits,
+        factory,
+        stack,
+        config.run.seed,
     )
-    stack.push_async_callback(engine.close)
     weights = make_weights_directory()
     stack.callback(shutil.rmtree, weights, ignore_errors=True)
     probe = ParityProbe(engine, learner, prompts)
     stack.push_async_callback(probe.close)
-    seed, sampling = config.run.seed, config.sampling
+    sampling = config.sampling
+    seeds = [
+        config.run.seed if one.seed is None else one.seed for one in (sampling.train, sampling.eval)
+    ]
     return Parts(
         tokenizer=tokenizer,
         renderer=renderer,
         tools=list(info.get("tools", ())),
         tasks=tasks,
-        eval_tasks=eval_tasks,
+        eval_tasks=questions.eval_sets,
         num_steps=num_steps,
         plan=config.algorithm.plan(vocab_size(model)),
         engine=engine,
         learner=learner,
         actor=Actor(
-            engine, renderer, make_env, config.limits, sampling.train.params(), f"{seed}/train"
+            engine, renderer, make_env, config.limits, sampling.train.params(), f"{seeds[0]}/train"
         ),
         eval_actor=Actor(
-            engine, renderer, make_env, config.limits, sampling.eval.params(), f"{seed}/eval"
+            engine, renderer, make_env, config.limits, sampling.eval.params(), f"{seeds[1]}/eval"
         ),
         probe=probe,
         weights=weights,
+        sender=make_sender(config.engine, learner, weights),
     )
 
 
@@ -182,6 +203,15 @@ def count_steps(config: TrainConfig, num_tasks: int) -> int:
             f"one step of queue.groups_per_step = {config.queue.groups_per_step}"
         )
     return num_steps
+
+
+def make_sender(
+    config: EngineConfig, learner: DeepSpeedLearner, folder: Path
+) -> LearnerSender | None:
+    """The learner's side of weights by broadcast, if they go that way."""
+    if isinstance(config, VLLMConfig | SGLangConfig) and config.weights == "broadcast":
+        return LearnerSender(learner, folder, config.pool.broadcast_timeout_s)
+    return None
 
 
 def make_weights_directory() -> Path:

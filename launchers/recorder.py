@@ -76,14 +76,16 @@ class Recorder:
         return result
 
     async def save_checkpoint(self) -> None:
-        """Model, learner state and our own; the state file comes last and makes it complete."""
-        path = self.run.checkpoint_path(self.state.step)
-        if path in self.run.finished_checkpoints():
+        """Model, learner state and our own, written beside its name and renamed when whole."""
+        checkpoints, step = self.run.checkpoints, self.state.step
+        if checkpoints.path(step) in checkpoints.finished():
             return
-        await self.parts.learner.export(path)
-        await self.parts.learner.save(path / "trainer")
-        save_state(path, self.state.settled())
-        self.run.prune(self.config.checkpoint.keep_last)
+        partial = await asyncio.to_thread(checkpoints.begin, step)
+        await self.parts.learner.export(partial)
+        await self.parts.learner.save(partial / "trainer")
+        save_state(partial, self.state.settled())
+        await asyncio.to_thread(checkpoints.complete, partial)
+        await asyncio.to_thread(checkpoints.prune, self.config.checkpoint.keep_last)
 
     async def write_trajectories(self, name: str, trees: list[TrajectoryTree]) -> None:
         """Every trajectory as a readable row, until the size limit."""
@@ -105,4 +107,4 @@ class Recorder:
         if self.state.best is None or value > self.state.best:
             self.state.best = value
             await self.save_checkpoint()
-            await asyncio.to_thread(self.run.keep_best, self.state.step)
+            await asyncio.to_thread(self.run.checkpoints.keep_best, self.state.step)

@@ -1,11 +1,12 @@
 """The directory of a run: what is written where, and which checkpoints are kept.
 
-runs/NAME/config.json  run.log  metrics.jsonl  summary.json  curve.png  samples.txt
+runs/NAME/config.json  run.log  servers/*.log  metrics.jsonl  summary.json  curve.png  samples.txt
           data/  model/                          made by the setup of the quick start
           trajectories/STEP.jsonl                every trajectory, as readable text
           checkpoints/step-000020/               Hugging Face directory
           checkpoints/step-000020/trainer/       what a resume needs beside it
           checkpoints/best/                      the best by `checkpoint.best_metric`
+          skipped/                               batches whose step was not finite
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ import msgspec
 
 from agentenv.errors import ConfigError, DataError
 from agentenv.tree import Trajectory, TrajectoryTree
+from launchers.checkpoints import STATE_FILE, Checkpoints
 
 CONFIG_FILE = "config.json"  # written when everything was found in order; marks a run
-STATE_FILE = "state.json"
-OURS = {"checkpoints", "data", "model", "run.log", "learner.log", "trajectories", "metrics.jsonl"}
+OURS = {
+    *("checkpoints", "data", "model", "run.log", "learner.log", "servers", "trajectories"),
+    *("metrics.jsonl", "skipped", "pairs", "reference.npz"),
+}
 Row = dict[str, Any]
 
 
@@ -33,14 +37,14 @@ class RunDirectory:
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = path
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints = Checkpoints(path / "checkpoints")
         self._trajectory_bytes = 0
         if resume and not (path / CONFIG_FILE).is_file():
             raise ConfigError(f"{path} holds no run to resume; start it without --resume")
         try:
             if not resume:
                 self._claim()
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.folder.mkdir(parents=True, exist_ok=True)
             probe = path / ".writable"
             probe.write_bytes(b"\0" * 65536)
             probe.unlink()
@@ -51,6 +55,7 @@ class RunDirectory:
         """Refuse a directory that holds a run or something else; leftovers of a run that never
         began are cleared."""
         found = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
+        found -= {name for name in found if name.startswith("learner-")}  # logs of ranks
         if CONFIG_FILE in found:
             raise ConfigError(
                 f"{self.path} already holds a run; continue it with --resume, choose another name "
@@ -100,32 +105,6 @@ class RunDirectory:
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
         self._trajectory_bytes += len(text)
         return True
-
-    # checkpoints
-
-    def checkpoint_path(self, step: int) -> Path:
-        return self.checkpoints / f"step-{step:06d}"
-
-    def finished_checkpoints(self) -> list[Path]:
-        return finished_checkpoints(self.checkpoints)
-
-    def prune(self, keep_last: int) -> None:
-        for path in self.finished_checkpoints()[:-keep_last]:
-            shutil.rmtree(path)
-
-    def keep_best(self, step: int) -> None:
-        """Copy the checkpoint of `step` to checkpoints/best (model only)."""
-        best, partial = self.checkpoints / "best", self.checkpoints / "best.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        source = self.checkpoint_path(step)
-        shutil.copytree(source, partial, ignore=shutil.ignore_patterns("trainer"))
-        shutil.rmtree(best, ignore_errors=True)
-        partial.rename(best)
-
-
-def finished_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first. A half-written one has no state file."""
-    return [path for path in sorted(folder.glob("step-*[0-9]")) if (path / STATE_FILE).is_file()]
 
 
 def trajectory_row(tree: TrajectoryTree, trajectory: Trajectory, tokenizer: Any) -> Row:

@@ -1,4 +1,4 @@
-"""Trains a policy: `python launchers/train.py CONFIG [key.sub=value ...] [--resume]`."""
+"""Trains a policy: `python launchers/train.py CONFIG [key.sub=value ...] [--resume [WHICH]]`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from agentenv.config import load_config
 from agentenv.errors import AgentEnvError, ConfigError, DataError
 from launchers.assembly import import_from_working_directory
+from launchers.checkpoints import LATEST
 from launchers.config import TrainConfig
 from launchers.keys import key_table
 from launchers.rundir import RunDirectory, explain
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(TrainConfig, arguments.config, arguments.overrides)
         name = config.run.name or arguments.config.stem
-        run = RunDirectory(Path(config.run.dir) / name, resume=arguments.resume)
+        run = RunDirectory(Path(config.run.dir) / name, resume=bool(arguments.resume))
         view.log_to(run.path / "run.log")
         return asyncio.run(_train(config, run, view, arguments.resume))
     except KeyboardInterrupt:
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         view.close()
 
 
-async def _train(config: TrainConfig, run: RunDirectory, view: View, resume: bool) -> int:
+async def _train(config: TrainConfig, run: RunDirectory, view: View, resume: str) -> int:
     from launchers.training import Training
 
     this = asyncio.current_task()
@@ -84,9 +85,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "overrides", nargs="*", metavar="key.sub=value", help="values that replace the file's"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="continue a stopped run from its last checkpoint"
+        "--resume",
+        nargs="?",
+        const=LATEST,
+        default="",
+        metavar="latest|best|PATH",
+        help="continue a stopped run from a checkpoint, by default its last one",
     )
-    return parser.parse_intermixed_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
+    if "=" in arguments.resume and not Path(arguments.resume).exists():
+        arguments.overrides.append(arguments.resume)  # --resume key.sub=value
+        arguments.resume = LATEST
+    return arguments
 
 
 if __name__ == "__main__":

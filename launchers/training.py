@@ -32,9 +32,11 @@ from launchers.parts import Parts, build_parts
 from launchers.phases import PhaseClock
 from launchers.recorder import Recorder
 from launchers.rundir import CONFIG_FILE, RunDirectory, load_state
+from launchers.self_critic import SelfCritic
 from launchers.state import RunState
 from launchers.view import View
 from learners.learner import LearnerConfig, Metrics, OptimizerConfig
+from learners.optimizer_config import lr_factor
 
 T = TypeVar("T")
 
@@ -44,18 +46,21 @@ logger = logging.getLogger(__name__)
 class Training:
     """State and loops of one run."""
 
-    def __init__(self, config: TrainConfig, run: RunDirectory, view: View, *, resume: bool) -> None:
+    def __init__(self, config: TrainConfig, run: RunDirectory, view: View, *, resume: str) -> None:
+        """`resume`: latest, best or a checkpoint's path; empty starts anew."""
         self.config = config
         self.run = run
         self.view = view
         self.state = RunState()
         self.checkpoint: Path | None = None
-        if resume and run.finished_checkpoints():
-            self.checkpoint = run.finished_checkpoints()[-1]
+        if resume:
+            self.checkpoint = run.checkpoints.to_resume(resume)
+        if self.checkpoint is not None:
             self.state = load_state(self.checkpoint, RunState)
         self.state.incarnation += 1
         self.clock = PhaseClock(self.state.wall_s, self.state.cpu_s)
         self.queue = ReplayQueue(config.queue.groups_per_step, config.queue.max_staleness)
+        self.refill = config.queue.refill or config.algorithm.refills
         self.lag = LoopLag()
         self.refused: list[TrajectoryTree] = []  # by the current queue.get, not accounted yet
         self.throughput = Throughput()
@@ -91,8 +96,10 @@ class Training:
         else:
             self.run.forget_metrics_after(self.state.step)
             self.view.say(f"resuming {self.run.path} after step {self.state.step}")
+            for path in self.run.checkpoints.set_aside_after(self.state.step):
+                self.view.say(f"a newer checkpoint is moved to {path}")
             saved = json.loads((self.run.path / CONFIG_FILE).read_text(encoding="utf-8"))
-            for change in changes(saved, to_plain(config)):
+            for change in changes(saved, json.loads(json.dumps(to_plain(config)))):
                 self.view.say(f"changed since the start: {change}")
         groups, size = config.queue.groups_per_step, config.algorithm.group_size
         steps = groups // config.learner.groups_per_minibatch * config.learner.num_epochs_per_batch
@@ -167,7 +174,7 @@ class Training:
     async def _feed(self, rollouts: asyncio.TaskGroup) -> None:
         """Start rollouts as slots allow; without refill no more than the run will train."""
         parts, config = self.parts, self.config
-        needed = None if config.queue.refill else parts.num_steps * self.queue.groups_per_step
+        needed = None if self.refill else parts.num_steps * self.queue.groups_per_step
         stream = TaskStream(parts.tasks, config.run.seed, self.state.position)
         for position, task in stream:
             if needed is not None and position >= needed:
@@ -179,7 +186,7 @@ class Training:
         self.queue.finish()
 
     def _keep(self, tree: TrajectoryTree) -> bool:
-        if not self.config.queue.refill or self._fate(tree) == "trained":
+        if not self.refill or self._fate(tree) == "trained":
             return True
         self.refused.append(tree)
         return False
@@ -194,6 +201,8 @@ class Training:
         """Update on the trees, publish, release their slots, and account for every one."""
         parts, state = self.parts, self.state
         metrics = await self._parity()
+        criticised = await self._criticise()
+        metrics |= criticised
         version = parts.learner.policy_version
         delivered, self.refused = trees + self.refused, []
         refuse_total_failure(delivered)
@@ -211,15 +220,36 @@ class Training:
                 kind = failure_kind(tree)
                 state.ledger.failed[kind] = state.ledger.failed.get(kind, 0) + 1
         if trained:
-            update = await parts.learner.update(trained)
+            scale = lr_factor(self.config.learner, state.step, parts.num_steps)
+            update = await parts.learner.update(trained, scale)
+            metrics["learner/lr_scale"] = scale
             metrics |= {f"learner/{name}": value for name, value in update.items()}
             state.totals.trained_tokens += int(update["num_tokens"])
+        if trained or criticised.get("self_critic/num_steps"):
             await parts.publish()
         self.queue.release(len(trees))
         state.position += len(delivered)
         state.step += 1
         state.ledger.check(in_flight=self.queue.num_waiting)
         await self._report_step(delivered, metrics)
+
+    async def _criticise(self) -> Metrics:
+        """A self-critic round, if one is due. It moves the weights before the update and is
+        published with it, so that it counts as no policy version of its own."""
+        critic, parts = self.config.self_critic, self.parts
+        if critic is None or not self.state.step or self.state.step % critic.every:
+            return {}
+        metrics, trees = await SelfCritic(
+            critic,
+            parts.tasks,
+            parts.actor,
+            parts.learner,
+            optimizer_of(self.config.learner),
+            self.config.run.seed,
+            self.run,
+        ).round(self.state.step)
+        await self.recorder.write_trajectories(f"self-critic-{self.state.step:06d}", trees)
+        return metrics
 
     async def _parity(self) -> Metrics:
         gap = await self.parts.probe.finish()
@@ -282,7 +312,7 @@ class Training:
             self.view.say(f"{clock} seconds: {times}")
         self.view.say(
             f"written to {self.run.path}: summary.json, curve.png, samples.txt, metrics.jsonl, "
-            f"trajectories/, checkpoints/{self.run.checkpoint_path(state.step).name}"
+            f"trajectories/, checkpoints/{self.run.checkpoints.path(state.step).name}"
         )
 
 

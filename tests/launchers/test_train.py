@@ -20,6 +20,8 @@ from agentenv.errors import EngineDeadError, EnvError
 from agentenv.tool_env import ToolEnv
 from launchers import evaluate, train
 from launchers.config import TrainConfig
+from launchers.dpo_config import DPORunConfig
+from launchers.sft_config import SFTRunConfig
 from tests.support.warehouse import ROOT
 
 SETS = [
@@ -212,7 +214,8 @@ def test_a_killed_learner_ends_the_run_with_the_reason(warehouse: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.stem)
 def test_every_shipped_configuration_loads(path: Path) -> None:
-    load_config(TrainConfig, path)
+    kinds = {"sft": SFTRunConfig, "dpo": DPORunConfig}
+    load_config(kinds.get(path.stem.partition("_")[0], TrainConfig), path)
 
 
 @pytest.mark.parametrize("name", ["grpo", "aepo"])

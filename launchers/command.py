@@ -1,0 +1,93 @@
+"""What the commands of supervised training have in common: arguments, run directory, exit code."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from agentenv.config import load_config
+from agentenv.errors import AgentEnvError, ConfigError, DataError
+from launchers.assembly import import_from_working_directory
+from launchers.checkpoints import LATEST
+from launchers.keys import key_table
+from launchers.rundir import RunDirectory, explain
+from launchers.train import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, first_reason
+from launchers.view import View
+
+T = TypeVar("T", bound=msgspec.Struct)
+Work = Callable[[Any, RunDirectory, View, str], Awaitable[None]]
+
+
+def make_parser(prog: str, purpose: str, config_type: type[T]) -> argparse.ArgumentParser:
+    """CONFIG [key.sub=value ...] [--resume [WHICH]], with the table of keys as help."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=purpose,
+        epilog=key_table(config_type),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", type=Path, help="TOML file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.sub=value", help="values that replace the file's"
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const=LATEST,
+        default="",
+        metavar="latest|best|PATH",
+        help="continue a stopped run from a checkpoint, by default its last one",
+    )
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments; what follows --resume may be an override."""
+    arguments = parser.parse_intermixed_args(argv)
+    if "=" in arguments.resume and not Path(arguments.resume).exists():
+        arguments.overrides.append(arguments.resume)
+        arguments.resume = LATEST
+    return arguments
+
+
+def run_command(arguments: argparse.Namespace, config_type: type[T], work: Work) -> int:
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
+    import_from_working_directory()
+    view = View()
+    try:
+        config: Any = load_config(config_type, arguments.config, arguments.overrides)
+        name = config.run.name or arguments.config.stem
+        run = RunDirectory(Path(config.run.dir) / name, resume=bool(arguments.resume))
+        view.log_to(run.path / "run.log")
+        return asyncio.run(_to_its_end(work(config, run, view, arguments.resume), view))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except OSError as error:
+        view.fail(f"{error.filename or 'writing the run'}: {explain(error)}")
+        return EXIT_FAILED
+    except (AgentEnvError, ExceptionGroup) as error:
+        reason = first_reason(error)
+        if reason is None:
+            raise
+        view.fail(str(reason))
+        return EXIT_BAD_INPUT if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
+    finally:
+        view.close()
+
+
+async def _to_its_end(work: Awaitable[None], view: View) -> int:
+    this = asyncio.current_task()
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+    try:
+        await work
+    except asyncio.CancelledError:
+        view.say("interrupted; the command with --resume goes on from the last checkpoint")
+        return EXIT_INTERRUPTED
+    return 0

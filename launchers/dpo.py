@@ -1,0 +1,165 @@
+"""Preference training: `python launchers/dpo.py CONFIG [key.sub=value ...] [--resume [WHICH]]`.
+
+Reads pairs of a chosen and a rejected answer and trains the policy's own tokens in them by direct
+preference optimization (learners/dpo.py). With --self-critic N, CONFIG is that of a training run
+(launchers/train.py) with a table [self_critic]: N rounds in which the policy makes the pairs
+itself. See docs/sft.md.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import numpy as np
+
+from agentenv.errors import DataError
+from launchers.chat_data import load_pairs
+from launchers.command import make_parser, parse, run_command
+from launchers.config import TrainConfig
+from launchers.dpo_config import DPOLoopConfig, DPORunConfig
+from launchers.rundir import RunDirectory
+from launchers.supervised import Supervised
+from launchers.supervised_parts import begin, check_lengths, scored_in_parts
+from launchers.view import View
+from learners.dpo_pairs import PairTokens, preference_metrics, preference_sums, with_reference
+from learners.encoding import EncodedTree
+from learners.learner import Learner, Metrics
+
+REFERENCE = "reference.npz"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
+    parser = make_parser("launchers/dpo.py", "Train a policy on preferences.", DPORunConfig)
+    parser.add_argument(
+        "--self-critic",
+        type=int,
+        default=0,
+        metavar="N",
+        help="N rounds on the policy's own answers; CONFIG is that of a training run",
+    )
+    arguments = parse(parser, argv)
+    if not arguments.self_critic:
+        return run_command(arguments, DPORunConfig, prefer)
+    from launchers.self_critic_run import criticise
+
+    return run_command(arguments, TrainConfig, criticise(arguments.self_critic))
+
+
+async def prefer(config: DPORunConfig, run: RunDirectory, view: View, resume: str) -> None:
+    """The whole run."""
+    async with AsyncExitStack() as stack:
+        start = await begin(config, run, view, resume)
+        pairs = await asyncio.to_thread(
+            load_pairs, config.data, start.encoder, run.resolve, config.run.seed, view.say
+        )
+        depths = [int(pair.ints("depth").max()) + 1 for part in pairs for pair in part]
+        check_lengths(depths, start, config.data)
+        learner = await start.learner(config.learner, config.run.seed, stack)
+        together = [*pairs.train, *pairs.eval]
+        if config.dpo.reference == "adapter_off":
+            together = await scored_by(learner, together, adapters=False)
+        elif start.checkpoint is not None:
+            together = restored(run.path / REFERENCE, together)
+        else:
+            together = await scored_by(learner, together)
+            keep(run.path / REFERENCE, together)
+        size = len(pairs.train)
+        lessons = Preferring(learner, together[:size], together[size:], config.dpo)
+        await Supervised(
+            config,
+            config.dpo,
+            config.checkpoint,
+            config.learner,
+            config.run.seed,
+            run,
+            view,
+            learner,
+            lessons,
+            start.checkpoint,
+        ).run_all()
+
+
+class Preferring:
+    """Pairs with the reference's log-probs; a row is a pair."""
+
+    name = "dpo"
+    plotted: tuple[str, ...] = ("loss", "accuracy", "margin")
+
+    def __init__(
+        self,
+        learner: Learner,
+        pairs: Sequence[EncodedTree],
+        held_out: Sequence[EncodedTree],
+        config: DPOLoopConfig,
+    ) -> None:
+        self.learner = learner
+        self.pairs = pairs
+        self.num_rows = len(pairs)
+        self.held_out = held_out
+        self.beta = config.beta
+
+    async def step(self, rows: Sequence[int], lr_scale: float) -> Metrics:
+        """One step on the mean over the pairs."""
+        return await self.learner.prefer([self.pairs[row] for row in rows], self.beta, lr_scale)
+
+    async def measure(self) -> Metrics:
+        """See `learners.dpo_pairs.preference_metrics`."""
+        if not self.held_out:
+            return {}
+        parts, rest = [], iter(self.held_out)
+        async for scores in scored_in_parts(self.learner, self.held_out):
+            tokens = PairTokens.of([next(rest) for _ in scores])
+            logprobs = np.concatenate([score.logprobs for score in scores])
+            parts.append(preference_sums(tokens, logprobs, self.beta))
+        found = preference_metrics(parts)
+        return {name: value for name, value in found.items() if not name.startswith("num_")}
+
+
+async def scored_by(
+    learner: Learner, pairs: Sequence[EncodedTree], *, adapters: bool = True
+) -> list[EncodedTree]:
+    """The pairs with the log-probs that the learner has now, of the reference policy."""
+    found: list[EncodedTree] = []
+    rest = iter(pairs)
+    async for scores in scored_in_parts(learner, pairs, adapters=adapters):
+        found += [with_reference(next(rest), score.logprobs) for score in scores]
+    return found
+
+
+def keep(path: Path, pairs: Sequence[EncodedTree]) -> None:
+    """Write the reference's log-probs beside the run, for a resume."""
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        tokens = np.concatenate([pair.ints("token_ids") for pair in pairs])
+        np.savez(file, logprobs=PairTokens.of(pairs).reference, token_ids=tokens)
+    partial.replace(path)
+
+
+def restored(path: Path, pairs: Sequence[EncodedTree]) -> list[EncodedTree]:
+    """The pairs with the log-probs that `keep` wrote. Raises DataError if they are of others."""
+    try:
+        with np.load(path) as saved:
+            logprobs, token_ids = saved["logprobs"], saved["token_ids"]
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{path}: the reference's log-probs cannot be read: {error}") from error
+    if not np.array_equal(token_ids, np.concatenate([pair.ints("token_ids") for pair in pairs])):
+        raise DataError(
+            f"{path}: the reference's log-probs are of other pairs; the data or its keys have "
+            "changed since the run began"
+        )
+    cuts = np.cumsum([pair.num_action_tokens for pair in pairs])[:-1]
+    parts = np.split(logprobs, cuts)
+    return [with_reference(pair, part.tolist()) for pair, part in zip(pairs, parts, strict=True)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

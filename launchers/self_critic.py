@@ -1,0 +1,130 @@
+"""The self-critic stage of Tool-Star (arXiv 2505.16410): the reward criticises own answers.
+
+    sample   several answers each to some training questions, with the current policy and its tools
+    pair     an answer with reward >= threshold is chosen, one with less rejected; questions of one
+             kind only give no pair
+    train    DPO on the pairs (learners/dpo.py); the policy before the round is the reference, its
+             log-probs are computed once, so no second model is kept
+
+The paper prints neither how many answers nor which pairs; nothing is released. The numbers are
+keys of [self_critic].
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from random import Random
+
+import msgspec
+import numpy as np
+
+from agentenv.actor import Actor
+from agentenv.evaluate import evaluate
+from agentenv.tree import TrajectoryTree
+from agentenv.types import Task
+from launchers.pair_rows import PairRow, num_kinds, pairs_of
+from launchers.rundir import RunDirectory
+from launchers.self_critic_config import SelfCriticConfig
+from learners.dpo_pairs import (
+    PairTokens,
+    encode_pair,
+    preference_metrics,
+    preference_sums,
+    with_reference,
+)
+from learners.encoding import EncodedTree
+from learners.learner import Learner, Metrics, OptimizerConfig
+
+SCORED_AT_ONCE = 64  # pairs
+
+
+class SelfCritic:
+    """Rounds of one run. `actor` rolls out training questions, `optimizer` is that of the updates
+    between the rounds."""
+
+    def __init__(
+        self,
+        config: SelfCriticConfig,
+        tasks: Sequence[Task],
+        actor: Actor,
+        learner: Learner,
+        optimizer: OptimizerConfig,
+        seed: int,
+        run: RunDirectory,
+    ) -> None:
+        self.config = config
+        self.tasks = tasks
+        self.learner = learner
+        self.optimizer = optimizer
+        self.seed = f"{seed}/self_critic"
+        self.run = run
+        self.actor = actor
+
+    async def round(self, number: int) -> tuple[Metrics, list[TrajectoryTree]]:
+        """Sample, pair, train; the weights that result are not published. `number` keys all that
+        is random. Metrics begin with self_critic/; without a pair nothing is trained."""
+        trees = await self._sample(number)
+        rows = [
+            row
+            for tree in trees
+            for row in pairs_of(
+                tree,
+                self.config.threshold,
+                self.config.pairs_per_question,
+                Random(f"{self.seed}/pairs/{number}/{tree.index}"),
+            )
+        ]
+        await asyncio.to_thread(self._write, number, rows)
+        counts = num_kinds(trees, self.config.threshold)
+        metrics = {f"num_{name}": float(count) for name, count in counts.items()}
+        metrics |= {"num_pairs": float(len(rows)), "num_steps": 0.0}
+        if rows:
+            metrics |= await self._train(rows, number)
+        return {f"self_critic/{name}": value for name, value in metrics.items()}, trees
+
+    async def _sample(self, number: int) -> list[TrajectoryTree]:
+        """Independent answers, as of an evaluation, with the sampling of training."""
+        rng = Random(f"{self.seed}/questions/{number}")
+        count = min(self.config.num_questions, len(self.tasks))
+        chosen = [self.tasks[place] for place in rng.sample(range(len(self.tasks)), count)]
+        own, seed = self.actor, f"{self.seed}/{number}"
+        actor = Actor(own.engine, own.renderer, own.make_env, own.limits, own.sampling, seed)
+        return await evaluate(actor, chosen, num_samples=self.config.num_samples)
+
+    async def _train(self, rows: Sequence[PairRow], number: int) -> Metrics:
+        """All epochs with an optimizer that begins anew, before and after."""
+        config = self.config
+        unscored = [encode_pair(*row.answers()) for row in rows]
+        pairs = [
+            with_reference(pair, logprobs)
+            for pair, logprobs in zip(unscored, await self._logprobs(unscored), strict=True)
+        ]
+        await self.learner.reset_optimizer(config.optimizer)
+        num_steps = 0.0
+        for epoch in range(config.num_epochs):
+            order = list(pairs)
+            Random(f"{self.seed}/order/{number}/{epoch}").shuffle(order)
+            for first in range(0, len(order), config.batch_size):
+                batch = order[first : first + config.batch_size]
+                metrics = await self.learner.prefer(batch, config.beta)
+                num_steps += metrics["num_steps"]
+        await self.learner.reset_optimizer(self.optimizer)
+        after = np.concatenate([np.asarray(part) for part in await self._logprobs(pairs)])
+        found = preference_metrics([preference_sums(PairTokens.of(pairs), after, config.beta)])
+        return {**found, "num_steps": num_steps, "grad_norm": metrics["grad_norm"]}
+
+    async def _logprobs(self, pairs: Sequence[EncodedTree]) -> list[list[float]]:
+        found: list[list[float]] = []
+        for first in range(0, len(pairs), SCORED_AT_ONCE):
+            scores = await self.learner.score(pairs[first : first + SCORED_AT_ONCE])
+            found += [score.logprobs for score in scores]
+        return found
+
+    def _write(self, number: int, rows: Sequence[PairRow]) -> None:
+        """Keep the pairs of a round, in a form that launchers/dpo.py reads."""
+        folder = self.run.path / "pairs"
+        folder.mkdir(exist_ok=True)
+        lines = [json.dumps(msgspec.to_builtins(row)) + "\n" for row in rows]
+        (folder / f"round-{number:06d}.jsonl").write_text("".join(lines), encoding="utf-8")
