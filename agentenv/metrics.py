@@ -42,6 +42,7 @@ def rollout_metrics(trees: Sequence[TrajectoryTree], learner_version: int) -> Me
         staleness = [learner_version - tree.oldest_version() for tree in trees]
         metrics["staleness/max"] = max(staleness)
         metrics["staleness/mean"] = fmean(staleness)
+        metrics |= _staleness_histogram(trees, learner_version)
     entropies = [h for tree in trees for node in tree.nodes for h in node.entropies]
     if entropies:
         metrics["rollout/entropy"] = fmean(entropies)
@@ -63,6 +64,15 @@ def rollout_metrics(trees: Sequence[TrajectoryTree], learner_version: int) -> Me
     for limit, count in Counter(t.leaf.limit for t in done if t.leaf.limit).items():
         metrics[f"truncated/{limit}"] = count / len(done)
     return metrics | _kind_metrics(trees) | _tool_metrics(trees)
+
+
+def _staleness_histogram(trees: Sequence[TrajectoryTree], learner_version: int) -> Metrics:
+    """Share of the sampled tokens by how many published versions they are old."""
+    tokens: Counter[int] = Counter()
+    for span in (span for tree in trees for node in tree.nodes for span in node.version_spans):
+        tokens[learner_version - span.version] += span.end - span.start
+    total = tokens.total()
+    return {f"staleness/tokens_{age}": tokens[age] / total for age in sorted(tokens) if total}
 
 
 def _kind_metrics(trees: Sequence[TrajectoryTree]) -> Metrics:

@@ -19,6 +19,7 @@ from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig
 from agentenv.types import SamplingParams
 from launchers.env_config import EnvConfig, GraderTable, PythonTable, SearchTable
+from launchers.resources import ResourcesConfig
 from launchers.self_critic_config import SelfCriticConfig
 from learners.algorithms import AnyAlgorithm
 from learners.learner import LearnerConfig, OptimizerConfig
@@ -275,6 +276,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     algorithm: AnyAlgorithm
     queue: QueueConfig = QueueConfig()
     learner: LearnerConfig = LearnerConfig()
+    resources: ResourcesConfig = ResourcesConfig()
     engine: EmbeddedConfig | ScriptedConfig | VLLMConfig | SGLangConfig = EmbeddedConfig()
     roles: Annotated[
         dict[str, RoleConfig],

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from agentenv.actor import Actor
 from agentenv.engine import Engine
 from agentenv.engines.pool import EnginePool
@@ -37,6 +39,7 @@ from launchers.data import load_questions
 from launchers.engines import start_engine
 from launchers.environments import EnvMaker, tables_of, try_env
 from launchers.parity import ParityProbe
+from launchers.resources import divide
 from launchers.roles import check_roles, start_roles
 from launchers.rundir import RunDirectory
 from launchers.servers import ServerFactory
@@ -102,6 +105,8 @@ async def build_parts(
 
     renderer = make_renderer(config.renderer, config.prompt, tokenizer, model)
     factory = ServerFactory(run.path, stack, say)
+    engine_config, gpus = divide(config.resources, config.engine, config.learner, factory.gpus)
+    config = replace(config, engine=engine_config)
     config = await start_roles(config, run.resolve, factory)
     stack.push_async_callback(close_shared)
     make_env = EnvMaker(config.env, tables_of(config), run.resolve, config.limits, config.prompt)
@@ -120,6 +125,7 @@ async def build_parts(
         frozen_model(checkpoint) or model,
         run.path / "learner.log",
         seed=config.run.seed,
+        gpus=gpus,
     )
     stack.push_async_callback(learner.close)
     if checkpoint is not None:

@@ -258,8 +258,9 @@ class Training:
         self.state.parity.add(gap)
         if gap.max > self.config.train.max_logprob_gap:
             logger.warning(
-                "engine and learner disagree by up to %.4f nats at policy version %d "
+                "%s and learner disagree by up to %.4f nats at policy version %d "
                 "(train.max_logprob_gap = %g)",
+                gap.worst or "engine",
                 gap.max,
                 self.parts.learner.policy_version,
                 self.config.train.max_logprob_gap,

@@ -48,10 +48,12 @@ class DeepSpeedLearner:
         log_path: Path,
         *,
         seed: int = 0,
+        gpus: Sequence[str] = (),
     ) -> DeepSpeedLearner:
         """Start the ranks and load the model of a Hugging Face directory into them.
 
-        Rank 0 writes its log to `log_path`, the others beside it. Raises ConfigError for settings
+        Rank 0 writes its log to `log_path`, the others beside it. `gpus` are those that ranks
+        started here see, as in CUDA_VISIBLE_DEVICES; empty: all. Raises ConfigError for settings
         that contradict each other or a directory that is not a model, LearnerError if a rank
         does not come up.
         """
@@ -59,7 +61,7 @@ class DeepSpeedLearner:
         if config.deepspeed_config:  # ranks may run in another directory
             path = _absolute(Path(config.deepspeed_config))
             config = replace(config, deepspeed_config=path)
-        ranks = RankGroup(config, log_path)
+        ranks = RankGroup(config, log_path, gpus)
         learner = cls(config, algorithm, ranks, Evidence(log_path.with_name("skipped")))
         try:
             await ranks.start(config.start_timeout_s)

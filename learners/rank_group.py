@@ -31,9 +31,10 @@ class RankGroup:
     refuses leaves them running.
     """
 
-    def __init__(self, config: LearnerConfig, log_path: Path) -> None:
+    def __init__(self, config: LearnerConfig, log_path: Path, gpus: Sequence[str] = ()) -> None:
         self.config = config
         self.log_path = log_path
+        self.gpus = gpus
         self._lock = asyncio.Lock()
         self._links: list[RankLink] = []
         self._processes: list[asyncio.subprocess.Process] = []
@@ -98,7 +99,9 @@ class RankGroup:
         for rank in range(self.config.num_ranks):
             threads, log_path = self.config.num_threads, self._log_of(rank)
             self._processes.append(
-                await spawn(rank, self.config.num_ranks, log_path, threads, address, token)
+                await spawn(
+                    rank, self.config.num_ranks, log_path, threads, address, token, self.gpus
+                )
             )
 
     def _log_of(self, rank: int) -> Path:

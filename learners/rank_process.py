@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -94,7 +95,13 @@ class RankLink:
 
 
 async def spawn(
-    rank: int, num_ranks: int, log_path: Path, num_threads: int, address: str, token: str
+    rank: int,
+    num_ranks: int,
+    log_path: Path,
+    num_threads: int,
+    address: str,
+    token: str,
+    gpus: Sequence[str] = (),
 ) -> asyncio.subprocess.Process:
     """Start a rank on this machine, in a session of its own."""
     path = os.pathsep.join(filter(None, [PACKAGES, os.environ.get("PYTHONPATH")]))
@@ -109,6 +116,8 @@ async def spawn(
         "OMP_NUM_THREADS": str(num_threads),
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve the rollouts beside them
     }
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     with open_log(log_path) as log:
         return await asyncio.create_subprocess_exec(
             sys.executable,

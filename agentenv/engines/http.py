@@ -64,6 +64,7 @@ class HttpClient:
         self.timeouts = timeouts or Timeouts()
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
+        self._fresh: aiohttp.ClientSession | None = None  # a connection for each request
 
     async def call(
         self,
@@ -128,9 +129,10 @@ class HttpClient:
 
     async def close(self) -> None:
         """Drop all connections. Idempotent; a later call opens new ones."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        sessions, self._session, self._fresh = (self._session, self._fresh), None, None
+        for session in sessions:
+            if session is not None:
+                await session.close()
 
     @asynccontextmanager
     async def _request(
@@ -141,20 +143,17 @@ class HttpClient:
         limit: aiohttp.ClientTimeout,
         params: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         headers = {} if json is None else {"Content-Type": "application/json"}
+        request: dict[str, Any] = {
+            "url": self._base.with_path(self._base.path.rstrip("/") + path),
+            "params": params,
+            "data": None if json is None else msgspec.json.encode(json),
+            "headers": headers | self._headers,
+            "timeout": limit,
+            "allow_redirects": False,
+        }
         try:
-            async with self._session.request(
-                method,
-                self._base.with_path(self._base.path.rstrip("/") + path),
-                params=params,
-                data=None if json is None else msgspec.json.encode(json),
-                headers=headers,
-                timeout=limit,
-                allow_redirects=False,
-            ) as response:
+            async with await self._send(method, request) as response:
                 if not 200 <= response.status < 300:
                     self._refuse(path, response.status, _reason(await response.read()))
                 yield response
@@ -162,6 +161,20 @@ class HttpClient:
             kind = "no answer in time" if isinstance(error, TimeoutError) else "connection lost"
             text = f" ({type(error).__name__}: {error})".replace(": )", ")")
             raise ServerLostError(f"{self.name}{path}: {kind}{text}") from error
+
+    async def _send(self, method: str, request: dict[str, Any]) -> aiohttp.ClientResponse:
+        """On a kept connection, and on a new one if the server had given up the kept one."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            )
+        try:
+            return await self._session.request(method, **request)
+        except aiohttp.ServerDisconnectedError:
+            if self._fresh is None:
+                connector = aiohttp.TCPConnector(limit=0, force_close=True)
+                self._fresh = aiohttp.ClientSession(connector=connector)
+            return await self._fresh.request(method, **request)
 
     def _refuse(self, path: str, status: int, reason: str) -> None:
         text = f"{self.name}{path} answered {status}: {reason or 'no reason given'}"

@@ -20,21 +20,19 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from agentenv.engines.pool_broadcast import check_able
+from agentenv.engines.pool_check import ask_each
 from agentenv.engines.pool_config import PoolConfig
 from agentenv.engines.pool_fleet import Fleet
-from agentenv.engines.pool_member import Member, Target, backoff
+from agentenv.engines.pool_member import Member, backoff
 from agentenv.engines.pool_places import Places
+from agentenv.engines.pool_target import Target
 from agentenv.engines.pool_turn import EntropyKind, Turn
-from agentenv.engines.server import Server, ServerLostError
+from agentenv.engines.server import Request, Server, ServerLostError
 from agentenv.engines.stop_strings import StopStrings
 from agentenv.engines.transfer import Sender
-from agentenv.errors import ConfigError, EngineError
+from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
-
-HOW_TO_BROADCAST = (
-    "vLLM needs the package in tests/engines/vllm_support beside it and "
-    '--weight-transfer-config \'{"backend": "agentenv"}\', SGLang needs 0.5.23 or newer'
-)
 
 
 class EnginePool:
@@ -144,13 +142,18 @@ class EnginePool:
         """
         await self._fleet.load_weights(Target(source, policy_version))
 
+    async def generate_on_each(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams
+    ) -> dict[str, Completion]:
+        """One request on every server that serves, by the server's name; what is lost is left
+        out. For measuring: it is not counted and not sent again."""
+        self._counts["probes"] += 1
+        request = Request(f"{self._name}-probe-{self._counts['probes']}", prompt_ids, sampling)
+        return await ask_each([member.server for member in self._fleet.usable()], request)
+
     def check_broadcast(self) -> None:
         """Raises ConfigError for a server that takes no weights by broadcast."""
-        for member in self._fleet.members:
-            if "broadcast" not in member.features:
-                raise ConfigError(
-                    f'engine.weights = "broadcast": {member.name} takes none: {HOW_TO_BROADCAST}'
-                )
+        check_able(self._fleet.members)
 
     async def receive_weights(self, sender: Sender, policy_version: int) -> None:
         """Update every server by broadcast; otherwise like load_weights. A server that cannot, or

@@ -14,13 +14,28 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentenv.engines.pool_member import Member
+from agentenv.engines.pool_target import Target
 from agentenv.engines.server import ServerLostError
 from agentenv.engines.transfer import Group, Sender, TransferError
-from agentenv.errors import EngineError
+from agentenv.errors import ConfigError, EngineError
 
 logger = logging.getLogger(__name__)
 
+FEATURE = "broadcast"
 SETTLE_S = 30.0  # for servers to end a call after the sender has hung up
+
+
+HOW_TO = (
+    "vLLM needs the package in tests/engines/vllm_support beside it and "
+    '--weight-transfer-config \'{"backend": "agentenv"}\', SGLang needs 0.5.23 or newer'
+)
+
+
+def check_able(members: Sequence[Member]) -> None:
+    """Raises ConfigError for a server that takes no weights by broadcast."""
+    for member in members:
+        if FEATURE not in member.features:
+            raise ConfigError(f'engine.weights = "broadcast": {member.name} takes none: {HOW_TO}')
 
 
 class Broadcast:
@@ -32,10 +47,12 @@ class Broadcast:
         self._group: Group | None = None
         self._joined: list[tuple[Member, int]] = []
 
-    async def update(self, sender: Sender, members: Sequence[Member], policy_version: int) -> None:
-        """Those that took it have the version and serve. Those in doubt are dropped, the others
-        have what they had before."""
-        if not members:
+    async def update(self, target: Target, members: Sequence[Member]) -> None:
+        """Those that took it have the version and serve. Those in doubt are dropped, the others,
+        that cannot receive among them, have what they had before."""
+        sender = target.sender
+        members = [each for each in members if each.serving and FEATURE in each.features]
+        if sender is None or not members:
             return
         try:
             group = await self._form(sender, members)
@@ -44,7 +61,7 @@ class Broadcast:
             logger.warning("weights go by a directory this time: %s", error)
             return
         calls = {
-            member: asyncio.create_task(member.receive(group, manifest, policy_version))
+            member: asyncio.create_task(member.receive(group, manifest, target.policy_version))
             for member in members
         }
         try:

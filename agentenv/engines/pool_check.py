@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from agentenv.engines.server import Request, Server, ServerLostError
-from agentenv.types import SamplingParams
+from agentenv.errors import EngineError
+from agentenv.types import Completion, SamplingParams
 
 PROBE = Request("", tuple(range(1, 17)), SamplingParams(max_tokens=1, temperature=0.0))
 MAX_PROBE_GAP = 0.05  # nats; kernels of one engine differ by less, other weights by more
@@ -67,3 +71,18 @@ class WeightCheck:
         probe = replace(self._probe, id=f"weights-{id(self):x}-{self._num_probes}")
         completion = await server.generate(probe, lambda chunk: None)
         return completion.logprobs[0]
+
+
+async def ask_each(servers: Sequence[Server], request: Request) -> dict[str, Completion]:
+    """The same request on all, by the server's name; what is lost or refused is left out."""
+    outcomes = await asyncio.gather(
+        *(server.generate(request, lambda chunk: None) for server in servers),
+        return_exceptions=True,
+    )
+    found = {}
+    for server, outcome in zip(servers, outcomes, strict=True):
+        if isinstance(outcome, Completion):
+            found[server.name] = outcome
+        elif not isinstance(outcome, EngineError):
+            raise outcome
+    return found

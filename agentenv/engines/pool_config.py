@@ -32,7 +32,7 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 1.0
     poll_timeout_s: Annotated[
         float, Meta(gt=0, description="a server that does not say its load for this long is lost")
-    ] = 20.0
+    ] = 60.0
     initial_concurrency: Annotated[
         int, Meta(ge=1, description="requests in flight on a server, before its load is known")
     ] = 64

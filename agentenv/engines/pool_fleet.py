@@ -14,8 +14,9 @@ from random import Random
 from agentenv.engines.pool_broadcast import Broadcast
 from agentenv.engines.pool_check import WeightCheck
 from agentenv.engines.pool_config import PoolConfig
-from agentenv.engines.pool_member import Member, Target, backoff
+from agentenv.engines.pool_member import Member, backoff
 from agentenv.engines.pool_outage import Outage
+from agentenv.engines.pool_target import Target
 from agentenv.engines.server import Server, ServerLostError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
 
@@ -108,9 +109,7 @@ class Fleet:
             self.check_alive()
             before, self._target = self._target, target
             members = list(self.members)
-            if target.sender is not None:
-                able = [m for m in members if m.serving and "broadcast" in m.features]
-                await self._broadcast.update(target.sender, able, target.policy_version)
+            await self._broadcast.update(target, members)
             outcomes = await asyncio.gather(*(self._update(member) for member in members))
             refused = {m: e for m, e in zip(members, outcomes, strict=True) if e is not None}
             if refused and not any(self._took(member) for member in members):

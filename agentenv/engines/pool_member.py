@@ -6,16 +6,15 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from random import Random
-
-from msgspec import Struct
 
 from agentenv.engines.pool_check import WeightCheck
 from agentenv.engines.pool_config import PoolConfig
 from agentenv.engines.pool_limit import ConcurrencyLimit
+from agentenv.engines.pool_target import Target
 from agentenv.engines.server import Server, ServerInfo, ServerLoad, ServerLostError
-from agentenv.engines.transfer import Group, Manifest, Receiver, Sender
+from agentenv.engines.transfer import Group, Manifest, Receiver
+from agentenv.engines.versions import warn_untried
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import Completion
 
@@ -24,22 +23,6 @@ logger = logging.getLogger(__name__)
 UNKNOWN_VERSION = -1  # of a server that came back, until it has loaded the current weights
 SETTLE_S = 0.2  # after a loss: by then the other connections to a dead process are down too
 IDLE = ServerLoad(0, 0, 0.0, 0)
-
-
-class Target(Struct, frozen=True):
-    """The weights that every server of the pool should have: in a directory, or with a sender
-    that can also write one."""
-
-    source: Path | None
-    policy_version: int
-    sender: Sender | None = None
-
-    async def directory(self) -> Path:
-        """Raises EngineError if the sender has gone on to other weights."""
-        if self.source is not None:
-            return self.source
-        assert self.sender is not None
-        return await self.sender.write()
 
 
 class Member:
@@ -199,6 +182,8 @@ class Member:
 
     async def _connect(self, policy_version: int) -> ServerInfo:
         info = await self.server.connect(policy_version)
+        if not self.epoch:
+            warn_untried(self.name, info)
         self.epoch += 1
         self.features = info.features
         return info

@@ -58,9 +58,9 @@ class RemoteConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Meta(
             ge=-1,
             description="log-probs a token from which its entropy is bounded below, the rest taken "
-            "as one token; -1: the whole vocabulary, exact",
+            "as one token; each costs the server time; -1: the whole vocabulary, exact",
         ),
-    ] = 20
+    ] = 10
     weights: Annotated[
         Literal["directory", "broadcast"],
         Meta(

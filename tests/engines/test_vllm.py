@@ -286,17 +286,18 @@ async def test_a_load_that_breaks_half_way(
 async def test_an_engine_that_dies(tied: ServerSubject, servers: Servers) -> None:
     """kill -9 of the engine process: a lost request has reported its tokens, later ones are lost
     at once. The last test, since the server does not come back."""
-    chunks: list[list[Chunk]] = [[] for _ in range(32)]
-    calls = [
-        asyncio.create_task(tied.generate(prompt(1, 9), SamplingParams(contract.LONG), each.append))
-        for each in chunks
-    ]
-    while not any(chunks):  # noqa: ASYNC110 (an event would take as much code as the test)
-        await asyncio.sleep(0.01)
+    chunks: list[list[Chunk]] = [[] for _ in range(2 * NUM_SEQS)]
+    long = SamplingParams(contract.LONG)
+    calls = [asyncio.create_task(tied.generate(prompt(1, 9), long, c.append)) for c in chunks]
+    http = HttpClient(servers.tied.url)
+    await asyncio.sleep(0.3)
+    await http.call("POST", "/pause", params={"mode": "keep"})  # some are in the middle now
+    await asyncio.sleep(0.3)
     os.kill(servers.tied.pid_of("EngineCore"), 9)
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     lost = [c for c, o in zip(chunks, outcomes, strict=True) if isinstance(o, ServerLostError)]
     assert any(lost)
+    await http.close()
     with pytest.raises(ServerLostError):
         await tied.generate([20], SamplingParams(max_tokens=1))
     assert not await tied.server.healthy()

@@ -69,7 +69,7 @@ async def test_a_broadcast_that_nobody_takes_is_called_off_at_once(
             await sender.abort()
             with pytest.raises(TransferError, match="called off"):
                 await sending
-            told, _ = await process.communicate()
+            told, _ = await process.communicate(b"")
         assert told.startswith(b"refused: ")
         assert (await sender.learner.imitate(TEACHING))["num_steps"] == 1
 
@@ -82,7 +82,7 @@ async def test_a_broadcast_that_nobody_takes_ends_by_itself(base: Path, tmp_path
         async with asyncio.timeout(20):
             with pytest.raises(TransferError, match="not taken within 6 s"):
                 await sender.send()
-        await process.communicate()
+        await process.communicate(b"")
 
 
 async def test_joining_ends_when_it_is_called_off_or_nobody_comes(
@@ -113,8 +113,8 @@ async def test_the_directory_holds_what_was_published_or_is_refused(
         assert path == await sender.write() == tmp_path / "published" / "v1"
         written = load_file(path / "model.safetensors")
         (bucket,) = (await sender.manifest()).buckets
-        assert bucket.names == list(written)
-        assert bucket.shapes == [list(tensor.shape) for tensor in written.values()]
+        announced = dict(zip(bucket.names, bucket.shapes, strict=True))
+        assert announced == {name: list(tensor.shape) for name, tensor in written.items()}
         assert {getattr(torch, name) for name in bucket.dtypes} == {torch.float32}
         await sender.learner.imitate(TEACHING)
         assert await sender.publish() == 2

@@ -93,9 +93,7 @@ class BroadcastEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
     def receive_weights(self, update_info: BucketInfo) -> None:
         if self._group is None:
             raise RuntimeError("there is no group: call /init_weight_transfer_engine first")
-        described = zip(
-            update_info.names, update_info.dtype_names, update_info.shapes, strict=True
-        )
+        described = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         for name, dtype, shape in described:
             weight = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
             dist.broadcast(weight, src=0, group=self._group)

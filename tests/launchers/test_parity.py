@@ -1,0 +1,70 @@
+"""The parity probe asks each server of a pool, and names the one that disagrees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.types import Completion
+from launchers.parity import ParityProbe
+from learners.encoding import EncodedTree
+from learners.learner import Score
+from tests.engines.faulty_server import FaultyServer
+from tests.engines.pool_bench import bench, write_folder
+from tests.support.virtual_clock import run_virtual
+
+LOGPROB = -1.0  # what the learner finds for every token
+NUM_TOKENS = 4
+
+
+class Knowing:
+    """A learner that scores every token alike."""
+
+    def __init__(self) -> None:
+        self.num_scored = 0
+
+    async def score(self, sequences: Sequence[EncodedTree], **rest: Any) -> list[Score]:
+        self.num_scored += len(sequences)
+        sizes = [int(one.actions().sum()) for one in sequences]
+        return [Score([LOGPROB] * size, [0.0] * size, [True] * size) for size in sizes]
+
+
+def tell(server: FaultyServer, logprob: float) -> None:
+    """Let it report this log-prob for every token."""
+    ask = server._engine.generate
+
+    async def generate(*args: Any, **rest: Any) -> Completion:
+        done = await ask(*args, **rest)
+        done.logprobs = [logprob] * len(done.logprobs)
+        return done
+
+    server._engine.generate = generate  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("num_lost", [0, 1])
+def test_each_server_is_asked_and_the_worst_is_named(tmp_path: Path, num_lost: int) -> None:
+    """One that is lost meanwhile is left out."""
+
+    async def main() -> None:
+        async with bench(write_folder(tmp_path), 3) as b:
+            tell(b.servers[0], LOGPROB)
+            tell(b.servers[1], LOGPROB - 0.5)
+            tell(b.servers[2], LOGPROB + 0.25)
+            prompts = [b.tokenizer.encode(f"{text}|") for text in ("one word", "another")]
+            learner = Knowing()
+            probe = ParityProbe(b.pool, learner, prompts, NUM_TOKENS)  # type: ignore[arg-type]
+            assert await probe.finish() is None
+            probe.start()
+            for server in b.servers[:num_lost]:
+                server.kill()
+            gap = await probe.finish()
+            assert gap is not None
+            num_asked = len(prompts) * (3 - num_lost)
+            assert (learner.num_scored, gap.num_tokens) == (num_asked, num_asked * NUM_TOKENS)
+            assert (gap.max, gap.worst) == (0.5, "server1")
+            assert gap.mean == pytest.approx(0.75 / (3 - num_lost))
+
+    run_virtual(main())
