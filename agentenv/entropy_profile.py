@@ -8,6 +8,7 @@ trajectory, over the first 10 to 50 tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from statistics import fmean
 
 from msgspec import Struct
@@ -15,13 +16,24 @@ from msgspec import Struct
 from agentenv.tree import Node, TrajectoryTree
 
 NO_TOOL = "no tool"  # an observation that answers no call
+OTHER_TOOLS = "other tools"  # a policy can make up any number of names
+MAX_TOOLS = 32  # that a merged profile keeps apart
 
 
 class EntropyCurve(Struct, frozen=True):
     """`mean` in nats and `count` of turns, both by token position from the start of a turn."""
 
-    mean: list[float]
-    count: list[int]
+    mean: list[float] = []
+    count: list[int] = []
+
+    def merged(self, other: EntropyCurve) -> EntropyCurve:
+        """The curve of the turns of both."""
+        count = [sum(pair) for pair in zip_longest(self.count, other.count, fillvalue=0)]
+        sums = zip_longest(self._sums(), other._sums(), fillvalue=0.0)
+        return EntropyCurve([sum(pair) / n for pair, n in zip(sums, count, strict=True)], count)
+
+    def _sums(self) -> list[float]:
+        return [mean * count for mean, count in zip(self.mean, self.count, strict=True)]
 
     def window(self, size: int) -> float:
         """Mean over the tokens of the first `size` positions; nan without one."""
@@ -33,17 +45,34 @@ class EntropyCurve(Struct, frozen=True):
 class EntropyProfile(Struct, frozen=True):
     """Curves of first turns, of all turns after a tool result, and of those by tool."""
 
-    start: EntropyCurve
-    after_result: EntropyCurve
-    after: dict[str, EntropyCurve]
+    start: EntropyCurve = EntropyCurve()
+    after_result: EntropyCurve = EntropyCurve()
+    after: dict[str, EntropyCurve] = {}
+
+    def merged(self, other: EntropyProfile) -> EntropyProfile:
+        """The profile of the trees of both; of more than MAX_TOOLS tools those that came last are
+        counted together, so that a run can merge for ever."""
+        after = dict(self.after)
+        for tool, curve in other.after.items():
+            known = tool in after or len(after.keys() - {OTHER_TOOLS}) < MAX_TOOLS
+            name = tool if known else OTHER_TOOLS
+            after[name] = after.get(name, EntropyCurve()).merged(curve)
+        return EntropyProfile(
+            start=self.start.merged(other.start),
+            after_result=self.after_result.merged(other.after_result),
+            after={tool: after[tool] for tool in sorted(after)},
+        )
+
+    def curves(self) -> dict[str, EntropyCurve]:
+        """By name: start, after_result, after/TOOL."""
+        curves = {"start": self.start, "after_result": self.after_result}
+        return curves | {f"after/{tool}": curve for tool, curve in self.after.items()}
 
     def rows(self) -> list[dict[str, float | int | str]]:
         """A table: one row per curve and position."""
-        curves = {"start": self.start, "after_result": self.after_result}
-        curves |= {f"after/{tool}": curve for tool, curve in self.after.items()}
         return [
             {"curve": name, "position": place, "entropy": mean, "turns": count}
-            for name, curve in curves.items()
+            for name, curve in self.curves().items()
             for place, (mean, count) in enumerate(zip(curve.mean, curve.count, strict=True))
         ]
 

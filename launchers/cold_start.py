@@ -21,7 +21,7 @@ from agentenv.errors import DataError
 from agentenv.renderer import Renderer
 from launchers.chat_config import RowFormat
 from launchers.chat_encoding import ChatEncoder
-from launchers.config import SFTConfig, SFTStage
+from launchers.cold_start_config import SFTConfig, SFTStage
 from launchers.conversations import read_conversation
 from learners.encoding import EncodedTree
 from learners.learner import Learner

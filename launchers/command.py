@@ -1,4 +1,4 @@
-"""What the commands of supervised training have in common: arguments, run directory, exit code."""
+"""What the commands of training have in common: arguments, run directory, exit code."""
 
 from __future__ import annotations
 
@@ -17,22 +17,26 @@ from launchers.assembly import import_from_working_directory
 from launchers.checkpoints import LATEST
 from launchers.keys import key_table
 from launchers.rundir import RunDirectory, explain
-from launchers.train import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, first_reason
 from launchers.view import View
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 T = TypeVar("T", bound=msgspec.Struct)
 Work = Callable[[Any, RunDirectory, View, str], Awaitable[None]]
 
 
-def make_parser(prog: str, purpose: str, config_type: type[T]) -> argparse.ArgumentParser:
-    """CONFIG [key.sub=value ...] [--resume [WHICH]], with the table of keys as help."""
+def make_parser(
+    prog: str, purpose: str, config_type: type[T], example: str = ""
+) -> argparse.ArgumentParser:
+    """CONFIG [key.sub=value ...] [--resume [WHICH]], with the table of keys as help; `example` is
+    the path of a CONFIG."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description=purpose,
         epilog=key_table(config_type),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", type=Path, help="TOML file")
+    parser.add_argument("config", type=Path, help=f"TOML file{example and ', e.g. '}{example}")
     parser.add_argument(
         "overrides", nargs="*", metavar="key.sub=value", help="values that replace the file's"
     )
@@ -79,6 +83,14 @@ def run_command(arguments: argparse.Namespace, config_type: type[T], work: Work)
         return EXIT_BAD_INPUT if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
     finally:
         view.close()
+
+
+def first_reason(error: BaseException) -> AgentEnvError | OSError | None:
+    """The first failure with a reason for the user; None if there is a bug among the errors."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error if isinstance(error, AgentEnvError | OSError) else None
+    reasons = [first_reason(part) for part in error.exceptions]
+    return None if None in reasons else reasons[0]
 
 
 async def _to_its_end(work: Awaitable[None], view: View) -> int:

@@ -18,11 +18,13 @@ from agentenv.native import NativeConfig
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig
 from agentenv.types import SamplingParams
+from launchers.cold_start_config import SFTConfig
 from launchers.env_config import EnvConfig, GraderTable, PythonTable, SearchTable
+from launchers.eval_config import EvalConfig
 from launchers.resources import ResourcesConfig
 from launchers.self_critic_config import SelfCriticConfig
 from learners.algorithms import AnyAlgorithm
-from learners.learner import LearnerConfig, OptimizerConfig
+from learners.learner import LearnerConfig
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -152,45 +154,6 @@ class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = False
 
 
-class SFTStage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One stage of the cold start."""
-
-    rows: Annotated[
-        str, Meta(description="use the rows whose key 'stage' has this value; empty: all")
-    ] = ""
-    num_steps: Annotated[int, Meta(ge=1, description="optimizer steps, at most")]
-    until_gate: Annotated[
-        bool, Meta(description="end the stage as soon as every kind of question passes the gate")
-    ] = False
-    batch_size: Annotated[int, Meta(ge=1, description="demonstrations a step")] = 8
-    lr_scale: Annotated[
-        tuple[float, float], Meta(description="factor on both rates, from first to last step")
-    ] = (1.0, 1.0)
-
-
-class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The cold start: imitate demonstrations, stage by stage."""
-
-    data: Annotated[str, Meta(description="JSONL file of demonstrations")]
-    gate: Annotated[
-        str, Meta(description="JSONL file of clean demonstrations that measure the skill")
-    ]
-    stages: Annotated[list[SFTStage], Meta(description="stages in order, [[sft.stages]]")]
-    gate_every: Annotated[int, Meta(ge=1, description="steps between two measurements")] = 25
-    gate_threshold: Annotated[
-        float,
-        Meta(ge=0, le=1, description="teacher-forced exact match that every kind must reach"),
-    ] = 0.9
-    kind_boost: Annotated[
-        float,
-        Meta(ge=0, description="draw a kind without any skill 1 + kind_boost times as often"),
-    ] = 2.0
-    warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up")] = 20
-    optimizer: Annotated[OptimizerConfig, Meta(description="optimizer of the cold start")] = (
-        OptimizerConfig()
-    )
-
-
 class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long to train: `num_steps` or `num_epochs`, one of them."""
 
@@ -207,34 +170,6 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         if (self.num_steps is None) == (self.num_epochs is None):
             raise ConfigError("train: give exactly one of train.num_steps and train.num_epochs")
-
-
-class EvalSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One named evaluation set."""
-
-    path: Annotated[
-        str | list[str], Meta(description="file, folder or pattern of questions, or a list of them")
-    ]
-    every: Annotated[
-        int, Meta(ge=0, description="steps between evaluations; 0: only around the phases")
-    ] = 0
-    phases: Annotated[
-        bool, Meta(description="evaluate before the cold start, after it, and at the end")
-    ] = True
-    max_tasks: Annotated[int, Meta(ge=0, description="first n questions; 0: all")] = 0
-    num_samples: Annotated[int, Meta(ge=1, description="trajectories a question")] = 1
-
-
-class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Evaluation during the run."""
-
-    sets: Annotated[
-        dict[str, EvalSet], Meta(description="evaluation sets by name, [eval.sets.NAME]")
-    ] = field(default_factory=dict)
-    report: Annotated[
-        str, Meta(description="the set that the summary reports; empty: the first")
-    ] = ""
-    concurrency: Annotated[int, Meta(ge=1, description="questions in flight")] = 256
 
 
 class CheckpointConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -290,3 +225,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def algorithm_name(self) -> str:
+        return str(self.algorithm.__struct_config__.tag)

@@ -50,6 +50,7 @@ from launchers.assembly import (
     make_renderer,
 )
 from launchers.checkpoints import find_checkpoint
+from launchers.command import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, first_reason
 from launchers.config import Sampling
 from launchers.data import check_environments, fit_prompts, load_set
 from launchers.engines import start_engine
@@ -59,7 +60,6 @@ from launchers.keys import key_table
 from launchers.roles import start_roles
 from launchers.rundir import CONFIG_FILE, trajectory_row
 from launchers.servers import ServerFactory
-from launchers.train import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, first_reason
 from launchers.view import View
 
 

@@ -10,6 +10,7 @@ from agentenv.evaluate import Report, evaluate, make_report
 from agentenv.tree import TrajectoryTree
 from launchers import report
 from launchers.config import TrainConfig
+from launchers.entropy_plot import entropy_line, write_entropy
 from launchers.parts import Parts
 from launchers.phases import PhaseClock
 from launchers.rundir import RunDirectory, save_state
@@ -86,6 +87,36 @@ class Recorder:
         save_state(partial, self.state.settled())
         await asyncio.to_thread(checkpoints.complete, partial)
         await asyncio.to_thread(checkpoints.prune, self.config.checkpoint.keep_last)
+
+    def finish(self, *, in_flight: int, loop_lag_ms: float) -> None:
+        """Summary, table, curves; the wall time of phases is complete by now."""
+        config, state = self.config, self.state
+        summary = report.summarize(
+            state,
+            name=self.report_set,
+            seed=config.run.seed,
+            algorithm=config.algorithm_name,
+            policy_version=self.parts.learner.policy_version,
+            in_flight=in_flight,
+            loop_lag_ms=loop_lag_ms,
+        )
+        self.run.write_json("summary.json", summary)
+        if self.report_set:
+            self.view.show(report.final_table(state, self.report_set))
+        report.learning_curve(
+            self.run.path / "metrics.jsonl", self.run.path / "curve.png", self.run.path.name
+        )
+        write_entropy(state.entropy, self.run.path, self.run.path.name)
+        if line := entropy_line(state.entropy):
+            self.view.say(line)
+        for clock, seconds in (("wall", summary["wall_s"]), ("CPU", summary["cpu_s"])):
+            times = "  ".join(f"{name} {value:.0f}" for name, value in seconds.items())
+            self.view.say(f"{clock} seconds: {times}")
+        last = self.run.checkpoints.path(state.step).name
+        self.view.say(
+            f"written to {self.run.path}: summary.json, curve.png, entropy.png, entropy.csv, "
+            f"samples.txt, metrics.jsonl, trajectories/, checkpoints/{last}"
+        )
 
     async def write_trajectories(self, name: str, trees: list[TrajectoryTree]) -> None:
         """Every trajectory as a readable row, until the size limit."""

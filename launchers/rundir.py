@@ -1,6 +1,7 @@
 """The directory of a run: what is written where, and which checkpoints are kept.
 
 runs/NAME/config.json  run.log  servers/*.log  metrics.jsonl  summary.json  curve.png  samples.txt
+          entropy.png  entropy.csv               by token position, at the start and after results
           data/  model/                          made by the setup of the quick start
           trajectories/STEP.jsonl                every trajectory, as readable text
           checkpoints/step-000020/               Hugging Face directory

@@ -94,14 +94,14 @@ class SelfCritic:
         return await evaluate(actor, chosen, num_samples=self.config.num_samples)
 
     async def _train(self, rows: Sequence[PairRow], number: int) -> Metrics:
-        """All epochs with an optimizer that begins anew, before and after."""
+        """All epochs with an optimizer that begins anew; that of the updates goes on after it."""
         config = self.config
         unscored = [encode_pair(*row.answers()) for row in rows]
         pairs = [
             with_reference(pair, logprobs)
             for pair, logprobs in zip(unscored, await self._logprobs(unscored), strict=True)
         ]
-        await self.learner.reset_optimizer(config.optimizer)
+        await self.learner.set_optimizer_aside(config.optimizer)
         num_steps = 0.0
         for epoch in range(config.num_epochs):
             order = list(pairs)
@@ -110,7 +110,7 @@ class SelfCritic:
                 batch = order[first : first + config.batch_size]
                 metrics = await self.learner.prefer(batch, config.beta)
                 num_steps += metrics["num_steps"]
-        await self.learner.reset_optimizer(self.optimizer)
+        await self.learner.take_optimizer_back(self.optimizer)
         after = np.concatenate([np.asarray(part) for part in await self._logprobs(pairs)])
         found = preference_metrics([preference_sums(PairTokens.of(pairs), after, config.beta)])
         return {**found, "num_steps": num_steps, "grad_norm": metrics["grad_norm"]}

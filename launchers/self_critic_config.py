@@ -31,5 +31,5 @@ class SelfCriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     num_epochs: Annotated[int, Meta(ge=1, description="passes over the pairs of a round")] = 1
     optimizer: Annotated[
         OptimizerConfig,
-        Meta(description="optimizer of a round; it and that of the updates each begin anew"),
+        Meta(description="optimizer of a round, new for each; that of the updates keeps its state"),
     ] = OptimizerConfig(optimizer="adamw", learning_rate=5e-6, weight_decay=0.0)

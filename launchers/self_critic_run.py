@@ -7,6 +7,8 @@ from contextlib import AsyncExitStack
 
 from agentenv.config import to_plain
 from agentenv.errors import ConfigError
+from launchers.accounting import refuse_total_failure
+from launchers.cancellation import uninterrupted
 from launchers.config import TrainConfig
 from launchers.parts import Parts, build_parts
 from launchers.phases import PhaseClock
@@ -14,9 +16,9 @@ from launchers.recorder import Recorder
 from launchers.rundir import CONFIG_FILE, RunDirectory, load_state
 from launchers.self_critic import SelfCritic
 from launchers.state import RunState
-from launchers.training import optimizer_of, refuse_total_failure, uninterrupted
 from launchers.view import View
 from learners.learner import Metrics
+from learners.optimizer_config import optimizer_of
 
 
 def criticise(

@@ -3,6 +3,7 @@ scale-out and dev routes, log-probs of the sampled distribution, and on the CPU 
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -21,10 +22,15 @@ VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 VLLM_CPU_EXTENSION = "agentenv_vllm_cpu.WorkerExtension"  # packs a tied head again after a load
 MIN_BATCHED_TOKENS = 4096  # of one step of vLLM on the CPU
 SGLANG_CPU_PLATFORM = "plaincpu"
+PLUGIN = "agentenv/engines/vllm_plugin"  # takes weights by broadcast, in vLLM's environment
+_HAS_PLUGIN = (
+    "import importlib.util, sys; "
+    "sys.exit(importlib.util.find_spec('agentenv_vllm_broadcast') is None)"
+)
 MAX_CPU_TOKENS = 65536  # of SGLang's cache on the CPU
 HOW_TO_MAKE = {
     "vllm": "make one with `sh .ci/engine-vllm` (CPU), or on a GPU host with "
-    "`python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm`",
+    f"`python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm ./{PLUGIN}`",
     "sglang": "make one with `sh .ci/engine-sglang` (CPU), or on a GPU host with "
     "`python3 -m venv .venv-sglang && .venv-sglang/bin/pip install sglang`",
 }
@@ -60,6 +66,17 @@ def find_python(engine: EngineName, config: LaunchConfig, key: str) -> str:
         f"{key}: {engine} is neither installed for {sys.executable} nor in {path} of this folder: "
         f"{HOW_TO_MAKE[engine]}; or name an interpreter with {key}.python"
     )
+
+
+async def check_plugin(python: str, key: str) -> None:
+    """Raises ConfigError unless vLLM's environment has the package that takes broadcasts; vLLM
+    itself would end with an unknown backend, after loading the model."""
+    process = await asyncio.create_subprocess_exec(python, "-c", _HAS_PLUGIN)
+    if await process.wait():
+        raise ConfigError(
+            f'{key}: engine.weights = "broadcast" needs the package of {PLUGIN} beside vLLM: '
+            f"`{python} -m pip install ./{PLUGIN}`"
+        )
 
 
 def command(python: str, served: Served, config: LaunchConfig) -> list[str]:

@@ -15,7 +15,14 @@ from pathlib import Path
 from agentenv.engines.launch_config import LaunchConfig, ServersConfig
 from agentenv.errors import ConfigError
 from launchers.gpus import GpuPlan
-from launchers.server_commands import EngineName, Served, command, environment, find_python
+from launchers.server_commands import (
+    EngineName,
+    Served,
+    check_plugin,
+    command,
+    environment,
+    find_python,
+)
 from launchers.server_process import ServerProcess, ServerSpec
 
 LOG_FOLDER = "servers"  # in the run's directory
@@ -54,6 +61,8 @@ class ServerFactory:
         specs = self._specs(
             engine, config, model, name, key, max_model_len, trained, broadcast, number
         )
+        if broadcast and engine == "vllm":
+            await check_plugin(specs[0].command[0], key)
         started = [ServerProcess(spec, self._folder, self._say) for spec in specs]
         for process in started:
             self._stack.push_async_callback(process.close)

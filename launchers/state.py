@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from agentenv.entropy_profile import EntropyProfile
 from agentenv.evaluate import Report
 from agentenv.metrics import Ledger, num_tool_calls
 from agentenv.tree import TrajectoryTree
@@ -53,7 +54,8 @@ class ParityGap(Struct):
 
 class RunState(Struct):
     """`step` updates are done; `position` trees were delivered, in start order; `incarnation`
-    counts starts of the process. Reports are kept by phase (before_sft, after_sft, after_rl)."""
+    counts starts of the process. Reports are kept by phase (before_sft, after_sft, after_rl);
+    `entropy` is of all delivered trees."""
 
     step: int = 0
     position: int = 0
@@ -61,6 +63,7 @@ class RunState(Struct):
     ledger: Ledger = field(default_factory=Ledger)
     totals: Totals = field(default_factory=Totals)
     parity: ParityGap = field(default_factory=ParityGap)
+    entropy: EntropyProfile = EntropyProfile()
     reports: dict[str, dict[str, Report]] = field(default_factory=dict)
     best: float | None = None
     wall_s: dict[str, float] = field(default_factory=dict)

@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
-from random import Random
-from typing import Any, TypeVar
 
 from agentenv.config import changes, to_plain
 from agentenv.dataset import TaskStream
-from agentenv.errors import EnvError
-from agentenv.metrics import LoopLag, failure_kind, rollout_metrics
+from agentenv.metrics import LoopLag, rollout_metrics
 from agentenv.replay import ReplayQueue
 from agentenv.tree import TrajectoryTree
 from launchers import report
-from launchers.cold_start import check_stages, cold_start, load_demonstrations
+from launchers.accounting import StepAccounts, Throughput
+from launchers.cancellation import uninterrupted
+from launchers.cold_start_phase import cold_start_phase
 from launchers.config import TrainConfig
 from launchers.parts import Parts, build_parts
 from launchers.phases import PhaseClock
@@ -35,12 +32,8 @@ from launchers.rundir import CONFIG_FILE, RunDirectory, load_state
 from launchers.self_critic import SelfCritic
 from launchers.state import RunState
 from launchers.view import View
-from learners.learner import LearnerConfig, Metrics, OptimizerConfig
-from learners.optimizer_config import lr_factor
-
-T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
+from learners.learner import Metrics
+from learners.optimizer_config import lr_factor, optimizer_of
 
 
 class Training:
@@ -58,6 +51,7 @@ class Training:
         if self.checkpoint is not None:
             self.state = load_state(self.checkpoint, RunState)
         self.state.incarnation += 1
+        self.accounts = StepAccounts(config, self.state)
         self.clock = PhaseClock(self.state.wall_s, self.state.cpu_s)
         self.queue = ReplayQueue(config.queue.groups_per_step, config.queue.max_staleness)
         self.refill = config.queue.refill or config.algorithm.refills
@@ -85,7 +79,9 @@ class Training:
             await self._reinforce()
             if "after_rl" not in self.state.reports:
                 await self.recorder.evaluate_phase("after_rl")
-            self._finish()
+            self.recorder.finish(
+                in_flight=self.queue.num_waiting, loop_lag_ms=self.lag.percentile_ms(99)
+            )
 
     # before RL
 
@@ -104,7 +100,7 @@ class Training:
         groups, size = config.queue.groups_per_step, config.algorithm.group_size
         steps = groups // config.learner.groups_per_minibatch * config.learner.num_epochs_per_batch
         self.view.say(
-            f"{algorithm_name(config)} on {config.env.id}: {len(parts.tasks)} training questions, "
+            f"{config.algorithm_name} on {config.env.id}: {len(parts.tasks)} training questions, "
             f"{parts.num_steps} updates; an update takes {groups} prompts x {size} = "
             f"{groups * size} trajectories in {steps} optimizer steps"
         )
@@ -113,40 +109,13 @@ class Training:
         await self.recorder.evaluate_phase("before_sft")
         if self.config.sft is not None:
             with self.clock.phase("sft"):
-                await self._cold_start()
+                await cold_start_phase(
+                    self.config, self.run, self.view, self.state, self.parts, self.recorder
+                )
             await self.recorder.evaluate_phase("after_sft")
         else:
             self.state.reports["after_sft"] = self.state.reports["before_sft"]
         await self.recorder.save_checkpoint()
-
-    async def _cold_start(self) -> None:
-        config, parts = self.config.sft, self.parts
-        assert config is not None
-        demos, gate = [
-            await asyncio.to_thread(
-                load_demonstrations, self.run.resolve(path), parts.renderer, parts.tools
-            )
-            for path in (config.data, config.gate)
-        ]
-        check_stages(config, demos)
-        self.view.begin("cold start", sum(stage.num_steps for stage in config.stages))
-
-        def on_gate(step: int, loss: float, exact: dict[str, float]) -> None:
-            kinds = "  ".join(f"{kind} {share:.2f}" for kind, share in exact.items())
-            self.view.say(f"cold start step {step}: loss {loss:.3f}, exact match {kinds}")
-            self.view.advance(step)
-            row = {f"sft/exact_match/{kind}": share for kind, share in exact.items()}
-            self.recorder.log({"step": 0, "sft/step": step, "sft/loss": loss, **row})
-
-        await parts.learner.reset_optimizer(config.optimizer)
-        rng = Random(f"{self.config.run.seed}/sft")
-        result = await cold_start(config, parts.learner, demos, gate[""], rng, on_gate)
-        self.view.end()
-        self.state.totals.sft_tokens = result.num_tokens
-        if not result.passed:
-            logger.warning("the cold start ended without passing its gate: %s", result.exact_match)
-        await parts.learner.reset_optimizer(optimizer_of(self.config.learner))
-        await parts.publish()
 
     # RL
 
@@ -186,39 +155,21 @@ class Training:
         self.queue.finish()
 
     def _keep(self, tree: TrajectoryTree) -> bool:
-        if not self.refill or self._fate(tree) == "trained":
+        if not self.refill or self.accounts.fate(tree) == "trained":
             return True
         self.refused.append(tree)
         return False
 
-    def _fate(self, tree: TrajectoryTree) -> str:
-        credit = self.config.algorithm.credit(tree)
-        if credit is None:
-            return "failed"
-        return "trained" if credit.has_signal else "filtered"
-
     async def _learn(self, trees: list[TrajectoryTree]) -> None:
         """Update on the trees, publish, release their slots, and account for every one."""
         parts, state = self.parts, self.state
-        metrics = await self._parity()
+        metrics = await self.accounts.parity(parts)
         criticised = await self._criticise()
         metrics |= criticised
         version = parts.learner.policy_version
         delivered, self.refused = trees + self.refused, []
-        refuse_total_failure(delivered)
+        trained = self.accounts.settle(delivered, version)
         metrics |= rollout_metrics(delivered, version)
-        state.totals.add(delivered, version)
-        trained = []
-        for tree in delivered:
-            fate = self._fate(tree)
-            if fate == "trained":
-                trained.append(tree)
-                state.ledger.trained += 1
-            elif fate == "filtered":
-                state.ledger.filtered += 1
-            else:
-                kind = failure_kind(tree)
-                state.ledger.failed[kind] = state.ledger.failed.get(kind, 0) + 1
         if trained:
             scale = lr_factor(self.config.learner, state.step, parts.num_steps)
             update = await parts.learner.update(trained, scale)
@@ -251,34 +202,14 @@ class Training:
         await self.recorder.write_trajectories(f"self-critic-{self.state.step:06d}", trees)
         return metrics
 
-    async def _parity(self) -> Metrics:
-        gap = await self.parts.probe.finish()
-        if gap is None:
-            return {}
-        self.state.parity.add(gap)
-        if gap.max > self.config.train.max_logprob_gap:
-            logger.warning(
-                "%s and learner disagree by up to %.4f nats at policy version %d "
-                "(train.max_logprob_gap = %g)",
-                gap.worst or "engine",
-                gap.max,
-                self.parts.learner.policy_version,
-                self.config.train.max_logprob_gap,
-            )
-        return {"parity/logprob_gap_mean": gap.mean, "parity/logprob_gap_max": gap.max}
-
     async def _report_step(self, trees: list[TrajectoryTree], metrics: Metrics) -> None:
-        state, ledger = self.state, self.state.ledger
+        state = self.state
         engine = self.parts.engine.stats()
         row = {
             "step": state.step,
             "policy_version": self.parts.learner.policy_version,
             **metrics,
-            "trees/offered": ledger.offered,
-            "trees/trained": ledger.trained,
-            "trees/filtered": ledger.filtered,
-            "trees/failed": sum(ledger.failed.values()),
-            "trees/in_flight": self.queue.num_waiting,
+            **self.accounts.metrics(in_flight=self.queue.num_waiting),
             "queue/ready": self.queue.num_ready,
             **{f"engine/{name}": value for name, value in engine.items()},
             "time/sampled_tokens_per_s": self.throughput.rate(engine),
@@ -289,75 +220,3 @@ class Training:
         self.view.say(line)
         self.view.advance(state.step)
         await self.recorder.write_trajectories(f"step-{state.step:06d}", trees)
-
-    def _finish(self) -> None:
-        """Summary, table, curve; the wall time of phases is complete by now."""
-        config, state = self.config, self.state
-        summary = report.summarize(
-            state,
-            name=self.recorder.report_set,
-            seed=config.run.seed,
-            algorithm=algorithm_name(config),
-            policy_version=self.parts.learner.policy_version,
-            in_flight=self.queue.num_waiting,
-            loop_lag_ms=self.lag.percentile_ms(99),
-        )
-        self.run.write_json("summary.json", summary)
-        if self.recorder.report_set:
-            self.view.show(report.final_table(state, self.recorder.report_set))
-        report.learning_curve(
-            self.run.path / "metrics.jsonl", self.run.path / "curve.png", self.run.path.name
-        )
-        for clock, seconds in (("wall", summary["wall_s"]), ("CPU", summary["cpu_s"])):
-            times = "  ".join(f"{name} {value:.0f}" for name, value in seconds.items())
-            self.view.say(f"{clock} seconds: {times}")
-        self.view.say(
-            f"written to {self.run.path}: summary.json, curve.png, samples.txt, metrics.jsonl, "
-            f"trajectories/, checkpoints/{self.run.checkpoints.path(state.step).name}"
-        )
-
-
-def refuse_total_failure(trees: list[TrajectoryTree]) -> None:
-    """Stop when not one trajectory of a step succeeded: something is broken, not unlucky."""
-    failures = [leaf for tree in trees for leaf in tree.failures()]
-    if failures and not any(True for tree in trees for _ in tree.trajectories()):
-        raise EnvError(
-            f"all {len(failures)} trajectories of a step failed; the first: {failures[0].error}"
-        )
-
-
-class Throughput:
-    """Tokens that the engine sampled a second, between one call of `rate` and the next."""
-
-    def __init__(self) -> None:
-        self._before: tuple[float, float] | None = None
-
-    def rate(self, stats: dict[str, float]) -> float:
-        now = (asyncio.get_running_loop().time(), stats["sampled_tokens"])
-        before, self._before = self._before or now, now
-        seconds = now[0] - before[0]
-        return (now[1] - before[1]) / seconds if seconds else 0.0
-
-
-def optimizer_of(config: LearnerConfig) -> OptimizerConfig:
-    """The optimizer's part of the learner's configuration."""
-    return OptimizerConfig(
-        **{name: getattr(config, name) for name in OptimizerConfig.__struct_fields__}
-    )
-
-
-def algorithm_name(config: TrainConfig) -> str:
-    return str(config.algorithm.__struct_config__.tag)
-
-
-async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` to its end even if the waiter is cancelled meanwhile; then the cancellation
-    goes on."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        if not task.cancelled() and task.exception() is not None:
-            task.result()
-        raise

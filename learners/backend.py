@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from agentenv.errors import LearnerError
 from learners.batch import MicroBatch, pack
 from learners.encoding import encode_sequence
 from learners.learner import LearnerConfig
 from learners.policy import Policy, tensors
 
 T = TypeVar("T")
+OptimizerState = dict[Tensor, dict[str, Any]]  # by what the optimizer steps
 
 
 class RankBackend:
@@ -35,6 +37,7 @@ class RankBackend:
         self.device = device_of_rank()
         self.num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._aside: OptimizerState | None = None
 
     def forward(
         self, batch: MicroBatch, *, entropies: bool = False, matches: bool = False
@@ -47,6 +50,33 @@ class RankBackend:
 
     def backward(self, loss: Tensor) -> None:
         raise NotImplementedError
+
+    @property
+    def optimizer_state(self) -> OptimizerState:
+        """Of the torch optimizer."""
+        raise NotImplementedError
+
+    def set_state_aside(self) -> None:
+        """Keep the optimizer's state in main memory while another one is in use."""
+        self._aside = {
+            owner: {
+                # Beside each tensor its device, which need not be the owner's.
+                kind: (value.to("cpu"), value.device) if isinstance(value, Tensor) else value
+                for kind, value in state.items()
+            }
+            for owner, state in self.optimizer_state.items()
+        }
+
+    def take_state_back(self) -> None:
+        """Go on with what was set aside. Raises LearnerError if nothing was."""
+        if self._aside is None:
+            raise LearnerError("no optimizer state was set aside")
+        for owner, state in self._aside.items():
+            self.optimizer_state[owner] = {
+                kind: value[0].to(value[1]) if isinstance(value, tuple) else value
+                for kind, value in state.items()
+            }
+        self._aside = None
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, by rank; all of them must call it."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learners.backend import RankBackend, empty_batch
+from learners.backend import OptimizerState, RankBackend, empty_batch
 from learners.deepspeed_settings import deepspeed_settings
 from learners.learner import LearnerConfig, OptimizerConfig
 from learners.optimizer import build_optimizer, scale_learning_rates, set_hyperparameters
@@ -81,6 +81,11 @@ class DeepSpeedBackend(RankBackend):
     def base_optimizer(self) -> Any:
         """The torch optimizer that holds the state."""
         return self.optimizer.optimizer if self.stage else self.optimizer
+
+    @property
+    def optimizer_state(self) -> OptimizerState:
+        state: OptimizerState = self.base_optimizer.state
+        return state
 
     def reset_optimizer(self, config: OptimizerConfig) -> None:
         """Replace the optimizer by a new one without state."""

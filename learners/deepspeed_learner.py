@@ -160,6 +160,12 @@ class DeepSpeedLearner:
     async def reset_optimizer(self, config: OptimizerConfig) -> None:
         await self.call_all(wire.ResetOptimizer(_optimizer_part(config)))
 
+    async def set_optimizer_aside(self, config: OptimizerConfig) -> None:
+        await self.call_all(wire.ResetOptimizer(_optimizer_part(config), "set_aside"))
+
+    async def take_optimizer_back(self, config: OptimizerConfig) -> None:
+        await self.call_all(wire.ResetOptimizer(_optimizer_part(config), "take_back"))
+
     async def publish(self, directory: Path) -> Path:
         await self.call_all(wire.WriteModel(_absolute(directory), publish=True))
         return directory

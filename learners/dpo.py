@@ -42,7 +42,7 @@ def prefer(trainer: Trainer, pairs: Sequence[EncodedTree], beta: float, lr_scale
     """
     start_wall, start_cpu = time.perf_counter(), time.process_time()
     backend, tokens = trainer.backend, PairTokens.of(pairs)
-    batches = trainer._pack(pairs)
+    batches = trainer.pack(pairs)
     total = float(sum(backend.gather(len(pairs))))
     slopes = None
     if any(backend.gather(_is_any_cut(tokens, batches))):
@@ -54,7 +54,7 @@ def prefer(trainer: Trainer, pairs: Sequence[EncodedTree], beta: float, lr_scale
         backend.backward(_loss(tokens, batch.index, logprobs, slopes, beta) / total)
     sums = preference_sums(tokens, found, beta)
     metrics = preference_metrics(backend.gather(sums))
-    metrics |= trainer._step(lr_scale, metrics["loss"])
+    metrics |= trainer.step(lr_scale, metrics["loss"])
     metrics["wall_s"] = time.perf_counter() - start_wall
     metrics["cpu_s"] = time.process_time() - start_cpu
     return metrics

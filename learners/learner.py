@@ -192,6 +192,15 @@ class Learner(Protocol):
         """Start over with an optimizer without state, as between SFT and RL."""
         ...
 
+    async def set_optimizer_aside(self, config: OptimizerConfig) -> None:
+        """The same for a while: the state is kept in the main memory of the ranks, not in
+        checkpoints, until `take_optimizer_back`."""
+        ...
+
+    async def take_optimizer_back(self, config: OptimizerConfig) -> None:
+        """Go on with the state that was set aside, which is of an optimizer of `config`."""
+        ...
+
     async def publish(self, directory: Path) -> Path:
         """Write the weights as a Hugging Face directory and count one policy version up."""
         ...

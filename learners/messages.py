@@ -8,6 +8,8 @@ Failed. TCP, so that a rank may live on another machine.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from msgspec import Struct
 
@@ -70,7 +72,10 @@ class ScoreSequences(Struct, tag=True, tag_field="type"):
 
 
 class ResetOptimizer(Struct, tag=True, tag_field="type"):
+    """Drop the optimizer's state; or set it aside, or take back what was set aside."""
+
     config: OptimizerConfig
+    state: Literal["drop", "set_aside", "take_back"] = "drop"
 
 
 class WriteModel(Struct, tag=True, tag_field="type"):

@@ -41,6 +41,13 @@ class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = 1.0
 
 
+def optimizer_of(config: OptimizerConfig) -> OptimizerConfig:
+    """The optimizer's part of a configuration that has more, as the learner's."""
+    return OptimizerConfig(
+        **{name: getattr(config, name) for name in OptimizerConfig.__struct_fields__}
+    )
+
+
 class ScheduleConfig(OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An optimizer whose rates rise from zero, then follow the schedule to the last update."""
 

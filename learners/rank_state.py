@@ -71,7 +71,11 @@ class Rank:
                 with whole:
                     done.scores = self.trainer.score(command.sequences)
             case wire.ResetOptimizer():
+                if command.state == "set_aside":
+                    self.backend.set_state_aside()
                 self.backend.reset_optimizer(command.config)
+                if command.state == "take_back":
+                    self.backend.take_state_back()
             case wire.WriteModel():
                 if command.unmoved and self.trainer.moved:
                     raise LearnerError("the learner has gone on to other weights")

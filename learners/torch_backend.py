@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learners.backend import RankBackend
+from learners.backend import OptimizerState, RankBackend
 from learners.learner import LearnerConfig, OptimizerConfig
 from learners.optimizer import build_optimizer, scale_learning_rates
 from learners.policy import Policy
@@ -26,6 +26,10 @@ class TorchBackend(RankBackend):
         """Replace the optimizer by a new one without state."""
         self.grad_clip = optimizer.grad_clip
         self.base_optimizer = build_optimizer(self.policy.model, optimizer)
+
+    @property
+    def optimizer_state(self) -> OptimizerState:
+        return self.base_optimizer.state
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]

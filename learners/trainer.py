@@ -96,13 +96,13 @@ class Trainer:
         weight = ActionTokens.of(sequences).weight
         total = float(self._sum_over_ranks(weight.sum()))
         loss_sum = 0.0
-        for batch in self.backend.passes(self._pack(sequences)):
+        for batch in self.backend.passes(self.pack(sequences)):
             logprobs, _, _ = self.backend.forward(batch)
             loss = -(self._tensor(weight[batch.index], logprobs) * logprobs).sum() / total
             self.backend.backward(loss)
             loss_sum += float(loss.detach())
         loss_sum = sum(self.backend.gather(loss_sum))
-        metrics = {"loss": loss_sum, "num_tokens": total} | self._step(lr_scale, loss_sum)
+        metrics = {"loss": loss_sum, "num_tokens": total} | self.step(lr_scale, loss_sum)
         return metrics | _times(start_wall, start_cpu)
 
     @torch.no_grad()
@@ -111,7 +111,7 @@ class Trainer:
         counts = [sequence.num_action_tokens for sequence in sequences]
         logprobs, entropies = np.zeros((2, sum(counts)))
         matches = np.zeros(sum(counts), np.bool_)
-        for batch in self.backend.passes(self._pack(sequences)):
+        for batch in self.backend.passes(self.pack(sequences)):
             outputs = self.backend.forward(batch, entropies=True, matches=True)
             for array, values in zip((logprobs, entropies, matches), outputs, strict=True):
                 array[batch.index] = values.cpu().numpy()
@@ -128,7 +128,8 @@ class Trainer:
             )
         ]
 
-    def _pack(self, trees: Sequence[EncodedTree]) -> list[MicroBatch]:
+    def pack(self, trees: Sequence[EncodedTree]) -> list[MicroBatch]:
+        """Micro-batches of at most `max_tokens_per_microbatch` tokens."""
         return pack(trees, self.config.max_tokens_per_microbatch)
 
     def _tensor(self, values: Floats, like: Tensor) -> Tensor:
@@ -157,7 +158,7 @@ class Trainer:
                 [tree.num_action_tokens for tree in trees],
             )
             places = np.flatnonzero(is_needed)
-            for batch in self.backend.passes(self._pack(needed)):
+            for batch in self.backend.passes(self.pack(needed)):
                 logprobs, exact, _ = self.backend.forward(batch, entropies=True)
                 proximal[places[batch.index]] = logprobs.cpu().numpy()
                 entropies[places[batch.index]] = exact.cpu().numpy()
@@ -175,7 +176,7 @@ class Trainer:
         self, trees: Sequence[EncodedTree], tokens: ActionTokens, reference: Policy
     ) -> Floats:
         found = np.zeros_like(tokens.weight)
-        for batch in self._pack(trees):
+        for batch in self.pack(trees):
             logprobs, _, _ = reference(*tensors(batch, self.backend.device))
             found[batch.index] = logprobs.cpu().numpy()
         return found
@@ -183,7 +184,7 @@ class Trainer:
     @torch.no_grad()
     def _current_logprobs(self, minibatch: MiniBatch) -> Floats:
         found = np.zeros_like(minibatch.proximal)
-        for batch in self.backend.passes(self._pack(minibatch.trees)):
+        for batch in self.backend.passes(self.pack(minibatch.trees)):
             logprobs, _, _ = self.backend.forward(batch)
             found[batch.index] = logprobs.cpu().numpy()
         return found
@@ -203,7 +204,7 @@ class Trainer:
             terms = minibatch.terms(self.algorithm, current, self._sum_over_ranks)
         sums: Counter[str] = Counter()
         maxima: dict[str, float] = {}
-        for batch in self.backend.passes(self._pack(minibatch.trees)):
+        for batch in self.backend.passes(self.pack(minibatch.trees)):
             logprobs, entropies, _ = self.backend.forward(batch, entropies=True)
             loss_batch = minibatch.loss_batch(batch.index, logprobs, terms)
             loss, metrics = self.algorithm.loss(loss_batch, logprobs, entropies)
@@ -214,10 +215,10 @@ class Trainer:
                 else:
                     sums[name] += float(value)  # type: ignore[assignment]
         sums, maxima = over_ranks(self.backend.gather((sums, maxima)))
-        step = self._step(lr_scale, sums["loss"])
+        step = self.step(lr_scale, sums["loss"])
         return {**minibatch.metrics, **sums, **maxima, **step}
 
-    def _step(self, lr_scale: float, loss: float) -> Metrics:
+    def step(self, lr_scale: float, loss: float) -> Metrics:
         """Step unless the loss or the gradient is not finite; a clamp can hide one from the
         other."""
         grad_norm = math.nan

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from agentenv.entropy_profile import entropy_profile
+from agentenv.entropy_profile import MAX_TOOLS, OTHER_TOOLS, EntropyProfile, entropy_profile
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 
@@ -48,3 +48,33 @@ def test_rows_are_a_table_of_all_curves() -> None:
         "after/search",
     }
     assert rows[0] == {"curve": "start", "position": 0, "entropy": 1.5, "turns": 2}
+
+
+def test_profiles_of_parts_merge_to_that_of_all() -> None:
+    other = TrajectoryTree(Task("u", "toy", "q", ("a",)))
+    root = other.add(None, observation_ids=[1])
+    info = {"tool_calls": [{"name": "look"}]}
+    turn = other.add(root, entropies=[0.25, 0.5, 4.0], observation_ids=[3], info=info)
+    other.add(turn, entropies=[8.0, 1.0])
+    merged = EntropyProfile()
+    for tree in (make_tree(), other):
+        merged = merged.merged(entropy_profile([tree]))
+    whole = entropy_profile([make_tree(), other])
+    assert list(merged.curves()) == list(whole.curves())
+    for name, curve in whole.curves().items():
+        assert merged.curves()[name].count == curve.count
+        assert merged.curves()[name].mean == pytest.approx(curve.mean)
+
+
+def test_made_up_tools_do_not_grow_a_merged_profile() -> None:
+    merged = EntropyProfile()
+    for number in range(3 * MAX_TOOLS):
+        tree = TrajectoryTree(Task("t", "toy", "q", ("a",)))
+        root = tree.add(None, observation_ids=[1])
+        info = {"tool_calls": [{"name": f"tool{number}"}]}
+        turn = tree.add(root, entropies=[1.0], observation_ids=[3], info=info)
+        tree.add(turn, entropies=[2.0])
+        merged = merged.merged(entropy_profile([tree]))
+    assert len(merged.after) == MAX_TOOLS + 1
+    assert merged.after[OTHER_TOOLS].count == [2 * MAX_TOOLS]
+    assert merged.after_result.count == [3 * MAX_TOOLS]

@@ -26,7 +26,7 @@ SETTLE_S = 30.0  # for servers to end a call after the sender has hung up
 
 
 HOW_TO = (
-    "vLLM needs the package in tests/engines/vllm_support beside it and "
+    "vLLM needs `pip install ./agentenv/engines/vllm_plugin` in its environment and "
     '--weight-transfer-config \'{"backend": "agentenv"}\', SGLang needs 0.5.23 or newer'
 )
 

@@ -1,5 +1,5 @@
 """Weights by broadcast into a vLLM server whose workers have the backend `agentenv`
-(agentenv_vllm_broadcast, an entry point of vLLM that is installed beside it)."""
+(vllm_plugin/agentenv_vllm_broadcast.py, an entry point of vLLM that is installed beside it)."""
 
 from __future__ import annotations
 

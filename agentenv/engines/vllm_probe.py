@@ -38,7 +38,7 @@ NEEDED = {
     "GET /server_info": _DEV,
     "POST /update_weight_version": f"it takes vLLM {TRIED} or newer, and {_DEV}",
 }
-BACKEND = "agentenv"  # of weights by broadcast: tests/engines/vllm_support registers it
+BACKEND = "agentenv"  # of weights by broadcast: vllm_plugin registers it
 _BROADCAST = {
     "POST /init_weight_transfer_engine",
     "POST /start_weight_update",

@@ -46,7 +46,7 @@ class Servers:
         self.closed = VLLMProcess(untied, root / "closed.log", LOGPROBS)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     require_vllm()
     servers = Servers(tmp_path_factory.mktemp("vllm"))

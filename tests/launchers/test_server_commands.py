@@ -17,6 +17,7 @@ from launchers.gpus import GpuPlan, visible_gpus
 from launchers.quickstart import build_model
 from launchers.server_commands import Served, command, environment, find_python
 from launchers.servers import ServerFactory
+from tests.support.warehouse import ROOT
 
 
 @pytest.fixture
@@ -70,6 +71,23 @@ async def test_ports_gpus_and_devices_that_cannot_be(
         await start(ServersConfig(tensor_parallel_size=2, python=python))
     with pytest.raises(ConfigError, match="python: /nowhere/python does not exist"):
         await start(ServersConfig(python="/nowhere/python"))
+
+
+async def test_vllm_takes_broadcasts_only_with_the_package_for_them(
+    tmp_path: Path, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told before anything starts, with the command that installs it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    build_model(tmp_path / "model", seed=0)
+    factory = ServerFactory(tmp_path, stack, lambda text: None)
+    config = ServersConfig(python=sys.executable)
+    with pytest.raises(ConfigError) as told:
+        await factory.start(
+            "vllm", config, tmp_path / "model", name="p", key="engine.servers", broadcast=True
+        )
+    assert f"`{sys.executable} -m pip install ./agentenv/engines/vllm_plugin`" in str(told.value)
+    assert (ROOT / "agentenv/engines/vllm_plugin/pyproject.toml").is_file()
+    assert factory.processes == []
 
 
 def test_the_interpreter_of_the_engine_is_found_or_told_how_to_make(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -45,6 +46,13 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 def trees_of(run: Path, step: int) -> list[int]:
     path = run / "trajectories" / f"step-{step:06d}.jsonl"
     return sorted({json.loads(line)["tree"] for line in path.read_text().splitlines()})
+
+
+def first_turns(run: Path) -> tuple[int, int]:
+    """How many first turns entropy.csv counts, and how many the metrics of all steps do."""
+    rows = csv.DictReader((run / "entropy.csv").read_text().splitlines())
+    counted = {row["curve"]: int(row["turns"]) for row in rows if row["position"] == "0"}
+    return counted["start"], sum(int(row.get("rollout/roots", 0)) for row in rows_of(run))
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +116,15 @@ def test_the_summary_holds_what_it_promises_and_no_tree_is_lost(finished: Path) 
     assert summary["forks_total"] > 0
 
 
+def test_entropy_by_position_is_written_as_table_and_picture(finished: Path) -> None:
+    rows = list(csv.DictReader((finished / "entropy.csv").read_text().splitlines()))
+    assert {row["curve"] for row in rows} == {"start", "after_result", "after/stock"}
+    assert all(float(row["entropy"]) >= 0 and int(row["turns"]) > 0 for row in rows)
+    counted, begun = first_turns(finished)
+    assert counted == begun > 0
+    assert (finished / "entropy.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_trajectories_are_written_as_readable_rows(finished: Path) -> None:
     path = finished / "trajectories" / "step-000001.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -148,6 +165,8 @@ def test_resume_goes_on_with_the_next_tree(warehouse: Path) -> None:
     assert [trees_of(run, step) for step in (1, 2, 3, 4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     steps = [row["step"] for row in rows_of(run) if "trees/offered" in row]
     assert steps == [1, 2, 3, 4]
+    counted, begun = first_turns(run)
+    assert counted == begun > 0, "entropies of before the resume are kept"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["incarnation"] == 2
     assert summary["trees"]["offered"] == 8

@@ -6,6 +6,7 @@ used as they come: ranks have different numbers of micro-batches, or none.
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 from agentenv.errors import ConfigError, LearnerError
 from learners.checkpoint import Checkpoint, save
 from learners.deepspeed_learner import DeepSpeedLearner
-from learners.encoding import encode_sequence
+from learners.encoding import EncodedTree, encode_sequence
 from learners.fragments import restore
 from learners.learner import LearnerConfig, OptimizerConfig
 from learners.trainer import Trainer
@@ -68,6 +69,7 @@ async def test_two_ranks_equal_one(backend: str, model_dir: Path, tmp_path: Path
         await _non_finite_steps_are_skipped(learner, tmp_path)
         await _resume_is_bit_exact(learner, tmp_path)
         await _one_rank_of_torch_goes_on_from_it_and_back(learner, oracle, tmp_path)
+        await _an_optimizer_set_aside_keeps_its_state(learner, sequences, tmp_path)
         await learner.reset_optimizer(OptimizerConfig(optimizer="adamw", learning_rate=1e-4))
         assert (await learner.imitate(sequences[:1]))["num_tokens"] == 3
         assert (await learner.imitate(sequences))["num_steps"] == 1
@@ -93,6 +95,28 @@ async def _resume_is_bit_exact(learner: DeepSpeedLearner, tmp_path: Path) -> Non
         await learner.update(uneven_trees(4, version=1))
         results.append(weights_in(await learner.export(tmp_path / f"again-{number}")))
     assert largest_difference(*results) == 0
+
+
+async def _an_optimizer_set_aside_keeps_its_state(
+    learner: DeepSpeedLearner, sequences: list[EncodedTree], tmp_path: Path
+) -> None:
+    await learner.save(tmp_path / "kept")
+    await learner.set_optimizer_aside(OptimizerConfig(optimizer="adamw", learning_rate=1e-4))
+    assert (await learner.imitate(sequences))["num_steps"] == 1
+    await learner.save(tmp_path / "between")
+    await learner.take_optimizer_back(learner.config)
+    await learner.save(tmp_path / "taken")
+    kept, between, taken = (Checkpoint(tmp_path / n) for n in ("kept", "between", "taken"))
+    for name, shape in kept.shapes.items():
+        assert kept.step_of(name) == taken.step_of(name) != between.step_of(name) == 1
+        for kind in kept.kinds(name):
+            before, other, after = (
+                saved.read(name, kind, 0, prod(shape)) for saved in (kept, between, taken)
+            )
+            assert torch.equal(before, after)
+            assert not torch.equal(before, other)
+    with pytest.raises(LearnerError, match="no optimizer state was set aside"):
+        await learner.take_optimizer_back(learner.config)
 
 
 async def _one_rank_of_torch_goes_on_from_it_and_back(

@@ -1,10 +1,13 @@
+# mypy: ignore-errors
+# vLLM, whose types it builds on, is in another environment.
 """vLLM's side of weights by broadcast; loaded by its workers, not by agentenv.
 
     learner's rank 0 --torch.distributed broadcast, tensor by tensor--> every worker of every server
 
-Start the server with --weight-transfer-config '{"backend": "agentenv"}'. vLLM finds `register`
-by the entry point `vllm.general_plugins`. The group is NCCL on GPUs and gloo on the CPU, built the
-same way as SGLang builds its own, so that one trainer serves both.
+Install this folder beside vLLM and start the server with
+--weight-transfer-config '{"backend": "agentenv"}'. vLLM finds `register` by the entry point
+`vllm.general_plugins`. The group is NCCL on GPUs and gloo on the CPU, built the same way as SGLang
+builds its own, so that one trainer serves both.
 """
 
 from __future__ import annotations
