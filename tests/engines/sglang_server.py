@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+from tests.engines.server_process import ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
@@ -35,55 +29,12 @@ def require_sglang() -> None:
         pytest.skip("no SGLang here: make it with `sh .ci/engine-sglang` (3 GB)")
 
 
-class SGLangProcess:
-    """A server in a process group of its own, with its log in `log`."""
+class SGLangProcess(ServerProcess):
+    """A server of `model_path`, with its log in `log`."""
 
     def __init__(self, model_path: Path, log: Path, arguments: Sequence[str] = ()) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self.log = log
-        command = ["nice", str(PYTHON), "-m", "sglang.launch_server", *ARGUMENTS]
-        command += ["--port", str(port), "--model-path", str(model_path), *arguments]
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                command,
-                cwd=log.parent,
-                env=os.environ | ENVIRONMENT,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def wait_ready(self) -> None:
-        """Fails with the end of the log if it does not come up."""
-        end = time.monotonic() + START_S
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > end:
-                self.kill()
-                pytest.fail(f"SGLang did not come up:\n{self.log.read_text()[-4000:]}")
-            time.sleep(0.2)
-
-    def kill(self) -> None:
-        """kill -9 of the whole group. Idempotent."""
-        self._signal(signal.SIGKILL)
-        self._process.wait()
-
-    def stop(self) -> None:
-        """Ends it in a friendly way, and otherwise."""
-        self._signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_S)
-        self.kill()
-
-    def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
-
-    def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/v1/loads", timeout=5):
-                return True
-        except (urllib.error.URLError, OSError):
-            return False
+        command = [str(PYTHON), "-m", "sglang.launch_server", *ARGUMENTS]
+        command += ["--model-path", str(model_path), *arguments]
+        super().__init__(
+            command, log, ENVIRONMENT, ready="/v1/loads", start_s=START_S, stop_s=STOP_S
+        )

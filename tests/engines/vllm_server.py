@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.engines.reference import MAX_LENGTH
+from tests.engines.server_process import ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -52,7 +45,7 @@ def require_vllm() -> None:
         pytest.skip("no vLLM here: make it with `sh .ci/engine-vllm` (2.5 GB)")
 
 
-class VLLMProcess:
+class VLLMProcess(ServerProcess):
     """A server in a process group of its own, with its log in `log`."""
 
     def __init__(
@@ -62,56 +55,18 @@ class VLLMProcess:
         arguments: Sequence[str] = (*SCALE_OUT, *LOGPROBS, *EXTENSION),
         environment: dict[str, str] | None = None,
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self.log = log
-        command = ["nice", str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *ARGUMENTS]
-        command += ["--port", str(port), "--model", str(model_path), *arguments]
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                command,
-                cwd=log.parent,
-                env=os.environ | ENVIRONMENT | (environment or {}),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def wait_ready(self) -> None:
-        """Fails with the end of the log if it does not come up."""
-        end = time.monotonic() + START_S
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > end:
-                self.kill()
-                pytest.fail(f"vLLM did not come up:\n{self.log.read_text()[-4000:]}")
-            time.sleep(0.2)
+        command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *ARGUMENTS]
+        command += ["--model", str(model_path), *arguments]
+        super().__init__(
+            command,
+            log,
+            ENVIRONMENT | (environment or {}),
+            ready="/health",
+            start_s=START_S,
+            stop_s=STOP_S,
+        )
 
     def pid_of(self, title: str) -> int:
         """The process of the server whose title holds these words."""
         children = psutil.Process(self._process.pid).children(recursive=True)
         return next(c.pid for c in children if title in " ".join(c.cmdline()))
-
-    def kill(self) -> None:
-        """kill -9 of the whole group. Idempotent."""
-        self._signal(signal.SIGKILL)
-        self._process.wait()
-
-    def stop(self) -> None:
-        """Ends it in a friendly way, and otherwise."""
-        self._signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_S)
-        self.kill()
-
-    def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
-
-    def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                return True
-        except (urllib.error.URLError, OSError):
-            return False
