@@ -28,7 +28,7 @@ from launchers.view import View
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one benchmark; the exit status."""
     options = _parse(argv)
-    from launchers import bench_learner
+    from launchers.benchmark import learner as bench_learner
 
     view = View()
     try:

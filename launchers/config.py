@@ -18,11 +18,11 @@ from agentenv.native import NativeConfig
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig
 from agentenv.types import SamplingParams
-from launchers.cold_start_config import SFTConfig
 from launchers.env_config import EnvConfig, GraderTable, PythonTable, SearchTable
-from launchers.eval_config import EvalConfig
-from launchers.resources import ResourcesConfig
-from launchers.self_critic_config import SelfCriticConfig
+from launchers.evaluation.config import EvalConfig
+from launchers.rl.cold_start_config import SFTConfig
+from launchers.rl.self_critic_config import SelfCriticConfig
+from launchers.serving.resources import ResourcesConfig
 from learners.algorithms import AnyAlgorithm
 from learners.learner import LearnerConfig
 

@@ -21,13 +21,13 @@ from pathlib import Path
 import numpy as np
 
 from agentenv.errors import DataError
-from launchers.chat_data import load_pairs
 from launchers.command import make_parser, parse, run_command
 from launchers.config import TrainConfig
-from launchers.dpo_config import DPOLoopConfig, DPORunConfig
 from launchers.rundir import RunDirectory
-from launchers.supervised import Supervised
-from launchers.supervised_parts import begin, check_lengths, scored_in_parts
+from launchers.supervised.chat_data import load_pairs
+from launchers.supervised.dpo_config import DPOLoopConfig, DPORunConfig
+from launchers.supervised.parts import begin, check_lengths, scored_in_parts
+from launchers.supervised.run import Supervised
 from launchers.view import View
 from learners.dpo_pairs import PairTokens, preference_metrics, preference_sums, with_reference
 from learners.encoding import EncodedTree
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(parser, argv)
     if not arguments.self_critic:
         return run_command(arguments, DPORunConfig, prefer)
-    from launchers.self_critic_run import criticise
+    from launchers.supervised.self_critic_run import criticise
 
     return run_command(arguments, TrainConfig, criticise(arguments.self_critic))
 

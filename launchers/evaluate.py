@@ -41,7 +41,6 @@ from agentenv.renderer import TagsConfig
 from agentenv.shared import close_shared
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
-from launchers import report
 from launchers.assembly import (
     check_context,
     context_length,
@@ -53,13 +52,14 @@ from launchers.checkpoints import find_checkpoint
 from launchers.command import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, first_reason
 from launchers.config import Sampling
 from launchers.data import check_environments, fit_prompts, load_set
-from launchers.engines import start_engine
 from launchers.env_config import TABLES, EnvConfig, GraderTable, PythonTable, SearchTable
 from launchers.environments import EnvMaker, check_graders, tables_of, try_env
 from launchers.keys import key_table
-from launchers.roles import start_roles
+from launchers.rl import report
 from launchers.rundir import CONFIG_FILE, trajectory_row
-from launchers.servers import ServerFactory
+from launchers.serving.engines import start_engine
+from launchers.serving.roles import start_roles
+from launchers.serving.servers import ServerFactory
 from launchers.view import View
 
 

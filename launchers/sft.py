@@ -18,14 +18,14 @@ from contextlib import AsyncExitStack
 
 import numpy as np
 
-from launchers.chat_data import load_examples
 from launchers.command import make_parser, parse, run_command
-from launchers.examples import Example
-from launchers.packing import fill_rows
 from launchers.rundir import RunDirectory
-from launchers.sft_config import SFTRunConfig
-from launchers.supervised import Supervised
-from launchers.supervised_parts import begin, check_lengths, scored_in_parts
+from launchers.supervised.chat_data import load_examples
+from launchers.supervised.examples import Example
+from launchers.supervised.packing import fill_rows
+from launchers.supervised.parts import begin, check_lengths, scored_in_parts
+from launchers.supervised.run import Supervised
+from launchers.supervised.sft_config import SFTRunConfig
 from launchers.view import View
 from learners.learner import Learner, Metrics
 

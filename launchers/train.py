@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def reinforce(config: TrainConfig, run: RunDirectory, view: View, resume: str) -> None:
     """The run of the configuration."""
-    from launchers.training import Training  # slow to load: mistakes are told before
+    from launchers.rl.training import Training  # slow to load: mistakes are told before
 
     await Training(config, run, view, resume=resume).run_all()
 

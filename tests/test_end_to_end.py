@@ -10,8 +10,8 @@ import pytest
 
 from agentenv.config import load_config
 from launchers.config import TrainConfig
+from launchers.rl.training import Training
 from launchers.rundir import RunDirectory
-from launchers.training import Training
 from launchers.view import View
 
 CONFIG = Path(__file__).parent / "support" / "small_quickstart.toml"

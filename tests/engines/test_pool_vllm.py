@@ -15,7 +15,7 @@ from agentenv.engines.launch_config import ServersConfig
 from agentenv.engines.pool import EnginePool
 from agentenv.engines.vllm import VLLMServer
 from agentenv.types import Chunk, SamplingParams, VersionSpan
-from launchers.servers import ServerFactory
+from launchers.serving.servers import ServerFactory
 from tests.engines import contract
 from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, check_sampled
 from tests.engines.vllm_server import PYTHON, require_vllm

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from launchers.bench_layouts import count, make_step
-from launchers.bench_learner import load_shapes
+from launchers.benchmark.layouts import count, make_step
+from launchers.benchmark.learner import load_shapes
 from learners.attention import TreeLayout
 from learners.batch import pack
 from learners.encoding import encode

@@ -17,10 +17,10 @@ from agentenv.errors import ConfigError, DataError
 from agentenv.tree import TrajectoryTree, to_json
 from agentenv.types import Task
 from launchers import dpo, train
-from launchers.dpo_config import DPORunConfig
-from launchers.pair_rows import pairs_of, read_pair_row
 from launchers.quickstart import build_model
 from launchers.quickstart_chat import write_dialogues
+from launchers.supervised.dpo_config import DPORunConfig
+from launchers.supervised.pair_rows import pairs_of, read_pair_row
 
 
 @pytest.fixture(scope="module")

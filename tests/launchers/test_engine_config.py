@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-import launchers.engines
+import launchers.serving.engines
 from agentenv.config import build_config, load_config
 from agentenv.engines.launch_config import RoleConfig
 from agentenv.engines.pool import EnginePool
@@ -17,8 +17,8 @@ from agentenv.engines.remote_config import SGLangConfig, VLLMConfig
 from agentenv.errors import ConfigError
 from launchers import train
 from launchers.config import TrainConfig
-from launchers.engines import read_urls, watch_urls
-from launchers.roles import check_roles, fill_roles
+from launchers.serving.engines import read_urls, watch_urls
+from launchers.serving.roles import check_roles, fill_roles
 from tests.engines.faulty_server import EOS, FaultyServer, reciter
 from tests.engines.pool_bench import write_folder
 from tests.support.warehouse import ROOT
@@ -97,7 +97,7 @@ def test_a_file_of_urls(tmp_path: Path) -> None:
 async def test_servers_join_and_leave_as_the_file_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launchers.engines, "WATCH_INTERVAL_S", 0.02)
+    monkeypatch.setattr(launchers.serving.engines, "WATCH_INTERVAL_S", 0.02)
     folder = write_folder(tmp_path)
     made = {name: FaultyServer(name, reciter(folder)) for name in ("a", "b")}
     path = tmp_path / "urls"

@@ -193,8 +193,8 @@ def test_a_run_with_a_broken_grader_never_starts_engine_or_learner(
     def started(*_: Any, **__: Any) -> None:
         raise AssertionError("an engine or a learner was started")
 
-    monkeypatch.setattr("launchers.parts.DeepSpeedLearner.start", started)
-    for module in ("launchers.parts", "launchers.evaluate"):
+    monkeypatch.setattr("launchers.rl.parts.DeepSpeedLearner.start", started)
+    for module in ("launchers.rl.parts", "launchers.evaluate"):
         monkeypatch.setattr(f"{module}.start_engine", started)
     (tmp_path / "mine.py").write_text(BROKEN["raises"])
     own = [f"grader.path={tmp_path}/mine.py", "grader.name=score", "env.id=agentenv/QAGrader-v0"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentenv.types import Completion
-from launchers.parity import ParityProbe
+from launchers.rl.parity import ParityProbe
 from learners.encoding import EncodedTree
 from learners.learner import Score
 from tests.engines.faulty_server import FaultyServer

@@ -8,8 +8,8 @@ from agentenv.engines.embedded_config import EmbeddedConfig
 from agentenv.engines.launch_config import ServersConfig
 from agentenv.engines.remote_config import VLLMConfig
 from agentenv.errors import ConfigError
-from launchers.gpus import GpuPlan
-from launchers.resources import ResourcesConfig, divide
+from launchers.serving.gpus import GpuPlan
+from launchers.serving.resources import ResourcesConfig, divide
 from learners.learner import LearnerConfig
 
 SERVERS = VLLMConfig(servers=ServersConfig(num_servers=2))

@@ -13,10 +13,10 @@ import pytest
 
 from agentenv.engines.launch_config import LaunchConfig, ServersConfig
 from agentenv.errors import ConfigError
-from launchers.gpus import GpuPlan, visible_gpus
 from launchers.quickstart import build_model
-from launchers.server_commands import Served, command, environment, find_python
-from launchers.servers import ServerFactory
+from launchers.serving.gpus import GpuPlan, visible_gpus
+from launchers.serving.server_commands import Served, command, environment, find_python
+from launchers.serving.servers import ServerFactory
 from tests.support.warehouse import ROOT
 
 

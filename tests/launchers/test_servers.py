@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from agentenv.errors import EngineError
-from launchers.server_process import GUARD, ServerProcess, ServerSpec
+from launchers.serving.server_process import GUARD, ServerProcess, ServerSpec
 from tests.support.warehouse import ROOT
 
 # A server with a child that ignores SIGTERM and has left the process group.
@@ -37,7 +37,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 HOLDER = """
 import asyncio, sys
 from pathlib import Path
-from launchers.server_process import ServerProcess, ServerSpec
+from launchers.serving.server_process import ServerProcess, ServerSpec
 async def main():
     spec = ServerSpec("policy", [sys.executable, sys.argv[1], sys.argv[2]], {},
                       f"http://127.0.0.1:{sys.argv[2]}", 60, 0)

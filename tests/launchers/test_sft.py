@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 from agentenv.config import build_config
 from agentenv.errors import ConfigError, DataError
 from launchers import sft
-from launchers.chat_data import split
-from launchers.loss_plot import smoothed
 from launchers.quickstart import build_model
 from launchers.quickstart_chat import write_dialogues
-from launchers.sft_config import LoopConfig, SFTRunConfig
-from launchers.supervised import Rows
+from launchers.supervised.chat_data import split
+from launchers.supervised.loss_plot import smoothed
+from launchers.supervised.run import Rows
+from launchers.supervised.sft_config import LoopConfig, SFTRunConfig
 
 PNG = b"\x89PNG"
 

@@ -21,8 +21,8 @@ from agentenv.errors import EngineDeadError, EnvError
 from agentenv.tool_env import ToolEnv
 from launchers import evaluate, train
 from launchers.config import TrainConfig
-from launchers.dpo_config import DPORunConfig
-from launchers.sft_config import SFTRunConfig
+from launchers.supervised.dpo_config import DPORunConfig
+from launchers.supervised.sft_config import SFTRunConfig
 from tests.support.warehouse import ROOT
 
 SETS = [

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from launchers.checkpoints import Checkpoints, find_checkpoint
+from launchers.rl.state import RunState
 from launchers.rundir import load_state, save_state
-from launchers.state import RunState
 from learners import checkpoint, export
 from learners.export_offline import Weights
 from learners.policy import Policy

@@ -24,9 +24,9 @@ from agentenv.actor import Actor
 from agentenv.evaluate import evaluate
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
-from launchers.pair_rows import PairRow, num_kinds, pairs_of
+from launchers.rl.self_critic_config import SelfCriticConfig
 from launchers.rundir import RunDirectory
-from launchers.self_critic_config import SelfCriticConfig
+from launchers.supervised.pair_rows import PairRow, num_kinds, pairs_of
 from learners.dpo_pairs import (
     PairTokens,
     encode_pair,

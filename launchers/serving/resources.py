@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from agentenv.engines.launch_config import ServersConfig
 from agentenv.engines.remote_config import RemoteConfig
 from agentenv.errors import ConfigError
-from launchers.gpus import GpuPlan
+from launchers.serving.gpus import GpuPlan
 from learners.learner import LearnerConfig
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from agentenv.entropy_profile import EntropyProfile
 from agentenv.evaluate import Report
 from agentenv.metrics import Ledger, num_tool_calls
 from agentenv.tree import TrajectoryTree
-from launchers.parity import Gap
+from launchers.rl.parity import Gap
 
 
 class Totals(Struct):

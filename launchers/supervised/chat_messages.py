@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from agentenv.data_files import Row
 from agentenv.errors import DataError
 from agentenv.types import Message, ToolCall
-from launchers.chat_config import MESSAGE_TAGS, SHAREGPT_TAGS, ChatTags, RowFormat
+from launchers.supervised.chat_config import MESSAGE_TAGS, SHAREGPT_TAGS, ChatTags, RowFormat
 
 
 def read_messages(row: Row, column: str, form: RowFormat) -> list[Message]:

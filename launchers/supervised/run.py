@@ -17,9 +17,9 @@ from typing import Protocol
 from msgspec import Struct
 
 from agentenv.config import changes, to_plain
-from launchers.loss_plot import plot_losses
 from launchers.rundir import CONFIG_FILE, RunDirectory, load_state, save_state
-from launchers.sft_config import LoopConfig, SavingConfig
+from launchers.supervised.loss_plot import plot_losses
+from launchers.supervised.sft_config import LoopConfig, SavingConfig
 from launchers.view import View
 from learners.learner import Learner, LearnerConfig, Metrics
 from learners.optimizer_config import lr_factor

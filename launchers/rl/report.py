@@ -10,7 +10,7 @@ from rich.table import Table
 
 from agentenv.evaluate import Report, Score
 from agentenv.tree import Trajectory, TrajectoryTree
-from launchers.state import RunState
+from launchers.rl.state import RunState
 
 PHASES = ("before_sft", "after_sft", "after_rl")
 TITLES = {

@@ -11,7 +11,7 @@ from learners.optimizer_config import OptimizerConfig
 
 class SelfCriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every so many updates the policy answers training questions several times; answers that the
-    reward finds right are preferred to the others (launchers/self_critic.py)."""
+    reward finds right are preferred to the others (launchers/rl/self_critic.py)."""
 
     every: Annotated[int, Meta(ge=1, description="updates between two rounds")] = 20
     num_questions: Annotated[

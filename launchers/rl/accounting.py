@@ -10,8 +10,8 @@ from agentenv.errors import EnvError
 from agentenv.metrics import failure_kind
 from agentenv.tree import TrajectoryTree
 from launchers.config import TrainConfig
-from launchers.parts import Parts
-from launchers.state import RunState
+from launchers.rl.parts import Parts
+from launchers.rl.state import RunState
 from learners.learner import Metrics
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from agentenv.engines.launch_config import LaunchConfig, ServersConfig
 from agentenv.errors import ConfigError
-from launchers.gpus import GpuPlan
-from launchers.server_commands import (
+from launchers.serving.gpus import GpuPlan
+from launchers.serving.server_commands import (
     EngineName,
     Served,
     check_plugin,
@@ -23,7 +23,7 @@ from launchers.server_commands import (
     environment,
     find_python,
 )
-from launchers.server_process import ServerProcess, ServerSpec
+from launchers.serving.server_process import ServerProcess, ServerSpec
 
 LOG_FOLDER = "servers"  # in the run's directory
 

@@ -12,7 +12,7 @@ import msgspec
 
 from agentenv.engines.launch_config import ROLES, RoleConfig
 from agentenv.errors import ConfigError
-from launchers.servers import ServerFactory
+from launchers.serving.servers import ServerFactory
 
 READERS = ("env", "grader", "search", "python")  # tables of the configuration that may name a role
 PLACE = re.compile(r"\{role:([^{}]*)\}")

@@ -22,7 +22,7 @@ from agentenv.errors import ConfigError, EngineError
 from agentenv.limits import Limits
 from agentenv.renderer import read_eos_ids
 from launchers.assembly import EngineConfig, check_context, vocab_size
-from launchers.servers import ServerFactory
+from launchers.serving.servers import ServerFactory
 
 WATCH_INTERVAL_S = 5.0
 

@@ -13,12 +13,12 @@ from agentenv.errors import DataError
 from agentenv.prompt import load_instruction
 from agentenv.renderer import read_eos_ids
 from launchers.assembly import load_function, load_tokenizer, make_renderer, read_model_config
-from launchers.chat_config import ChatDataConfig
-from launchers.chat_encoding import ChatEncoder
 from launchers.checkpoints import find_checkpoint
-from launchers.dpo_config import DPORunConfig
 from launchers.rundir import RunDirectory
-from launchers.sft_config import SFTRunConfig
+from launchers.supervised.chat_config import ChatDataConfig
+from launchers.supervised.chat_encoding import ChatEncoder
+from launchers.supervised.dpo_config import DPORunConfig
+from launchers.supervised.sft_config import SFTRunConfig
 from launchers.view import View
 from learners.deepspeed_learner import DeepSpeedLearner
 from learners.encoding import EncodedTree

@@ -6,12 +6,12 @@ import asyncio
 import logging
 from random import Random
 
-from launchers.cold_start import check_stages, cold_start, load_demonstrations
 from launchers.config import TrainConfig
-from launchers.parts import Parts
-from launchers.recorder import Recorder
+from launchers.rl.cold_start import check_stages, cold_start, load_demonstrations
+from launchers.rl.parts import Parts
+from launchers.rl.recorder import Recorder
+from launchers.rl.state import RunState
 from launchers.rundir import RunDirectory
-from launchers.state import RunState
 from launchers.view import View
 from learners.optimizer_config import optimizer_of
 

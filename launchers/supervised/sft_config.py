@@ -11,8 +11,8 @@ from agentenv.errors import ConfigError
 from agentenv.native import NativeConfig
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig
-from launchers.chat_config import ChatDataConfig
 from launchers.config import ModelConfig, RunConfig
+from launchers.supervised.chat_config import ChatDataConfig
 from learners.learner import LearnerConfig
 
 ONLY_RL = ("groups_per_minibatch", "num_epochs_per_batch", "proximal")

@@ -26,10 +26,10 @@ import torch
 from rich.table import Table
 
 from agentenv.errors import ConfigError
-from launchers.bench_layouts import FLAT, LAYOUTS, Nodes, count, make_model, make_step, peak_mb
+from launchers.benchmark.layouts import FLAT, LAYOUTS, Nodes, count, make_model, make_step, peak_mb
 from launchers.view import View
 
-SHAPES = Path(__file__).with_name("bench_shapes.json")
+SHAPES = Path(__file__).with_name("shapes.json")
 WARM_UP = [[[-1, 0, 64], [0, 64, 0], [0, 64, 0]]]
 
 

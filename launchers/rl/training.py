@@ -20,17 +20,17 @@ from agentenv.dataset import TaskStream
 from agentenv.metrics import LoopLag, rollout_metrics
 from agentenv.replay import ReplayQueue
 from agentenv.tree import TrajectoryTree
-from launchers import report
-from launchers.accounting import StepAccounts, Throughput
-from launchers.cancellation import uninterrupted
-from launchers.cold_start_phase import cold_start_phase
 from launchers.config import TrainConfig
-from launchers.parts import Parts, build_parts
 from launchers.phases import PhaseClock
-from launchers.recorder import Recorder
+from launchers.rl import report
+from launchers.rl.accounting import StepAccounts, Throughput
+from launchers.rl.cancellation import uninterrupted
+from launchers.rl.cold_start_phase import cold_start_phase
+from launchers.rl.parts import Parts, build_parts
+from launchers.rl.recorder import Recorder
+from launchers.rl.self_critic import SelfCritic
+from launchers.rl.state import RunState
 from launchers.rundir import CONFIG_FILE, RunDirectory, load_state
-from launchers.self_critic import SelfCritic
-from launchers.state import RunState
 from launchers.view import View
 from learners.learner import Metrics
 from learners.optimizer_config import lr_factor, optimizer_of

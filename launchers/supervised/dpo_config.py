@@ -11,9 +11,9 @@ from agentenv.errors import ConfigError
 from agentenv.native import NativeConfig
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig
-from launchers.chat_config import ChatDataConfig
 from launchers.config import ModelConfig, RunConfig
-from launchers.sft_config import (
+from launchers.supervised.chat_config import ChatDataConfig
+from launchers.supervised.sft_config import (
     LoopConfig,
     SavingConfig,
     SupervisedLearnerConfig,

@@ -21,8 +21,8 @@ from msgspec import Struct
 from agentenv.data_files import Row
 from agentenv.errors import DataError
 from agentenv.types import Message
-from launchers.chat_config import RowFormat
-from launchers.chat_messages import read_message, read_messages
+from launchers.supervised.chat_config import RowFormat
+from launchers.supervised.chat_messages import read_message, read_messages
 
 MESSAGES = ("conversations", "messages", "prompt")
 FOLLOWS = {  # who may speak after whom

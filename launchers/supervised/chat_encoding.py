@@ -26,8 +26,8 @@ from agentenv.native import NativeRenderer
 from agentenv.prompt import SYSTEM_KEY, Instruction
 from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN, Renderer
 from agentenv.types import Completion, Message, Task
-from launchers.conversations import Conversation
-from launchers.examples import Example
+from launchers.supervised.conversations import Conversation
+from launchers.supervised.examples import Example
 
 RESULT = re.compile(r"\s*<result>(.*?)</result>", re.DOTALL)
 WHOLE = 10**9  # tokens of a tool result; the cut-off length bounds the sequence

@@ -8,13 +8,13 @@ from typing import Any
 
 from agentenv.evaluate import Report, evaluate, make_report
 from agentenv.tree import TrajectoryTree
-from launchers import report
 from launchers.config import TrainConfig
-from launchers.entropy_plot import entropy_line, write_entropy
-from launchers.parts import Parts
 from launchers.phases import PhaseClock
+from launchers.rl import report
+from launchers.rl.entropy_plot import entropy_line, write_entropy
+from launchers.rl.parts import Parts
+from launchers.rl.state import RunState
 from launchers.rundir import RunDirectory, save_state
-from launchers.state import RunState
 from launchers.view import View
 
 logger = logging.getLogger(__name__)

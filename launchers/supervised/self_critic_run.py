@@ -7,15 +7,15 @@ from contextlib import AsyncExitStack
 
 from agentenv.config import to_plain
 from agentenv.errors import ConfigError
-from launchers.accounting import refuse_total_failure
-from launchers.cancellation import uninterrupted
 from launchers.config import TrainConfig
-from launchers.parts import Parts, build_parts
 from launchers.phases import PhaseClock
-from launchers.recorder import Recorder
+from launchers.rl.accounting import refuse_total_failure
+from launchers.rl.cancellation import uninterrupted
+from launchers.rl.parts import Parts, build_parts
+from launchers.rl.recorder import Recorder
+from launchers.rl.self_critic import SelfCritic
+from launchers.rl.state import RunState
 from launchers.rundir import CONFIG_FILE, RunDirectory, load_state
-from launchers.self_critic import SelfCritic
-from launchers.state import RunState
 from launchers.view import View
 from learners.learner import Metrics
 from learners.optimizer_config import optimizer_of

@@ -10,12 +10,12 @@ from typing import Generic, NamedTuple, TypeVar
 
 from agentenv.data_files import RawRow, read_rows
 from agentenv.errors import DataError
-from launchers.chat_config import ChatDataConfig, RowFormat
-from launchers.chat_encoding import ChatEncoder
-from launchers.conversations import Conversation, read_conversation, read_preference
-from launchers.dataset_info import find_sources
-from launchers.examples import Example
-from launchers.pair_rows import is_pair_row, read_pair_row
+from launchers.supervised.chat_config import ChatDataConfig, RowFormat
+from launchers.supervised.chat_encoding import ChatEncoder
+from launchers.supervised.conversations import Conversation, read_conversation, read_preference
+from launchers.supervised.dataset_info import find_sources
+from launchers.supervised.examples import Example
+from launchers.supervised.pair_rows import is_pair_row, read_pair_row
 from learners.dpo_pairs import encode_pair
 from learners.encoding import EncodedTree
 

@@ -36,13 +36,13 @@ from launchers.assembly import (
 from launchers.checkpoints import find_checkpoint
 from launchers.config import TrainConfig
 from launchers.data import load_questions
-from launchers.engines import start_engine
 from launchers.environments import EnvMaker, tables_of, try_env
-from launchers.parity import ParityProbe
-from launchers.resources import divide
-from launchers.roles import check_roles, start_roles
+from launchers.rl.parity import ParityProbe
 from launchers.rundir import RunDirectory
-from launchers.servers import ServerFactory
+from launchers.serving.engines import start_engine
+from launchers.serving.resources import divide
+from launchers.serving.roles import check_roles, start_roles
+from launchers.serving.servers import ServerFactory
 from learners.deepspeed_learner import DeepSpeedLearner
 from learners.lora import frozen_model
 from learners.sender import LearnerSender

@@ -19,10 +19,10 @@ from msgspec.structs import replace
 from agentenv.data_files import read_rows
 from agentenv.errors import DataError
 from agentenv.renderer import Renderer
-from launchers.chat_config import RowFormat
-from launchers.chat_encoding import ChatEncoder
-from launchers.cold_start_config import SFTConfig, SFTStage
-from launchers.conversations import read_conversation
+from launchers.rl.cold_start_config import SFTConfig, SFTStage
+from launchers.supervised.chat_config import RowFormat
+from launchers.supervised.chat_encoding import ChatEncoder
+from launchers.supervised.conversations import read_conversation
 from learners.encoding import EncodedTree
 from learners.learner import Learner
 
@@ -131,7 +131,7 @@ def load_demonstrations(
     path: Path, renderer: Renderer, tools: list[dict[str, Any]]
 ) -> Demonstrations:
     """Read dialogues with the keys "kind" and "stage" beside them, encoded: rows {"question",
-    "turns": [{"action", "result"}, ...]} or any other form of `launchers.conversations`.
+    "turns": [{"action", "result"}, ...]} or any other form of `launchers.supervised.conversations`.
 
     The stage "" holds all rows. Only what the policy writes is trained: actions and, after the
     last, the end-of-sequence token. Raises DataError with file and row.

@@ -20,7 +20,13 @@ from msgspec import Struct
 
 from agentenv.data_files import find_files
 from agentenv.errors import DataError
-from launchers.chat_config import ChatColumns, ChatDataConfig, ChatTags, Format, RowFormat
+from launchers.supervised.chat_config import (
+    ChatColumns,
+    ChatDataConfig,
+    ChatTags,
+    Format,
+    RowFormat,
+)
 
 HUBS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 UNREAD = ("images", "videos", "audios", "kto_tag")

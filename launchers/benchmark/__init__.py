@@ -1,0 +1,1 @@
+"""What `launchers/bench.py` measures."""

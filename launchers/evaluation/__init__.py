@@ -1,0 +1,1 @@
+"""Evaluation: what `launchers/evaluate.py` is composed of."""

@@ -1,0 +1,1 @@
+"""Asynchronous reinforcement learning: what `launchers/train.py` is composed of."""

@@ -1,0 +1,1 @@
+"""Inference servers of a run: processes, GPUs, roles."""

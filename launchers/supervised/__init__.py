@@ -1,0 +1,1 @@
+"""Fine-tuning and preferences: what `launchers/sft.py` and `launchers/dpo.py` are composed of."""
