@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from agentenv.engine import Engine
 from agentenv.env import Env
 from agentenv.growth import Growth
@@ -50,8 +52,21 @@ class Actor:
         self.seed = seed
         self.num_open_envs = 0
 
-    async def rollout(self, task: Task, plan: RolloutPlan, *, index: int = 0) -> TrajectoryTree:
+    async def rollout(
+        self,
+        task: Task,
+        plan: RolloutPlan,
+        *,
+        index: int = 0,
+        session: str = "",
+        first_root: int = 0,
+        max_failures: int | None = None,
+    ) -> TrajectoryTree:
         """Grow one tree. `index` is its place in start order.
+
+        For trees that hold parts of one group: `session` names those whose prompts are alike (by
+        default `index` does), and the first from-scratch branch gets the name `first_root`.
+        `max_failures` takes the place of that of the limits.
 
         Raises EngineDeadError when no engine is left and DataError for a prompt that is too
         long; every other failure is a failed leaf.
@@ -59,6 +74,9 @@ class Actor:
         tree = TrajectoryTree(task, index=index, policy_version=self.engine.policy_version)
         tree.add(None)
         async with asyncio.TaskGroup() as group:
-            growth = Growth(self, tree, plan, group)
+            growth = Growth(self, tree, plan, group, session or str(index))
+            growth.num_root_names = first_root
+            if max_failures is not None:
+                growth.limits = replace(self.limits, max_failures=max_failures)
             growth.start_roots(plan.on_start(tree))
         return tree

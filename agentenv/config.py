@@ -13,7 +13,7 @@ import difflib
 import functools
 import logging
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -24,35 +24,55 @@ from agentenv.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
 Tree = dict[str, Any]
-_type_info = functools.cache(mi.type_info)  # costs milliseconds, and some envs ask each time
-REQUIRED = "required"
+Say = Callable[[str], None]
+type_info = functools.cache(mi.type_info)  # costs milliseconds, and some envs ask each time
 
 logger = logging.getLogger(__name__)
 
 
-def load_config(config_type: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
+def load_config(
+    config_type: type[T],
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    say: Say | None = None,
+    check: Callable[[Tree, str], None] | None = None,
+) -> T:
     """Read `path`, apply overrides such as "learner.grad_clip=0.5", check, and build the struct.
 
-    An override that chooses another kind of a part (algorithm.name=grpo) leaves out the file's
-    keys that belong to the old kind only, with a warning.
+    `say` is told what `override_kinds` leaves out. `check` sees the values and the path first, and
+    may refuse them.
     """
+    raw = read_toml(path)
+    override_kinds(config_type, raw, overrides, say)
+    if check is not None:
+        check(raw, str(path))
+    return build_config(config_type, raw, str(path))
+
+
+def read_toml(path: Path) -> Tree:
+    """The file's values. Raises ConfigError."""
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such configuration file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    override_kinds(config_type, raw, overrides)
-    return build_config(config_type, raw, str(path))
 
 
-def override_kinds(config_type: type[T], raw: Tree, overrides: Sequence[str]) -> None:
-    """Apply overrides to `raw`; keys that belong only to a kind that they replace are left out."""
+def override_kinds(
+    config_type: type[T], raw: Tree, overrides: Sequence[str], say: Say | None = None
+) -> None:
+    """Apply overrides to `raw`. Where one chooses another kind of a part (algorithm.name=grpo),
+    keys of the old kind that the new one does not have are left out, unless they are overrides
+    themselves; `say` gets a line that lists them, by default as a warning."""
     before = copy.deepcopy(raw)
     apply_overrides(raw, overrides)
-    _leave_out_old_kinds(raw, before, _type_info(config_type), "")
+    named = {override.partition("=")[0].strip() for override in overrides}
+    for line in _leave_out_old_kinds(raw, before, named, type_info(config_type), ""):
+        (say or logger.warning)(line)
 
 
 def apply_overrides(raw: Tree, overrides: Sequence[str]) -> None:
@@ -63,7 +83,7 @@ def apply_overrides(raw: Tree, overrides: Sequence[str]) -> None:
 
 def build_config(config_type: type[T], raw: Tree, source: str) -> T:
     """Check `raw` against the struct and convert it; errors name `source` and the key."""
-    _check_keys(raw, _type_info(config_type), "", source)
+    _check_keys(raw, type_info(config_type), "", source)
     try:
         return msgspec.convert(raw, config_type, strict=True)
     except msgspec.ValidationError as error:
@@ -72,11 +92,6 @@ def build_config(config_type: type[T], raw: Tree, source: str) -> T:
         value = _lookup(raw, key)
         got = "" if value is None else f", got {value!r}"
         raise ConfigError(f"{source}: {key or 'the configuration'}: {reason}{got}") from error
-
-
-def describe(config_type: type[msgspec.Struct]) -> Iterator[tuple[str, str, str, str]]:
-    """(key, type, default, meaning) of every key, for --help."""
-    yield from _describe(_type_info(config_type), "")
 
 
 def to_plain(config: msgspec.Struct) -> Tree:
@@ -94,22 +109,27 @@ def changes(before: Any, after: Any, path: str = "") -> Iterator[str]:
         yield from changes(before.get(key), after.get(key), _join(path, key))
 
 
-def _leave_out_old_kinds(raw: Tree, before: Tree, kind: mi.Type, path: str) -> None:
-    for field in [field for struct in _structs(kind) for field in struct.fields]:
+def _leave_out_old_kinds(
+    raw: Tree, before: Tree, named: set[str], kind: mi.Type, path: str
+) -> Iterator[str]:
+    for field in [field for struct in struct_types(kind) for field in struct.fields]:
         new, old = raw.get(field.encode_name), before.get(field.encode_name)
-        structs = {str(struct.tag): struct for struct in _structs(field.type)}
+        structs = {str(struct.tag): struct for struct in struct_types(field.type)}
         if not isinstance(new, dict) or not isinstance(old, dict) or not structs:
             continue
         key, tag = _join(path, field.encode_name), str(next(iter(structs.values())).tag_field)
-        chosen = structs.get(str(new.get(tag)))
+        chosen, replaced = structs.get(str(new.get(tag))), structs.get(str(old.get(tag)))
         if len(structs) == 1:
-            _leave_out_old_kinds(new, old, field.type, key)
-        elif chosen is not None and new.get(tag) != old.get(tag):
+            yield from _leave_out_old_kinds(new, old, named, field.type, key)
+        elif chosen is not None and replaced is not chosen:
             known = {part.encode_name for part in chosen.fields} | {tag}
-            defaults = _defaults(structs.get(str(old.get(tag))))
-            for name in [name for name in new if name in old and name not in known]:
-                if new.pop(name) != defaults.get(name):
-                    logger.warning("%s.%s is left out: %s has no such key", key, name, chosen.tag)
+            defaults = _defaults(replaced)
+            gone = [name for name in new if name in old and name not in known]
+            gone = [name for name in gone if _join(key, name) not in named]
+            values = {name: new.pop(name) for name in gone}
+            told = [f"{n} = {v!r}" for n, v in values.items() if v != defaults.get(n)]
+            if told:
+                yield f"{key}.{tag} = {chosen.tag} has no such keys, left out: {', '.join(told)}"
 
 
 def _defaults(struct: mi.StructType | None) -> Tree:
@@ -141,7 +161,7 @@ def _apply(raw: Tree, override: str) -> None:
 
 def _check_keys(raw: Any, kind: mi.Type, path: str, source: str) -> None:
     """Refuse unknown keys with the nearest known one; types are msgspec's business."""
-    kind = _unwrap(kind)
+    kind = unwrap(kind)
     if isinstance(kind, mi.DictType) and isinstance(raw, dict):
         for key, value in raw.items():
             _check_keys(value, kind.value_type, _join(path, key), source)
@@ -166,7 +186,7 @@ def _check_keys(raw: Any, kind: mi.Type, path: str, source: str) -> None:
 
 def _chosen(raw: Any, kind: mi.Type, path: str, source: str) -> mi.StructType | None:
     """The struct that describes `raw`: of a tagged union the one its tag names."""
-    structs = _structs(kind)
+    structs = struct_types(kind)
     if len(structs) <= 1 or not isinstance(raw, dict):
         return structs[0] if structs else None
     tag_field = str(structs[0].tag_field)
@@ -182,62 +202,17 @@ def _chosen(raw: Any, kind: mi.Type, path: str, source: str) -> mi.StructType | 
     return tags[name]
 
 
-def _structs(kind: mi.Type) -> list[mi.StructType]:
-    kind = _unwrap(kind)
+def struct_types(kind: mi.Type) -> list[mi.StructType]:
+    """The structs that a type may be: several for a tagged union, none for a plain value."""
+    kind = unwrap(kind)
     if isinstance(kind, mi.UnionType):
-        return [struct for part in kind.types for struct in _structs(part)]
+        return [struct for part in kind.types for struct in struct_types(part)]
     return [kind] if isinstance(kind, mi.StructType) else []
 
 
-def _unwrap(kind: mi.Type) -> mi.Type:
-    return _unwrap(kind.type) if isinstance(kind, mi.Metadata) else kind
-
-
-def _describe(kind: mi.Type, path: str) -> Iterator[tuple[str, str, str, str]]:
-    for struct in _structs(kind):
-        variant = f"[{struct.tag}]" if struct.tag else ""
-        for field in struct.fields:
-            key = f"{path}{variant}.{field.encode_name}" if path else field.encode_name
-            inner, suffix = _element(field.type)
-            if _structs(inner):
-                yield from _describe(inner, key + suffix)
-                continue
-            meta = field.type.extra_json_schema if isinstance(field.type, mi.Metadata) else None
-            meaning = str((meta or {}).get("description", ""))
-            yield key, _type_name(field.type), _default(field), meaning
-
-
-def _element(kind: mi.Type) -> tuple[mi.Type, str]:
-    """What a table or list holds, and how its keys are written; other types are themselves."""
-    bare = _unwrap(kind)
-    if isinstance(bare, mi.DictType):
-        return bare.value_type, ".NAME"
-    if isinstance(bare, mi.ListType):
-        return bare.item_type, "[n]"
-    return kind, ""
-
-
-def _type_name(kind: mi.Type) -> str:
-    kind = _unwrap(kind)
-    if isinstance(kind, mi.UnionType):
-        return " | ".join(_type_name(part) for part in kind.types)
-    if isinstance(kind, mi.LiteralType):
-        return " | ".join(map(repr, kind.values))
-    if isinstance(kind, mi.EnumType):
-        return " | ".join(repr(str(member.value)) for member in kind.cls)
-    if isinstance(kind, mi.DictType):
-        return f"{{{_type_name(kind.key_type)}: {_type_name(kind.value_type)}}}"
-    if isinstance(kind, mi.ListType | mi.VarTupleType):
-        return f"[{_type_name(kind.item_type)}]"
-    return type(kind).__name__.removesuffix("Type").lower()
-
-
-def _default(field: mi.Field) -> str:
-    if field.default is not msgspec.NODEFAULT:
-        return str(msgspec.to_builtins(field.default))
-    if field.default_factory is not msgspec.NODEFAULT:
-        return str(msgspec.to_builtins(field.default_factory()))
-    return REQUIRED
+def unwrap(kind: mi.Type) -> mi.Type:
+    """A type without its annotations."""
+    return unwrap(kind.type) if isinstance(kind, mi.Metadata) else kind
 
 
 def _lookup(raw: Any, key: str) -> Any:

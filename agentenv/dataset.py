@@ -14,7 +14,7 @@ from random import Random
 from typing import overload
 
 from agentenv.data_config import MixPart, RowsConfig
-from agentenv.data_files import find_files, read_rows
+from agentenv.data_files import RawRow, Row, find_files, read_rows
 from agentenv.data_rows import RowReader
 from agentenv.errors import ConfigError, DataError
 from agentenv.types import Task
@@ -23,6 +23,7 @@ MAX_LISTED = 50  # bad rows that are named one by one
 MAX_PERIOD = 10_000  # questions after which the order of a mix's parts repeats
 
 Paths = str | Path | Sequence[str | Path]
+Adapt = Callable[[Row], Row | None]
 logger = logging.getLogger(__name__)
 
 
@@ -33,16 +34,18 @@ def load_tasks(
     *,
     max_samples: int = 0,
     say: Callable[[str], None] = logger.warning,
+    adapt: Adapt | None = None,
 ) -> list[Task]:
     """Tasks of the rows of a file, a folder, a pattern, or a list of them, in order.
 
     `env_id` is the environment of rows that choose none, `max_samples` takes the first n (0:
-    all), `say` is told of rows that `config.skip_bad_rows` leaves out. Raises DataError with
-    file, row, key and what was expected, or for no rows at all, and ConfigError for an
-    environment of `config.env_by` that no row chooses.
+    all), `say` is told of rows that `config.skip_bad_rows` leaves out. `adapt` makes of a row one
+    of a known schema, or None to leave it out. Raises DataError with file, row, key and what was
+    expected, or for no rows at all, and ConfigError for an environment of `config.env_by` that no
+    row chooses.
     """
     reader = RowReader(config or RowsConfig(), env_id)
-    tasks = _read(reader, _listed(paths), max_samples, say)
+    tasks = _read(reader, _listed(paths), max_samples, say, adapt)
     if not max_samples:
         _check_env_by([reader])
     return tasks
@@ -156,11 +159,15 @@ def _read(
     paths: Iterable[str | Path],
     max_samples: int,
     say: Callable[[str], None],
+    adapt: Adapt | None = None,
 ) -> list[Task]:
     files = find_files(paths)
     tasks: list[Task] = []
     bad: list[str] = []
-    for raw in (raw for path in files for raw in read_rows(path)):
+    for read in (raw for path in files for raw in read_rows(path)):
+        raw = read if adapt is None else _adapted(read, adapt)
+        if raw is None:
+            continue
         try:
             tasks.append(reader.task(raw))
         except DataError as error:
@@ -178,6 +185,16 @@ def _read(
         listed = "".join(f"\n  {text}" for text in bad[:MAX_LISTED])
         say(f"{names}: {len(bad)} bad rows are left out, {len(tasks)} are used:{listed}{more}")
     return tasks
+
+
+def _adapted(raw: RawRow, adapt: Adapt) -> RawRow | None:
+    if raw.problem:
+        return raw
+    try:
+        row = adapt(raw.row)
+    except DataError as error:
+        return raw._replace(problem=str(error))
+    return None if row is None else raw._replace(row=row)
 
 
 def _check_env_by(readers: Sequence[RowReader]) -> None:

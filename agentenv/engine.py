@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from agentenv.types import Chunk, Completion, SamplingParams
 
@@ -53,4 +53,23 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop; requests still running raise EngineDeadError. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class SleepingEngine(Engine, Protocol):
+    """An engine that can give the memory of its device back for a while."""
+
+    @property
+    def outage_s(self) -> float:
+        """Seconds so far in which it could not sample, asleep or gone; see agentenv/patience.py."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give back cache and weights. Requests that run keep their tokens and go on after
+        `wake`, or after `load_weights`, which wakes it up too; so do those that come meanwhile."""
+        ...
+
+    async def wake(self) -> None:
+        """Serve again, with the weights that it had. Without effect on one that is awake."""
         ...

@@ -32,13 +32,19 @@ class Growth:
     """Grows one tree; lives as long as its task group."""
 
     def __init__(
-        self, actor: Actor, tree: TrajectoryTree, plan: RolloutPlan, group: asyncio.TaskGroup
+        self,
+        actor: Actor,
+        tree: TrajectoryTree,
+        plan: RolloutPlan,
+        group: asyncio.TaskGroup,
+        session: str,
     ) -> None:
         self.actor = actor
         self.limits = actor.limits
         self.tree = tree
         self.plan = plan
         self.group = group
+        self.session = session
         self.num_root_names = 0
         self.prompt_messages: list[Message] | None = None
 
@@ -191,7 +197,7 @@ class Growth:
                 completion = await actor.engine.generate(
                     branch.prefix_ids,
                     sampling,
-                    session=str(self.tree.index),
+                    session=self.session,
                     on_tokens=on_tokens if may_fork else None,
                     stream_interval=max(1, window),
                 )

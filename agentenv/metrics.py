@@ -53,6 +53,9 @@ def rollout_metrics(trees: Sequence[TrajectoryTree], learner_version: int) -> Me
     metrics["rollout/response_tokens"] = fmean(
         len(t.token_ids) - len(t.path[0].observation_ids) for t in done
     )
+    metrics["rollout/response_tokens_max"] = max(
+        len(t.token_ids) - len(t.path[0].observation_ids) for t in done
+    )
     metrics["rollout/turns"] = fmean(len(t.turns) for t in done)
     metrics["rollout/calls_per_trajectory"] = fmean(t.num_tool_calls for t in done)
     metrics["rollout/truncated"] = fmean(t.leaf.end == "truncated" for t in done)
@@ -61,6 +64,8 @@ def rollout_metrics(trees: Sequence[TrajectoryTree], learner_version: int) -> Me
         for name, value in trajectory.leaf.info.get("parts", {}).items():
             parts.setdefault(f"reward/{name}", []).append(value)
     metrics |= {name: fmean(values) for name, values in parts.items()}
+    if "reward/format" in parts:
+        metrics["reward/format_errors"] = fmean(value < 0 for value in parts["reward/format"])
     for limit, count in Counter(t.leaf.limit for t in done if t.leaf.limit).items():
         metrics[f"truncated/{limit}"] = count / len(done)
     return metrics | _kind_metrics(trees) | _tool_metrics(trees)
@@ -101,6 +106,9 @@ def _tool_metrics(trees: Sequence[TrajectoryTree]) -> Metrics:
         metrics[f"tool/{name}/calls"] = len(of_name)
         metrics[f"tool/{name}/errors"] = sum(not call.get("ok", True) for call in of_name)
         metrics[f"tool/{name}/mean_s"] = fmean(call.get("duration_s", 0.0) for call in of_name)
+        cached = [call["info"]["cached"] for call in of_name if "cached" in call.get("info", ())]
+        if cached:
+            metrics[f"tool/{name}/cache_hits"] = sum(cached)
     return metrics
 
 

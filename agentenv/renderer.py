@@ -165,7 +165,7 @@ class TagRenderer:
         if completion.stop is not None:
             for tool in tools:
                 if completion.stop == f"</{tool['name']}>":
-                    calls = self._call(text, tool)
+                    calls = tagged_call(text, tool)
         return Message("assistant", text, calls)
 
     def observation(
@@ -191,12 +191,14 @@ class TagRenderer:
         """Ids of text of ours."""
         return self.codec.encode(text)
 
-    def _call(self, text: str, tool: dict[str, Any]) -> tuple[ToolCall, ...]:
-        name = tool["name"]
-        body, opened = text[: text.rfind(f"</{name}>")], f"<{name}>"
-        if opened not in body:
-            return ()
-        return (ToolCall(name, first_argument(tool, body.rpartition(opened)[2].strip())),)
+
+def tagged_call(text: str, tool: dict[str, Any]) -> tuple[ToolCall, ...]:
+    """The call that a text ends with, none if its tag was never opened."""
+    name = tool["name"]
+    body, opened = text[: text.rfind(f"</{name}>")], f"<{name}>"
+    if opened not in body:
+        return ()
+    return (ToolCall(name, first_argument(tool, body.rpartition(opened)[2].strip())),)
 
 
 def first_argument(tool: dict[str, Any], text: str) -> dict[str, Any]:

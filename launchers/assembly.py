@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from agentenv.engines.embedded_config import EmbeddedConfig
-from agentenv.engines.remote_config import SGLangConfig, VLLMConfig
+from agentenv.engines.remote_config import SGLANG_RESERVED, SGLangConfig, VLLMConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.errors import ConfigError, DataError
 from agentenv.limits import Limits
@@ -84,6 +84,8 @@ def make_renderer(
 def context_length(config: EngineConfig, model: Path) -> int:
     """Tokens of prompt and response that the engine can hold."""
     of_model = read_model_config(model).get("max_position_embeddings")
+    if of_model and isinstance(config, SGLangConfig):
+        of_model -= SGLANG_RESERVED
     if config.max_model_len:
         return min(config.max_model_len, of_model or config.max_model_len)
     if not of_model:

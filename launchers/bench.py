@@ -21,7 +21,7 @@ if __name__ == "__main__":  # run by its path: the repository root is what holds
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
-from agentenv.errors import AgentEnvError
+from agentenv.errors import AgentEnvError, ConfigError
 from launchers.view import View
 
 
@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     view = View()
     try:
+        if options.json and not options.json.absolute().parent.is_dir():
+            raise ConfigError(f"--json {options.json}: there is no such folder")
         figures = bench_learner.run(options.shapes, options.repeats, options.dense, view)
         if options.json:
             options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

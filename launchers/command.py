@@ -11,12 +11,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from agentenv.config import load_config
+from agentenv.config import load_config, to_plain
 from agentenv.errors import AgentEnvError, ConfigError, DataError
 from launchers.assembly import import_from_working_directory
 from launchers.checkpoints import LATEST
-from launchers.keys import key_table
+from launchers.keys import add_key_help
+from launchers.monitor.config import MonitorConfig
+from launchers.monitor.monitors import Monitors
+from launchers.planning.dry_run import add_dry_run, check_arguments, dry_run
 from launchers.rundir import RunDirectory, explain
+from launchers.verl_keys import refuse_verl_keys
 from launchers.view import View
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
@@ -28,14 +32,9 @@ Work = Callable[[Any, RunDirectory, View, str], Awaitable[None]]
 def make_parser(
     prog: str, purpose: str, config_type: type[T], example: str = ""
 ) -> argparse.ArgumentParser:
-    """CONFIG [key.sub=value ...] [--resume [WHICH]], with the table of keys as help; `example` is
-    the path of a CONFIG."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=purpose,
-        epilog=key_table(config_type),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """CONFIG [key.sub=value ...] [--resume [WHICH]] [--dry-run], with help on tables and keys;
+    `example` is the path of a CONFIG."""
+    parser = argparse.ArgumentParser(prog=prog, description=purpose)
     parser.add_argument("config", type=Path, help=f"TOML file{example and ', e.g. '}{example}")
     parser.add_argument(
         "overrides", nargs="*", metavar="key.sub=value", help="values that replace the file's"
@@ -48,6 +47,8 @@ def make_parser(
         metavar="latest|best|PATH",
         help="continue a stopped run from a checkpoint, by default its last one",
     )
+    add_dry_run(parser)
+    add_key_help(parser, config_type)
     return parser
 
 
@@ -57,6 +58,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     if "=" in arguments.resume and not Path(arguments.resume).exists():
         arguments.overrides.append(arguments.resume)
         arguments.resume = LATEST
+    check_arguments(parser, arguments)
     return arguments
 
 
@@ -64,12 +66,26 @@ def run_command(arguments: argparse.Namespace, config_type: type[T], work: Work)
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
     import_from_working_directory()
     view = View()
+    left_out: list[str] = []
     try:
-        config: Any = load_config(config_type, arguments.config, arguments.overrides)
-        name = config.run.name or arguments.config.stem
-        run = RunDirectory(Path(config.run.dir) / name, resume=bool(arguments.resume))
+        config: Any = load_config(
+            config_type,
+            arguments.config,
+            arguments.overrides,
+            say=left_out.append,
+            check=refuse_verl_keys,
+        )
+        folder = Path(config.run.dir) / (config.run.name or arguments.config.stem)
+        if arguments.dry_run:
+            for line in left_out:
+                view.say(line)
+            dry_run(config, arguments, view, folder)
+            return 0
+        run = RunDirectory(folder, resume=bool(arguments.resume))
         view.log_to(run.path / "run.log")
-        return asyncio.run(_to_its_end(work(config, run, view, arguments.resume), view))
+        for line in left_out:
+            view.say(line)
+        return _follow(work(config, run, view, arguments.resume), config, run, view)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except OSError as error:
@@ -91,6 +107,18 @@ def first_reason(error: BaseException) -> AgentEnvError | OSError | None:
         return error if isinstance(error, AgentEnvError | OSError) else None
     reasons = [first_reason(part) for part in error.exceptions]
     return None if None in reasons else reasons[0]
+
+
+def _follow(work: Awaitable[None], config: Any, run: RunDirectory, view: View) -> int:
+    """The work to its end, with the monitors of the configuration."""
+    chosen = getattr(config, "monitor", MonitorConfig())
+    run.monitors = Monitors(chosen, run.path, to_plain(config))
+    code = EXIT_FAILED
+    try:
+        code = asyncio.run(_to_its_end(work, view))
+    finally:
+        run.monitors.finish(code)
+    return code
 
 
 async def _to_its_end(work: Awaitable[None], view: View) -> int:

@@ -20,6 +20,7 @@ from agentenv.renderer import TagsConfig
 from agentenv.types import SamplingParams
 from launchers.env_config import EnvConfig, GraderTable, PythonTable, SearchTable
 from launchers.evaluation.config import EvalConfig
+from launchers.monitor.config import RolloutMonitorConfig
 from launchers.rl.cold_start_config import SFTConfig
 from launchers.rl.self_critic_config import SelfCriticConfig
 from launchers.serving.resources import ResourcesConfig
@@ -225,6 +226,12 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    monitor: RolloutMonitorConfig = RolloutMonitorConfig()
+
+    def __post_init__(self) -> None:
+        for key, part in (("sft", self.sft), ("self_critic", self.self_critic)):
+            if part is not None:
+                self.learner.check_optimizer(part.optimizer, f"{key}.optimizer.optimizer")
 
     @property
     def algorithm_name(self) -> str:

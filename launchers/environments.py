@@ -115,6 +115,11 @@ class EnvMaker:
                 f"env.kwargs, env.tools: no row meets {self.config.id}, but {sorted(used)}"
             )
 
+    def reads(self, tasks: Iterable[Task]) -> frozenset[str]:
+        """The tables that the environments read, those of the tasks and of all variants."""
+        recipes = [*self._recipes.values(), *(self._recipe_of(task.env_id) for task in tasks)]
+        return frozenset(name for recipe in recipes for name in recipe.read)
+
     # inner workings
 
     def _recipe_of(self, env_id: str) -> Recipe:

@@ -22,6 +22,26 @@ def cpu_seconds() -> float:
     return total
 
 
+class Stopwatch:
+    """Wall seconds of named parts since they were taken last."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
+
+    def take(self) -> dict[str, float]:
+        """The seconds as metrics, time/NAME_s; the parts begin anew."""
+        taken, self._seconds = self._seconds, {}
+        return {f"time/{name}_s": seconds for name, seconds in taken.items()}
+
+
 class PhaseClock:
     """Adds up seconds by phase; a phase may be entered many times, also from a resumed run."""
 

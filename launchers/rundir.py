@@ -16,19 +16,23 @@ import errno
 import json
 import os
 import shutil
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from agentenv.errors import ConfigError, DataError
-from agentenv.tree import Trajectory, TrajectoryTree
+from agentenv.tree import TrajectoryTree
 from launchers.checkpoints import STATE_FILE, Checkpoints
+from launchers.monitor.config import MonitorConfig
+from launchers.monitor.monitors import Monitors
+from launchers.trajectories import trajectory_row
 
 CONFIG_FILE = "config.json"  # written when everything was found in order; marks a run
 OURS = {
     *("checkpoints", "data", "model", "run.log", "learner.log", "servers", "trajectories"),
-    *("metrics.jsonl", "skipped", "pairs", "reference.npz"),
+    *("metrics.jsonl", "skipped", "pairs", "reference.npz", "tensorboard", "wandb", "wandb.json"),
 }
 Row = dict[str, Any]
 
@@ -39,6 +43,7 @@ class RunDirectory:
     def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = path
         self.checkpoints = Checkpoints(path / "checkpoints")
+        self.monitors = Monitors(MonitorConfig(), path, {})
         self._trajectory_bytes = 0
         if resume and not (path / CONFIG_FILE).is_file():
             raise ConfigError(f"{path} holds no run to resume; start it without --resume")
@@ -84,6 +89,7 @@ class RunDirectory:
     def log_metrics(self, row: Row) -> None:
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+        self.monitors.log(row)
 
     def forget_metrics_after(self, step: int) -> None:
         """Drop the rows of steps that a resumed run will write again."""
@@ -92,6 +98,13 @@ class RunDirectory:
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
             path.write_text("".join(kept), encoding="utf-8")
+
+    def show_trajectories(self, name: str, trees: list[TrajectoryTree], tokenizer: Any) -> None:
+        """A sample of them to the monitors, as many as they want."""
+        wanted = self.monitors.num_wanted(name)
+        sample = islice(((tree, one) for tree in trees for one in tree.trajectories()), wanted)
+        if rows := [trajectory_row(tree, one, tokenizer) for tree, one in sample]:
+            self.monitors.trajectories(name, rows)
 
     def write_trajectories(
         self, name: str, trees: list[TrajectoryTree], tokenizer: Any, max_bytes: float
@@ -106,60 +119,6 @@ class RunDirectory:
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
         self._trajectory_bytes += len(text)
         return True
-
-
-def trajectory_row(tree: TrajectoryTree, trajectory: Trajectory, tokenizer: Any) -> Row:
-    """A trajectory as readable JSON: text by segment with who wrote it, calls, reward parts."""
-    segments: list[Row] = []
-    for node in trajectory.path:
-        if node.action_ids:
-            segments.append({"policy": tokenizer.decode(node.action_ids)})
-        if node.observation_ids:
-            segments.append({"env": tokenizer.decode(node.observation_ids)})
-    leaf = trajectory.leaf
-    return {
-        "task": tree.task.id,
-        "kind": tree.task.kind,
-        "question": tree.task.question,
-        "answers": list(tree.task.answers),
-        "tree": tree.index,
-        "branch": leaf.branch,
-        "fork_parent": _fork_parent(trajectory),
-        "segments": segments,
-        "num_tokens": len(trajectory.token_ids),
-        "loss_mask": _runs(trajectory.loss_mask),
-        "tool_calls": [
-            call for node in trajectory.path for call in node.info.get("tool_calls", ())
-        ],
-        "reward": trajectory.reward,
-        "parts": leaf.info.get("parts", {}),
-        "success": trajectory.success,
-        "end": leaf.end,
-        "limit": leaf.limit,
-        "policy_versions": sorted(
-            {span.version for node in trajectory.path for span in node.version_spans}
-        ),
-    }
-
-
-def _fork_parent(trajectory: Trajectory) -> Row | None:
-    """The branch and node this trajectory was forked from; None for a from-scratch one."""
-    leaf = trajectory.leaf
-    if "+" not in leaf.branch:
-        return None
-    shared = [node for node in trajectory.path if node.branch != leaf.branch]
-    return {"branch": shared[-1].branch, "node": shared[-1].index}
-
-
-def _runs(mask: list[bool]) -> list[int]:
-    """Run lengths of a mask, beginning with the tokens that are not trained."""
-    runs, current = [0], False
-    for value in mask:
-        if value != current:
-            runs.append(0)
-            current = value
-        runs[-1] += 1
-    return runs
 
 
 def load_state(checkpoint: Path, kind: type[Any]) -> Any:

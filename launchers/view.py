@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -39,7 +41,9 @@ class View:
         self._errors = Console(stderr=True, highlight=False)
         self._progress: Progress | None = None
         self._bar: TaskID | None = None
+        self._live: Live | None = None
         self._logger = logging.getLogger("run")
+        self._logger.addHandler(logging.NullHandler())  # else what fails early is told twice
         self._handler: logging.Handler | None = None
 
     def log_to(self, path: Path) -> None:
@@ -70,26 +74,41 @@ class View:
         if not self.console.is_terminal:
             return
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("[bold]{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TextColumn("eta"),
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
-            console=self.console,
-            transient=True,
         )
         self._bar = self._progress.add_task(title, total=total, completed=done, note="")
-        self._progress.start()
+        self._live = Live(self._progress, console=self.console, transient=True)
+        self._live.start()
 
     def advance(self, done: int, note: str = "") -> None:
         if self._progress is not None and self._bar is not None:
             self._progress.update(self._bar, completed=done, note=note)
 
+    def figures(self, rows: Sequence[tuple[str, str]]) -> None:
+        """What stands below the bar: a title and figures a line. Nothing outside a terminal."""
+        if self._live is None or self._progress is None:
+            return
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="ellipsis", no_wrap=True)
+        for title, text in rows:
+            grid.add_row(title, escape(text))
+        self._live.update(Group(self._progress, grid))
+
+    @property
+    def is_live(self) -> bool:
+        return self._live is not None
+
     def end(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._live is not None:
+            self._live.stop()
+        self._live = self._progress = self._bar = None
 
     def close(self) -> None:
         self.end()

@@ -52,6 +52,11 @@ class RankBackend:
         raise NotImplementedError
 
     @property
+    def optimizers(self) -> Sequence[Any]:
+        """All objects that hold tensors between two steps."""
+        raise NotImplementedError
+
+    @property
     def optimizer_state(self) -> OptimizerState:
         """Of the torch optimizer."""
         raise NotImplementedError

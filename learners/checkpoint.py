@@ -2,8 +2,8 @@
 and any ZeRO stage can go on from them, to the bit when both are as before.
 
     DIR/learner.json                   the figures of `Meta`; written last
-    DIR/rank-00000-of-00002.safetensors   NAME|master, NAME|exp_avg, ...: flat float32 fragments
-    DIR/reference.safetensors             weights of the reference policy, if there is one
+    DIR/rank-00000-of-00002.safetensors   NAME|master, NAME|exp_avg, ...: flat float32 fragments;
+                                          NAME|reference if there is a reference policy
 
 A directory is written as DIR.partial, made durable and renamed. At every moment the older one or
 the new one is whole: an older one of the same name is first renamed to DIR.old.
@@ -21,15 +21,15 @@ import msgspec
 import torch
 from msgspec import Struct
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from agentenv.errors import DataError, LearnerError
-from learners.fragments import MASTER, fragments, moments
+from learners.fragments import MASTER, REFERENCE, fragments, moments
 from learners.lora import LoRAConfig
+from learners.reference import Reference
 
 META = "learner.json"
-REFERENCE = "reference.safetensors"
 SEPARATOR = "|"
 
 
@@ -82,7 +82,8 @@ class Checkpoint:
 
     def kinds(self, name: str) -> list[str]:
         """Names of the optimizer's states of a parameter."""
-        return [kind for one, kind in self._parts if one == name and kind != MASTER]
+        known = (MASTER, REFERENCE)
+        return [kind for one, kind in self._parts if one == name and kind not in known]
 
     def step_of(self, name: str) -> float | None:
         """Optimizer steps that the parameter's state has seen."""
@@ -106,12 +107,6 @@ class Checkpoint:
             )
         return out
 
-    def reference(self) -> dict[str, Any]:
-        """State for `learners.reference.Reference.load`."""
-        path = self.directory / REFERENCE
-        weights = load_file(path) if path.is_file() else None
-        return {"weights": weights, "num_updates": self.meta.reference_updates}
-
     def rng_states(self, rank: int) -> dict[str, Tensor]:
         """Generators of a rank by device; empty for a rank that there was none of."""
         if rank >= self.meta.num_ranks:
@@ -121,17 +116,11 @@ class Checkpoint:
             return {key.removeprefix("rng_"): file.get_tensor(key) for key in keys}
 
 
-def save(
-    backend: Any, meta: Meta, directory: Path, reference: dict[str, Tensor] | None = None
-) -> None:
+def save(backend: Any, meta: Meta, directory: Path, reference: Reference | None = None) -> None:
     """Write a checkpoint; all ranks call it. Raises LearnerError on every rank if one fails."""
     partial = directory.with_name(f"{directory.name}.partial")
     together(backend, lambda: _fresh(partial) if backend.rank == 0 else None)
-    together(backend, lambda: _write_shard(backend, partial))
-    if reference is not None and backend.rank == 0:
-        # Tied weights share memory, which safetensors refuses.
-        save_file({name: w.cpu().clone() for name, w in reference.items()}, partial / REFERENCE)
-        sync(partial / REFERENCE)
+    together(backend, lambda: _write_shard(backend, partial, reference))
     together(backend, lambda: _finish(meta, partial, directory) if backend.rank == 0 else None)
 
 
@@ -155,12 +144,14 @@ def _fresh(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _write_shard(backend: Any, partial: Path) -> None:
+def _write_shard(backend: Any, partial: Path, reference: Reference | None) -> None:
     tensors, index = {}, {}
     if backend.stage or backend.rank == 0:  # at stage 0 all ranks hold the same
         for fragment in fragments(backend):
             states, step = moments(backend, fragment)
             parts = {MASTER: fragment.view(fragment.owner), **states}
+            if reference is not None and reference.weights is not None:
+                parts[REFERENCE] = reference.piece(fragment)
             for kind, value in parts.items():
                 tensors[f"{fragment.name}{SEPARATOR}{kind}"] = value.float().cpu().contiguous()
             index[fragment.name] = {

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,6 +82,10 @@ class DeepSpeedBackend(RankBackend):
     def base_optimizer(self) -> Any:
         """The torch optimizer that holds the state."""
         return self.optimizer.optimizer if self.stage else self.optimizer
+
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        return [self.optimizer, self.base_optimizer]
 
     @property
     def optimizer_state(self) -> OptimizerState:

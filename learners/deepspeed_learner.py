@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,6 +39,8 @@ class DeepSpeedLearner:
         self.ranks = ranks
         self.evidence = evidence
         self._policy_version = 0
+        # Entered around every command; where engines share the GPUs it takes them over meanwhile.
+        self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
 
     @classmethod
     async def start(
@@ -170,6 +173,20 @@ class DeepSpeedLearner:
         await self.call_all(wire.WriteModel(_absolute(directory), publish=True))
         return directory
 
+    async def publish_adapter(self, directory: Path) -> Path:
+        """The same of the LoRA adapter by itself, as peft writes it."""
+        command = wire.WriteModel(_absolute(directory), publish=True, adapter_only=True)
+        await self.call_all(command)
+        return directory
+
+    async def sleep(self) -> None:
+        """Keep everything in main memory and give the memory of the GPUs back."""
+        await self._exchange([wire.Nap(True)] * self.config.num_ranks)
+
+    async def wake(self) -> None:
+        """Take the memory again. Nothing else may be asked of a learner that sleeps."""
+        await self._exchange([wire.Nap(False)] * self.config.num_ranks)
+
     async def export(self, directory: Path) -> Path:
         await self.call_all(wire.WriteModel(_absolute(directory), publish=False))
         return directory
@@ -189,6 +206,12 @@ class DeepSpeedLearner:
         return await self._call([command] * self.config.num_ranks, timeout_s)
 
     async def _call(
+        self, commands: Sequence[Struct], timeout_s: float | None = None
+    ) -> list[wire.Done]:
+        async with self.turn():
+            return await self._exchange(commands, timeout_s)
+
+    async def _exchange(
         self, commands: Sequence[Struct], timeout_s: float | None = None
     ) -> list[wire.Done]:
         replies = await self.ranks.call(commands, timeout_s or self.config.command_timeout_s)

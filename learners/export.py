@@ -59,11 +59,18 @@ def write_model(backend: Any, source: Path, directory: Path, *, durable: bool = 
         for _ in gathered(whole, model):
             pass
     if lora is not None and durable:
-        adapter = {name: param for name, param in model.named_parameters() if is_adapter(name)}
-        with _whole(list(adapter.values())):
-            if backend.rank == 0:
-                copies = {name: param.detach().cpu().clone() for name, param in adapter.items()}
-                write_adapter(directory / ADAPTER_FOLDER, lora, copies, str(source))
+        write_adapter_only(backend, source, directory / ADAPTER_FOLDER)
+
+
+def write_adapter_only(backend: Any, source: Path, directory: Path) -> None:
+    """Write the adapter in peft's form, complete once its adapter_config.json is there; all ranks
+    call it, rank 0 writes. `source` is the frozen model."""
+    named = backend.policy.model.named_parameters()
+    adapter = {name: param for name, param in named if is_adapter(name)}
+    with _whole(list(adapter.values())):
+        if backend.rank == 0:
+            copies = {name: param.detach().cpu().clone() for name, param in adapter.items()}
+            write_adapter(directory, backend.config.lora, copies, str(source))
 
 
 def entries(model: Any) -> Iterator[Entry]:

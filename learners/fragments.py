@@ -9,13 +9,15 @@ stage has written another can read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-MASTER = "master"  # float32 weights; the other kinds are the optimizer's own names
+MASTER = "master"  # float32 weights
+REFERENCE = "reference"  # weights of the reference policy; other kinds are the optimizer's names
 
 Reader = Callable[[str, str, int, int], Tensor]  # name, kind, start, number of elements
 
@@ -111,21 +113,32 @@ def restore(
         if step is not None:
             state[fragment.owner]["step"] = torch.tensor(step, dtype=torch.float32)
     if backend.stage:
-        _restore_weights(backend, read)
+        with changing(backend):  # the weights in use: the float32 ones, rounded to their dtype
+            for name, start, elements in held(backend):
+                elements.copy_(read(name, MASTER, start, elements.numel()))
 
 
-def _restore_weights(backend: Any, read: Reader) -> None:
-    """The weights that the model computes with: the float32 ones, rounded to its dtype."""
+def held(backend: Any) -> Iterator[tuple[str, int, Tensor]]:
+    """Name, first element and elements of what this rank stores of each trained weight to compute
+    with: all of it at stages 0 to 2, its part at stage 3."""
     for name, param in backend.policy.model.named_parameters():
         if not param.requires_grad:
             continue
         if not hasattr(param, "ds_tensor"):
-            param.data.copy_(read(name, MASTER, 0, param.numel()).view_as(param))
+            yield name, 0, param.detach().view(-1)
             continue
-        part = param.ds_tensor
-        start = backend.rank * part.ds_numel
-        size = min(part.ds_numel, param.ds_numel - start)
+        start = backend.rank * param.ds_tensor.ds_numel
+        size = min(param.ds_tensor.ds_numel, param.ds_numel - start)  # the last part is padded
         if size > 0:
-            part.data.view(-1)[:size].copy_(read(name, MASTER, start, size))
-        if param.numel() == param.ds_numel:  # a small one that stays whole on every rank
-            param.data.copy_(read(name, MASTER, 0, param.ds_numel).view(param.ds_shape))
+            yield name, start, param.ds_tensor.detach().view(-1)[:size]
+
+
+@contextmanager
+def changing(backend: Any) -> Iterator[None]:
+    """Around writes to what `held` gives. Copies that stage 3 has gathered from all ranks are
+    dropped; the next forward pass gathers anew. Takes no part in any collective."""
+    if backend.stage == 3:
+        backend.optimizer.checkpoint_event_prologue()
+    yield
+    if backend.stage == 3:
+        backend.optimizer.invalidate_secondary_tensor()

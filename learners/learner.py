@@ -105,8 +105,6 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         for wrong, text in (
-            (self.optimizer == "muon_adamw" and self.zero_stage != 0, MUON_NEEDS_0),
-            (self.optimizer == "muon_adamw" and self.lora is not None, LORA_NEEDS_ADAMW),
             (self.backend == "torch" and self._needs_deepspeed(), TORCH_IS_PLAIN),
             (self.dtype == "bfloat16" and self.zero_stage == 0, BF16_NEEDS_1),
             (self.offload != "none" and self.zero_stage == 0, OFFLOAD_NEEDS_1),
@@ -115,7 +113,16 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         ):
             if wrong:
                 raise ConfigError(text)
+        self.check_optimizer(self, "learner.optimizer")
         self.check_schedule("learner")
+
+    def check_optimizer(self, other: OptimizerConfig, key: str) -> None:
+        """Raises ConfigError if `other`, which `key` chooses, cannot be used in this learner."""
+        if other.optimizer == "muon_adamw":
+            if self.zero_stage:
+                raise ConfigError(MUON_NEEDS_0.format(key=key, stage=self.zero_stage))
+            if self.lora is not None:
+                raise ConfigError(LORA_NEEDS_ADAMW.format(key=key))
 
     def _needs_deepspeed(self) -> bool:
         plain = self.zero_stage == 0 and self.dtype == "float32" and self.offload == "none"
@@ -123,11 +130,12 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 MUON_NEEDS_0 = (
-    "learner.zero_stage: optimizer = muon_adamw needs whole matrices, which ZeRO stages 1 to 3 "
-    "cut into flat parts; use zero_stage = 0, or optimizer = adamw"
+    "{key} = muon_adamw needs whole matrices, which learner.zero_stage = {stage} cuts into flat "
+    'parts; set {key} = "adamw", or learner.zero_stage = 0'
 )
 LORA_NEEDS_ADAMW = (
-    "learner.lora: muon_adamw would make each adapter's matrices orthogonal; use optimizer = adamw"
+    "{key} = muon_adamw would make the matrices of each adapter of learner.lora orthogonal; set "
+    '{key} = "adamw"'
 )
 TORCH_IS_PLAIN = (
     "learner.backend = torch knows neither ZeRO, bfloat16, offload nor deepspeed_config; use "

@@ -80,11 +80,13 @@ class ResetOptimizer(Struct, tag=True, tag_field="type"):
 
 class WriteModel(Struct, tag=True, tag_field="type"):
     """Publishing counts the policy version up, exporting does not. `unmoved`: refused when the
-    weights are not those of the version published last."""
+    weights are not those of the version published last. `adapter_only`: the directory is that of
+    the LoRA adapter."""
 
     directory: str
     publish: bool
     unmoved: bool = False
+    adapter_only: bool = False
 
 
 class Announce(Struct, tag=True, tag_field="type"):
@@ -113,6 +115,12 @@ class LeaveGroup(Struct, tag=True, tag_field="type"):
 
 class Abort(Struct, tag=True, tag_field="type"):
     """Break off JoinGroup or SendWeights while it runs; not answered. Ignored when it is late."""
+
+
+class Nap(Struct, tag=True, tag_field="type"):
+    """Give the memory of the device back, or take it again. Nothing else is done `asleep`."""
+
+    asleep: bool
 
 
 class Save(Struct, tag=True, tag_field="type"):
@@ -163,6 +171,7 @@ Command = (
     | JoinGroup
     | SendWeights
     | LeaveGroup
+    | Nap
     | Abort
     | Save
     | Load

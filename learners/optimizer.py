@@ -100,8 +100,8 @@ def set_hyperparameters(optimizer: torch.optim.Optimizer, config: OptimizerConfi
     has_muon = any(group["kind"] == "muon" for group in optimizer.param_groups)
     if has_muon != (config.optimizer == "muon_adamw"):
         raise ConfigError(
-            f"optimizer = {config.optimizer}: with learner.zero_stage >= 1 every part of a run "
-            "needs optimizer = adamw (also sft.optimizer)"
+            f"optimizer = {config.optimizer}: the optimizer at learner.zero_stage >= 1 can be "
+            "given other rates, but not become one of another kind"
         )
     for group in optimizer.param_groups:
         group.update(_rates(config, group["kind"]))

@@ -16,9 +16,10 @@ from learners import messages as wire
 from learners.broadcast import Broadcaster
 from learners.deepspeed_backend import DeepSpeedBackend
 from learners.dpo import adapters_off, prefer
-from learners.export import write_model
+from learners.export import write_adapter_only, write_model
 from learners.fragments import restore
 from learners.lora import add_adapters
+from learners.offload import Aside
 from learners.policy import Policy
 from learners.torch_backend import TorchBackend
 from learners.trainer import Trainer
@@ -44,6 +45,7 @@ class Rank:
         self.trainer = Trainer(self.backend, init.algorithm, init.config)
         self.broadcaster = Broadcaster(self.backend, interrupted, host)
         self.policy_version = 0
+        self._aside: Aside | None = None  # the rank sleeps
 
     def run(self, command: wire.Command) -> wire.Done:
         """Carry out one command; whatever it raises goes back as Failed."""
@@ -58,7 +60,11 @@ class Rank:
 
     def _run(self, command: wire.Command) -> wire.Done:
         done = wire.Done()
+        if self._aside is not None and not isinstance(command, wire.Nap):
+            raise LearnerError(f"{type(command).__name__} was asked of a learner that sleeps")
         match command:
+            case wire.Nap():
+                self._nap(asleep=command.asleep)
             case wire.Update():
                 done.metrics = self.trainer.update(command.minibatches, command.lr_scale)
                 done.steps = list(self.trainer.skipped_steps)
@@ -79,7 +85,11 @@ class Rank:
             case wire.WriteModel():
                 if command.unmoved and self.trainer.moved:
                     raise LearnerError("the learner has gone on to other weights")
-                self.write_model(Path(command.directory), publish=command.publish)
+                self.write_model(
+                    Path(command.directory),
+                    publish=command.publish,
+                    adapter_only=command.adapter_only,
+                )
             case wire.Announce():
                 done.buckets = self.broadcaster.manifest()
                 self.count_version()
@@ -97,11 +107,22 @@ class Rank:
                 self.load(Path(command.directory))
         return done
 
-    def write_model(self, directory: Path, *, publish: bool) -> None:
+    def write_model(self, directory: Path, *, publish: bool, adapter_only: bool = False) -> None:
         """Publishing counts up; exporting survives a crash of the machine."""
-        write_model(self.backend, self.source, directory, durable=not publish)
+        if adapter_only:
+            write_adapter_only(self.backend, self.source, directory)
+        else:
+            write_model(self.backend, self.source, directory, durable=not publish)
         if publish:
             self.count_version()
+
+    def _nap(self, *, asleep: bool) -> None:
+        if asleep and self._aside is None:
+            reference = self.trainer.reference.weights or {}
+            self._aside = Aside(self.backend, reference)
+        elif not asleep and self._aside is not None:
+            self._aside.take_back()
+            self._aside = None
 
     def count_version(self) -> None:
         """What the weights are now is a policy version of its own."""
@@ -110,7 +131,7 @@ class Rank:
 
     def save(self, directory: Path) -> None:
         """Write what `load` needs for a bit-exact resume."""
-        config, reference = self.config, self.trainer.reference.state()
+        config, reference = self.config, self.trainer.reference
         meta = checkpoint.Meta(
             num_ranks=self.backend.num_ranks,
             zero_stage=config.zero_stage,
@@ -120,10 +141,10 @@ class Rank:
             optimizer_step=self.trainer.optimizer_step,
             moved=self.trainer.moved,
             base_model=str(self.source),
-            reference_updates=reference["num_updates"],
+            reference_updates=reference.num_updates,
             lora=config.lora,
         )
-        checkpoint.save(self.backend, meta, directory, reference["weights"])
+        checkpoint.save(self.backend, meta, directory, reference)
 
     def load(self, directory: Path) -> None:
         """Go on from what `save` wrote, with any number of ranks and any ZeRO stage."""
@@ -134,7 +155,7 @@ class Rank:
             torch.set_rng_state(states["cpu"])
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
-        self.trainer.reference.load(saved.reference(), self.backend.policy)
+        self.trainer.reference.load(saved.meta.reference_updates, saved.read)
         self.policy_version = saved.meta.policy_version
         self.trainer.optimizer_step = saved.meta.optimizer_step
         self.trainer.moved = saved.meta.moved

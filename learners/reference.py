@@ -1,57 +1,71 @@
-"""The reference policy of a KL term: a frozen copy of the policy, built only when one is asked."""
+"""The reference policy of a KL term: weights that the policy had once, kept when one is asked for.
+
+There is no second model. A rank keeps what it stores of the trained weights: all of them at ZeRO
+stages 0 to 2, its part at stage 3, only the adapter with LoRA. While the reference scores, they
+are exchanged with the policy's.
+"""
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from agentenv.errors import ConfigError
-from learners.policy import Policy
+import torch
+from torch import Tensor
 
-
-def frozen_copy(policy: Policy) -> Policy:
-    """The same weights on their own, without gradient, on the same device.
-
-    Raises ConfigError where a rank holds only a part of each weight (ZeRO stage 3).
-    """
-    if any(hasattr(param, "ds_id") for param in policy.parameters()):
-        raise ConfigError(
-            "algorithm.kl_loss and kl_reward need a reference policy, which ZeRO stage 3 cannot "
-            "copy; set learner.zero_stage to 2 or less"
-        )
-    frozen = copy.deepcopy(policy).requires_grad_(False).eval()
-    for param in frozen.parameters():
-        param.grad = None
-    return frozen
+from learners.fragments import REFERENCE, Fragment, Reader, changing, held
 
 
 class Reference:
-    """Built on first use, so that it is the policy that RL starts from, and renewed every
+    """Kept from the first use on, so that it is the policy that RL starts from, and renewed every
     `every` updates (0: never)."""
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, backend: Any, every: int) -> None:
+        self.backend = backend
         self.every = every
-        self.policy: Policy | None = None
         self.num_updates = 0
+        self.weights: dict[str, tuple[int, Tensor]] | None = None  # first element, flat elements
 
-    def begin_update(self, policy: Policy) -> Policy:
-        """The reference of the update that begins; `policy` has the weights at its start."""
-        due = self.every and self.num_updates and self.num_updates % self.every == 0
-        if self.policy is None:
-            self.policy = frozen_copy(policy)
-        elif due:
-            self.policy.load_state_dict(policy.state_dict())
+    def begin_update(self) -> None:
+        """To be called while the policy has the weights at the start of the update."""
+        due = self.every and self.num_updates % self.every == 0
+        if self.weights is None or due:
+            self.weights = {
+                name: (start, elements.clone()) for name, start, elements in held(self.backend)
+            }
         self.num_updates += 1
-        return self.policy
 
-    def state(self) -> dict[str, Any]:
-        """What `load` needs to go on with the same reference."""
-        weights = None if self.policy is None else self.policy.state_dict()
-        return {"weights": weights, "num_updates": self.num_updates}
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The backend computes with the reference's weights; no step may be taken inside."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
 
-    def load(self, state: dict[str, Any], policy: Policy) -> None:
-        """Go on from `state`; `policy` gives the shape."""
-        self.num_updates, self.policy = state["num_updates"], None
-        if state["weights"] is not None:
-            self.policy = frozen_copy(policy)
-            self.policy.load_state_dict(state["weights"])
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        assert self.weights is not None
+        with changing(self.backend):
+            for name, _, elements in held(self.backend):
+                kept = self.weights[name][1]
+                other = elements.clone()
+                elements.copy_(kept)
+                kept.copy_(other)
+
+    def piece(self, fragment: Fragment) -> Tensor:
+        """The reference's elements of a fragment that this rank holds."""
+        assert self.weights is not None
+        start, elements = self.weights[fragment.name]
+        return elements[fragment.start - start :][: fragment.size]
+
+    def load(self, num_updates: int, read: Reader) -> None:
+        """Go on from a checkpoint, before whose first use there is no reference."""
+        self.num_updates, self.weights = num_updates, None
+        if num_updates:
+            self.weights = {
+                name: (start, read(name, REFERENCE, start, elements.numel()).to(elements))
+                for name, start, elements in held(self.backend)
+            }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,10 @@ class TorchBackend(RankBackend):
         """Replace the optimizer by a new one without state."""
         self.grad_clip = optimizer.grad_clip
         self.base_optimizer = build_optimizer(self.policy.model, optimizer)
+
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        return [self.base_optimizer]
 
     @property
     def optimizer_state(self) -> OptimizerState:

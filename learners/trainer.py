@@ -17,7 +17,7 @@ from learners.batch import ActionTokens, Floats, MicroBatch, pack
 from learners.encoding import EncodedTree
 from learners.learner import LearnerConfig, Metrics, Score
 from learners.minibatch import MiniBatch, prepare
-from learners.policy import Policy, tensors
+from learners.policy import Policy
 from learners.reference import Reference
 from learners.step_metrics import behaviour_ratios, means, over_ranks, over_steps
 
@@ -69,7 +69,7 @@ class Trainer:
         self.optimizer_step = 0
         self.moved = False
         self.skipped_steps: list[Metrics] = []  # of the last update, as evidence
-        self.reference = Reference(algorithm.reference_every)
+        self.reference = Reference(backend, algorithm.reference_every)
 
     def update(self, minibatches: Sequence[Sequence[EncodedTree]], lr_scale: float) -> Metrics:
         """One optimizer step per mini-batch; log-probs of stale tokens are recomputed before."""
@@ -143,12 +143,14 @@ class Trainer:
     def _prepare_all(self, minibatches: Sequence[Sequence[EncodedTree]]) -> list[MiniBatch]:
         """Before the first step: log-probs of the current weights, and of the reference if the
         algorithm has one."""
-        reference = None
+        references: list[Floats | None] = [None] * len(minibatches)
         if self.algorithm.needs_reference:
-            reference = self.reference.begin_update(self.backend.policy)
-        return [self._prepare(trees, reference) for trees in minibatches]
+            self.reference.begin_update()
+            with self.reference.in_place():
+                references = [self._logprobs(trees) for trees in minibatches]
+        return [self._prepare(*pair) for pair in zip(minibatches, references, strict=True)]
 
-    def _prepare(self, trees: Sequence[EncodedTree], reference: Policy | None) -> MiniBatch:
+    def _prepare(self, trees: Sequence[EncodedTree], reference: Floats | None) -> MiniBatch:
         tokens = ActionTokens.of(trees)
         proximal, entropies = tokens.behaviour.copy(), tokens.entropies.copy()
         needed = [tree for tree in trees if self._needs_proximal(tree)]
@@ -167,24 +169,16 @@ class Trainer:
             tokens,
             proximal,
             entropies,
-            None if reference is None else self._reference_logprobs(trees, tokens, reference),
+            reference,
             self.algorithm,
             self._sum_over_ranks,
         )
 
-    def _reference_logprobs(
-        self, trees: Sequence[EncodedTree], tokens: ActionTokens, reference: Policy
-    ) -> Floats:
-        found = np.zeros_like(tokens.weight)
-        for batch in self.pack(trees):
-            logprobs, _, _ = reference(*tensors(batch, self.backend.device))
-            found[batch.index] = logprobs.cpu().numpy()
-        return found
-
     @torch.no_grad()
-    def _current_logprobs(self, minibatch: MiniBatch) -> Floats:
-        found = np.zeros_like(minibatch.proximal)
-        for batch in self.backend.passes(self.pack(minibatch.trees)):
+    def _logprobs(self, trees: Sequence[EncodedTree]) -> Floats:
+        """Of all trained tokens, under the weights that the backend has now."""
+        found = np.zeros(sum(tree.num_action_tokens for tree in trees))
+        for batch in self.backend.passes(self.pack(trees)):
             logprobs, _, _ = self.backend.forward(batch)
             found[batch.index] = logprobs.cpu().numpy()
         return found
@@ -200,7 +194,7 @@ class Trainer:
     def _policy_step(self, minibatch: MiniBatch, lr_scale: float) -> Metrics:
         terms = None
         if self.algorithm.clips_sequences:
-            current = self._current_logprobs(minibatch)
+            current = self._logprobs(minibatch.trees)
             terms = minibatch.terms(self.algorithm, current, self._sum_over_ranks)
         sums: Counter[str] = Counter()
         maxima: dict[str, float] = {}

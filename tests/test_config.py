@@ -8,7 +8,8 @@ from typing import Annotated
 import pytest
 from msgspec import Meta, Struct
 
-from agentenv.config import changes, describe, load_config
+from agentenv.config import changes, load_config
+from agentenv.config_keys import describe
 from agentenv.errors import ConfigError
 
 
@@ -75,16 +76,47 @@ def test_mistakes_name_the_key(
         load(tmp_path, text, *overrides)
 
 
+ENGINE = 'path = "x"\n[engine]\nname = "fast"\nspeed = 7\n'
+
+
+def test_keys_of_a_replaced_kind_are_left_out_and_told(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(ENGINE, encoding="utf-8")
+    told: list[str] = []
+    config = load_config(Outer, tmp_path / "c.toml", ["engine.name=slow"], say=told.append)
+    assert config.engine == Slow()
+    assert told == ["engine.name = slow has no such keys, left out: speed = 7"]
+
+
+def test_nobody_listening_it_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(tmp_path, ENGINE, "engine.name=slow")
+    assert caplog.messages == ["engine.name = slow has no such keys, left out: speed = 7"]
+
+
+def test_an_override_of_a_key_that_the_new_kind_lacks_is_no_leftover(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.speed: unknown key for engine\.name = 'slow'"):
+        load(tmp_path, ENGINE, "engine.name=slow", "engine.speed=9")
+
+
+def test_what_is_checked_first_may_refuse(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("strange = 1\n", encoding="utf-8")
+
+    def check(raw: dict[str, object], source: str) -> None:
+        raise ConfigError(f"{source.rpartition('/')[2]}: {raw}")
+
+    with pytest.raises(ConfigError, match=r"c\.toml: \{'strange': 1, 'path': 'y'\}"):
+        load_config(Outer, tmp_path / "c.toml", ["path=y"], check=check)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml: there is no such"):
         load_config(Outer, tmp_path / "nowhere.toml")
 
 
 def test_describe_lists_every_key() -> None:
-    rows = {key: (kind, default, meaning) for key, kind, default, meaning in describe(Outer)}
-    assert rows["queue.max_staleness"] == ("int", "1", "bound")
-    assert rows["engine[fast].speed"] == ("int", "3", "how fast")
-    assert rows["path"][1] == "required"
+    rows = {key.name: key for key in describe(Outer)}
+    assert rows["queue.max_staleness"][1:] == ("int", "1", "bound")
+    assert rows["engine[fast].speed"][1:] == ("int", "3", "how fast")
+    assert rows["path"].default == "required"
 
 
 def test_changes_between_two_configurations() -> None:

@@ -67,7 +67,7 @@ def read_layout(directory: Path) -> Layout:
             raise EngineError(f"{index}: has no weight_map")
     shapes: dict[str, tuple[int, ...]] = {}
     for name in sorted(set(table.values()) or {SINGLE}):
-        shapes.update(_read_header(directory / name))
+        shapes.update(read_header(directory / name))
     if missing := sorted(table.keys() - shapes.keys()):
         raise EngineError(f"{index}: lists {missing[0]}, which is in none of its files")
     config = directory / CONFIG
@@ -112,7 +112,8 @@ def check_layout(directory: Path, found: Layout, served: Layout) -> None:
             )
 
 
-def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
+def read_header(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by name. Raises EngineError for a file that is cut off or not safetensors."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")

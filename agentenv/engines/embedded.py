@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -27,6 +28,7 @@ from agentenv.engines.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded_request import Call, Event, Request, settle
 from agentenv.engines.embedded_scheduler import Scheduler
 from agentenv.engines.embedded_weights import Weights
+from agentenv.engines.pool_outage import Outage
 from agentenv.engines.stop_strings import StopStrings
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
@@ -43,6 +45,13 @@ class Load(msgspec.Struct, frozen=True, eq=False):
 
     source: Path
     policy_version: int
+    done: asyncio.Future[None]
+
+
+class Nap(msgspec.Struct, frozen=True, eq=False):
+    """Ask the engine thread to fall asleep, or to wake up."""
+
+    asleep: bool
     done: asyncio.Future[None]
 
 
@@ -81,9 +90,10 @@ class EmbeddedEngine:
             policy_version,
             config.max_num_seqs,
         )
-        self._commands: SimpleQueue[Request | Load | Cancel | None] = SimpleQueue()
+        self._commands: SimpleQueue[Request | Load | Nap | Cancel | None] = SimpleQueue()
         self._calls: dict[Request, Call] = {}
-        self._loads: set[asyncio.Future[None]] = set()
+        self._loads: set[asyncio.Future[None]] = set()  # and naps
+        self._outage = Outage()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: Thread | None = None
         self._reason: str | None = None  # why the engine serves no more
@@ -119,17 +129,27 @@ class EmbeddedEngine:
                 self._commands.put(Cancel(request))
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
-        """Replace the weights between two steps; see Engine.load_weights.
+        """Replace the weights between two steps; see Engine.load_weights. It wakes up if it sleeps.
 
         `source` holds model.safetensors (or its shards and index); no other file is read.
         """
-        done: asyncio.Future[None] = self._enter().create_future()
-        self._loads.add(done)
-        self._commands.put(Load(source, policy_version, done))
-        try:
-            await done
-        finally:
-            self._loads.discard(done)
+        await self._have_done(partial(Load, source, policy_version))
+        self._outage.watch(running=False)
+
+    async def sleep(self) -> None:
+        """See SleepingEngine.sleep. What runs has its keys and values computed again later."""
+        await self._have_done(partial(Nap, True))
+        self._outage.watch(running=True, wanted=True)
+
+    async def wake(self) -> None:
+        """See SleepingEngine.wake."""
+        await self._have_done(partial(Nap, False))
+        self._outage.watch(running=False)
+
+    @property
+    def outage_s(self) -> float:
+        """Seconds asleep so far."""
+        return self._outage.total_s
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, requests running and waiting, CPU seconds of the thread."""
@@ -161,6 +181,16 @@ class EmbeddedEngine:
             self._thread = Thread(target=self._run, name="embedded-engine", daemon=True)
             self._thread.start()
         return loop
+
+    async def _have_done(self, command: Callable[[asyncio.Future[None]], Load | Nap]) -> None:
+        """Let the engine thread carry out a command between two steps."""
+        done: asyncio.Future[None] = self._enter().create_future()
+        self._loads.add(done)
+        self._commands.put(command(done))
+        try:
+            await done
+        finally:
+            self._loads.discard(done)
 
     def _check_request(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> IntArray:
         prompt = np.asarray(prompt_ids)
@@ -216,9 +246,12 @@ class EmbeddedEngine:
             scheduler.step()
             self._flush()
 
-    def _apply(self, command: Request | Load | Cancel) -> None:
+    def _apply(self, command: Request | Load | Nap | Cancel) -> None:
         if isinstance(command, Cancel):
             self._scheduler.cancel(command.request)
+        elif isinstance(command, Nap):
+            (self._scheduler.sleep if command.asleep else self._scheduler.wake)()
+            self._post(settle, command.done, None)
         elif isinstance(command, Load):
             outcome = None
             try:

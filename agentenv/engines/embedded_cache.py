@@ -203,6 +203,16 @@ class SlotCache:
             self._drop(self._idle.popitem()[0])
         self._version[:] = NO_VERSION
 
+    def clear(self) -> None:
+        """Drop all slots, running ones too, and their memory."""
+        self.pools.clear()
+        self._idle.clear()
+        num_slots = len(self._row)
+        self._unused = list(range(num_slots))
+        self._pool = [None] * num_slots
+        self._version[:] = NO_VERSION
+        self.lengths[:] = 0
+
     def _pool_for(self, columns: int) -> Pool:
         capacity = next(c for c in CAPACITIES if c >= columns)
         if capacity not in self.pools:

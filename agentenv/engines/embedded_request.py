@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from agentenv.engines.embedded_cache import IntArray
 from agentenv.engines.stop_strings import StopMatcher
 from agentenv.errors import EngineError
@@ -16,13 +18,15 @@ from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 @dataclass(eq=False)
 class Request:
-    """One call of generate, as the engine thread sees it."""
+    """One call of generate, as the engine thread sees it. `context` is what its slot begins with:
+    the prompt, and the tokens that it had when the engine slept."""
 
     prompt: IntArray
     sampling: SamplingParams
     session: str
     chunk_size: int  # tokens of a Chunk, 0: no streaming
     rng: random.Random = field(init=False)
+    context: IntArray = field(init=False)
     matcher: StopMatcher | None = None
     enders: frozenset[int] = frozenset()  # tokens that may end the request
     slot: int = -1
@@ -35,14 +39,22 @@ class Request:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.sampling.seed)
+        self.context = self.prompt
 
     def take_chunk(self) -> Chunk:
         """The tokens not reported yet."""
         start, self.num_reported = self.num_reported, len(self.token_ids)
         return Chunk(self.token_ids[start:], self.logprobs[start:], self.entropies[start:])
 
+    def lie_down(self) -> None:
+        """Give up the slot and begin once more behind the tokens so far."""
+        self.slot = -1
+        self.context = np.concatenate([self.prompt, np.array(self.token_ids, dtype=np.int32)])
+
     def enter_version(self, version: int) -> None:
         """Tokens from here on are chosen by `version`."""
+        if self.versions and self.versions[-1][0] == version:
+            return
         if self.versions and self.versions[-1][1] == len(self.token_ids):
             self.versions.pop()
         self.versions.append((version, len(self.token_ids)))

@@ -45,6 +45,7 @@ class Scheduler:
         self.events: list[Event] = []  # since the last step, for the callers
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}  # by slot
+        self.asleep = False
         self._arch, self._weights, self._cache = arch, weights, cache
         self._model = DecoderModel(arch, weights)
         self._stop_strings = stop_strings
@@ -61,7 +62,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """True when a step would do nothing."""
-        return not self.waiting and not self.running
+        return self.asleep or not (self.waiting or self.running)
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
@@ -85,13 +86,37 @@ class Scheduler:
             self.waiting.remove(request)
 
     def load_weights(self, source: Path, policy_version: int) -> None:
-        """Replace the weights in place. Raises EngineError and changes nothing if they misfit."""
+        """Replace the weights in place, awake from now on. Raises EngineError and keeps the old
+        ones if they misfit."""
+        self.wake()
         self._weights.load(source)
         self._cache.forget_all()
         self.policy_version = policy_version
         for request in self.running.values():
             request.enter_version(policy_version)
         self.counts["weight_updates"] += 1
+
+    def sleep(self) -> None:
+        """Free the memory of the cache and, off the CPU, of the weights. What runs goes back to
+        the head of the queue with its tokens."""
+        if self.asleep:
+            return
+        for request in reversed(self.running.values()):
+            request.lie_down()
+            self.waiting.appendleft(request)
+        self.running.clear()
+        self._batch = None
+        self._cache.clear()
+        if self._device.type != "cpu":
+            self._weights.give_back()
+            torch.cuda.empty_cache()
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Go on, if it sleeps."""
+        if self.asleep and self._device.type != "cpu":
+            self._weights.take_back()
+        self.asleep = False
 
     def step(self) -> None:
         """Admit, compute one token of every running request, sample, let go of those done."""
@@ -134,8 +159,8 @@ class Scheduler:
         budget = MAX_PREFILL_TOKENS
         while self.waiting and len(self.running) + len(held) < self._max_num_seqs:
             request = self.waiting[0]
-            source, common = self._cache.find(request.prompt, request.session, self.policy_version)
-            num_new = max(1, len(request.prompt) - common)
+            source, common = self._cache.find(request.context, request.session, self.policy_version)
+            num_new = max(1, len(request.context) - common)
             if fresh and num_new > budget:
                 break
             self.waiting.popleft()
@@ -151,9 +176,9 @@ class Scheduler:
         return fresh
 
     def _open(self, request: Request, source: int | None, common: int) -> None:
-        room = min(request.sampling.max_tokens, ROOM)
+        room = min(request.sampling.max_tokens - len(request.token_ids), ROOM)
         request.slot, request.num_cached = self._cache.open(
-            request.prompt, request.session, source, common, room
+            request.context, request.session, source, common, room
         )
         self._model.reserve(len(request.prompt) + request.sampling.max_tokens)
         self.running[request.slot] = request
@@ -184,10 +209,10 @@ class Scheduler:
         for request in fresh:
             pool, row = cache.location(request.slot)
             past, start = request.num_cached, len(token_ids)
-            token_ids += request.prompt[past:].tolist()
-            positions += range(past, len(request.prompt))
+            token_ids += request.context[past:].tolist()
+            positions += range(past, len(request.context))
             prefills.append(Prefill(pool, row, past, start, len(token_ids), device))
-            spare.append(pool.capacity - len(request.prompt) + 1)
+            spare.append(pool.capacity - len(request.context) + 1)
         self._order += fresh
         self._steps_to_grow = min(spare)
         order = self._order
@@ -238,7 +263,7 @@ def twin_prefix(request: Request, others: list[Request]) -> int:
     longest = 0
     for other in others:
         if other.session == request.session:
-            size = min(len(other.prompt), len(request.prompt))
-            differs = other.prompt[:size] != request.prompt[:size]
+            size = min(len(other.context), len(request.context))
+            differs = other.context[:size] != request.context[:size]
             longest = max(longest, int(differs.argmax()) if differs.any() else size)
     return longest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ class Weights:
             "model.norm.weight": self.final_norm,
         }
         self.ignored = {"lm_head.weight"} if arch.tied else set()
+        self._aside: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         if not arch.tied:
             self.targets["lm_head.weight"] = self.head
         for index, layer in enumerate(self.layers):
@@ -94,6 +96,27 @@ class Weights:
                     place.copy_(found[name].get_tensor(name))
             except (SafetensorError, OSError) as error:
                 raise EngineError(f"cannot read the weights in {source}: {error}") from error
+
+    def give_back(self) -> None:
+        """Free their memory on the device; `take_back` brings them back."""
+        self._aside = [(storage, storage.cpu().clone()) for storage in self._storages()]
+        for storage, _ in self._aside:
+            storage.resize_(0)
+
+    def take_back(self) -> None:
+        """Put them where they were: every view of them holds again."""
+        for storage, copy in self._aside:
+            storage.resize_(copy.nbytes())
+            storage.copy_(copy)
+        self._aside = []
+
+    def _storages(self) -> Iterator[torch.UntypedStorage]:
+        """Each once."""
+        seen = {
+            place.untyped_storage().data_ptr(): place.untyped_storage()
+            for place in self.targets.values()
+        }
+        yield from seen.values()
 
     def _check(self, source: Path, found: dict[str, Any]) -> None:
         missing = sorted(self.targets.keys() - found.keys())

@@ -15,20 +15,20 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
 
+from agentenv.engines.pool_attempt import Attempts
 from agentenv.engines.pool_broadcast import check_able
 from agentenv.engines.pool_check import ask_each
 from agentenv.engines.pool_config import PoolConfig
 from agentenv.engines.pool_fleet import Fleet
-from agentenv.engines.pool_member import Member, backoff
+from agentenv.engines.pool_member import backoff
 from agentenv.engines.pool_places import Places
+from agentenv.engines.pool_sleep import check_sleepers
 from agentenv.engines.pool_target import Target
-from agentenv.engines.pool_turn import EntropyKind, Turn
-from agentenv.engines.server import Request, Server, ServerLostError
+from agentenv.engines.pool_turn import Turn
+from agentenv.engines.server import Request, Server
 from agentenv.engines.stop_strings import StopStrings
 from agentenv.engines.transfer import Sender
 from agentenv.errors import EngineError
@@ -69,7 +69,7 @@ class EnginePool:
         )
         self._places = Places(self._fleet.usable)
         self._counts: Counter[str] = Counter()
-        self._entropy_kind: EntropyKind = "top_k"  # of the last part that came to its end
+        self._attempts = Attempts(name, self._fleet, self._places, self._counts)
 
     async def start(self, *, fresh: bool) -> None:
         """Connect to all servers. `fresh`: they were just started from `model_path`; others are
@@ -83,7 +83,7 @@ class EnginePool:
 
     @property
     def outage_s(self) -> float:
-        """Seconds so far in which no server was there; see agentenv/patience.py."""
+        """Seconds so far in which no server was there or all slept; see agentenv/patience.py."""
         return self._fleet.outage_s
 
     @property
@@ -122,14 +122,16 @@ class EnginePool:
         self._counts["requests"] += 1
         retries = 0
         while True:
-            done, problem = await self._part(turn, session)
+            done, problem = await self._attempts.part(turn, session)
             if done is not None:
                 return done
+            self._counts["continuations"] += bool(turn.token_ids)
+            if not problem:
+                continue
             if retries == self.config.max_retries:
                 raise EngineError(f"a turn was given up after {retries + 1} attempts: {problem}")
             retries += 1
             self._counts["retries"] += 1
-            self._counts["continuations"] += bool(turn.token_ids)
             await asyncio.sleep(backoff(self.config, retries, self._rng))
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
@@ -141,6 +143,21 @@ class EnginePool:
         are gone.
         """
         await self._fleet.load_weights(Target(source, policy_version))
+
+    def check_sleep(self) -> None:
+        """Raises ConfigError for a server that cannot sleep."""
+        check_sleepers(self._fleet.members)
+
+    async def sleep(self) -> None:
+        """Let all servers give their memory back. What runs, and what comes, waits without using
+        up retries until `wake` or `load_weights`, which wakes them with other weights. Raises
+        EngineError for a server that is there but does not sleep."""
+        self._counts["sleeps"] += 1
+        await self._fleet.sleep()
+
+    async def wake(self) -> None:
+        """Let all serve again with the weights that they had."""
+        await self._fleet.wake()
 
     async def generate_on_each(
         self, prompt_ids: Sequence[int], sampling: SamplingParams
@@ -163,7 +180,7 @@ class EnginePool:
     def stats(self) -> dict[str, float]:
         """Counters since the start, and figures of each server as server/N/..., N in the order in
         which they were named."""
-        names = "requests sampled_tokens prompt_tokens cached_tokens retries continuations"
+        names = "requests sampled_tokens prompt_tokens cached_tokens retries continuations sleeps"
         found: dict[str, float] = {name: self._counts[name] for name in names.split()}
         members = self._fleet.members
         found["weight_updates"] = self._fleet.num_updates
@@ -180,62 +197,6 @@ class EnginePool:
         """Abort what runs and drop the connections. Idempotent; the servers go on."""
         self._end("the engine pool is closed")
         await self._fleet.close()
-
-    # one part of a turn
-
-    async def _part(self, turn: Turn, session: str) -> tuple[Completion | None, str]:
-        """Let one server sample. The turn if it is done by then, else what went wrong."""
-        self._fleet.check_alive()
-        member = await self._places.acquire(session)
-        try:
-            part = await self._attempt(member, turn)
-        except ServerLostError as error:
-            self._fleet.check_alive()
-            self._fleet.lose(member, f"a request was lost: {error}")
-            return turn.lose(None, self._entropy_kind), str(error)
-        finally:
-            self._places.release(member)
-        if part is None:
-            return turn.cut(self._entropy_kind), ""
-        self._entropy_kind = part.entropy_kind
-        self._counts["cached_tokens"] += part.num_cached_tokens
-        if part.finish_reason == "abort":
-            return turn.lose(part, part.entropy_kind), f"{member.name} aborted the request"
-        return turn.complete(part), ""
-
-    async def _attempt(self, member: Member, turn: Turn) -> Completion | None:
-        """One request on one server; None if a stop string across parts ended it."""
-        self._counts["attempts"] += 1
-        request = turn.request(f"{self._name}-{self._counts['attempts']}")
-        self._counts["prompt_tokens"] += len(request.prompt_ids)
-        member.counts["requests"] += 1
-        receive = partial(self._receive, member, turn)
-        attempt = asyncio.create_task(member.server.generate(request, receive))
-        member.attempts.add(attempt)
-        problem: BaseException | None = None
-        try:
-            watched: set[asyncio.Future[Any]] = {attempt}
-            if turn.num_parts > 1:
-                watched.add(turn.stopped)
-            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not attempt.done():
-                attempt.cancel()
-                await asyncio.wait({attempt})
-            member.attempts.discard(attempt)
-            problem = None if attempt.cancelled() else attempt.exception()
-        if turn.stopped.done():
-            return None
-        if attempt.cancelled():
-            raise ServerLostError(f"{member.name}: {member.reason}")
-        if problem is not None:
-            raise problem
-        return attempt.result()
-
-    def _receive(self, member: Member, turn: Turn, chunk: Chunk) -> None:
-        self._counts["sampled_tokens"] += len(chunk.token_ids)
-        member.counts["sampled_tokens"] += len(chunk.token_ids)
-        turn.receive(chunk, member.server.policy_version)
 
     def _end(self, reason: str) -> None:
         """Everyone who waits, and everyone who comes, raises EngineDeadError."""

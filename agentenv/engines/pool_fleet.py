@@ -1,21 +1,24 @@
 """The servers of a pool and the weights they should have: updates, losses, returns.
 
-Each server has a keeper: it looks at health and load, takes a lost server out, and lets it serve
-again once it holds the current weights.
+Each server has a keeper (pool_keeper.py): it looks at health and load, takes a lost server out,
+and lets it serve again once it holds the current weights. All servers may sleep for a while: what
+runs then is broken off, waits, and goes on from its tokens when they serve again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 from agentenv.engines.pool_broadcast import Broadcast
 from agentenv.engines.pool_check import WeightCheck
 from agentenv.engines.pool_config import PoolConfig
-from agentenv.engines.pool_member import Member, backoff
+from agentenv.engines.pool_keeper import Keepers
+from agentenv.engines.pool_member import Member
 from agentenv.engines.pool_outage import Outage
+from agentenv.engines.pool_sleep import fall_asleep, rouse
 from agentenv.engines.pool_target import Target
 from agentenv.engines.server import Server, ServerLostError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
@@ -42,6 +45,7 @@ class Fleet:
     ) -> None:
         self.version = target.policy_version
         self.num_updates = 0
+        self.asleep = False
         self.reason: str | None = None  # why it serves no more
         self._config, self._rng = config, rng
         self._check = WeightCheck(vocab_size)
@@ -49,7 +53,15 @@ class Fleet:
         self._on_change, self._on_end = on_change, on_end
         self.members = [Member(server, config, self._check) for server in servers]
         self._broadcast = Broadcast(config.broadcast_timeout_s)
-        self._keepers: set[asyncio.Task[None]] = set()
+        self._keepers = Keepers(
+            config,
+            rng,
+            try_to_serve=self._try_to_serve,
+            is_asleep=lambda: self.asleep,
+            on_change=on_change,
+            on_loss=self._watch_outage,
+            on_end=on_end,
+        )
         self._updating = asyncio.Lock()
         self._outage = Outage(config.max_outage_s, self._give_up)
         self._returned = asyncio.Event()  # a server serves again, or none ever will
@@ -61,7 +73,7 @@ class Fleet:
 
     @property
     def outage_s(self) -> float:
-        """Seconds without any server so far."""
+        """Seconds without any server so far, those asleep included."""
         return self._outage.total_s
 
     def usable(self) -> list[Member]:
@@ -81,13 +93,13 @@ class Fleet:
                 raise outcome
         for member in self.members:
             self._serve(member)
-            self._keep(member)
+            self._keepers.keep(member)
 
     def add(self, server: Server) -> None:
         self.check_alive()
         member = Member(server, self._config, self._check)
         self.members.append(member)
-        self._keep(member)
+        self._keepers.keep(member)
 
     def remove(self, name: str) -> None:
         for member in self.members:
@@ -104,13 +116,13 @@ class Fleet:
             self._watch_outage()
 
     async def load_weights(self, target: Target) -> None:
-        """Update every member; see EnginePool.load_weights."""
+        """Update every member; see EnginePool.load_weights. Those that sleep wake up."""
         async with self._updating:
             self.check_alive()
             before, self._target = self._target, target
             members = list(self.members)
             await self._broadcast.update(target, members)
-            outcomes = await asyncio.gather(*(self._update(member) for member in members))
+            outcomes = await self._update_all(members)
             refused = {m: e for m, e in zip(members, outcomes, strict=True) if e is not None}
             if refused and not any(self._took(member) for member in members):
                 self._target = before
@@ -129,9 +141,7 @@ class Fleet:
 
     async def close(self) -> None:
         """Stop keeping, abort what runs, drop the connections."""
-        keepers, self._keepers = self._keepers, set()
-        for keeper in keepers:
-            keeper.cancel()
+        keepers = self._keepers.cancel()
         attempts = [attempt for member in self.members for attempt in member.attempts]
         if keepers or attempts:
             await asyncio.wait({*keepers, *attempts})
@@ -145,7 +155,38 @@ class Fleet:
         for member in self.members:
             member.drop(self.reason)
 
+    async def sleep(self) -> None:
+        """Let all sleep. Raises EngineError for one that is there but does not; what runs is
+        broken off then too, and goes on once `wake` or `load_weights` was called."""
+        async with self._updating:
+            self.check_alive()
+            self.asleep = True
+            outcomes = await asyncio.gather(
+                *(fall_asleep(member) for member in self.members if not member.leaving),
+                return_exceptions=True,
+            )
+            self._watch_outage()
+            for outcome in outcomes:
+                if outcome is not None:
+                    raise outcome
+
+    async def wake(self) -> None:
+        """Let all serve again, with the weights that they had."""
+        async with self._updating:
+            self.check_alive()
+            if self.asleep:
+                await self._update_all(self.members)
+                await self._until_taken()
+
     # one member
+
+    async def _update_all(self, members: Sequence[Member]) -> list[EngineError | None]:
+        outcomes = await asyncio.gather(*(self._update(member) for member in members))
+        self.asleep = False
+        for member in members:
+            member.wake.set()
+        self._watch_outage()
+        return outcomes
 
     def _is_current(self, member: Member) -> bool:
         version = member.server.policy_version
@@ -164,6 +205,11 @@ class Fleet:
         """None: it took the update or is out. Otherwise why it refused, the old weights on."""
         if self._took(member):
             return None
+        if member.asleep:
+            refused = await rouse(member, self._target)
+            if not (refused or member.in_doubt):
+                self._serve(member)
+            return refused
         if not member.serving:
             await member.updated()  # a load of older weights ends before they are removed
             return None
@@ -181,43 +227,12 @@ class Fleet:
             await self._returned.wait()
             self.check_alive()
 
-    def _keep(self, member: Member) -> None:
-        keeper = asyncio.create_task(self._tend(member))
-        self._keepers.add(keeper)
-        keeper.add_done_callback(self._keeper_ended)
-
-    def _keeper_ended(self, keeper: asyncio.Task[None]) -> None:
-        self._keepers.discard(keeper)
-        if not keeper.cancelled() and (error := keeper.exception()) is not None:
-            logger.error("a keeper of the engine pool failed", exc_info=error)
-            self._on_end(f"a keeper of the engine pool failed: {error!r}")
-
-    async def _tend(self, member: Member) -> None:
-        """Look after one server until it leaves, then let it finish what it has."""
-        failures = 0
-        while not member.leaving:
-            pause = self._config.poll_interval_s
-            if member.serving:
-                failures = 0
-                try:
-                    await member.poll()
-                    self._on_change()  # its limit may have grown
-                except EngineError as error:
-                    member.suspend(str(error))
-                    self._watch_outage()
-            elif await self._try_to_serve(member):
-                continue
-            else:
-                failures += 1
-                pause = backoff(self._config, failures, self._rng)
-            if member.serving or failures:
-                await member.rest(pause)
-        while member.attempts:
-            await asyncio.wait(set(member.attempts))
-        await member.server.close()
-
     async def _try_to_serve(self, member: Member) -> bool:
         """Let a server back in, with the current weights."""
+        async with member.returning:
+            return not self.asleep and await self._return(member)
+
+    async def _return(self, member: Member) -> bool:
         target = self._target
         came_back = False
         try:
@@ -243,7 +258,7 @@ class Fleet:
     def _watch_outage(self) -> None:
         """The clock of an outage runs while nobody serves."""
         serving = any(member.serving for member in self.members)
-        self._outage.watch(running=not serving and self.reason is None)
+        self._outage.watch(running=not serving and self.reason is None, wanted=self.asleep)
 
     def _give_up(self) -> None:
         reasons = [f"{m.name}: {m.reason}" for m in self.members if not m.leaving]

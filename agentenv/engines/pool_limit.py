@@ -45,6 +45,6 @@ class ConcurrencyLimit:
             self._limit = min(float(self._maximum), self._limit + STEP)
 
     def restart(self) -> None:
-        """The server is another process now: its counters begin anew."""
+        """Its counters say nothing of its load: it is another process now, or has new weights."""
         self._num_preemptions = None
         self._num_queued = 0

@@ -41,6 +41,7 @@ class Member:
         self.serving = False
         self.in_doubt = True  # not connected, another process perhaps, or with mixed weights
         self.leaving = False  # removed: it serves no more requests
+        self.asleep = False
         self.max_model_len = 0  # tokens, once connected
         self.features: frozenset[str] = frozenset()
         self.epoch = 0  # connections so far; after each it may be another process
@@ -48,6 +49,7 @@ class Member:
         self.in_flight = 0
         self.attempts: set[asyncio.Task[Completion]] = set()
         self.lock = asyncio.Lock()
+        self.returning = asyncio.Lock()  # held while it may come back into the pool
         self.wake = asyncio.Event()  # something happened that its keeper should look at
         self.counts: Counter[str] = Counter()
 
@@ -207,6 +209,7 @@ class Member:
             if self.config.check_weights:
                 await self.check.check(self.server, policy_version)
             self.in_doubt = False
+            self.limit.restart()  # an engine may preempt what runs to change its weights
 
     async def updated(self) -> None:
         """Wait while its weights are being replaced."""

@@ -1,4 +1,4 @@
-"""How long a pool has been without any server, and when that is too long."""
+"""How long an engine could not sample, and when that is too long."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 
 class Outage:
-    """A clock that runs while no server is there; `on_end` is called after `max_s` in one go."""
+    """A clock that runs while no server is there; `on_end` is called after `max_s` in one go,
+    unless the outage is `wanted`."""
 
-    def __init__(self, max_s: float, on_end: Callable[[], None]) -> None:
+    def __init__(self, max_s: float = 0.0, on_end: Callable[[], None] = lambda: None) -> None:
         self._max_s, self._on_end = max_s, on_end
+        self._running = False
         self._timer: asyncio.TimerHandle | None = None
         self._began = 0.0
         self._past_s = 0.0
@@ -18,16 +20,19 @@ class Outage:
     @property
     def total_s(self) -> float:
         """Seconds of all outages so far."""
-        if self._timer is None:
+        if not self._running:
             return self._past_s
         return self._past_s + asyncio.get_running_loop().time() - self._began
 
-    def watch(self, *, running: bool) -> None:
-        """Start or stop the clock."""
-        if running and self._timer is None:
-            loop = asyncio.get_running_loop()
-            self._began = loop.time()
-            self._timer = loop.call_later(self._max_s, self._on_end)
-        elif not running and self._timer is not None:
+    def watch(self, *, running: bool, wanted: bool = False) -> None:
+        """Start or stop the clock. `wanted`: the servers sleep, for as long as it takes."""
+        if running != self._running:
+            self._past_s, self._running = self.total_s, running
+            if running:
+                self._began = asyncio.get_running_loop().time()
+        limited = running and not wanted
+        if limited and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._max_s, self._on_end)
+        elif not limited and self._timer is not None:
             self._timer.cancel()
-            self._past_s, self._timer = self.total_s, None
+            self._timer = None

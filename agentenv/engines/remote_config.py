@@ -10,6 +10,8 @@ from agentenv.engines.launch_config import ServersConfig
 from agentenv.engines.pool_config import PoolConfig
 from agentenv.errors import ConfigError
 
+SGLANG_RESERVED = 2  # tokens of its context length that an SGLang server never fills
+
 
 class TimeoutsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Deadlines of calls to a server."""

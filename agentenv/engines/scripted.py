@@ -15,7 +15,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from agentenv.errors import ConfigError, EngineDeadError, EngineError
+from agentenv.engines.request_check import check_request
+from agentenv.engines.server import Request
+from agentenv.errors import ConfigError, EngineDeadError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 Script = Callable[[str, Random], str]
@@ -57,6 +59,7 @@ class ScriptedEngine:
         self.script = script or _load_script(config.script)
         self._version = policy_version
         self._closed = False
+        self._running = 0
         self._stats = {"requests": 0.0, "sampled_tokens": 0.0, "prompt_tokens": 0.0}
 
     @property
@@ -72,11 +75,25 @@ class ScriptedEngine:
         on_tokens: Callable[[Chunk], None] | None = None,
         stream_interval: int = 1,
     ) -> Completion:
-        self._check(prompt_ids, sampling)
+        if self._closed:
+            raise EngineDeadError("the scripted engine was closed")
+        request = Request(session, prompt_ids, sampling)
+        check_request(request, len(self.tokenizer), self.config.max_model_len)
         self._stats["requests"] += 1
         self._stats["prompt_tokens"] += len(prompt_ids)
         rng = Random(f"{sampling.seed}/{session}")
         turn = self._turn(prompt_ids, sampling, rng)
+        self._running += 1
+        try:
+            await self._speak(turn, on_tokens, stream_interval)
+        finally:
+            self._running -= 1
+        return turn
+
+    async def _speak(
+        self, turn: Completion, on_tokens: Callable[[Chunk], None] | None, stream_interval: int
+    ) -> None:
+        """Let the time of the turn pass, report its tokens, and label them."""
         await asyncio.sleep(self.config.latency_s)
         for start in range(0, len(turn.token_ids), stream_interval):
             end = min(start + stream_interval, len(turn.token_ids))
@@ -94,28 +111,16 @@ class ScriptedEngine:
                         turn.entropies[start:end],
                     )
                 )
-        return turn
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
         """Take the version; there are no weights to read."""
         self._version = policy_version
 
     def stats(self) -> dict[str, float]:
-        return dict(self._stats)
+        return {**self._stats, "running": float(self._running), "waiting": 0.0}
 
     async def close(self) -> None:
         self._closed = True
-
-    def _check(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
-        if self._closed:
-            raise EngineDeadError("the scripted engine was closed")
-        if not prompt_ids or sampling.max_tokens < 1:
-            raise EngineError("the prompt is empty or max_tokens is below 1")
-        if len(prompt_ids) + sampling.max_tokens > self.config.max_model_len:
-            raise EngineError(
-                f"{len(prompt_ids)} prompt tokens and max_tokens {sampling.max_tokens} exceed "
-                f"max_model_len {self.config.max_model_len}"
-            )
 
     def _turn(self, prompt_ids: Sequence[int], sampling: SamplingParams, rng: Random) -> Completion:
         prompt = self.tokenizer.decode(list(prompt_ids), skip_special_tokens=False)

@@ -23,12 +23,18 @@ class ServerLostError(EngineError):
     again, here or elsewhere. Tokens received until then were all reported to `on_chunk`."""
 
 
+class BrokenOffError(EngineError):
+    """The request was ended on purpose, for a change of the server. Tokens received until then
+    were all reported to `on_chunk`; the rest may be asked for at once, and no retry is used up."""
+
+
 class ServerInfo(Struct, frozen=True):
     """What a server said of itself when it was probed.
 
     `model` is the name it serves under, `max_model_len` tokens of prompt and turn together;
     `features` are the names of what it can do beyond generating: "versions" (a version span per
-    token), "load_weights" (from a directory), "broadcast", "pause", "sleep", "fingerprint".
+    token), "load_weights" (from a directory), "adapters" (as directories too), "broadcast",
+    "pause", "sleep", "fingerprint".
     """
 
     engine: str
@@ -107,6 +113,16 @@ class Server(Protocol):
         weights are served under the old version. ServerLostError: nobody knows what it serves,
         it must not be used before another load has succeeded.
         """
+        ...
+
+    async def sleep(self) -> None:
+        """Give its memory back: no cache, weights in main memory. Nothing may be running on it,
+        and nothing may be asked of it but `wake`, `healthy` and `close`. Feature "sleep" only."""
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory again, with an empty cache. The process may be another one than the one
+        that fell asleep, so that weights have to be loaded before it is used."""
         ...
 
     async def fingerprint(self) -> dict[str, str]:

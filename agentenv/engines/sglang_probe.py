@@ -60,6 +60,7 @@ class ServerArgs(Struct, frozen=True):
     incremental_streaming_output: bool = False
     enable_deterministic_inference: bool = False
     enable_memory_saver: bool = False
+    enable_metrics: bool = False
     preferred_sampling_params: Any = None
 
 
@@ -156,6 +157,12 @@ def _check_args(name: str, args: ServerArgs, model: dict[str, Any]) -> None:
         logger.warning(
             "%s repeats the whole turn in every event; start it with "
             "--incremental-streaming-output",
+            name,
+        )
+    if not args.enable_metrics:
+        logger.warning(
+            "%s does not count preemptions, to which its number of requests is fitted; start it "
+            "with --enable-metrics",
             name,
         )
     if not args.enable_deterministic_inference:

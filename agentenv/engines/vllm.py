@@ -5,22 +5,33 @@ generate:      check --> POST /inference/v1/generate (stream) --> chunks ... -->
 load_weights:  check the directory --> pause --> reload --> drop prefixes --> name --> resume
                requests that come meanwhile wait here, those without a token yet are sent again:
                so each one carries the cache salt of the weights it starts with
+               of an adapter: the same with /v1/load_lora_adapter under a name of its own; all
+               requests are broken off, and go on under the new name
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from agentenv.engines.adapter_layout import is_adapter
 from agentenv.engines.checkpoint_layout import Layout, check_layout, read_layout
 from agentenv.engines.http import HttpClient, RefusedError, Timeouts
 from agentenv.engines.request_check import check_request
-from agentenv.engines.server import Request, ServerInfo, ServerLoad, ServerLostError
+from agentenv.engines.running import Running
+from agentenv.engines.server import (
+    BrokenOffError,
+    Request,
+    ServerInfo,
+    ServerLoad,
+    ServerLostError,
+)
+from agentenv.engines.vllm_adapter import FEATURE, VLLMAdapters, with_features
 from agentenv.engines.vllm_broadcast import VLLMReceiver
 from agentenv.engines.vllm_control import Control
 from agentenv.engines.vllm_probe import GENERATE, TRIAL, Facts, check_tied, check_trial, probe
@@ -67,11 +78,13 @@ class VLLMServer:
         self._open.set()
         self._doubt: str | None = "connect was not called"  # why nobody knows what it serves
         self._half_loaded = False  # since a load that was not completed
-        self._running: dict[str, asyncio.Timeout] = {}  # by request id, to break it off
-        self._unstarted: set[str] = set()  # request ids of those without a token
+        self._running = Running()
         self._background: set[asyncio.Task[None]] = set()
         self.receiver = VLLMReceiver(
             self._control, self._loading, lambda: self._layout, self._replace
+        )
+        self._adapters = VLLMAdapters(
+            self._control, self._running, lambda: self._layout, self._replace
         )
 
     @property
@@ -92,12 +105,13 @@ class VLLMServer:
             await self._control.name_version(policy_version)
             await self._control.reset_prefix_cache()
             self._facts, self._layout = facts, facts.layout
+            self._adapters.name = ""
             self._take_version(policy_version)
             await self._control.load()
             if not self._half_loaded:  # such an engine would die of a request
                 await self._try_out(facts)
                 self._doubt = None
-            return facts.info()
+            return with_features(facts)
 
     async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
         """See Server.generate. While weights are being replaced a new request waits."""
@@ -128,6 +142,9 @@ class VLLMServer:
         computed so far. The server must see `source` under the same path."""
         facts = self._connected()
         async with self._loading:
+            if is_adapter(source) or FEATURE in with_features(facts).features:
+                await self._adapters.load(source, facts, policy_version)
+                return
             layout = await asyncio.to_thread(read_layout, source)
             if self._layout is not None:
                 check_layout(source, layout, self._layout)
@@ -136,10 +153,19 @@ class VLLMServer:
             )
             self._layout = self._layout or layout
 
+    async def sleep(self) -> None:
+        async with self._loading:
+            self._doubt = "it sleeps"
+            await self._control.fall_asleep()
+
+    async def wake(self) -> None:
+        async with self._loading:
+            await self._control.wake()
+
     async def fingerprint(self) -> dict[str, str]:
         """See Server.fingerprint. Empty on the CPU, where vLLM keeps packed copies of most
         parameters elsewhere and tells the checksum of nothing."""
-        if "fingerprint" not in self._connected().features:
+        if "fingerprint" not in self._connected().features or self._adapters.name:
             return {}
         return await self._control.fingerprint()
 
@@ -161,7 +187,7 @@ class VLLMServer:
             await self._control.pause()
             await asyncio.sleep(SETTLE_S)
             # Requests without a token would start on prefixes of the old weights.
-            self._break_off(self._unstarted)
+            self._running.break_off(self._running.unstarted)
             await change()
             changed = True
             await self._control.reset_prefix_cache()
@@ -187,31 +213,29 @@ class VLLMServer:
     ) -> Answer | None:
         """One request to the server; None if other weights came before its first token."""
         answer = Answer(self.name, entropy_kind(self._top_k, self._connected().vocab_size))
-        body = request_body(request_id, request, self._top_k, self._salt)
+        body = request_body(request_id, request, self._top_k, self._salt, self._adapters.name)
         whole = False
-        broken_off = asyncio.timeout(None)
-        self._running[request_id] = broken_off
-        self._unstarted.add(request_id)
-        try:
-            async with broken_off:
-                async with self._http.stream(GENERATE, body) as events:
-                    async for event in events:
-                        chunk = answer.add(event)
-                        if chunk is not None and broken_off.when() is None:
-                            self._unstarted.discard(request_id)
-                            on_chunk(chunk)
-                whole = True
-        except TimeoutError:
-            if not broken_off.expired():
-                raise
-            if request_id not in self._unstarted:
+        with self._running.watch(request_id) as broken_off:
+            try:
+                async with broken_off:
+                    async with self._http.stream(GENERATE, body) as events:
+                        async for event in events:
+                            chunk = answer.add(event)
+                            if chunk is not None and broken_off.when() is None:
+                                self._running.unstarted.discard(request_id)
+                                on_chunk(chunk)
+                    whole = True
+            except TimeoutError:
+                if not broken_off.expired():
+                    raise
+                if request_id in self._running.unstarted:
+                    return None
+                if self._running.was_on_purpose(request_id):
+                    raise BrokenOffError(f"{self.name} got another adapter") from None
                 raise ServerLostError(f"{self.name}: {self._doubt}") from None
-            return None
-        finally:
-            self._unstarted.discard(request_id)
-            del self._running[request_id]
-            if not whole:
-                self._spawn(self._control.abort(self._connected(), [request_id]))
+            finally:
+                if not whole:
+                    self._spawn(self._control.abort(self._connected(), [request_id]))
         return answer
 
     async def _try_out(self, facts: Facts) -> None:
@@ -233,13 +257,6 @@ class VLLMServer:
         self._version = policy_version
         self._salt = next(self._salts)
 
-    def _break_off(self, request_ids: Iterable[str]) -> None:
-        """Those without a token are sent again, the others are lost."""
-        now = asyncio.get_running_loop().time()
-        for each in request_ids:
-            if self._running[each].when() is None:
-                self._running[each].reschedule(now)
-
     async def _give_up(self, error: BaseException) -> None:
         """After a load that was not completed: nothing stays paused, nothing samples unseen."""
         self._doubt = f"a load of weights was not completed ({error or type(error).__name__})"
@@ -247,8 +264,9 @@ class VLLMServer:
 
         async def release() -> None:
             # Half-loaded weights kill an engine that goes on with its requests.
-            self._break_off(self._running)
-            await self._control.abort(self._connected(), list(self._running))
+            ids = self._running.ids
+            self._running.break_off(ids)
+            await self._control.abort(self._connected(), ids)
             await self._control.resume_if_possible()
 
         task = self._spawn(release())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.engines.http import HttpClient
-from agentenv.engines.server import ServerLoad
+from agentenv.engines.server import ServerLoad, ServerLostError
 from agentenv.engines.vllm_probe import ABORT, OLD_ABORT, REPACK, Facts
 from agentenv.errors import ConfigError, EngineError
 
@@ -81,10 +81,29 @@ class Control:
                 await server.call("POST", "/resume")
 
     async def wake(self) -> None:
-        """Resume those that were left paused."""
+        """Resume those that were left paused, or asleep, which counts as paused."""
         for server in self.servers:
-            if (await server.call_json("GET", "/is_paused"))["is_paused"]:
-                await server.call("POST", "/resume")
+            for path in ("/wake_up", "/resume"):
+                if (await server.call_json("GET", "/is_paused"))["is_paused"]:
+                    await server.call("POST", path, timeout_s=server.timeouts.load_s)
+
+    async def fall_asleep(self) -> None:
+        """Weights go to main memory, the cache is dropped; on the CPU they only pause."""
+        params = {"level": "1", "mode": "abort"}
+        await self.post("/sleep", params=params, timeout_s=self.servers[0].timeouts.load_s)
+
+    async def load_adapter(self, name: str, source: Path) -> None:
+        """Serve an adapter of peft under a name of its own, and see that it does."""
+        await self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(source)})
+        for server in self.servers:
+            models = (await server.call_json("GET", "/v1/models"))["data"]
+            if not any(m["id"] == name and m["root"] == str(source) for m in models):
+                raise ServerLostError(f"{server.name} does not list the adapter {name}")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Errors do not matter: nothing asks for it any more."""
+        with suppress(EngineError):
+            await self.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def fingerprint(self) -> dict[str, str]:
         """SHA-256 per parameter and worker; empty if one of them is the checksum of nothing."""

@@ -79,7 +79,10 @@ async def probe(http: HttpClient, vocab_size: int | None, entropy_top_k: int) ->
     info = (
         await http.call_json("GET", "/server_info", params={"config_format": "json"}, timeout_s=120)
     )["vllm_config"]
+    cpu = "cpu" in str(info["device_config"].get("device", ""))
     _check_settings(http.name, info["model_config"], entropy_top_k)
+    if cpu:
+        _check_prefill(http.name, info["scheduler_config"])
     layout = _layout(Path(str(model.get("root", ""))))
     size = vocab_size or (layout.vocab_size if layout is not None else None)
     if size is None:
@@ -93,7 +96,6 @@ async def probe(http: HttpClient, vocab_size: int | None, entropy_top_k: int) ->
         features.add("broadcast")
     if "POST /sleep" in routes and info["model_config"].get("enable_sleep_mode"):
         features.add("sleep")
-    cpu = "cpu" in str(info["device_config"].get("device", ""))
     if "POST /weight_checker" in routes and not cpu:
         features.add("fingerprint")
     return Facts(
@@ -150,6 +152,14 @@ def _check_settings(name: str, settings: dict[str, Any], entropy_top_k: int) -> 
         raise ConfigError(
             f"{name} gives at most {most} log-probs a token, entropy_top_k is {entropy_top_k}: "
             f"start it with --max-logprobs {entropy_top_k}, or lower entropy_top_k"
+        )
+
+
+def _check_prefill(name: str, settings: dict[str, Any]) -> None:
+    if settings.get("enable_chunked_prefill"):
+        raise ConfigError(
+            f"{name} runs on the CPU and computes long prompts in parts, of which vLLM {TRIED} "
+            "dies when a request has a seed: start it with --no-enable-chunked-prefill"
         )
 
 

@@ -66,7 +66,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 def request_body(
-    request_id: str, request: Request, entropy_top_k: int, cache_salt: str
+    request_id: str, request: Request, entropy_top_k: int, cache_salt: str, adapter: str = ""
 ) -> dict[str, Any]:
     """What is posted; no default is left to the server, it may read them from the model."""
     sampling = request.sampling
@@ -91,6 +91,7 @@ def request_body(
         }
     return {
         "request_id": request_id,
+        **({"model": adapter} if adapter else {}),
         "token_ids": request.prompt_ids,
         "sampling_params": params,
         "stream": True,

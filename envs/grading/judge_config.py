@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
@@ -17,8 +17,15 @@ class JudgeConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     api_key_env: Annotated[
         str, Meta(description="environment variable that holds the key; empty: no key; not logged")
     ] = ""
+    when: Annotated[
+        Literal["rules_wrong", "always"],
+        Meta(
+            description="asked when the rules find no right answer; or always, which changes no "
+            "grade, but tells how far the two agree"
+        ),
+    ] = "rules_wrong"
     timeout_s: Annotated[float, Meta(gt=0, description="limit of one request, seconds")] = 60.0
-    num_retries: Annotated[int, Meta(ge=0, description="after 429, 5xx, time-outs")] = 3
+    num_retries: Annotated[int, Meta(ge=0, description="after 429, 5xx, time-outs")] = 5
     max_concurrency: Annotated[int, Meta(ge=1, description="requests in flight")] = 64
     max_answer_chars: Annotated[
         int, Meta(ge=20, description="a longer answer keeps its head and tail")

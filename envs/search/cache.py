@@ -62,6 +62,16 @@ class ResultCache:
 
     def get(self, key: str) -> bytes | None:
         """The value of `key`, or None."""
+        value = self._find(key)
+        self.num_hits += value is not None
+        self.num_misses += value is None
+        return value
+
+    def holds(self, key: str) -> bool:
+        """Whether `get` would find it; not counted."""
+        return self._find(key) is not None
+
+    def _find(self, key: str) -> bytes | None:
         value = self._recall(key)
         if value is None:
             value = self._pending.get(key)
@@ -70,8 +80,6 @@ class ResultCache:
                 value, age_s = self._read(key)
             if value is not None:
                 self._remember(key, value, age_s)
-        self.num_hits += value is not None
-        self.num_misses += value is None
         return value
 
     def put(self, key: str, value: bytes) -> None:

@@ -40,7 +40,7 @@ class CachedBackend:
 
     async def search(self, query: Query) -> list[Hit]:
         """From the cache, from an equal call in the air, or from the backend."""
-        key = msgspec.json.encode([self._name, query]).decode()
+        key = self._key(query)
         known = self.cache.get(key)
         if known is not None:
             return msgspec.json.decode(known, type=list[Hit])
@@ -48,6 +48,10 @@ class CachedBackend:
         if imported is not None:
             return hits_of_arpo(imported.decode())[: query.max_results]
         return await self._flight.run(key, lambda: self._fetch(key, query))
+
+    def knows(self, query: Query) -> bool:
+        """Whether the answer is in the cache."""
+        return self.cache.holds(self._key(query)) or self.cache.holds(ARPO_PREFIX + query.text)
 
     async def document(self, url: str) -> Hit | None:
         """The backend's own document."""
@@ -57,6 +61,9 @@ class CachedBackend:
         """Stop what is in the air and close the backend; the cache is its owner's."""
         await self._flight.close()
         await self.backend.close()
+
+    def _key(self, query: Query) -> str:
+        return msgspec.json.encode([self._name, query]).decode()
 
     async def _fetch(self, key: str, query: Query) -> list[Hit]:
         hits = await self.backend.search(query)

@@ -14,6 +14,7 @@ from agentenv.types import Info, ToolResult
 from envs.search.backend import Hit, Query, market_of
 from envs.search.bm25 import CORPUS_SCHEME
 from envs.search.cache import ResultCache
+from envs.search.cached import CachedBackend
 from envs.search.cassette import Cassette
 from envs.search.config import SearchConfig, build_backend
 from envs.search.pages import PageReader
@@ -78,8 +79,11 @@ class SearchService:
     async def _search(self, text: str, episode: Episode) -> ToolResult:
         config, sizes = self.config, self.config.sizes
         market = market_of(text, config.market, config.language)
-        hits = _distinct(await self.backend.search(Query(text, config.max_results, market)))
-        info: Info = {"ids": [hit.id or hit.url for hit in hits]}
+        query, info = Query(text, config.max_results, market), Info()
+        if isinstance(self.backend, CachedBackend):
+            info["cached"] = self.backend.knows(query)
+        hits = _distinct(await self.backend.search(query))
+        info["ids"] = [hit.id or hit.url for hit in hits]
         if not hits:
             return ToolResult(NO_RESULTS, info)
         if sizes.mode == "snippets":

@@ -16,7 +16,8 @@ Key = tuple[str, str, int]
 class EvalRow(Struct, kw_only=True, omit_defaults=True):
     """One trajectory. `dataset`, `task` and `sample` (from 0) name it within an evaluation.
 
-    `segments` is the text in order, {"policy": ...} or {"env": ...}, the prompt first. A failed
+    `segments` is the text in order, {"policy": ...} or {"env": ...}, the prompt first; where an
+    end-of-sequence token ended a turn, its text stands apart: {"policy": ..., "eos": ...}. A failed
     one (end "failed") has an `error` and no scores: it is counted by kind, never as wrong.
     `scores` holds every metric that was computed, each in [0, 1]: em, f1, contains, math, judge;
     `success` and `reward` are those of the environment's grader, `reason` is its explanation.
@@ -26,6 +27,7 @@ class EvalRow(Struct, kw_only=True, omit_defaults=True):
     task: str
     sample: int
     kind: str = "all"
+    env_id: str = ""  # of the task; regrading asks this environment for its grader
     question: str = ""
     answers: list[str] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)  # of the dataset: level, category, ...
@@ -34,6 +36,7 @@ class EvalRow(Struct, kw_only=True, omit_defaults=True):
     prediction: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)  # name, arguments, ok, error
     num_turns: int = 0
+    num_retries: int = 0  # after failures, with the same seeds
     prompt_tokens: int = 0
     action_tokens: int = 0  # sampled by the policy
     tool_tokens: int = 0  # of tool results

@@ -13,6 +13,7 @@ from launchers.phases import PhaseClock
 from launchers.rl import report
 from launchers.rl.entropy_plot import entropy_line, write_entropy
 from launchers.rl.parts import Parts
+from launchers.rl.plots import write_plots
 from launchers.rl.state import RunState
 from launchers.rundir import RunDirectory, save_state
 from launchers.view import View
@@ -103,10 +104,7 @@ class Recorder:
         self.run.write_json("summary.json", summary)
         if self.report_set:
             self.view.show(report.final_table(state, self.report_set))
-        report.learning_curve(
-            self.run.path / "metrics.jsonl", self.run.path / "curve.png", self.run.path.name
-        )
-        write_entropy(state.entropy, self.run.path, self.run.path.name)
+        pictures = ", ".join(self.draw())
         if line := entropy_line(state.entropy):
             self.view.say(line)
         for clock, seconds in (("wall", summary["wall_s"]), ("CPU", summary["cpu_s"])):
@@ -114,13 +112,20 @@ class Recorder:
             self.view.say(f"{clock} seconds: {times}")
         last = self.run.checkpoints.path(state.step).name
         self.view.say(
-            f"written to {self.run.path}: summary.json, curve.png, entropy.png, entropy.csv, "
-            f"samples.txt, metrics.jsonl, trajectories/, checkpoints/{last}"
+            f"written to {self.run.path}: summary.json, {pictures}, entropy.csv, samples.txt, "
+            f"metrics.jsonl, trajectories/, checkpoints/{last}"
         )
 
+    def draw(self) -> list[str]:
+        """The pictures of the run so far; returns their names."""
+        folder = self.run.path
+        write_entropy(self.state.entropy, folder, folder.name)
+        return [*write_plots(folder / "metrics.jsonl", folder, folder.name), "entropy.png"]
+
     async def write_trajectories(self, name: str, trees: list[TrajectoryTree]) -> None:
-        """Every trajectory as a readable row, until the size limit."""
+        """Every trajectory as a readable row, until the size limit; a sample to the monitors."""
         log = self.config.log
+        await asyncio.to_thread(self.run.show_trajectories, name, trees, self.parts.tokenizer)
         if not log.trajectories:
             return
         limit = log.max_trajectory_mb * 1e6

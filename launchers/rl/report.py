@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from agentenv.evaluate import Report, Score
-from agentenv.tree import Trajectory, TrajectoryTree
+from agentenv.tree import TrajectoryTree
 from launchers.rl.state import RunState
+from launchers.trajectories import readable, trajectory_row
 
 PHASES = ("before_sft", "after_sft", "after_rl")
 TITLES = {
@@ -191,56 +191,6 @@ def write_samples(
                 continue
             for trajectory in tree.trajectories():
                 seen.add(tree.task.kind)
-                file.write(_readable(tree, trajectory, tokenizer) + "\n\n")
+                row = trajectory_row(tree, trajectory, tokenizer)
+                file.write(readable(row) + "\n\n")
                 break
-
-
-def _readable(tree: TrajectoryTree, trajectory: Trajectory, tokenizer: Any) -> str:
-    verdict = "right" if trajectory.success else "wrong"
-    lines = [
-        f"--- {tree.task.kind}: {tree.task.question}",
-        f"    expected {' or '.join(tree.task.answers)}; {verdict}, reward {trajectory.reward:g}, "
-        f"{trajectory.leaf.end}"
-        + (f" by {trajectory.leaf.limit}" if trajectory.leaf.limit is not None else ""),
-    ]
-    for node in trajectory.turns:
-        lines.append(f"policy | {tokenizer.decode(node.action_ids)}")
-        if node.observation_ids:
-            lines.append(f"env    | {tokenizer.decode(node.observation_ids).strip()}")
-    return "\n".join(lines)
-
-
-def learning_curve(metrics: Path, target: Path, name: str) -> None:
-    """Plot training reward and success by step, and the evaluations, from metrics.jsonl."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    steps = [row for row in rows if "trees/offered" in row]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for key, label in (("reward/success", "success"), ("reward/mean", "reward")):
-        left.plot([r["step"] for r in steps], [r.get(key) for r in steps], label=label)
-    left.set(title="training rollouts (sampled)", xlabel="update", ylim=(-1.05, 1.15))
-    left.legend(loc="lower right")
-    eval_keys = _eval_keys(rows)
-    for key, style in eval_keys:
-        points = [(row["step"], row[key]) for row in rows if key in row]
-        label = key.removeprefix("eval/").removesuffix("/success")
-        right.plot(*zip(*points, strict=True), style, label=label, markersize=4)
-    right.set(title="evaluation success (sampled)", xlabel="update", ylim=(-0.02, 1.02))
-    if eval_keys:
-        right.legend(loc="lower right", fontsize="small")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    figure.suptitle(name)
-    figure.savefig(target, dpi=110)
-    plt.close(figure)
-
-
-def _eval_keys(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Success keys with a line style: whole sets solid, kinds of questions dotted."""
-    keys = sorted({k for row in rows for k in row if k.startswith("eval/")})
-    keys = [key for key in keys if key.endswith("/success")]
-    return [(key, "o-" if key.count("/") == 2 else "o:") for key in keys]

@@ -21,11 +21,12 @@ from agentenv.metrics import LoopLag, rollout_metrics
 from agentenv.replay import ReplayQueue
 from agentenv.tree import TrajectoryTree
 from launchers.config import TrainConfig
-from launchers.phases import PhaseClock
+from launchers.phases import PhaseClock, Stopwatch
 from launchers.rl import report
 from launchers.rl.accounting import StepAccounts, Throughput
 from launchers.rl.cancellation import uninterrupted
 from launchers.rl.cold_start_phase import cold_start_phase
+from launchers.rl.live import LiveFigures
 from launchers.rl.parts import Parts, build_parts
 from launchers.rl.recorder import Recorder
 from launchers.rl.self_critic import SelfCritic
@@ -58,6 +59,7 @@ class Training:
         self.lag = LoopLag()
         self.refused: list[TrajectoryTree] = []  # by the current queue.get, not accounted yet
         self.throughput = Throughput()
+        self.watch = Stopwatch()
         self.parts: Parts
         self.recorder: Recorder
 
@@ -122,19 +124,25 @@ class Training:
     async def _reinforce(self) -> None:
         self.throughput.rate(self.parts.engine.stats())
         self.view.begin("RL", self.parts.num_steps, self.state.step)
+        self.live = LiveFigures(self.view, self.state, self.queue, self.parts.engine)
         try:
             async with asyncio.TaskGroup() as rollouts:
                 feeder = rollouts.create_task(self._feed(rollouts))
+                showing = rollouts.create_task(self.live.run())
                 while self.state.step < self.parts.num_steps:
                     with self.clock.phase("rl"):
-                        trees = await self.queue.get(self._keep)
+                        with self.watch.part("wait"):
+                            trees = await self.queue.get(self._keep)
                         await uninterrupted(self._learn(trees))
-                    await self.recorder.after_step()
+                    with self.watch.part("evaluate_and_save"):
+                        await self.recorder.after_step()
                 feeder.cancel()
+                showing.cancel()
                 for rollout in self.queue.drain():
                     rollout.cancel()
         except asyncio.CancelledError:
             await self.recorder.save_checkpoint()
+            self.recorder.draw()
             raise
         finally:
             self.view.end()
@@ -163,7 +171,8 @@ class Training:
     async def _learn(self, trees: list[TrajectoryTree]) -> None:
         """Update on the trees, publish, release their slots, and account for every one."""
         parts, state = self.parts, self.state
-        metrics = await self.accounts.parity(parts)
+        with self.watch.part("parity"):
+            metrics = await self.accounts.parity(parts)
         criticised = await self._criticise()
         metrics |= criticised
         version = parts.learner.policy_version
@@ -172,12 +181,15 @@ class Training:
         metrics |= rollout_metrics(delivered, version)
         if trained:
             scale = lr_factor(self.config.learner, state.step, parts.num_steps)
-            update = await parts.learner.update(trained, scale)
+            with self.watch.part("update"):
+                update = await parts.learner.update(trained, scale)
             metrics["learner/lr_scale"] = scale
+            metrics["learner/learning_rate"] = self.config.learner.learning_rate * scale
             metrics |= {f"learner/{name}": value for name, value in update.items()}
             state.totals.trained_tokens += int(update["num_tokens"])
         if trained or criticised.get("self_critic/num_steps"):
-            await parts.publish()
+            with self.watch.part("publish"):
+                await parts.publish()
         self.queue.release(len(trees))
         state.position += len(delivered)
         state.step += 1
@@ -213,10 +225,11 @@ class Training:
             "queue/ready": self.queue.num_ready,
             **{f"engine/{name}": value for name, value in engine.items()},
             "time/sampled_tokens_per_s": self.throughput.rate(engine),
+            **self.watch.take(),
             "event_loop/lag_p99_ms": self.lag.percentile_ms(99),
         }
         self.recorder.log(row)
-        line = report.step_line(row, self.parts.num_steps)
-        self.view.say(line)
+        self.live.row = row
+        self.view.say(report.step_line(row, self.parts.num_steps))
         self.view.advance(state.step)
         await self.recorder.write_trajectories(f"step-{state.step:06d}", trees)

@@ -45,8 +45,14 @@ def check_roles(config: msgspec.Struct) -> None:
 
 async def start_roles(config: C, resolve: Any, factory: ServerFactory) -> C:
     """Start the servers of all roles; the configuration with their URLs in place of the names."""
-    roles: Mapping[str, RoleConfig] = getattr(config, "roles", {})
     check_roles(config)
+    return fill_roles(config, await start_servers(getattr(config, "roles", {}), resolve, factory))
+
+
+async def start_servers(
+    roles: Mapping[str, RoleConfig], resolve: Any, factory: ServerFactory
+) -> dict[str, str]:
+    """Start the servers of all roles; their URLs by name."""
     urls: dict[str, str] = {}
     for name, role in roles.items():
         if role.url:
@@ -61,7 +67,7 @@ async def start_roles(config: C, resolve: Any, factory: ServerFactory) -> C:
             key=f"roles.{name}",
             max_model_len=role.max_model_len,
         )
-    return fill_roles(config, urls)
+    return urls
 
 
 def fill_roles(config: C, urls: Mapping[str, str]) -> C:

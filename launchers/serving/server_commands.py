@@ -13,6 +13,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from agentenv.engines.launch_config import LaunchConfig
+from agentenv.engines.remote_config import SGLANG_RESERVED
 from agentenv.errors import ConfigError
 from launchers.assembly import read_model_config
 
@@ -150,7 +151,9 @@ def _sglang_arguments(served: Served, config: LaunchConfig, model: dict[str, Any
     found += ["--model-path", str(served.model), "--served-model-name", served.name]
     found += ["--dtype", _dtype(config, model), "--enable-metrics", "--log-level-http", "warning"]
     if served.max_model_len:
-        found += ["--context-length", str(served.max_model_len)]
+        length = served.max_model_len + SGLANG_RESERVED
+        of_model = int(model.get("max_position_embeddings") or length)
+        found += ["--context-length", str(min(length, of_model))]
     if config.max_num_seqs:
         found += ["--max-running-requests", str(config.max_num_seqs)]
     if served.trained:

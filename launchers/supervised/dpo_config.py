@@ -12,6 +12,7 @@ from agentenv.native import NativeConfig
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig
 from launchers.config import ModelConfig, RunConfig
+from launchers.monitor.config import MonitorConfig
 from launchers.supervised.chat_config import ChatDataConfig
 from launchers.supervised.sft_config import (
     LoopConfig,
@@ -74,6 +75,7 @@ class DPORunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     dpo: DPOLoopConfig = DPOLoopConfig()
     learner: DPOLearnerConfig = DPOLearnerConfig()
     checkpoint: SavingConfig = SavingConfig()
+    monitor: MonitorConfig = MonitorConfig()
 
     def __post_init__(self) -> None:
         check_measured(self.data, self.checkpoint)

@@ -12,6 +12,7 @@ from agentenv.native import NativeConfig
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig
 from launchers.config import ModelConfig, RunConfig
+from launchers.monitor.config import MonitorConfig
 from launchers.supervised.chat_config import ChatDataConfig
 from learners.learner import LearnerConfig
 
@@ -119,6 +120,7 @@ class SFTRunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sft: SFTLoopConfig = SFTLoopConfig()
     learner: SupervisedLearnerConfig = SupervisedLearnerConfig()
     checkpoint: SavingConfig = SavingConfig()
+    monitor: MonitorConfig = MonitorConfig()
 
     def __post_init__(self) -> None:
         check_measured(self.data, self.checkpoint)

@@ -80,3 +80,5 @@ def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.Monk
     assert figures["small.flat_best_over_tree"] == pytest.approx(expected, rel=0.05)
     assert figures["small.counted"] > 1
     assert bench.main(["learner", "--shapes", "unheard-of"]) == 2
+    nowhere = str(tmp_path / "nowhere" / "figures.json")
+    assert bench.main(["learner", "--json", nowhere]) == 2, "before minutes are spent"

@@ -37,6 +37,9 @@ class ByteTokenizer:
     def __init__(self, folder: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
+    def __len__(self) -> int:
+        return EOS + 1
+
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -70,11 +73,15 @@ class FaultyServer:
         self.die_after: int | None = None  # tokens
         self.hanging = False
         self.tells_checksums = True
+        self.can_sleep = True
+        self.sleep_fault: EngineError | None = None
+        self.asleep = False
         self.connected = False
         self.loaded: list[tuple[str, int]] = []
         self.requests: list[Request] = []
         self.versions_asked: list[int] = []
         self.num_running = self.peak_running = self.num_aborted = self.num_closed = 0
+        self.num_preemptions = 0
         self._make_engine = make_engine
         self._engine = make_engine()
         self._death = asyncio.Event()
@@ -89,7 +96,7 @@ class FaultyServer:
         self._death.set()
         self._death = asyncio.Event()
         self._engine = self._make_engine()
-        self.weights, self.hanging = "initial", False
+        self.weights, self.hanging, self.asleep = "initial", False, False
 
     # Server
 
@@ -98,11 +105,12 @@ class FaultyServer:
         self._check()
         self.policy_version = policy_version
         await self._engine.load_weights(Path(self.weights), policy_version)
-        features = frozenset({"versions", "load_weights", "fingerprint"})
-        return ServerInfo("faulty", "1", "policy", 4096, features)
+        features = {"versions", "load_weights", "fingerprint", *(["sleep"] * self.can_sleep)}
+        return ServerInfo("faulty", "1", "policy", 4096, frozenset(features))
 
     async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
         self._check()
+        assert not self.asleep, "asked to sample while it sleeps"
         self.requests.append(request)
         self.versions_asked.append(self.policy_version)
         num_tokens = 0
@@ -149,10 +157,22 @@ class FaultyServer:
         if self.hanging:
             await asyncio.Event().wait()
         waiting = max(0, self.num_running - self.num_slots)
-        return ServerLoad(self.num_running - waiting, waiting, 0.5, 0)
+        return ServerLoad(self.num_running - waiting, waiting, 0.5, self.num_preemptions)
+
+    async def sleep(self) -> None:
+        self._check()
+        if self.sleep_fault is not None:
+            raise self.sleep_fault
+        assert self.num_running == 0, "sent to sleep with requests on it"
+        self.asleep = True
+
+    async def wake(self) -> None:
+        self._check()
+        self.asleep = False
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
         self._check()
+        assert not self.asleep, "loads while it sleeps"
         await asyncio.sleep(0.05)
         if self.load_faults:
             fault = self.load_faults.pop(0)
@@ -160,6 +180,7 @@ class FaultyServer:
                 self.weights = "half of " + source.name
             raise fault
         self._check()
+        self.num_preemptions += self.num_running  # as vLLM and SGLang do
         await self._engine.load_weights(source, policy_version)
         self.policy_version, self.weights = policy_version, source.name
         self.loaded.append((source.name, policy_version))

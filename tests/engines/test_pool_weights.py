@@ -32,6 +32,17 @@ async def test_an_update_reaches_all_and_running_turns_show_it(b: Bench) -> None
     assert (await asking).version_spans == [VersionSpan(0, 0, 9), VersionSpan(1, 9, len(TEXT))]
 
 
+@virtual(1, initial_concurrency=8)
+async def test_what_an_update_preempts_is_no_congestion(b: Bench) -> None:
+    asked = [asyncio.create_task(b.ask()) for _ in range(6)]
+    await asyncio.sleep(1.2)  # it has been looked at before and is after
+    await b.load(1)
+    await asyncio.sleep(0.9)
+    assert b.servers[0].num_preemptions == 6
+    assert b.pool.stats()["server/0/limit"] == 8
+    await asyncio.gather(*asked)
+
+
 @virtual(2)
 async def test_spans_over_a_loss_and_an_update(b: Bench) -> None:
     """Of a lost part the versions are those its server had when the tokens came in."""

@@ -161,8 +161,9 @@ async def test_a_request_that_waits_in_the_server_starts_on_the_new_weights(
     ids = prompt(12, 3 * BLOCK + 5)
     few = SamplingParams(max_tokens=3, temperature=0.0)
     await plain.generate(ids, few)
-    others = contract.start_many(plain, ids, 8 * NUM_SEQS)  # seconds of work before it
-    await asyncio.sleep(0.3)
+    others = contract.start_many(plain, ids, 8 * NUM_SEQS)
+    while (await plain.server.load()).num_waiting < 2 * NUM_SEQS:  # noqa: ASYNC110 (it knows)
+        await asyncio.sleep(0.02)
     waiting = asyncio.create_task(plain.generate(ids, few))
     await asyncio.sleep(0.1)
     await plain.load_weights(world.paths[1], 1)
@@ -198,7 +199,7 @@ async def test_an_update_within_a_request_gives_two_version_spans(
 
 
 async def test_a_cancelled_call_frees_the_server(plain: ServerSubject) -> None:
-    await contract.check_abort(plain, within_s=2.0, num_requests=32)
+    await contract.check_abort(plain, num_requests=32)
 
 
 async def test_many_at_once(plain: ServerSubject, servers: Servers) -> None:
@@ -290,9 +291,8 @@ async def test_an_engine_that_dies(tied: ServerSubject, servers: Servers) -> Non
     long = SamplingParams(contract.LONG)
     calls = [asyncio.create_task(tied.generate(prompt(1, 9), long, c.append)) for c in chunks]
     http = HttpClient(servers.tied.url)
-    async with asyncio.timeout(20):
-        while not any(c and not call.done() for c, call in zip(chunks, calls, strict=True)):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    while not any(c and not call.done() for c, call in zip(chunks, calls, strict=True)):  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
     await http.call("POST", "/pause", params={"mode": "keep"})  # some are in the middle now
     await asyncio.sleep(0.3)
     os.kill(servers.tied.pid_of("EngineCore"), 9)

@@ -22,7 +22,7 @@ ARGUMENTS = (
     *("--host", "127.0.0.1", "--served-model-name", "policy", "--dtype", "float32"),
     *("--max-model-len", str(MAX_LENGTH), "--max-num-seqs", str(NUM_SEQS)),
     *("--block-size", str(BLOCK)),
-    *("--enforce-eager", "--enable-prompt-tokens-details"),
+    *("--enforce-eager", "--enable-prompt-tokens-details", "--no-enable-chunked-prefill"),
 )
 # What a client refuses to go without.
 SCALE_OUT = ("--enable-scale-out",)

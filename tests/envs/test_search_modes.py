@@ -212,7 +212,9 @@ async def test_a_run_is_recorded_and_replayed_offline(site: Web, tmp_path: Path)
 async def test_processes_share_a_cache(site: Web, tmp_path: Path) -> None:
     config = site.config(cache=str(tmp_path / "cache.db"))
     first = await search(config, "lima")
-    assert await search(config, "lima") == first
+    second = await search(config, "lima")
+    assert (second.text, second.info["ids"]) == (first.text, first.info["ids"])
+    assert (first.info["cached"], second.info["cached"]) == (False, True)
     assert site.num_searches == 1
 
 

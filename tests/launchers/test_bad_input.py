@@ -99,19 +99,3 @@ def test_resuming_what_never_ran(warehouse: Path, capsys: pytest.CaptureFixture[
 def test_evaluating_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(tmp_path), "--env", "agentenv/Quickstart-v0", "data=x.jsonl"]
     assert "is not a model directory" in refused(capsys, evaluate.main(arguments))
-
-
-def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        train.main(["--help"])
-    assert exit_.value.code == 0
-    text = capsys.readouterr().out
-    for key in (
-        "queue.max_staleness",
-        "algorithm[aepo].branch_penalty",
-        "engine[embedded].device",
-        "limits.max_turn_tokens",
-        "sft.stages[n].num_steps",
-        "eval.sets.NAME.every",
-    ):
-        assert key in text

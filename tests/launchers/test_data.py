@@ -18,6 +18,8 @@ from agentenv.types import Task
 from launchers import evaluate, train
 from launchers.config import TrainConfig
 from launchers.data import load_training
+from launchers.evaluation import command
+from launchers.evaluation.subject import Subject, of_run
 
 Row = dict[str, Any]
 
@@ -134,8 +136,8 @@ def test_an_evaluation_reads_the_rows_of_a_run_as_the_run_did(
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.json").write_text(json.dumps(to_plain(config)))
-    raw = evaluate._of_run(run, "a")
-    assert raw["rows"]["columns"] == to_plain(ColumnsConfig(question="ask", kind="source"))
+    raw = of_run(run, ["a"])
+    assert raw["sets"]["a"]["columns"] == to_plain(ColumnsConfig(question="ask", kind="source"))
     seen: list[Task] = []
 
     async def rollout(self: Actor, task: Task, *_: Any, **__: Any) -> Any:
@@ -143,8 +145,9 @@ def test_an_evaluation_reads_the_rows_of_a_run_as_the_run_did(
         raise AgentEnvError("enough was seen")
 
     monkeypatch.setattr(Actor, "rollout", rollout)
-    monkeypatch.setattr(evaluate, "_subject", lambda _: (warehouse.parent / "model", raw, run))
-    assert evaluate.main([str(run)]) == 1
+    subject = Subject("run", raw, run, warehouse.parent / "model")
+    monkeypatch.setattr(command, "find_subject", lambda *_, **__: subject)
+    assert evaluate.main([str(run), "--out", str(tmp_path / "out")]) == 1
     assert [(task.question, task.kind, task.id) for task in seen] == [
         ("How many bolts are there?", "shelf", "x-1")
     ]

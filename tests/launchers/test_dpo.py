@@ -17,24 +17,12 @@ from agentenv.errors import ConfigError, DataError
 from agentenv.tree import TrajectoryTree, to_json
 from agentenv.types import Task
 from launchers import dpo, train
-from launchers.quickstart import build_model
-from launchers.quickstart_chat import write_dialogues
 from launchers.supervised.dpo_config import DPORunConfig
 from launchers.supervised.pair_rows import pairs_of, read_pair_row
+from tests.launchers.supervised import make_supervised, run_small
+from tests.support.runs import rows_of
 
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Model, preferences, and a configuration that the tests change by overrides."""
-    folder = tmp_path_factory.mktemp("dpo")
-    build_model(folder / "model", seed=0)
-    write_dialogues(folder, seed=0)
-    (folder / "small.toml").write_text(
-        f"""
-[run]
-dir = "{folder}/runs"
-[model]
-path = "{folder}/model"
+TABLES = """\
 [data]
 train = "pairs"
 eval = "pairs-heldout"
@@ -47,26 +35,19 @@ gradient_accumulation = 1
 num_steps = 6
 [learner]
 learning_rate = 2e-3
-""",
-        encoding="utf-8",
-    )
-    return folder
+"""
 
 
-def run(workspace: Path, name: str, *overrides: str) -> Path:
-    arguments = [str(workspace / "small.toml"), f"run.name={name}", *overrides]
-    assert dpo.main(arguments) == 0
-    return workspace / "runs" / name
-
-
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model, preferences, and a configuration that the tests change by overrides."""
+    return make_supervised(tmp_path_factory.mktemp("dpo"), TABLES)
 
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_held_out_answers_are_preferred(workspace: Path, tuning: str) -> None:
     """Also by the policy itself: the chosen answer's log-prob rises over the rejected one's."""
-    found = run(workspace, tuning, f"dpo.tuning={tuning}", "checkpoint.every=3")
+    found = run_small(dpo, workspace, tuning, f"dpo.tuning={tuning}", "checkpoint.every=3")
     rows = rows_of(found)
     before, after = [row for row in rows if "eval/loss" in row]
     assert before["eval/loss"] == pytest.approx(log(2), abs=1e-5)
@@ -93,7 +74,7 @@ def test_held_out_answers_are_preferred(workspace: Path, tuning: str) -> None:
 
 def test_the_model_without_its_adapter_is_the_same_reference(workspace: Path) -> None:
     runs = [
-        run(workspace, f"by-{kind}", f"dpo.reference={kind}", "dpo.num_steps=3")
+        run_small(dpo, workspace, f"by-{kind}", f"dpo.reference={kind}", "dpo.num_steps=3")
         for kind in ("scored", "adapter_off")
     ]
     losses = [[row["dpo/loss"] for row in rows_of(path) if "dpo/loss" in row] for path in runs]
@@ -202,7 +183,7 @@ def test_the_self_critic_alone_prefers_the_answers_that_the_reward_finds_right(
     # what it has written trains the same way from a file
     files = str(found / "pairs" / "round-000000.jsonl")
     keys = [f"data.train={files}", "data.dataset_info=", "data.eval=", "data.max_length=512"]
-    again = run(workspace, "of-rounds", *keys, "dpo.num_steps=3")
+    again = run_small(dpo, workspace, "of-rounds", *keys, "dpo.num_steps=3")
     losses = [row["dpo/loss"] for row in rows_of(again)]
     assert losses[-1] < losses[0] - 0.05
 

@@ -29,7 +29,7 @@ def evaluated(warehouse: Path, out: Path, *overrides: str) -> list[dict[str, Any
     ]
     arguments += ["engine.script=tests.launchers.test_env_settings:insistent"]
     assert evaluate.main([*arguments, *overrides]) == 0
-    lines = (out / "trajectories.jsonl").read_text().splitlines()
+    lines = (out / "rows.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 

@@ -23,7 +23,8 @@ from launchers import evaluate, train
 from launchers.config import TrainConfig
 from launchers.env_config import TABLES
 from launchers.environments import EnvMaker, check_graders, tables_of
-from launchers.evaluate import EvaluateConfig
+from launchers.evaluation.run_config import EvaluateConfig, resolve_sets
+from launchers.evaluation.subject import of_run
 
 INTERPRETER = {"timeout_s": 3.0, "preload": []}
 SEARCH = {"mode": "pages", "max_results": 2, "show_links": False}
@@ -194,7 +195,7 @@ def test_a_run_with_a_broken_grader_never_starts_engine_or_learner(
         raise AssertionError("an engine or a learner was started")
 
     monkeypatch.setattr("launchers.rl.parts.DeepSpeedLearner.start", started)
-    for module in ("launchers.rl.parts", "launchers.evaluate"):
+    for module in ("launchers.rl.parts", "launchers.evaluation.parts"):
         monkeypatch.setattr(f"{module}.start_engine", started)
     (tmp_path / "mine.py").write_text(BROKEN["raises"])
     own = [f"grader.path={tmp_path}/mine.py", "grader.name=score", "env.id=agentenv/QAGrader-v0"]
@@ -217,7 +218,7 @@ def test_an_evaluation_takes_the_tables_of_its_run(tmp_path: Path) -> None:
     }  # fmt: skip
     config = build_config(TrainConfig, raw, "test")
     (tmp_path / "config.json").write_text(json.dumps(agentenv.config.to_plain(config)))
-    again = build_config(EvaluateConfig, evaluate._of_run(tmp_path, "a"), "test")
+    again = resolve_sets(of_run(tmp_path, ["a"]), "test").sets["a"]
     assert tables_of(again) == tables_of(config)
     assert again.search is not None
     assert again.grader is None
@@ -226,7 +227,7 @@ def test_an_evaluation_takes_the_tables_of_its_run(tmp_path: Path) -> None:
 def test_help_names_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     for launcher in (train, evaluate):
         with pytest.raises(SystemExit):
-            launcher.main(["--help"])
-        text = capsys.readouterr().out
+            launcher.main(["--help-keys"])
+        text = "".join(capsys.readouterr())
         for key in ("python.interpreter", "search.mode", "grader.path", "search.summarizer.url"):
-            assert f"  {key}  (" in text
+            assert f"\n{key}  (" in text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,28 +13,17 @@ from transformers import AutoModelForCausalLM
 from agentenv.config import build_config
 from agentenv.errors import ConfigError, DataError
 from launchers import sft
-from launchers.quickstart import build_model
-from launchers.quickstart_chat import write_dialogues
 from launchers.supervised.chat_data import split
 from launchers.supervised.loss_plot import smoothed
 from launchers.supervised.run import Rows
 from launchers.supervised.sft_config import LoopConfig, SFTRunConfig
+from tests.launchers.supervised import make_supervised, run_small
+from tests.support.runs import rows_of
 
 PNG = b"\x89PNG"
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Model, dialogues, and a configuration that the tests change by overrides."""
-    folder = tmp_path_factory.mktemp("sft")
-    build_model(folder / "model", seed=0)
-    write_dialogues(folder, seed=0)
-    (folder / "small.toml").write_text(
-        f"""
-[run]
-dir = "{folder}/runs"
-[model]
-path = "{folder}/model"
+TABLES = """\
 [data]
 train = "{folder}/sharegpt.jsonl"
 eval = "{folder}/sharegpt-heldout.jsonl"
@@ -49,24 +37,17 @@ num_steps = 20
 optimizer = "muon_adamw"
 learning_rate = 1e-2
 muon_learning_rate = 1.2e-2
-""",
-        encoding="utf-8",
-    )
-    return folder
+"""
 
 
-def run(workspace: Path, name: str, *overrides: str) -> Path:
-    arguments = [str(workspace / "small.toml"), f"run.name={name}", *overrides]
-    assert sft.main(arguments) == 0
-    return workspace / "runs" / name
-
-
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model, dialogues, and a configuration that the tests change by overrides."""
+    return make_supervised(tmp_path_factory.mktemp("sft"), TABLES)
 
 
 def test_the_loss_on_held_out_dialogues_falls(workspace: Path) -> None:
-    found = run(workspace, "falls", "sft.eval_every=10", "checkpoint.every=10")
+    found = run_small(sft, workspace, "falls", "sft.eval_every=10", "checkpoint.every=10")
     rows = rows_of(found)
     losses = [row["eval/loss"] for row in rows if "eval/loss" in row]
     assert [row["step"] for row in rows if "eval/loss" in row] == [0, 10, 20]
@@ -101,7 +82,7 @@ def test_a_resumed_run_ends_with_the_same_weights(workspace: Path, kind: str) ->
     keys = ["sft.num_steps=4", "checkpoint.every=2", "sft.packing=true", "data.max_length=256"]
     if kind == "lora":
         keys += ["learner.optimizer=adamw", "learner.lora={r=4}"]
-    found = run(workspace, f"resumed-{kind}", *keys)
+    found = run_small(sft, workspace, f"resumed-{kind}", *keys)
     first, whole = found / "checkpoints" / "step-000002", found / "checkpoints" / "step-000004"
     expected, rows = weights(whole), rows_of(found)
     assert not torch.equal(
@@ -146,7 +127,7 @@ def test_bad_rows_can_be_left_out_and_a_split_measures(
     path = workspace / "some-bad.jsonl"
     path.write_text("\n".join([*good[:4], "{}", *good[4:]]) + "\n")
     keys = [f"data.train={path}", "data.eval=", "data.eval_split=0.34", "data.skip_bad_rows=true"]
-    found = run(workspace, "some-bad", *keys, "sft.num_steps=1")
+    found = run_small(sft, workspace, "some-bad", *keys, "sft.num_steps=1")
     assert "1 bad rows are left out" in capsys.readouterr().out
     assert "row 5: no dialogue is found" in (found / "run.log").read_text()
     summary = json.loads((found / "summary.json").read_text())

@@ -23,6 +23,7 @@ from launchers import evaluate, train
 from launchers.config import TrainConfig
 from launchers.supervised.dpo_config import DPORunConfig
 from launchers.supervised.sft_config import SFTRunConfig
+from tests.support.runs import rows_of
 from tests.support.warehouse import ROOT
 
 SETS = [
@@ -37,10 +38,6 @@ SETS = [
     "checkpoint.keep_last=2",
     "checkpoint.best_metric=b/success",
 ]
-
-
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def trees_of(run: Path, step: int) -> list[int]:
@@ -150,10 +147,11 @@ def test_evaluating_a_run_and_a_checkpoint(
 ) -> None:
     arguments = ["--env", "me/Warehouse-v0", "--n", "6", "--out", str(tmp_path / "out")]
     assert evaluate.main([str(finished), *arguments]) == 0
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["overall"]["num_trajectories"] == 6
+    assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 6
     checkpoint = finished / "checkpoints" / "best"
+    arguments[-1] = str(tmp_path / "best")
     assert evaluate.main([str(checkpoint), *arguments, "num_samples=2"]) == 0
+    assert len((tmp_path / "best" / "rows.jsonl").read_text().splitlines()) == 12
     assert "bolts" in capsys.readouterr().out
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+from tests.learners.ranks import save_tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +17,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model; nothing is written into it."""
+    return save_tiny_model(tmp_path_factory.mktemp("model"))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import psutil
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from agentenv.tree import TrajectoryTree
+from learners.algorithm import Algorithm
 from learners.arpo import ARPO
 from learners.encoding import EncodedTree, encode
 from learners.learner import LearnerConfig
@@ -32,8 +35,8 @@ def two_ranks(**keys: Any) -> LearnerConfig:
         "learning_rate": 1e-3,
         "weight_decay": 0.1,
         "grad_clip": 0.5,
-        "command_timeout_s": 60,
-        "start_timeout_s": 60,
+        "command_timeout_s": 120,
+        "start_timeout_s": 120,
     }
     return LearnerConfig(**{**known, **keys})
 
@@ -61,10 +64,12 @@ def encoded(trees: list[TrajectoryTree], version: int = 0) -> list[EncodedTree]:
     return kept
 
 
-def plain_torch(model_dir: Path, config: LearnerConfig, dtype: torch.dtype) -> Trainer:
+def plain_torch(
+    model_dir: Path, config: LearnerConfig, dtype: torch.dtype, algorithm: Algorithm = ALGORITHM
+) -> Trainer:
     """The oracle: one rank, no DeepSpeed, weights rounded to `dtype` at first."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).float().eval()
-    return Trainer(TorchBackend(Policy(model, config.temperature), config), ALGORITHM, config)
+    return Trainer(TorchBackend(Policy(model, config.temperature), config), algorithm, config)
 
 
 def train(trainer: Trainer, trees: list[TrajectoryTree], size: int) -> dict[str, float]:
@@ -85,4 +90,21 @@ def weights_in(directory: Path) -> dict[str, torch.Tensor]:
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     assert a.keys() == b.keys()
-    return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
+    """NaN if there is one anywhere."""
+    parts = [(a[name].float() - b[name].float()).abs().max() for name in a]
+    return float(torch.stack(parts).max())
+
+
+def assert_gone(pids: list[int]) -> None:
+    """Within a time that only a process which does not end takes."""
+    deadline = time.monotonic() + 30.0
+    while any(map(_runs, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,14 +1,16 @@
 """A program that is killed while it saves; `tests.learners.test_checkpoint` runs it.
 
-    python -m tests.learners.saving_forever FOLDER KILLS
+    python -m tests.learners.saving_forever FOLDER KILLS [STAGE]
 
-Forks itself KILLS times. Each child saves checkpoint after checkpoint, as a run does, with all
-weights and moments equal to the step, until it is killed at a random moment. The parent checks
-what it finds. Prints the number of checkpoints, and of kills that left a half-written one.
+Forks itself KILLS times: one rank of plain torch, or with STAGE two of DeepSpeed ZeRO. The
+children save checkpoint after checkpoint, as a run does, with all weights and moments equal to
+the step, until one of them or both are killed at a random moment. The parent checks what it
+finds. Prints the number of checkpoints, and of kills that left a half-written one.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
@@ -17,28 +19,60 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from launchers.checkpoints import Checkpoints, find_checkpoint
 from launchers.rl.state import RunState
 from launchers.rundir import load_state, save_state
 from learners import checkpoint, export
+from learners.backend import RankBackend, empty_batch
+from learners.deepspeed_backend import DeepSpeedBackend, prepare_deepspeed
+from learners.deepspeed_worker import PR_SET_PDEATHSIG
 from learners.export_offline import Weights
+from learners.fragments import changing, fragments, held, moments
 from learners.policy import Policy
 from learners.torch_backend import TorchBackend
 from tests.learners.ranks import two_ranks
 from tests.learners.trees import tiny_model
 
 
-def save_from(backend: TorchBackend, source: Path, checkpoints: Checkpoints, step: int) -> None:
+def make_backend(folder: Path, rank: int, stage: int | None) -> RankBackend:
+    """A backend whose optimizer has a state."""
+    backend: TorchBackend | DeepSpeedBackend
+    if stage is None:
+        backend = TorchBackend(Policy(tiny_model()), two_ranks(num_ranks=1))
+    else:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+        dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
+        backend = DeepSpeedBackend(Policy(tiny_model()), two_ranks(zero_stage=stage))
+    backend.backward(backend.forward(empty_batch())[0].sum())
+    backend.step(1.0)
+    return backend
+
+
+@torch.no_grad()
+def fill(backend: RankBackend, value: int) -> None:
+    with changing(backend):
+        for _, _, elements in held(backend):
+            elements.fill_(value)
+    for fragment in fragments(backend):
+        for tensor in (fragment.view(fragment.owner), *moments(backend, fragment)[0].values()):
+            tensor.fill_(value)
+
+
+def save_for_ever(folder: Path, backend: RankBackend, step: int, told: int) -> None:
+    """Rank 0 does what the controller does, too; it tells when a checkpoint is complete."""
+    checkpoints = Checkpoints(folder / "checkpoints")
     while True:
-        for param in backend.policy.parameters():
-            param.data.fill_(step)
-            backend.base_optimizer.state[param]["exp_avg"].fill_(step)
-        partial = checkpoints.begin(step)
-        export.write_model(backend, source, partial, durable=True)
+        fill(backend, step)
+        if backend.rank == 0:
+            checkpoints.begin(step)
+        backend.gather(None)
+        partial = checkpoints.path(step).with_suffix(".partial")
+        export.write_model(backend, folder / "model", partial, durable=True)
         meta = checkpoint.Meta(
-            num_ranks=1,
-            zero_stage=0,
+            num_ranks=backend.num_ranks,
+            zero_stage=backend.stage,
             dtype="float32",
             optimizer="adamw",
             policy_version=step,
@@ -47,11 +81,13 @@ def save_from(backend: TorchBackend, source: Path, checkpoints: Checkpoints, ste
             base_model="",
         )
         checkpoint.save(backend, meta, partial / "trainer")
-        save_state(partial, RunState(step=step))
-        checkpoints.complete(partial)
-        checkpoints.prune(2)
-        if step % 2:
-            checkpoints.keep_best(step)
+        if backend.rank == 0:
+            save_state(partial, RunState(step=step))
+            checkpoints.complete(partial)
+            os.write(told, b".")
+            checkpoints.prune(2)
+            if step % 2:
+                checkpoints.keep_best(step)
         step += 1
 
 
@@ -70,36 +106,51 @@ def check(path: Path) -> int:
     return int(step)
 
 
-def main(folder: Path, kills: int) -> None:
+def kill_some_time(folder: Path, stage: int | None, step: int) -> None:
+    """Start all ranks, and kill them after some checkpoints and a part of a further one."""
+    (folder / "meeting").unlink(missing_ok=True)
+    hears, tells = os.pipe()
+    children = []
+    for rank in range(1 if stage is None else 2):
+        children.append(os.fork())
+        if children[-1] == 0:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            save_for_ever(folder, make_backend(folder, rank, stage), step, tells)
+    os.close(tells)
+    start = time.monotonic()
+    for _ in range(random.randint(1, 3)):
+        start, before = time.monotonic(), start
+        assert os.read(hears, 1), "a rank has ended by itself"
+    time.sleep(random.random() * min(time.monotonic() - before, 1.0))
+    # All at once, or one first; the others then wait for it or find it gone.
+    for child in random.sample(children, len(children)):
+        os.kill(child, signal.SIGKILL)
+        time.sleep(random.choice((0.0, 0.1)))
+    for child in children:
+        os.waitpid(child, 0)
+    os.close(hears)
+
+
+def main(folder: Path, kills: int, stage: int | None = None) -> None:
     torch.set_num_threads(1)
-    source = folder / "model"
-    tiny_model().save_pretrained(source)
-    backend = TorchBackend(Policy(tiny_model()), two_ranks(num_ranks=1))
-    for param in backend.policy.parameters():
-        param.grad = torch.ones_like(param)
-    backend.step(1.0)
+    prepare_deepspeed()
+    tiny_model().save_pretrained(folder / "model")
     checkpoints = Checkpoints(folder / "checkpoints")
     last = best = half = 0
     for _ in range(kills):
-        child = os.fork()
-        if child == 0:
-            save_from(backend, source, checkpoints, last + 1)
-        time.sleep(random.uniform(0.0, 0.25))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        kill_some_time(folder, stage, last + 1)
         half += any(checkpoints.folder.glob("*.partial"))
         found = [check(path) for path in checkpoints.finished()]
-        assert not last or max(found) >= last, (found, last)
-        last = max(found, default=0)
+        assert max(found) > last, (found, last)
+        last = max(found)
         if checkpoints.best() is not None or best:
             path = checkpoints.best()
             assert path is not None, "there was a best one, and it is lost"
             assert check(path) >= best
             best = check(path)
-        if found:
-            assert check(find_checkpoint(folder)) == last
+        assert check(find_checkpoint(folder)) == last
     sys.stdout.write(f"{last} {half}\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

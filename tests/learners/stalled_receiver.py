@@ -16,6 +16,8 @@ def main() -> None:
     host, port, name = sys.argv[1:]
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=30))
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
     group, _ = _new_process_group_helper(
         2,
         1,

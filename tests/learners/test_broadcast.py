@@ -18,20 +18,15 @@ from learners.deepspeed_learner import DeepSpeedLearner
 from learners.encoding import encode_sequence
 from learners.learner import LearnerConfig
 from learners.sender import LearnerSender
-from tests.learners.ranks import ALGORITHM, save_tiny_model
+from tests.learners.ranks import ALGORITHM
 
 TEACHING = [encode_sequence(list(range(1, 20)), [False] + [True] * 18)]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 @asynccontextmanager
-async def started(base: Path, root: Path, timeout_s: float) -> AsyncIterator[LearnerSender]:
+async def started(model_dir: Path, root: Path, timeout_s: float) -> AsyncIterator[LearnerSender]:
     learner = await DeepSpeedLearner.start(
-        LearnerConfig(backend="torch"), ALGORITHM, base, root / "learner.log"
+        LearnerConfig(backend="torch"), ALGORITHM, model_dir, root / "learner.log"
     )
     try:
         yield LearnerSender(learner, root / "published", timeout_s)
@@ -51,21 +46,23 @@ async def stalled_group(
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
+    assert process.stdout is not None
+    await process.stdout.readline()
     return Group(name, address, 2, sender.timeout_s), process
 
 
 async def test_a_broadcast_that_nobody_takes_is_called_off_at_once(
-    base: Path, tmp_path: Path
+    model_dir: Path, tmp_path: Path
 ) -> None:
     """The receiver sees it too; the learner goes on with its weights."""
-    async with started(base, tmp_path, timeout_s=300) as sender:
+    async with started(model_dir, tmp_path, timeout_s=300) as sender:
         await sender.publish()
         group, process = await stalled_group(sender, "stalled")
         await sender.join(group)
         sending = asyncio.create_task(sender.send())
         await asyncio.sleep(0.5)
         assert not sending.done()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await sender.abort()
             with pytest.raises(TransferError, match="called off"):
                 await sending
@@ -74,25 +71,27 @@ async def test_a_broadcast_that_nobody_takes_is_called_off_at_once(
         assert (await sender.learner.imitate(TEACHING))["num_steps"] == 1
 
 
-async def test_a_broadcast_that_nobody_takes_ends_by_itself(base: Path, tmp_path: Path) -> None:
-    async with started(base, tmp_path, timeout_s=6) as sender:
+async def test_a_broadcast_that_nobody_takes_ends_by_itself(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    async with started(model_dir, tmp_path, timeout_s=6) as sender:
         await sender.publish()
         group, process = await stalled_group(sender, "slow")
         await sender.join(group)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             with pytest.raises(TransferError, match="not taken within 6 s"):
                 await sender.send()
         await process.communicate(b"")
 
 
 async def test_joining_ends_when_it_is_called_off_or_nobody_comes(
-    base: Path, tmp_path: Path
+    model_dir: Path, tmp_path: Path
 ) -> None:
-    async with started(base, tmp_path, timeout_s=300) as sender:
+    async with started(model_dir, tmp_path, timeout_s=300) as sender:
         await sender.publish()
         joining = asyncio.create_task(sender.join(Group("alone", await sender.open(), 2, 300)))
         await asyncio.sleep(0.5)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await sender.abort()
             with pytest.raises(TransferError, match="called off"):
                 await joining
@@ -105,9 +104,9 @@ async def test_joining_ends_when_it_is_called_off_or_nobody_comes(
 
 
 async def test_the_directory_holds_what_was_published_or_is_refused(
-    base: Path, tmp_path: Path
+    model_dir: Path, tmp_path: Path
 ) -> None:
-    async with started(base, tmp_path, timeout_s=10) as sender:
+    async with started(model_dir, tmp_path, timeout_s=10) as sender:
         assert await sender.publish() == 1
         path = await sender.write()
         assert path == await sender.write() == tmp_path / "published" / "v1"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from agentenv.errors import ConfigError
+from launchers import train
 from learners.deepspeed_settings import deepspeed_settings
 from learners.learner import LearnerConfig
 
@@ -99,3 +100,26 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         LearnerConfig(**keys)
+
+
+CRITIC = 'self_critic={every=2, optimizer={optimizer="muon_adamw"}}'
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["learner.zero_stage=2"], "sft.optimizer.optimizer = muon_adamw needs whole matrices, "
+         "which learner.zero_stage = 2 cuts"),
+        (["learner.lora={r=4}"], "sft.optimizer.optimizer = muon_adamw would make the matrices"),
+        (["learner.zero_stage=1", "sft.optimizer.optimizer=adamw", CRITIC],
+         "self_critic.optimizer.optimizer = muon_adamw needs whole matrices"),
+    ],
+)  # fmt: skip
+def test_optimizers_of_other_parts_of_a_run_are_refused_before_it_starts(
+    overrides: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = [f"run.dir={tmp_path}/runs", "learner.optimizer=adamw", *overrides]
+    assert train.main([str(QUICKSTART), *keys]) == 2
+    assert text in capsys.readouterr().err.replace("\n", " ")
+    assert not (tmp_path / "runs").exists()

@@ -17,17 +17,11 @@ from tests.learners.ranks import (
     ALGORITHM,
     largest_difference,
     plain_torch,
-    save_tiny_model,
     two_ranks,
     weights_in,
     weights_of,
 )
 from tests.learners.trees import VOCABULARY
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def pairs(sizes: list[int]) -> list[EncodedTree]:

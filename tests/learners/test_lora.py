@@ -22,7 +22,6 @@ from tests.learners.ranks import (
     ALGORITHM,
     encoded,
     largest_difference,
-    save_tiny_model,
     two_ranks,
     uneven_trees,
     weights_in,
@@ -32,13 +31,8 @@ LORA = LoRAConfig(r=4, alpha=8)
 CONFIG = two_ranks(num_ranks=1, backend="torch", lora=LORA, learning_rate=1e-2)
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-def start(base: Path, config: LearnerConfig = CONFIG) -> Rank:
-    return Rank(wire.Init(config, ALGORITHM, str(base), seed=0))
+def start(model_dir: Path, config: LearnerConfig = CONFIG) -> Rank:
+    return Rank(wire.Init(config, ALGORITHM, str(model_dir), seed=0))
 
 
 def train(rank: Rank) -> None:
@@ -51,11 +45,11 @@ def params(rank: Rank) -> dict[str, torch.Tensor]:
 
 
 def test_only_adapters_are_trained_and_publishing_changes_nothing(
-    base: Path, tmp_path: Path
+    model_dir: Path, tmp_path: Path
 ) -> None:
-    rank = start(base)
+    rank = start(model_dir)
     rank.write_model(tmp_path / "v0", publish=True)
-    assert largest_difference(weights_in(tmp_path / "v0"), weights_in(base)) == 0, "B is zero"
+    assert largest_difference(weights_in(tmp_path / "v0"), weights_in(model_dir)) == 0, "B is zero"
     before = params(rank)
     train(rank)
     after = params(rank)
@@ -67,20 +61,20 @@ def test_only_adapters_are_trained_and_publishing_changes_nothing(
     name = "model.layers.0.self_attn.q_proj.weight"
     layer = name.removesuffix(".weight")
     a, b = (after[f"{layer}.lora_{part}.default.weight"] for part in "AB")
-    expected = weights_in(base)[name] + 2.0 * b @ a
+    expected = weights_in(model_dir)[name] + 2.0 * b @ a
     torch.testing.assert_close(weights_in(tmp_path / "v1")[name], expected)
     assert not (tmp_path / "v1" / "adapter").exists(), "engines need the merged model only"
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
-def test_what_is_exported_is_what_was_trained(base: Path, tmp_path: Path) -> None:
-    rank = start(base)
+def test_what_is_exported_is_what_was_trained(model_dir: Path, tmp_path: Path) -> None:
+    rank = start(model_dir)
     train(rank)
     out = tmp_path / "step-000001"
     rank.write_model(out, publish=False)
     ids = torch.tensor([[1, 2, 3, 4]])
     merged = AutoModelForCausalLM.from_pretrained(out)(ids).logits
-    plain = AutoModelForCausalLM.from_pretrained(base)
+    plain = AutoModelForCausalLM.from_pretrained(model_dir)
     assert not torch.allclose(merged, plain(ids).logits, atol=1e-3)
     adapted = peft.PeftModel.from_pretrained(plain, out / "adapter")
     torch.testing.assert_close(adapted(ids).logits, merged)
@@ -95,17 +89,17 @@ def test_what_is_exported_is_what_was_trained(base: Path, tmp_path: Path) -> Non
     assert largest_difference(ours, theirs) == 0
 
 
-def test_a_checkpoint_keeps_adapter_and_optimizer_only(base: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_keeps_adapter_and_optimizer_only(model_dir: Path, tmp_path: Path) -> None:
     config = two_ranks(num_ranks=1, backend="torch", lora=LoRAConfig(r=2, dropout=0.2))
-    whole = start(base, config)
+    whole = start(model_dir, config)
     train(whole)
     checkpoint = tmp_path / "step-000001"
     whole.save(checkpoint / "trainer")
     saved = Checkpoint(checkpoint / "trainer")
     assert saved.shapes
     assert all(is_adapter(name) for name in saved.shapes)
-    assert frozen_model(checkpoint) == base
-    resumed = start(base, config)
+    assert frozen_model(checkpoint) == model_dir
+    resumed = start(model_dir, config)
     resumed.load(checkpoint / "trainer")
     torch.manual_seed(3)
     train(resumed)
@@ -115,9 +109,9 @@ def test_a_checkpoint_keeps_adapter_and_optimizer_only(base: Path, tmp_path: Pat
         assert torch.equal(params(resumed)[name], weight)
 
 
-def test_dropout_acts_in_training_passes_only(base: Path) -> None:
+def test_dropout_acts_in_training_passes_only(model_dir: Path) -> None:
     config = two_ranks(num_ranks=1, backend="torch", lora=LoRAConfig(r=2, dropout=0.5))
-    rank = start(base, config)
+    rank = start(model_dir, config)
     train(rank)
     first, second = (rank.trainer.score(encoded(uneven_trees(1))) for _ in range(2))
     assert first == second
@@ -127,10 +121,12 @@ def test_dropout_acts_in_training_passes_only(base: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [3])
-async def test_two_ranks_with_cut_weights_equal_one(stage: int, base: Path, tmp_path: Path) -> None:
-    one = start(base)
+async def test_two_ranks_with_cut_weights_equal_one(
+    stage: int, model_dir: Path, tmp_path: Path
+) -> None:
+    one = start(model_dir)
     config = two_ranks(zero_stage=stage, lora=LORA, learning_rate=1e-2, groups_per_minibatch=8)
-    learner = await DeepSpeedLearner.start(config, ALGORITHM, base, tmp_path / "learner.log")
+    learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "learner.log")
     try:
         kept = encoded(uneven_trees(4))
         one.run(wire.Update([kept], 1.0))
@@ -145,9 +141,9 @@ async def test_two_ranks_with_cut_weights_equal_one(stage: int, base: Path, tmp_
         await learner.close()
 
 
-def test_contradictions_are_refused(base: Path) -> None:
-    with pytest.raises(ConfigError, match="use optimizer = adamw"):
+def test_contradictions_are_refused(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r'set learner\.optimizer = "adamw"'):
         LearnerConfig(lora=LORA)
     config = two_ranks(num_ranks=1, backend="torch", lora=LoRAConfig(target_modules=["nothing"]))
     with pytest.raises(ConfigError, match=r"learner\.lora\.target_modules: .*nothing"):
-        start(base, config)
+        start(model_dir, config)

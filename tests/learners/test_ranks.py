@@ -25,18 +25,12 @@ from tests.learners.ranks import (
     encoded,
     largest_difference,
     plain_torch,
-    save_tiny_model,
     train,
     two_ranks,
     uneven_trees,
     weights_in,
     weights_of,
 )
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("backend", ["zero-0", "zero-1", "zero-2", "zero-3", "torch"])

@@ -1,0 +1,180 @@
+"""One rollout for a person to watch: tokens as they come, tool calls, results, the grade."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from agentenv.actor import Actor
+from agentenv.engine import Engine
+from agentenv.env import Env, ForkMode
+from agentenv.plan import Independent
+from agentenv.renderer import Renderer
+from agentenv.tree import Trajectory, TrajectoryTree
+from agentenv.types import Chunk, Completion, Info, Limit, Message, SamplingParams, Task
+from launchers.command import EXIT_FAILED
+from launchers.evaluation.parts import Builder
+from launchers.evaluation.run_config import EvaluateConfig
+from launchers.evaluation.subject import Subject
+from launchers.view import View
+
+SET = "question"
+PARTIAL = "\ufffd"
+
+
+class Stage:
+    """Where a rollout is shown."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._at_start = True
+
+    def heading(self, name: str, style: str) -> None:
+        """Begin a part of the conversation."""
+        self.write("" if self._at_start else "\n", "")
+        self.write(f"[{name}]\n", f"bold {style}")
+
+    def write(self, text: str, style: str) -> None:
+        if text:
+            # not print of markup: what a model or tool writes is never an instruction to us
+            self._console.print(Text(text, style=style), end="", soft_wrap=True)
+            self._console.file.flush()
+            self._at_start = text.endswith("\n")
+
+
+class WatchedEngine:
+    """An engine whose turns are shown while they are sampled."""
+
+    def __init__(self, engine: Engine, stage: Stage, renderer: Renderer) -> None:
+        self.engine, self._stage, self._renderer = engine, stage, renderer
+
+    @property
+    def policy_version(self) -> int:
+        return self.engine.policy_version
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session: str,
+        on_tokens: Callable[[Chunk], None] | None = None,
+        stream_interval: int = 1,
+    ) -> Completion:
+        ids: list[int] = []
+        shown = ""
+
+        def show(chunk: Chunk) -> None:
+            nonlocal shown
+            ids.extend(chunk.token_ids)
+            text = self._renderer.decode(ids)
+            if not text.endswith(PARTIAL):
+                self._stage.write(text[len(shown) :], "green")
+                shown = text
+
+        self._stage.heading("policy", "green")
+        completion = await self.engine.generate(
+            prompt_ids, sampling, session=session, on_tokens=show, stream_interval=1
+        )
+        whole = self._renderer.decode(completion.token_ids)
+        self._stage.write(whole[len(shown) :] if whole.startswith(shown) else "", "green")
+        return completion
+
+    async def load_weights(self, source: Path, policy_version: int) -> None:
+        await self.engine.load_weights(source, policy_version)
+
+    def stats(self) -> dict[str, float]:
+        return self.engine.stats()
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+
+class WatchedEnv:
+    """An env whose prompt and answers are shown."""
+
+    def __init__(self, env: Env, stage: Stage) -> None:
+        self.env, self._stage = env, stage
+
+    @property
+    def fork_mode(self) -> ForkMode:
+        return self.env.fork_mode
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[list[Message], Info]:
+        messages, info = await self.env.reset(seed=seed, options=options)
+        for message in messages:
+            self._stage.heading(message.role, "blue")
+            self._stage.write(message.content, "")
+        return messages, info
+
+    async def step(self, action: Message) -> tuple[list[Message], float, bool, bool, Info]:
+        outcome = await self.env.step(action)
+        records = outcome[4].get("tool_calls", ())
+        for number, message in enumerate(outcome[0]):
+            record = records[number] if number < len(records) else {}
+            failed = record.get("error") is not None
+            seconds = f", {record['duration_s']:.2f} s" if "duration_s" in record else ""
+            name = f"{message.name or message.role}{', error' if failed else ''}{seconds}"
+            self._stage.heading(name, "red" if failed else "yellow")
+            self._stage.write(message.content, "")
+        return outcome
+
+    async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
+        return await self.env.finish(reason, action)
+
+    async def fork(self) -> WatchedEnv:
+        return WatchedEnv(await self.env.fork(), self._stage)
+
+    async def close(self) -> None:
+        await self.env.close()
+
+
+async def ask_one(
+    config: EvaluateConfig, subject: Subject, question: str, answers: Sequence[str], view: View
+) -> int:
+    """Show one rollout; the exit code."""
+    stage = Stage(view.console)
+    async with AsyncExitStack() as stack:
+        builder = Builder(config, subject, stack, view.say)
+        await builder.start()
+        env = builder.config.sets[SET].env
+        assert env is not None
+        task = Task("question-1", env.id, question, tuple(answers) or ("",))
+        found = (await builder.questions({SET: [task]}))[SET]
+        engine = WatchedEngine(await builder.engine(), stage, found.renderer)
+        plain = builder.actor(SET, found, engine)
+        actor = Actor(
+            engine,
+            found.renderer,
+            lambda task: WatchedEnv(found.make_env(task), stage),
+            plain.limits,
+            plain.sampling,
+            plain.seed,
+        )
+        tree = await actor.rollout(task, Independent(1), session=task.id, max_failures=0)
+    return _conclude(tree, bool(answers), stage, view)
+
+
+def _conclude(tree: TrajectoryTree, graded: bool, stage: Stage, view: View) -> int:
+    (leaf,) = tree.leaves()
+    stage.heading("end", "magenta")
+    if leaf.end == "failed":
+        stage.write("\n", "")
+        view.fail(f"the rollout failed: {leaf.error}")
+        return EXIT_FAILED
+    done = Trajectory(tree.path(leaf))
+    how = f"{leaf.end}" + (f" by the limit of {leaf.limit}" if leaf.limit is not None else "")
+    counts = f"{done.num_tool_calls} tool calls, {done.num_action_tokens} tokens sampled"
+    stage.write(f"{how}; {counts}\n", "")
+    if graded:
+        style = "bold green" if done.success else "bold red"
+        stage.write("right" if done.success else "wrong", style)
+        stage.write(f", reward {done.reward:g}: {leaf.info.get('reason', '')}\n", "")
+    return 0

@@ -1,0 +1,260 @@
+"""What an evaluation is made of, built from its configuration; what cannot work is refused before
+an engine starts."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from agentenv.actor import Actor
+from agentenv.chat import ChatRenderer, Pieces
+from agentenv.engine import Engine
+from agentenv.engines.openai_chat import ChatEngine
+from agentenv.engines.openai_config import OpenAIConfig
+from agentenv.engines.openai_tokens import TokensEngine
+from agentenv.errors import ConfigError
+from agentenv.native import NativeConfig
+from agentenv.renderer import Renderer
+from agentenv.shared import close_shared
+from agentenv.types import Task
+from launchers.assembly import check_context, context_length, load_tokenizer, make_renderer
+from launchers.data import check_environments, fit_prompts, load_set, said
+from launchers.env_config import TABLES
+from launchers.environments import EnvMaker, check_graders, try_env
+from launchers.evaluation.benchmarks import load_benchmark
+from launchers.evaluation.run_config import EvaluateConfig, QuestionSet
+from launchers.evaluation.subject import Subject
+from launchers.serving.engines import start_engine
+from launchers.serving.roles import check_roles, fill_roles, start_servers
+from launchers.serving.servers import ServerFactory
+
+Say = Callable[[str], None]
+
+
+class Questions(NamedTuple):
+    """One set, ready to be asked."""
+
+    config: QuestionSet
+    tasks: Sequence[Task]
+    make_env: EnvMaker
+    renderer: Renderer
+
+
+class Builder:
+    """Builds for one evaluation; `stack` closes what it starts."""
+
+    def __init__(
+        self, config: EvaluateConfig, subject: Subject, stack: AsyncExitStack, say: Say
+    ) -> None:
+        self.config = config
+        self.subject = subject
+        self.endpoint: ChatEngine | TokensEngine | None = None
+        self._stack = stack
+        self._say = say
+        self._pieces = Pieces()
+        self._tokenizer: Any = None
+        self._factory: ServerFactory | None = None
+
+    async def start(self) -> None:
+        """Find model or endpoint, and start the models of roles."""
+        logs = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="agentenv-evaluate-"))
+        self._stack.push(partial(_remove_unless_failed, logs))
+        self._factory = ServerFactory(logs, self._stack, self._say)
+        engine, model = self.config.engine, self._model()
+        if model is not None:
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, model)
+        if isinstance(engine, OpenAIConfig):
+            native = isinstance(self.config.renderer, NativeConfig)
+            self.endpoint = (
+                ChatEngine(engine, self._pieces, native=native)
+                if model is None
+                else TokensEngine(engine)
+            )
+            self._stack.push_async_callback(self.endpoint.close)
+            await self.endpoint.start()
+        self._check_contexts()
+        self._stack.push_async_callback(close_shared)
+        config = self.config
+        check_roles(_tables_of_all(config))
+        urls = await start_servers(config.roles, self.resolve, self._factory)
+        sets = {name: fill_roles(one, urls) for name, one in config.sets.items()}
+        self.config = replace(config, sets=sets)
+
+    async def questions(
+        self, given: Mapping[str, Sequence[Task]] | None = None
+    ) -> dict[str, Questions]:
+        """Every set, with environments and graders tried and prompts that fit; `given` takes the
+        place of the files."""
+        tasks = given or {name: await self._load(name) for name in self.config.sets}
+        makers = {name: self._maker(name, dict.fromkeys(TABLES, True)) for name in tasks}
+        read = {name: maker.reads(tasks[name]) for name, maker in makers.items()}
+        anywhere = frozenset().union(*read.values())
+        found = {}
+        for name, own in tasks.items():
+            one = self.config.sets[name]
+            # a table that another set reads is none of this one's business
+            kept = {table: table in read[name] or table not in anywhere for table in TABLES}
+            make_env = makers[name] if all(kept.values()) else self._maker(name, kept)
+            key = f"sets.{name}"
+            check_environments({key: (one, own)}, make_env, whole_run=False)
+            await try_env(make_env, own[0])
+            if given is None:
+                await check_graders(make_env, own)
+            renderer = self._renderer(one)
+            assert one.limits is not None
+            fitting = await fit_prompts(own, one, make_env, renderer, one.limits, self._say, key)
+            found[name] = Questions(one, fitting, make_env, renderer)
+        return found
+
+    async def engine(self) -> Engine:
+        """Started; weights are loaded where they are ours."""
+        if self.endpoint is not None:
+            return self.endpoint
+        engine, model = self.config.engine, self.subject.model
+        assert not isinstance(engine, OpenAIConfig)
+        assert model is not None
+        assert self._factory is not None
+        limits = max(
+            (one.limits for one in self.config.sets.values() if one.limits is not None),
+            key=lambda limits: limits.max_prompt_tokens + limits.max_response_tokens,
+        )
+        return await start_engine(
+            engine, model, self._tokenizer, 0, limits, self._factory, self._stack, self.config.seed
+        )
+
+    def actor(self, name: str, questions: Questions, engine: Engine) -> Actor:
+        """The actor of a set. Its seed does not depend on what else is asked."""
+        one = questions.config
+        assert one.limits is not None
+        assert one.sampling is not None
+        return Actor(
+            engine,
+            questions.renderer,
+            questions.make_env,
+            one.limits,
+            one.sampling.params(),
+            f"{self.seed(one)}/eval/{name}",
+        )
+
+    def seed(self, one: QuestionSet) -> int:
+        """The seed of sampling of a set."""
+        own = one.sampling.seed if one.sampling is not None else None
+        return self.config.seed if own is None else own
+
+    def resolve(self, text: str) -> Path:
+        """A path of the configuration."""
+        return Path(text.replace("{run}", str(self.subject.run)))
+
+    # inner workings
+
+    def _model(self) -> Path | None:
+        """The directory of model, or at least tokenizer; None where chat messages are spoken."""
+        engine = self.config.engine
+        if not isinstance(engine, OpenAIConfig):
+            if self.subject.model is None:
+                raise ConfigError("engine.name: the engine of a URL is 'openai'")
+            return self.subject.model
+        if self.subject.model is not None:
+            raise ConfigError("engine.name = 'openai': give the endpoint's URL as what to evaluate")
+        return Path(engine.tokenizer) if engine.tokenizer else None
+
+    def _check_contexts(self) -> None:
+        engine, length = self.config.engine, 0
+        if self.endpoint is not None:
+            length = self.endpoint.endpoint.max_model_len
+        elif self.subject.model is not None and not isinstance(engine, OpenAIConfig):
+            length = context_length(engine, self.subject.model)
+        for one in self.config.sets.values():
+            if length and one.limits is not None:
+                check_context(one.limits, length)
+
+    async def _load(self, name: str) -> list[Task]:
+        one, key = self.config.sets[name], f"sets.{name}"
+        assert one.env is not None
+        if one.benchmark:
+            paths = [
+                self.resolve(p)
+                for p in ([one.path] if isinstance(one.path, str) else one.path)
+                if p  # without any, load_benchmark says where to get it
+            ]
+            tasks = await asyncio.to_thread(
+                load_benchmark, one.benchmark, paths, one.max_tasks, env_id=one.env.id, rows=one,
+                say=said(self._say, key),
+            )  # fmt: skip
+        else:
+            tasks = await load_set(
+                one.path, one.env.id, one, self.resolve, self._say, key, one.max_tasks or 0
+            )
+        return _with_own_names(tasks, said(self._say, key))
+
+    def _maker(self, name: str, kept: Mapping[str, bool]) -> EnvMaker:
+        one = self.config.sets[name]
+        assert one.env is not None
+        assert one.limits is not None
+        assert one.prompt is not None
+        tables = {table: getattr(one, table) if kept[table] else None for table in TABLES}
+        return EnvMaker(one.env, tables, self.resolve, one.limits, one.prompt)
+
+    def _renderer(self, one: QuestionSet) -> Renderer:
+        prompt, model = one.prompt, self._model()
+        assert prompt is not None
+        if model is not None:
+            return make_renderer(self.config.renderer, prompt, self._tokenizer, model)
+        if not prompt.apply_chat_template or prompt.chat_template_kwargs:
+            raise ConfigError(
+                "prompt: an endpoint of chat messages applies its own template; leave out "
+                "apply_chat_template and chat_template_kwargs (engine.extra_body = "
+                "{chat_template_kwargs = ...} reaches vLLM and SGLang), or give --tokenizer"
+            )
+        native = isinstance(self.config.renderer, NativeConfig)
+        return ChatRenderer(self._pieces, native=native)
+
+
+class _Tables(msgspec.Struct):
+    """The tables of all sets, as check_roles reads those of a run."""
+
+    roles: Any
+    env: Any
+    grader: Any
+    search: Any
+    python: Any
+
+
+def _tables_of_all(config: EvaluateConfig) -> _Tables:
+    return _Tables(
+        config.roles,
+        *(
+            {name: getattr(one, table) for name, one in config.sets.items()}
+            for table in ("env", "grader", "search", "python")
+        ),
+    )
+
+
+def _with_own_names(tasks: Sequence[Task], say: Say) -> list[Task]:
+    """The tasks; a name that returns gets a number, since rows are kept by name."""
+    seen: Counter[str] = Counter()
+    named = []
+    for task in tasks:
+        seen[task.id] += 1
+        again = seen[task.id] > 1
+        named.append(replace(task, id=f"{task.id}#{seen[task.id]}") if again else task)
+    twice = sum(count - 1 for count in seen.values())
+    if twice:
+        say(f"{twice} questions have the name of an earlier one; they are told apart by a number")
+    return named
+
+
+def _remove_unless_failed(logs: Path, failed: type[BaseException] | None, *_: object) -> None:
+    """The servers' logs stay when they may say why."""
+    if failed is None:
+        shutil.rmtree(logs, ignore_errors=True)

@@ -1,0 +1,137 @@
+"""Scores of stored trajectories: em, f1, contains, rule, math, judge, each in [0, 1].
+
+em        equal to a gold after normalising (numbers as numbers)
+f1        SQuAD token F1
+contains  the words of a gold stand in the prediction, in a row (`acc` of the published code)
+rule      what the layered grader says: text, numbers, units, dates, lists, words, math-verify
+math      the same, of questions of mathematics only
+judge     right by the rules or by an LLM judge, where one graded
+
+Of several golds the best counts. `compat = "reference"` has em, f1, contains and math as the
+published evaluation of ARPO and Tool-Star computes them, still with the best gold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Literal
+
+from agentenv.errors import GraderError
+from envs.grading.exact import same_answer
+from envs.grading.layers import Layered, is_wordy
+from envs.grading.normalise import MAX_ANSWER_CHARS, clean, words_of
+from envs.grading.reference import reference_extract, reference_metrics
+from envs.grading.words import f1, has_cjk
+from launchers.evaluation.benchmark_rows import BENCHMARK_KEY
+from launchers.evaluation.benchmarks import BENCHMARKS
+from launchers.evaluation.rows import EvalRow
+from launchers.evaluation.transcript import prediction, whole_text, written
+
+Compat = Literal["", "reference"]
+
+CONCURRENCY = 64  # rows; math-verify takes turns, see MathEquivalence.take_turns
+NUM_TRIES = 2
+RETRY_DELAY_S = 0.5
+
+
+class Scorer:
+    """Computes the scores of rows. `math` false leaves math-verify out: expressions that differ as
+    text then count as different."""
+
+    def __init__(self, *, compat: Compat = "", math: bool = True) -> None:
+        self.compat = compat
+        self.layered = Layered(math=math)
+
+    async def score(self, row: EvalRow) -> dict[str, float]:
+        """All scores of a row that did not fail. Raises GraderError when math-verify gets no CPU
+        time even after several tries."""
+        if self.compat:
+            return _reference_scores(row)
+        answer = row.prediction or prediction(written(row))
+        scores = text_scores(answer, row.answers)
+        rule = float(await self.equal(answer, row.answers, row.question))
+        scores["rule"] = rule
+        if is_math(row):
+            scores["math"] = rule
+        return scores
+
+    async def equal(self, answer: str, golds: Sequence[str], question: str = "") -> bool:
+        """Whether the layered grader holds the answer for right; waits for a busy machine."""
+        for last in (False,) * (NUM_TRIES - 1) + (True,):
+            try:
+                return (await self.layered.verdict(question, answer, golds)).right
+            except GraderError:
+                if last:
+                    raise
+                await asyncio.sleep(RETRY_DELAY_S)
+        raise AssertionError("unreachable")
+
+
+async def score_rows(rows: Sequence[EvalRow], scorer: Scorer, *, again: bool = False) -> int:
+    """Fill in `scores` of the rows that did not fail and have none yet, or of all with `again`.
+    Returns how many could not be scored because the machine was too busy: they have no scores."""
+    slots = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(row: EvalRow) -> bool:
+        async with slots:
+            try:
+                row.scores = await scorer.score(row)
+            except GraderError:
+                row.scores = {}
+                return False
+        return True
+
+    asked = [row for row in rows if row.end != "failed" and (again or "em" not in row.scores)]
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(one(row)) for row in asked]
+    _add_judged(rows)
+    return sum(not task.result() for task in running)
+
+
+def _add_judged(rows: Sequence[EvalRow]) -> None:
+    """Where a judge graded, its score is the grade: right by the rules, or else by the judge."""
+    judged = {row.dataset for row in rows if {"judge", "judge_unparsed"} & row.parts.keys()}
+    for row in rows:
+        if row.dataset in judged and row.end != "failed":
+            row.scores["judge"] = float(row.success)
+
+
+def text_scores(answer: str, golds: Sequence[str]) -> dict[str, float]:
+    """em, f1 and contains, the best over the golds; 0 for an answer that is too long."""
+    if len(answer) > MAX_ANSWER_CHARS:
+        return {"em": 0.0, "f1": 0.0, "contains": 0.0}
+    return {
+        "em": float(any(same_answer(answer, gold) for gold in golds)),
+        "f1": max((f1(answer, gold) for gold in golds), default=0.0),
+        "contains": float(any(contains(answer, gold) for gold in golds)),
+    }
+
+
+def contains(answer: str, gold: str) -> bool:
+    """Whether the words of the gold stand in the answer in a row; Chinese, Japanese and Korean
+    text by characters."""
+    found, wanted = words_of(answer), words_of(gold)
+    if not wanted:
+        return answer.strip() == gold.strip()
+    return wanted in found if has_cjk(gold) else f" {wanted} " in f" {found} "
+
+
+def is_math(row: EvalRow) -> bool:
+    """Whether the question is mathematics: by its benchmark, else by golds that are no words."""
+    spec = BENCHMARKS.get(str(row.metadata.get(BENCHMARK_KEY, "")))
+    if spec is not None:
+        return spec.kind == "math"
+    return bool(row.answers) and not any(is_wordy(clean(gold)) for gold in row.answers)
+
+
+def _reference_scores(row: EvalRow) -> dict[str, float]:
+    found = reference_extract(whole_text(row)) if row.segments else row.prediction
+    task = "math" if is_math(row) else "qa"
+    best: dict[str, float] = {}
+    for gold in row.answers:
+        for key, value in reference_metrics(task, found, gold).items():
+            best[key] = max(best.get(key, 0.0), value)
+    scores = {"em": best.get("em", 0.0), "f1": best.get("f1", 0.0)}
+    scores["contains"], scores["rule"] = best.get("acc", 0.0), best.get("math_equal", 0.0)
+    return {**scores, "math": scores["rule"]} if task == "math" else scores

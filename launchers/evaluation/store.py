@@ -1,0 +1,210 @@
+"""The directory of an evaluation, which any moment may cut off and the same command takes up.
+
+DIR/config.json    what was asked of whom; another evaluation is refused
+DIR/rows.jsonl     one EvalRow a line, written as each trajectory ends
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from agentenv.config import Tree, changes
+from agentenv.errors import ConfigError, DataError
+from launchers.evaluation.rows import EvalRow, Key
+from launchers.rundir import explain
+
+CONFIG_FILE, ROWS_FILE, LOCK_FILE = "config.json", "rows.jsonl", ".lock"
+FAILED = "failed"
+
+# What changes no answer: how fast it goes, how many are asked, where the same questions are.
+_FREE = {"concurrency", "num_samples", "roles", "engine"}
+_FREE_OF_SET = {"path", "max_tasks", "num_samples"}
+_FREE_LIMITS = {"engine_timeout_s", "env_timeout_s", "max_failures"}
+_ENGINE_KEYS = ("name", "model", "dtype", "tokenizer", "script", "continuation", "extra_body")
+
+
+class Saved(Struct, kw_only=True):
+    """config.json. `subject` names who was asked and tells its weights; `run` is the directory
+    that {run} stands for in `config`, the plain EvaluateConfig with all tables of all sets."""
+
+    subject: dict[str, Any]
+    run: str
+    config: dict[str, Any]
+
+
+class Store:
+    """Opens or creates the directory, and holds it: one command at a time writes there.
+
+    Raises ConfigError for a directory that belongs to another evaluation or to something else,
+    DataError for rows that cannot be read.
+    """
+
+    def __init__(self, path: Path, saved: Saved) -> None:
+        self.path = path
+        self.rows: dict[Key, EvalRow] = {}
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = (path / LOCK_FILE).open("wb")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise ConfigError(f"{path}: another command is writing this evaluation") from None
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {explain(error)}") from error
+        try:
+            self._claim(saved)
+            self._cut_torn_line()
+            self.rows = {row.key: row for row in read_rows(path)}
+            self._file = (path / ROWS_FILE).open("ab", buffering=0)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def add(self, row: EvalRow) -> None:
+        """Write a row at once: after that, nothing but the machine's own end takes it away."""
+        line = msgspec.json.encode(row, enc_hook=str) + b"\n"
+        if self._file.write(line) != len(line):
+            raise OSError(f"{self.path / ROWS_FILE}: a row was not written whole")
+        self.rows[row.key] = row
+
+    def has(self, key: Key) -> bool:
+        """Whether the question was answered; a failed one is asked again."""
+        row = self.rows.get(key)
+        return row is not None and row.end != FAILED
+
+    def check_question(self, key: Key, question: str) -> None:
+        """Raises ConfigError if the stored row of this name is about another question."""
+        row = self.rows.get(key)
+        if row is not None and row.question != question:
+            raise ConfigError(
+                f"{self.path}: sets.{key[0]}: question {key[1]} is not the one that was asked: "
+                "the file has changed; choose another --out"
+            )
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._file.close()
+        self._lock.close()
+
+    def _claim(self, saved: Saved) -> None:
+        found = {entry.name for entry in self.path.iterdir()} - {LOCK_FILE}
+        if CONFIG_FILE not in found:
+            if found - {f"{CONFIG_FILE}.partial"}:
+                raise ConfigError(
+                    f"{self.path} is not empty and no evaluation: it holds "
+                    f"{sorted(found)[0]!r}; choose another --out"
+                )
+        else:
+            before = load_saved(self.path)
+            _refuse_changes(self.path, before, saved)
+            sets = {**before.config.get("sets", {}), **saved.config["sets"]}
+            saved = Saved(
+                subject=saved.subject, run=saved.run, config={**saved.config, "sets": sets}
+            )
+        text = msgspec.json.format(msgspec.json.encode(saved), indent=2) + b"\n"
+        partial = self.path / f"{CONFIG_FILE}.partial"
+        partial.write_bytes(text)
+        partial.replace(self.path / CONFIG_FILE)
+
+    def _cut_torn_line(self) -> None:
+        """A line without its end was being written when the command was killed."""
+        path = self.path / ROWS_FILE
+        if not path.is_file():
+            return
+        with path.open("rb+") as file:
+            size = file.seek(0, os.SEEK_END)
+            end, step = size, 1 << 16
+            while end:
+                start = max(0, end - step)
+                file.seek(start)
+                place = file.read(end - start).rfind(b"\n")
+                if place >= 0:
+                    end = start + place + 1
+                    break
+                end = start
+            if end < size:
+                file.truncate(end)
+
+
+def read_rows(folder: Path) -> list[EvalRow]:
+    """The rows of an evaluation in order of their first writing, the last one of each key; a torn
+    last line is left out. Raises DataError with file and line."""
+    path = folder / ROWS_FILE
+    rows: dict[Key, EvalRow] = {}
+    try:
+        for number, row in enumerate(_lines(path), 1):
+            try:
+                one = msgspec.json.decode(row, type=EvalRow)
+            except msgspec.DecodeError as error:
+                raise DataError(
+                    f"{path}, line {number}: no row of an evaluation: {error}"
+                ) from None
+            rows[one.key] = one
+    except FileNotFoundError:
+        return []
+    return list(rows.values())
+
+
+def load_saved(folder: Path) -> Saved:
+    """config.json of an evaluation. Raises DataError."""
+    path = folder / CONFIG_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Saved)
+    except OSError as error:
+        raise DataError(f"{folder} holds no evaluation: {path.name}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise DataError(f"{path}: not readable: {error}") from error
+
+
+def identity(saved: Saved) -> Tree:
+    """What two evaluations must have in common for their rows to be of one."""
+    config = saved.config
+    tree: Tree = {key: value for key, value in config.items() if key not in _FREE}
+    tree["engine"] = {key: config["engine"].get(key) for key in _ENGINE_KEYS}
+    tree["roles"] = {name: role.get("model") for name, role in config.get("roles", {}).items()}
+    tree["limits"] = _without(config["limits"], _FREE_LIMITS)
+    tree["sets"] = {
+        name: {
+            **_without(one, _FREE_OF_SET),
+            "limits": _without(one["limits"] or {}, _FREE_LIMITS),
+        }
+        for name, one in config["sets"].items()
+    }
+    subject = {key: value for key, value in saved.subject.items() if key not in ("name", "path")}
+    return {"subject": subject, **tree}
+
+
+def _refuse_changes(path: Path, before: Saved, now: Saved) -> None:
+    old, new = identity(before), identity(now)
+    shared = old["sets"].keys() & new["sets"].keys()
+    for tree in (old, new):
+        tree["sets"] = {name: tree["sets"][name] for name in shared}
+        if shared:  # each set has its own, which count
+            for name in ("env", "python", "search", "grader", "prompt", "limits", "sampling"):
+                tree.pop(name, None)
+    found = list(changes(old, new))
+    if found:
+        listed = "\n  ".join(found[:10]) + (f"\n  and {len(found) - 10} more" if found[10:] else "")
+        raise ConfigError(
+            f"{path} holds an evaluation with another configuration:\n  {listed}\n"
+            "choose another --out, or remove the directory; a changed grader alone is "
+            "`evaluate.py regrade DIR grader.key=value`"
+        )
+
+
+def _without(tree: Tree, keys: Iterable[str]) -> Tree:
+    return {key: value for key, value in tree.items() if key not in keys}
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield line

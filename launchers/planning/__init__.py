@@ -1,0 +1,1 @@
+"""What a run would start, and whether it fits: --dry-run."""

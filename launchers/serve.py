@@ -1,0 +1,71 @@
+"""Starts models beside the policy, a judge or a summarizer, for runs and evaluations to share:
+`python launchers/serve.py CONFIG [key.sub=value ...]`, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from agentenv.engines.launch_config import ROLES, RoleConfig
+from agentenv.errors import ConfigError
+from launchers.command import make_parser, parse, run_command
+from launchers.config import RunConfig
+from launchers.rundir import RunDirectory
+from launchers.serving.roles import start_servers
+from launchers.serving.servers import ServerFactory
+from launchers.view import View
+
+
+class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `launchers/serve.py` reads."""
+
+    run: Annotated[RunConfig, Meta(description="where the logs go; the seed is not read")] = (
+        RunConfig()
+    )
+    roles: Annotated[
+        dict[str, RoleConfig], Meta(description="the models by name, [roles.judge], ...")
+    ]
+
+    def __post_init__(self) -> None:
+        for name, role in self.roles.items():
+            if name not in ROLES:
+                raise ConfigError(f"roles.{name}: unknown role; known: {', '.join(ROLES)}")
+            if role.url:
+                raise ConfigError(f"roles.{name}.url: it runs already; give its model to start one")
+        if not self.roles:
+            raise ConfigError("roles: there is none to start")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 stopped, 1 failed with a reason, 2 bad input."""
+    parser = make_parser(
+        "launchers/serve.py",
+        "Start models beside the policy, until Ctrl-C.",
+        ServeConfig,
+        example="configs/server_judge.toml",
+    )
+    return run_command(parse(parser, argv), ServeConfig, serve)
+
+
+async def serve(config: ServeConfig, run: RunDirectory, view: View, resume: str) -> None:
+    """Start all, say their addresses, and wait for a signal."""
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with AsyncExitStack() as stack:
+        factory = ServerFactory(run.path, stack, view.say)
+        urls = await start_servers(config.roles, run.resolve, factory)
+        for name, url in urls.items():
+            view.say(f"{name} is at {url}: 'roles.{name}={{url=\"{url}\"}}'")
+        await stop.wait()
+        view.say("stopping")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

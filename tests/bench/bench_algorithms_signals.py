@@ -1,0 +1,192 @@
+"""Signals at fork points against what forks there are worth; see bench_algorithms_forks.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import fmean, pvariance
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentenv.fork_criterion import rise_score
+
+Row = dict[str, Any]
+Floats = NDArray[np.float64]
+WINDOWS = (1, 2, 5, 10, 20, 50)
+BETA = 0.2  # the published weight
+RISE_SCALE = 0.02  # default of algorithm.rise_scale
+
+
+def level(row: Row, window: int) -> float:
+    """Mean entropy of the first tokens after the result, nats."""
+    return fmean(row["after"][:window])
+
+
+def rise(row: Row, window: int) -> float:
+    """The paper's signal: the level over that of the first turn."""
+    return level(row, window) - fmean(row["first"][:window])
+
+
+def signals(rows: Sequence[Row]) -> dict[str, Floats]:
+    """By name, one figure a fork point."""
+    found: dict[str, Floats] = {}
+    for window in WINDOWS:
+        found[f"rise {window}"] = np.array([rise(row, window) for row in rows])
+        found[f"level {window}"] = np.array([level(row, window) for row in rows])
+        found[f"zscore {window}"] = np.array(zscores(rows, window))
+    for window in (5, 20):
+        places = [row["tool"] for row in rows]
+        found[f"rise {window}, by tool"] = _standardised(found[f"rise {window}"], places)
+    return found
+
+
+def zscores(rows: Sequence[Row], window: int) -> list[float]:
+    """The criterion "zscore": each rise against those before it on the same tree."""
+    seen: dict[tuple[str, int, str], list[float]] = {}
+    found = [0.0] * len(rows)
+    for index in sorted(range(len(rows)), key=lambda i: int(rows[i]["order"])):
+        row = rows[index]
+        before = seen.setdefault((row["run"], row["step"], row["question"]), [])
+        change = rise(row, window) / math.log(row["vocab_size"])
+        found[index] = rise_score(change, before, RISE_SCALE)
+        before.append(change)
+    return found
+
+
+def _standardised(values: Floats, groups: Sequence[str]) -> Floats:
+    """(value - mean) / spread within its group."""
+    names, result = np.array(groups), np.empty_like(values)
+    for name in set(groups):
+        chosen = names == name
+        spread = values[chosen].std()
+        result[chosen] = (values[chosen] - values[chosen].mean()) / (spread or 1.0)
+    return result
+
+
+def worth(rows: Sequence[Row]) -> tuple[Floats, Floats]:
+    """Variance of the siblings' returns, and 1.0 where they differ in success."""
+    variance = np.array([pvariance(row["returns"]) for row in rows])
+    differ = np.array([0.0 < fmean(row["right"]) < 1.0 for row in rows], float)
+    return variance, differ
+
+
+def ranks(values: Floats) -> Floats:
+    """From 1; equal values share the mean of their ranks."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    found: Floats = (ends - (counts - 1) / 2.0)[inverse]
+    return found
+
+
+def auc(signal: Floats, positive: Floats) -> float:
+    """Probability that a positive one has the higher signal, ties half; nan without both."""
+    num = positive.sum()
+    others = len(positive) - num
+    if not num or not others:
+        return math.nan
+    return float((ranks(signal)[positive > 0].sum() - num * (num + 1) / 2) / (num * others))
+
+
+def auc_within(signal: Floats, positive: Floats, strata: Sequence[object]) -> float:
+    """AUC over the pairs whose two points are of the same stratum; nan without any."""
+    of = np.unique([str(stratum) for stratum in strata], return_inverse=True)[1]
+    total = pairs = 0.0
+    for stratum in range(of.max() + 1):
+        mine = of == stratum
+        num = positive[mine].sum() * (1.0 - positive[mine]).sum()
+        if num:
+            total += num * auc(signal[mine], positive[mine])
+            pairs += num
+    return total / pairs if pairs else math.nan
+
+
+def spearman(one: Floats, other: Floats) -> float:
+    """Correlation of ranks; nan if one is constant."""
+    a, b = ranks(one), ranks(other)
+    if not a.std() or not b.std():
+        return math.nan
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def lift(signal: Floats, variance: Floats) -> float:
+    """Mean variance at the half with the higher signal over that at all; ties share."""
+    if not variance.any():
+        return math.nan
+    place = ranks(signal) - (len(signal) + 1) / 2
+    chosen = np.where(place > 0, 1.0, np.where(place < 0, 0.0, 0.5))
+    return float((chosen * variance).sum() / chosen.sum() / variance.mean())
+
+
+def interval(
+    rows: Sequence[Row], figure: Callable[[NDArray[np.int64]], float], num_draws: int = 500
+) -> tuple[float, float]:
+    """95 % interval of a figure of row indices, by drawing questions with replacement."""
+    by_question: dict[tuple[str, str], list[int]] = {}
+    for index, row in enumerate(rows):
+        by_question.setdefault((row["run"], row["question"]), []).append(index)
+    groups = [np.array(indices) for indices in by_question.values()]
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(num_draws):
+        drawn = rng.integers(len(groups), size=len(groups))
+        found.append(figure(np.concatenate([groups[index] for index in drawn])))
+    low, high = np.nanquantile(found, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def table(rows: Sequence[Row], num_draws: int = 200) -> list[dict[str, Any]]:
+    """One row a signal. `within` is the AUC among fork points of one kind of question and depth,
+    which leaves out what the place in the task says alone; `shift` is how far one standard
+    deviation of the signal moves the fork probability at the published weight."""
+    variance, differ = worth(rows)
+    strata = np.array([f"{row['kind']} {row['depth']}" for row in rows])
+    unit = math.log(rows[0]["vocab_size"])
+    result = []
+    for name, signal in signals(rows).items():
+        low, high = interval(rows, lambda i, s=signal: auc(s[i], differ[i]), num_draws)
+        inside = interval(
+            rows, lambda i, s=signal: auc_within(s[i], differ[i], strata[i]), num_draws
+        )
+        in_spreads = name.startswith("zscore") or name.endswith("by tool")
+        result.append(
+            {
+                "signal": name,
+                "auc": (auc(signal, differ), low, high),
+                "within": (auc_within(signal, differ, strata), *inside),
+                "spearman": spearman(signal, variance),
+                "lift": lift(signal, variance),
+                "shift": BETA * float(signal.std()) / (1.0 if in_spreads else unit),
+            }
+        )
+    return result
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the table of each step, over all runs, and what forks are worth by depth."""
+    for step in sorted({row["step"] for row in rows}):
+        chosen = [row for row in rows if row["step"] == step]
+        print(f"\nafter {step} updates, {len({row['run'] for row in chosen})} runs")
+        for depth in (None, *sorted({row["depth"] for row in chosen})):
+            part = [row for row in chosen if depth in (None, row["depth"])]
+            print(f"  {'all results' if depth is None else f'result {depth}'}: {_value(part)}")
+        for line in table(chosen):
+            texts = [
+                "{} {:.2f} [{:.2f}, {:.2f}]".format(key, *line[key]) for key in ("auc", "within")
+            ]
+            print(
+                f"  {line['signal']:<16} {'  '.join(texts)}  Spearman {line['spearman']:+.2f}  "
+                f"lift {line['lift']:.2f}  shift {line['shift']:.4f}"
+            )
+
+
+def _value(rows: Sequence[Row]) -> str:
+    variance, differ = worth(rows)
+    from_root = fmean(row["root_variance"] for row in rows)
+    calls, root_calls = (fmean(row[key] for row in rows) for key in ("calls", "root_calls"))
+    return (
+        f"{len(rows)} fork points, siblings differ at {differ.mean():.0%}; variance of returns "
+        f"{variance.mean():.3f} for {calls:.2f} calls a sibling, from scratch {from_root:.3f} for "
+        f"{root_calls:.2f}"
+    )

@@ -1,0 +1,255 @@
+"""Rollouts on a real vLLM server against the same server driven flat out, and the embedded engine.
+
+    python tests/bench/bench_engines_rollouts.py RUN [--trees 64] [--rounds 2]
+
+RUN is a finished run of the quick start (`make train`): its environment, limits, plan and number
+of trees in flight, and its last weights unless --model names others.
+The launcher starts the server, as for a run. In each round:
+
+rollouts   the actor grows trees against the server, tools and forks included; each turn is kept
+flat out   the same prompts for as many tokens each, in the same order, as many at once as there
+           were: plain POSTs whose answers are thrown away, no streaming, no end of sequence
+replay     the same turns through the pool, without an environment: what the client costs
+embedded   the same turns through the embedded engine in this process
+
+Sampled tokens per second of wall time, and per second of CPU time: of this process, and for vLLM
+also of the server's processes. Log-probs are asked for in all of them. Prefix caches start empty
+in each. Everything shares the machine's cores, so the share of the rollouts includes what the
+environment and the controller take from the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import secrets
+import sys
+import tempfile
+from collections.abc import Awaitable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import aiohttp
+import msgspec
+import psutil
+
+from agentenv.actor import Actor
+from agentenv.config import build_config
+from agentenv.engine import Engine
+from agentenv.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from agentenv.engines.launch_config import ServersConfig
+from agentenv.engines.remote_config import VLLMConfig
+from agentenv.engines.server import Request
+from agentenv.engines.vllm_stream import request_body
+from agentenv.shared import close_shared
+from agentenv.types import Completion, SamplingParams
+from launchers.assembly import load_tokenizer, make_renderer, vocab_size
+from launchers.checkpoints import find_checkpoint
+from launchers.config import TrainConfig
+from launchers.data import load_questions
+from launchers.environments import EnvMaker, tables_of
+from launchers.rundir import CONFIG_FILE
+from launchers.serving.engines import start_engine
+from launchers.serving.servers import ServerFactory
+
+Turn = tuple[Sequence[int], SamplingParams, str, int]  # prompt, sampling, session, tokens it gave
+
+
+class Recorder:
+    """An engine that remembers the turns it was asked for."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.turns: list[Turn] = []
+        self.running = self.peak = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, *, session: str, **rest: Any
+    ) -> Completion:
+        self.running += 1
+        self.peak = max(self.peak, self.running)
+        prompt = list(prompt_ids)
+        place = len(self.turns)
+        self.turns.append((prompt, sampling, session, 0))
+        try:
+            done = await self.engine.generate(prompt_ids, sampling, session=session, **rest)
+        finally:
+            self.running -= 1
+        self.turns[place] = (prompt, sampling, session, len(done.token_ids))
+        return done
+
+
+class Clock:
+    """Wall and CPU seconds of a phase: this process with its ended children, and the server."""
+
+    def __init__(self, server: psutil.Process) -> None:
+        self._server = server
+
+    def _now(self) -> tuple[float, float, float]:
+        kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        own = sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, kinds))
+        tree = [self._server, *self._server.children(recursive=True)]
+        times = [process.cpu_times() for process in tree]
+        return asyncio.get_running_loop().time(), own, sum(t.user + t.system for t in times)
+
+    async def time(self, name: str, work: Awaitable[int]) -> float:
+        """Tokens a second of `work`, which returns how many it sampled."""
+        before = self._now()
+        tokens = await work
+        wall, own, served = (b - a for a, b in zip(before, self._now(), strict=True))
+        print(
+            f"{name:10s} {tokens:8d} tokens {wall:7.1f} s {tokens / wall:7.0f} tokens/s "
+            f"{tokens / (own + served):7.0f} tokens/CPU s; CPU s: here {own:.1f}, server "
+            f"{served:.1f}",
+            flush=True,
+        )
+        return tokens / wall
+
+
+class Bench:
+    """What the rounds share."""
+
+    def __init__(
+        self, config: TrainConfig, actor: Actor, tasks: Sequence[Any], model: Path
+    ) -> None:
+        self.config, self.actor, self.tasks, self.model = config, actor, tasks, model
+        self.plan = config.algorithm.plan(vocab_size(model))
+        queue = config.queue
+        self.in_flight = queue.groups_per_step * (queue.max_staleness + 1)
+
+    async def rollouts(self, recorder: Recorder, first: int, count: int) -> int:
+        """Grow `count` trees, as many at once as a run has."""
+        self.actor.engine = recorder
+        slots = asyncio.Semaphore(self.in_flight)
+
+        async def grow(index: int) -> None:
+            async with slots:
+                task = self.tasks[index % len(self.tasks)]
+                await self.actor.rollout(task, self.plan, index=index)
+
+        await in_tasks(grow(index) for index in range(first, first + count))
+        return sum(size for *_, size in recorder.turns)
+
+    async def flat_out(self, url: str, turns: Sequence[Turn], top_k: int, at_once: int) -> int:
+        salt, queue, done = secrets.token_hex(8), iter(turns), 0
+        connector = aiohttp.TCPConnector(limit=0)
+
+        async def drive(session: aiohttp.ClientSession) -> None:
+            nonlocal done
+            for prompt, sampling, _, size in queue:
+                plain = msgspec.structs.replace(sampling, max_tokens=size, stop=())
+                request = Request(secrets.token_hex(8), prompt, plain)
+                body = request_body(request.id, request, top_k, salt)
+                body["sampling_params"]["ignore_eos"] = True
+                body |= {"stream": False}
+                del body["stream_options"]
+                data = msgspec.json.encode(body)
+                async with session.post(
+                    f"{url}/inference/v1/generate",
+                    data=data,
+                    headers={"Content-Type": "application/json"},
+                ) as response:
+                    response.raise_for_status()
+                    await response.read()
+                done += size
+
+        async with aiohttp.ClientSession(connector=connector) as session:
+            await in_tasks(drive(session) for _ in range(at_once))
+        return done
+
+    async def replay(self, engine: Engine, turns: Sequence[Turn], at_once: int) -> int:
+        queue, done = iter(turns), 0
+
+        async def drive() -> None:
+            nonlocal done
+            for prompt, sampling, session, _ in queue:
+                found = await engine.generate(prompt, sampling, session=session)
+                done += len(found.token_ids)
+
+        await in_tasks(drive() for _ in range(at_once))
+        return done
+
+
+async def in_tasks(works: Any) -> None:
+    async with asyncio.TaskGroup() as group:
+        for work in works:
+            group.create_task(work)
+
+
+async def run_all(args: argparse.Namespace) -> None:
+    run: Path = args.run
+    raw = msgspec.json.decode((run / CONFIG_FILE).read_bytes())
+    config = build_config(TrainConfig, raw, str(run))
+    model = find_checkpoint(args.model or run)
+    tokenizer = load_tokenizer(model)
+
+    def resolve(text: str) -> Path:
+        return Path(text.replace("{run}", str(run)))
+
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.push_async_callback(close_shared)
+        renderer = make_renderer(config.renderer, config.prompt, tokenizer, model)
+        make_env = EnvMaker(config.env, tables_of(config), resolve, config.limits, config.prompt)
+        tasks = (await load_questions(config, make_env, renderer, resolve, print)).train
+        factory = ServerFactory(folder, stack, print)
+        engine_config = VLLMConfig(servers=ServersConfig())
+        pool = await start_engine(
+            engine_config, model, tokenizer, 0, config.limits, factory, stack, config.run.seed
+        )
+        sampling = config.sampling.train.params()
+        actor = Actor(pool, renderer, make_env, config.limits, sampling, f"{config.run.seed}/bench")
+        bench = Bench(config, actor, tasks, model)
+        clock = Clock(psutil.Process(factory.processes[0].pid))
+        url = factory.processes[0].spec.url
+        await bench.rollouts(Recorder(pool), 10**6, 8)  # warm
+        version = 0
+        for number in range(args.rounds):
+            await forget(pool, model, version := version + 1)
+            recorder = Recorder(pool)
+            first = number * args.trees
+            grown = await clock.time("rollouts", bench.rollouts(recorder, first, args.trees))
+            turns = [turn for turn in recorder.turns if turn[3]]
+            top_k, peak = engine_config.entropy_top_k, recorder.peak
+            flat = await clock.time("flat out", bench.flat_out(url, turns, top_k, peak))
+            await forget(pool, model, version := version + 1)
+            replayed = await clock.time("replay", bench.replay(pool, turns, peak))
+            embedded = EmbeddedEngine(EmbeddedConfig(device="cpu"), model)
+            own = await clock.time("embedded", bench.replay(embedded, turns, peak))
+            await embedded.close()
+            print(
+                f"round {number}: {len(turns)} turns, {peak} at once; of flat out: rollouts "
+                f"{grown / flat:.2f}, replay {replayed / flat:.2f}; embedded / replay on vLLM "
+                f"{own / replayed:.2f}\n",
+                flush=True,
+            )
+
+
+async def forget(pool: Engine, model: Path, version: int) -> None:
+    """An update to the same weights, after which no prefix is cached."""
+    await pool.load_weights(model, version)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--model", type=Path, help="another checkpoint than the last of the run")
+    parser.add_argument("--trees", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=2)
+    args = parser.parse_args()
+    args.run = args.run.absolute()
+    asyncio.run(run_all(args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""A reverse proxy in front of real engine servers: it spreads requests over them as a router does,
+and may change what passes through, to stand for a server that was started otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+Change = Callable[[Any], Any]  # takes decoded JSON or text, returns what goes on in its place
+
+
+class Proxy:
+    """Requests go to `urls` in turn; answers stream back as they come. `requests` and `answers`
+    change what a path gets and gives."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        session: aiohttp.ClientSession,
+        requests: Mapping[str, Change],
+        answers: Mapping[str, Change],
+    ) -> None:
+        self.url = ""
+        self.counts: Counter[tuple[str, str]] = Counter()  # by server and path
+        self._urls, self._session = urls, session
+        self._requests, self._answers = requests, answers
+        self._next = 0
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        if request.path in self._requests:
+            body = json.dumps(self._requests[request.path](json.loads(body))).encode()
+        server = self._urls[self._next % len(self._urls)]
+        self._next += 1
+        self.counts[server, request.path] += 1
+        kind = {"Content-Type": request.headers.get("Content-Type", "application/json")}
+        async with self._session.request(
+            request.method, server + request.path_qs, data=body or None, headers=kind
+        ) as answer:
+            headers = {"Content-Type": answer.headers.get("Content-Type", "application/json")}
+            if request.path in self._answers:
+                text = await answer.text()
+                found = json.loads(text) if answer.content_type.endswith("json") else text
+                found = self._answers[request.path](found)
+                text = found if isinstance(found, str) else json.dumps(found)
+                return web.Response(body=text.encode(), status=answer.status, headers=headers)
+            response = web.StreamResponse(status=answer.status, headers=headers)
+            await response.prepare(request)
+            with suppress(ConnectionResetError):  # the client has gone
+                async for piece in answer.content.iter_any():
+                    await response.write(piece)
+                await response.write_eof()
+            return response
+
+
+@asynccontextmanager
+async def proxy(
+    urls: Sequence[str],
+    *,
+    requests: Mapping[str, Change] | None = None,
+    answers: Mapping[str, Change] | None = None,
+) -> AsyncIterator[Proxy]:
+    """One that listens on a free port."""
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        made = Proxy(urls, session, requests or {}, answers or {})
+        app = web.Application(client_max_size=2**30)
+        app.router.add_route("*", "/{path:.*}", made.handle)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            host, port = runner.addresses[0][:2]
+            made.url = f"http://{host}:{port}"
+            yield made
+        finally:
+            await runner.cleanup()
+
+
+def changed(*path: str | int, to: Any) -> Change:
+    """Sets what lies at `path`, which must be there."""
+
+    def change(found: Any) -> Any:
+        place = found
+        for key in path[:-1]:
+            place = place[key]
+        assert path[-1] in place or isinstance(place, list), f"{path} is not in the answer"
+        place[path[-1]] = to
+        return found
+
+    return change
+
+
+def without(*path: str) -> Change:
+    """Leaves out what lies at `path`, which must be there."""
+
+    def change(found: Any) -> Any:
+        place = found
+        for key in path[:-1]:
+            place = place[key]
+        del place[path[-1]]
+        return found
+
+    return change

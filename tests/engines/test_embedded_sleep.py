@@ -1,0 +1,136 @@
+"""The embedded engine gives its memory back and goes on where it was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentenv.engine import SleepingEngine
+from agentenv.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from agentenv.engines.embedded_architecture import read_architecture
+from agentenv.engines.embedded_weights import Weights
+from agentenv.errors import EngineDeadError
+from agentenv.types import Chunk, Completion, SamplingParams
+from tests.engines.reference import check_sampled
+from tests.engines.world import World, prompt
+
+GREEDY = SamplingParams(max_tokens=120, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"), tied=False, num_models=2)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@asynccontextmanager
+async def started(world: World, **keys: int) -> AsyncIterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(EmbeddedConfig(device="cpu", **keys), world.paths[0])
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def begin(
+    engine: EmbeddedEngine, ids: list[int], sampling: SamplingParams = GREEDY
+) -> tuple[asyncio.Task[Completion], list[int]]:
+    """A turn with some tokens, and those that it has reported so far."""
+    enough = asyncio.Event()
+    got: list[int] = []
+
+    def watch(chunk: Chunk) -> None:
+        got.extend(chunk.token_ids)
+        if len(got) > 5:
+            enough.set()
+
+    asking = asyncio.create_task(engine.generate(ids, sampling, session="s", on_tokens=watch))
+    await enough.wait()
+    return asking, got
+
+
+async def test_turns_go_on_after_a_sleep_as_if_nothing_had_been(world: World) -> None:
+    """Seeded tokens too: each turn keeps its random numbers. Three turns, two places."""
+    sampling = SamplingParams(max_tokens=80, seed=3)
+    async with started(world, max_num_seqs=2) as engine:
+        assert isinstance(engine, SleepingEngine)
+        asked = [(prompt(1, 30), GREEDY), (prompt(2, 40), sampling), (prompt(2, 40), GREEDY)]
+        whole = [await engine.generate(ids, s, session="w") for ids, s in asked]
+        tasks = [asyncio.create_task(engine.generate(*one, session="s")) for one in asked[1:]]
+        first, got = await begin(engine, *asked[0])
+        await engine.sleep()
+        num = len(got)
+        assert engine.stats()["running"] == 0
+        assert engine._scheduler._cache.pools == {}
+        await asyncio.sleep(0.2)
+        assert len(got) == num
+        await engine.wake()
+        done = [await first, *(await asyncio.gather(*tasks))]
+        assert 0.2 <= engine.outage_s < 5
+    for ours, same in zip(done, whole, strict=True):
+        assert ours.token_ids == same.token_ids
+        assert ours.logprobs == pytest.approx(same.logprobs, abs=1e-4)
+        assert ours.version_spans == same.version_spans
+    assert got == done[0].token_ids
+
+
+async def test_new_weights_wake_it_and_keys_and_values_are_theirs(world: World) -> None:
+    ids = prompt(1, 30)
+    async with started(world) as engine:
+        asking, _ = await begin(engine, ids)
+        await engine.sleep()
+        await engine.load_weights(world.paths[1], 1)
+        done = await asking
+        assert [span.version for span in done.version_spans] == [0, 1]
+        check_sampled(world.models, ids, done, greedy=True)
+        assert engine.stats()["cross_version_hits"] == 0
+
+
+async def test_what_comes_while_it_sleeps_waits_and_can_be_cancelled(world: World) -> None:
+    async with started(world) as engine:
+        await engine.sleep()
+        await engine.sleep()  # nothing more to give
+        waiting = [
+            asyncio.create_task(engine.generate(prompt(n, 9), GREEDY, session="s"))
+            for n in range(3)
+        ]
+        await asyncio.sleep(0.1)
+        waiting[0].cancel()
+        await engine.wake()
+        await engine.wake()
+        done = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(done[0], asyncio.CancelledError)
+        assert all(isinstance(one, Completion) for one in done[1:])
+        await engine.sleep()
+        last = asyncio.create_task(engine.generate(prompt(0, 9), GREEDY, session="s"))
+        await asyncio.sleep(0)
+    with pytest.raises(EngineDeadError):
+        await last
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_that_gave_their_memory_back_are_the_same_and_so_are_views_of_them(
+    tmp_path: Path, tied: bool
+) -> None:
+    world = World(tmp_path, tied=tied, num_models=1)
+    weights = Weights(read_architecture(world.paths[0]), torch.float32, torch.device("cpu"))
+    weights.load(world.paths[0])
+    before = {name: place.clone() for name, place in weights.targets.items()}
+    view = weights.layers[0].qkv[3:5]
+    weights.give_back()
+    assert all(place.untyped_storage().size() == 0 for place in weights.targets.values())
+    weights.take_back()
+    assert all(torch.equal(before[name], place) for name, place in weights.targets.items())
+    assert torch.equal(view, before["model.layers.0.self_attn.q_proj.weight"][3:5])
+    assert (weights.head is weights.embed) == tied

@@ -1,0 +1,127 @@
+"""Servers sleep while the learner has their GPUs: nothing runs on them, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from agentenv.engines.server import ServerLostError
+from agentenv.errors import ConfigError, EngineDeadError, EngineError
+from agentenv.patience import Patience
+from agentenv.types import Chunk, Completion, VersionSpan
+from tests.engines.pool_bench import TEXT, Bench, virtual, write_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model"))
+
+
+@virtual(2, max_retries=0, max_outage_s=60)
+async def test_turns_go_on_from_their_tokens_and_no_deadline_or_retry_is_used_up(b: Bench) -> None:
+    """Neither does a sleep that is longer than an outage may be end the run."""
+    loop = asyncio.get_running_loop()
+    chunks: list[Chunk] = []
+
+    async def within(seconds: float) -> Completion:
+        timeout = asyncio.timeout(seconds)
+        async with timeout, Patience(b.pool, timeout):
+            return await b.ask(on_tokens=chunks.append)
+
+    asking = asyncio.create_task(within(3.0))  # the turn takes 2.3 s
+    await asyncio.sleep(0.91)
+    await b.pool.sleep()
+    assert [server.asleep for server in b.servers] == [True, True]
+    later = asyncio.create_task(b.ask(session="later"))
+    await asyncio.sleep(500)
+    assert (len(chunks), later.done()) == (9, False)
+    await b.pool.wake()
+    begin = loop.time()
+    done = await asking
+    assert b.text(done) == b.text(await later) == TEXT
+    assert loop.time() - begin < 2.5
+    assert [t for chunk in chunks for t in chunk.token_ids] == done.token_ids
+    assert done.version_spans == [VersionSpan(0, 0, len(TEXT))]
+    stats = b.pool.stats()
+    assert (stats["retries"], stats["continuations"], stats["sleeps"]) == (0, 1, 1)
+    assert 500 <= stats["outage_s"] < 501
+    assert (stats["server/0/lost"], stats["sampled_tokens"]) == (0, 2 * len(TEXT))
+
+
+@virtual(2)
+async def test_new_weights_wake_the_servers_and_serve_from_the_first_token_on(b: Bench) -> None:
+    asking = asyncio.create_task(b.ask())
+    await asyncio.sleep(0.91)
+    await b.pool.sleep()
+    await b.load(1)
+    assert [(s.asleep, s.weights, s.policy_version) for s in b.servers] == [(False, "v1", 1)] * 2
+    assert (await asking).version_spans == [VersionSpan(0, 0, 9), VersionSpan(1, 9, len(TEXT))]
+    await b.pool.sleep()
+    await b.pool.wake()  # without an update: the same weights once more
+    assert (await b.ask()).version_spans == [VersionSpan(1, 0, len(TEXT))]
+
+
+@virtual(2)
+async def test_a_server_that_dies_asleep_comes_back_with_the_weights(b: Bench) -> None:
+    asking = asyncio.create_task(b.ask())
+    await asyncio.sleep(0.91)
+    await b.pool.sleep()
+    dead, restarted = b.servers
+    dead.kill()
+    restarted.restart()  # another process in its place, awake, with the weights of the start
+    await asyncio.sleep(100)
+    await b.load(1)
+    assert b.text(await asking) == TEXT
+    assert (b.pool.stats()["servers_up"], restarted.weights) == (1, "v1")
+    dead.restart()
+    await b.until_up(2)
+    assert dead.weights == "v1"
+
+
+@virtual(2)
+async def test_a_server_that_is_gone_already_does_not_keep_the_others_awake(b: Bench) -> None:
+    b.servers[0].kill()
+    await b.pool.sleep()
+    assert b.servers[1].asleep
+    await b.pool.wake()
+    assert b.text(await b.ask()) == TEXT
+    b.servers[0].restart()
+    await b.until_up(2)
+
+
+@virtual(2)
+async def test_refused_weights_leave_the_old_ones_in_service(b: Bench) -> None:
+    await b.load(1)
+    await b.pool.sleep()
+    for server in b.servers:
+        server.load_faults = [EngineError("another shape")]
+    with pytest.raises(EngineError, match="no server took policy version 2"):
+        await b.load(2)
+    assert (await b.ask()).version_spans == [VersionSpan(1, 0, len(TEXT))]
+
+
+@virtual(2)
+async def test_who_stays_awake_is_told_since_the_learner_needs_the_memory(b: Bench) -> None:
+    b.servers[1].sleep_fault = ServerLostError("500")
+    with pytest.raises(EngineError, match="server1 does not sleep: 500"):
+        await b.pool.sleep()
+    await b.pool.close()
+    with pytest.raises(EngineDeadError):
+        await b.ask()
+
+
+@virtual(2)
+async def test_a_server_without_the_feature_is_refused_with_the_flag_that_brings_it(
+    b: Bench,
+) -> None:
+    b.pool.check_sleep()
+    b.servers[1].can_sleep = False
+    b.servers[1].restart()
+    await b.ask()
+    b.pool.remove_server("server1")
+    b.pool.add_server(b.servers[1])
+    await b.until_up(2)
+    with pytest.raises(ConfigError, match=r"server1 cannot sleep: vLLM needs --enable-sleep-mode"):
+        b.pool.check_sleep()

@@ -1,0 +1,329 @@
+"""Benchmarks by name: the reduced files of the papers' code, and rows in the published schemas.
+
+Those of GAIA, HLE and xBench are invented, since the sets must not be republished.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentenv
+from agentenv.config import build_config
+from agentenv.data_config import ColumnsConfig, RowsConfig
+from agentenv.errors import ConfigError, DataError
+from agentenv.limits import Limits
+from agentenv.prompt import PromptConfig, load_instruction
+from agentenv.shared import close_shared
+from agentenv.types import Task
+from envs.grading.config import GraderConfig
+from launchers.env_config import EnvConfig
+from launchers.environments import EnvMaker
+from launchers.evaluation.benchmark_rows import encrypt
+from launchers.evaluation.benchmarks import BENCHMARKS, benchmark, groups, load_benchmark
+from launchers.evaluation.rows import EvalRow
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "datasets"
+CANARY = "a-canary:0123-4567"
+Row = dict[str, Any]
+
+
+def write(path: Path, *rows: Row) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load(tmp_path: Path, name: str, *rows: Row, **keys: Any) -> list[Task]:
+    return load_benchmark(name, write(tmp_path / "rows.jsonl", *rows), **keys)
+
+
+def test_the_benchmarks_of_the_papers_are_known() -> None:
+    assert list(BENCHMARKS) == [
+        "aime24", "aime25", "math500", "gsm8k", "math", "webwalker", "hotpotqa", "2wiki",
+        "bamboogle", "musique", "SimpleQA", "hle", "gaia", "xbench",
+    ]  # fmt: skip
+    sizes = {name: spec.num_questions for name, spec in BENCHMARKS.items()}
+    assert {sizes[name] for name in ("math500", "gsm8k", "math", "hle")} == {500}
+    assert {sizes[name] for name in ("hotpotqa", "2wiki", "musique", "webwalker")} == {200}
+
+
+@pytest.mark.parametrize(
+    ("name", "question", "answers"),
+    [
+        ("aime24", "Let $ABC$ be a triangle", ("113",)),
+        ("aime25", "In $\\triangle ABC$ points", ("588",)),
+        ("math500", "Define\n\\[p", ("p - q",)),
+        ("gsm8k", "A robe takes 2 bolts", ("3",)),
+        ("webwalker", "\u57282022\u5e74", ("\u8096\u4eae",)),
+        ("hotpotqa", "What is the height of the player", ("1.95 m",)),
+        ("2wiki", "Where did the presenter of Tim", ("Washington D.C.",)),
+        ("bamboogle", "What rocket was the first", ("Titan IIIE",)),
+        ("musique", "Who fathered Emperor Ai", ("Emperor Zhaozong of Tang", "Li Jie", "Li Ye")),
+        ("SimpleQA", "Who was awarded", ("Annick Bricaud",)),
+    ],
+)
+def test_the_second_row_of_the_reduced_file(
+    name: str, question: str, answers: tuple[str, ...]
+) -> None:
+    spec = BENCHMARKS[name]
+    tasks = load_benchmark(name, FIXTURES / f"{name}.jsonl")
+    assert len(tasks) == 2
+    assert tasks[1].question.startswith(question)
+    assert tasks[1].answers[: len(answers)] == answers
+    assert (tasks[1].kind, tasks[1].env_id) == (spec.kind, spec.env_id)
+    assert tasks[1].metadata["benchmark"] == name
+
+
+BOXED = r"As $2 + 2 = \boxed{2}$ is wrong, it is \boxed{\frac{4}{1}}."
+LITERAL = "{'topic': 'Art', 'answer_type': 'Person', 'urls': ['https://a.org']}"
+WALK = {"hop": "multi-source", "lang": "en", "difficulty_level": "hard", "golden_path": ["root"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "task_id", "answers", "fields"),
+    [
+        ("aime24", {"id": 60, "problem": "q", "solution": "s", "answer": "204", "url": "u",
+                    "year": "2024"}, "60", ("204",), {}),
+        ("aime24", {"ID": "2024-I-4", "Problem": "q", "Solution": "s", "Answer": 116},
+         "2024-I-4", ("116",), {}),
+        ("aime25", {"problem": "q", "answer": "70", "id": "0"}, "0", ("70",), {}),
+        ("math500", {"problem": "q", "solution": BOXED, "answer": "p - q", "subject": "Algebra",
+                     "level": 2, "unique_id": "test/1.json"},
+         "test/1.json", ("p - q",), {"level": "2", "subject": "Algebra"}),
+        ("math", {"problem": "q", "level": "Level 5", "type": "Geometry", "solution": BOXED},
+         "rows-1", (r"\frac{4}{1}",), {"level": "Level 5", "subject": "Geometry"}),
+        ("webwalker", {"question": "q", "answer": "a", "root_url": "u", "info": WALK}, "rows-1",
+         ("a",), {"difficulty": "hard", "language": "en", "hop": "multi-source"}),
+        ("hotpotqa", {"id": "5a8b", "question": "q", "answer": "yes", "type": "comparison",
+                      "level": "hard", "supporting_facts": {"title": ["t"]},
+                      "context": {"title": ["t"], "sentences": [["s"]]}},
+         "5a8b", ("yes",), {"type": "comparison", "level": "hard"}),
+        ("2wiki", {"_id": "13f5", "question": "q", "answer": "a", "type": "inference",
+                   "context": [["t", ["s"]]], "evidences": [["a", "b", "c"]]},
+         "13f5", ("a",), {"type": "inference"}),
+        ("2wiki", {"id": "dev_0", "question": "q", "golden_answers": ["a", "b"],
+                   "metadata": {"type": "inference"}}, "dev_0", ("a", "b"), {}),
+        ("bamboogle", {"Question": "q", "Answer": "a"}, "rows-1", ("a",), {}),
+        ("musique", {"id": "2hop__1_2", "question": "q", "answer": "a", "answer_aliases": ["b"],
+                     "answerable": True, "paragraphs": []}, "2hop__1_2", ("a", "b"), {}),
+        ("SimpleQA", {"metadata": LITERAL, "problem": "q", "answer": "a"}, "rows-1", ("a",),
+         {"topic": "Art", "answer_type": "Person"}),
+        ("hle", {"id": "66e8", "question": "q", "image": "", "answer": "C", "rationale": "r",
+                 "answer_type": "multipleChoice", "raw_subject": "Trees", "category": "Math",
+                 "author_name": "n", "canary": CANARY},
+         "66e8", ("C",), {"answer_type": "multipleChoice", "category": "Math"}),
+        ("gaia", {"task_id": "c61d", "Question": "q", "Level": 2, "Final answer": "17",
+                  "file_name": "", "Annotator Metadata": {"Steps": "1."}},
+         "c61d", ("17",), {"level": "2"}),
+        ("gaia", {"Question": "q", "answer": "17", "Level": "1"}, "rows-1", ("17",),
+         {"level": "1"}),
+        ("hle", {"question": "q", "answer": "C"}, "rows-1", ("C",), {}),
+        ("xbench", {"question": "q", "answer": '["a", "b"]'}, "rows-1", ("a", "b"), {}),
+        ("gaia", {"prompt": [{"role": "user", "content": "q"}], "data_source": "gaia",
+                  "reward_model": {"ground_truth": "17", "style": "rule"}},
+         "rows-1", ("17",), {}),
+    ],
+)  # fmt: skip
+def test_a_row_in_the_published_schema(
+    tmp_path: Path, name: str, row: Row, task_id: str, answers: tuple[str, ...], fields: Row
+) -> None:
+    (task,) = load(tmp_path, name, row, say=lambda _: None)
+    assert (task.id, task.question, task.answers) == (task_id, "q", answers)
+    assert task.kind == benchmark(name).kind
+    assert task.metadata == {"benchmark": name, **fields}, "nothing else of the row is kept"
+    stored = EvalRow(dataset="any", task=task.id, sample=0, metadata=task.metadata)
+    assert groups(stored) == list(fields.items())
+
+
+def test_rows_of_another_dataset_have_no_groups() -> None:
+    assert groups(EvalRow(dataset="mine", task="t", sample=0, metadata={"level": 1})) == []
+
+
+@pytest.mark.parametrize(("name", "column"), [("gaia", "file_name"), ("hle", "image")])
+def test_what_comes_with_a_file_or_an_image_is_left_out_counted_and_said(
+    tmp_path: Path, name: str, column: str
+) -> None:
+    said: list[str] = []
+    row = {"question": "q", "answer": "a", "level": 1, "category": "c", column: ""}
+    rows = [row, {**row, column: "cell.xlsx"}, {**row, column: None}, {**row, column: "data:x"}]
+    tasks = load(tmp_path, name, *rows, say=said.append)
+    assert [task.id for task in tasks] == ["rows-1", "rows-3"]
+    assert said == [
+        f"{name}: 2 questions come with something in the column {column!r} and are left out; "
+        "2 are asked"
+    ]
+
+
+def test_levels_that_are_not_there_are_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    load(tmp_path, "gaia", {"Question": "q", "answer": "a"}, say=said.append)
+    assert said == ["gaia: no row has Level; there are no scores by it"]
+
+
+def test_as_many_questions_as_the_papers_ask_unless_told_otherwise(tmp_path: Path) -> None:
+    path = write(tmp_path / "q.jsonl", *({"question": f"{i}", "answer": "a"} for i in range(501)))
+    assert [len(load_benchmark("gsm8k", path, n)) for n in (None, 0, 3)] == [500, 501, 3]
+    assert len(load_benchmark("musique", path)) == 200
+    assert len(load_benchmark("aime24", path)) == 501
+    assert [task.question for task in load_benchmark("gsm8k", path, 2)] == ["0", "1"]
+
+
+# xBench is published encrypted
+
+
+def encrypted(question: str, answer: str, number: int) -> Row:
+    return {
+        "id": f"x{number}",
+        "prompt": encrypt(question, CANARY),
+        "answer": encrypt(answer, CANARY),
+        "reference_steps": encrypt("steps", CANARY),
+        "canary": CANARY,
+    }
+
+
+def test_xbench_is_read_as_it_is_published_and_in_plain_text(tmp_path: Path) -> None:
+    pairs = [("\u5929\u7a7a\u662f\u4ec0\u4e48\u989c\u8272\uff1f", "\u84dd\u8272"), ("2 + 2?", "4")]
+    rows = [encrypted(*pair, number) for number, pair in enumerate(pairs)]
+    assert "\u84dd\u8272" not in json.dumps(rows, ensure_ascii=False)
+    published = tmp_path / "DeepSearch.csv"
+    with published.open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    plain = write(
+        tmp_path / "plain.jsonl",
+        *({"id": f"x{i}", "prompt": q, "answer": [a]} for i, (q, a) in enumerate(pairs)),
+    )
+    tasks = load_benchmark("xbench", published)
+    assert [(task.question, task.answers[0]) for task in tasks] == pairs
+    assert tasks == load_benchmark("xbench", plain)
+    assert tasks[0].metadata == {"benchmark": "xbench"}
+
+
+def test_the_decoding_is_the_published_one() -> None:
+    """Bytes of the text XORed with those of the key, over and over, then base64."""
+    assert encrypt("abc", "\x01\x02") == "YGBi"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"canary": "another key"}, "cannot be decoded with the row's 'canary'"),
+        ({"canary": None}, "encrypted, but there is no 'canary'"),
+        ({"answer": "not base64!"}, "cannot be decoded"),
+    ],
+)
+def test_a_row_that_cannot_be_decoded_is_refused(tmp_path: Path, change: Row, says: str) -> None:
+    row = encrypted("\u5929\u7a7a\u662f\u4ec0\u4e48\u989c\u8272", "\u84dd\u8272", 1)
+    with pytest.raises(DataError, match=rf"rows\.jsonl, row 1: .*{says}"):
+        load(tmp_path, "xbench", {**row, **change})
+
+
+# mistakes
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("GAIA", "gaia"), ("math-500", "math500"), ("simpleqa", "SimpleQA"), ("2WikiMultihopQA",
+     "2wiki"), ("AIME_2024", "aime24"), ("xbench-DeepSearch", "xbench")],
+)  # fmt: skip
+def test_a_name_is_found_however_it_is_written(name: str, found: str) -> None:
+    assert benchmark(name).name == found
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="'hotpot': unknown; did you mean hotpotqa"):
+        benchmark("hotpot")
+    with pytest.raises(ConfigError, match=r"unknown; known: aime24, .*xbench"):
+        benchmark("zzz")
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_missing_file_is_answered_with_where_to_get_it(tmp_path: Path, name: str) -> None:
+    hub = BENCHMARKS[name].source.hub
+    for path in (tmp_path / "no.jsonl", str(tmp_path / "*.parquet"), ""):
+        with pytest.raises(DataError, match=f"{name}: .*huggingface.co/datasets/{hub} ") as raised:
+            load_benchmark(name, path)
+        assert f"hf download {hub} --repo-type dataset" in str(raised.value)
+    if name in ("gaia", "hle"):
+        assert "accept its terms on that page and log in" in str(raised.value)
+
+
+def test_answers_that_are_private_are_refused(tmp_path: Path) -> None:
+    row = {"task_id": "t", "Question": "q", "Level": 1, "Final answer": "?", "file_name": ""}
+    with pytest.raises(DataError, match=r"row 1: the answer is not published; .*2023/val"):
+        load(tmp_path, "gaia", row)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "says"),
+    [
+        ("gaia", {"text": "q", "answer": "a"},
+         r"expected a column question or .* of GAIA \(published columns: task_id, Question"),
+        ("gaia", {"Question": "q"}, r"a column .*Final answer.*the row has \['Question'\]"),
+        ("math", {"problem": "q", "solution": "it is 4"}, r"its answer in \\boxed"),
+        ("SimpleQA", {"problem": "q", "answer": "a", "metadata": "{'topic'"},
+         "column 'metadata': not a readable object"),
+        ("hle", {"question": " ", "answer": "a"}, "key 'question' must be a text"),
+    ],
+)  # fmt: skip
+def test_a_row_of_another_schema_is_refused(tmp_path: Path, name: str, row: Row, says: str) -> None:
+    with pytest.raises(DataError, match=rf"rows\.jsonl, row 1: .*{says}"):
+        load(tmp_path, name, row)
+
+
+def test_columns_of_other_names_can_be_given(tmp_path: Path) -> None:
+    row = {"q": "q?", "gold": {"text": "g"}, "Level": 3, "no": 7}
+    columns = ColumnsConfig(question="q", answer="gold.text", id="no", kind="Level")
+    (task,) = load(tmp_path, "gaia", row, rows=RowsConfig(columns=columns))
+    assert (task.id, task.question, task.answers, task.kind) == ("7", "q?", ("g",), "3")
+    with pytest.raises(DataError, match="expected the column 'ask' of GAIA"):
+        load(tmp_path, "gaia", row, rows=RowsConfig(columns=ColumnsConfig(question="ask")))
+
+
+def test_bad_rows_can_be_skipped(tmp_path: Path) -> None:
+    rows = [{"Question": "q", "Level": 1}, {"Question": "q", "answer": "a", "Level": 1}]
+    said: list[str] = []
+    found = load(tmp_path, "gaia", *rows, rows=RowsConfig(skip_bad_rows=True), say=said.append)
+    assert [task.id for task in found] == ["rows-2"]
+    assert "1 bad rows are left out" in said[0]
+
+
+# how they are asked
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+async def test_the_usual_keys_make_its_environment(name: str) -> None:
+    """Maths has Python, questions have search, deep search has both, each within its calls."""
+    spec = BENCHMARKS[name]
+    keys = spec.usual_keys({})
+    env = build_config(EnvConfig, keys["env"], name)
+    limits = build_config(Limits, keys["limits"], name)
+    prompt = build_config(PromptConfig, keys["prompt"], name)
+    grader = build_config(GraderConfig, keys["grader"], name)
+    make = EnvMaker(env, {"grader": grader}, Path, limits, prompt)
+    made = make(Task("t", env.id, "1 + 1?", ("2",)))
+    assert isinstance(made, agentenv.ToolEnv)
+    assert tuple(made.tools) == spec.tools
+    calls = {"python": 5, "search": 10}
+    assert {n: made.tool_limits[n].max_calls for n in made.tools} == {
+        n: calls[n] for n in spec.tools
+    }
+    assert limits.max_tool_calls == sum(calls[n] for n in spec.tools)
+    text = load_instruction(prompt).text
+    assert all(f"<{tool}>" in text for tool in spec.tools)
+    assert ("\u641c\u7d22" in text) == (name == "xbench"), "its questions are Chinese"
+    await close_shared()
+
+
+def test_keys_of_another_environment_or_grader_are_not_given() -> None:
+    spec = BENCHMARKS["gsm8k"]
+    own = spec.usual_keys({"env": {"id": "me/Mine-v0"}, "grader": {"path": "g.py"}})
+    assert own == {"prompt": {"template": "python"}, "grader": {}}
+    judged = spec.usual_keys({"grader": {"judge": {"url": "http://j/v1", "model": "m"}}})
+    assert judged["grader"] == {"reward": "answer"}
+    assert spec.usual_keys({"env": {"id": spec.env_id}})["env"] == spec.usual_keys({})["env"]

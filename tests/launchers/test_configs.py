@@ -1,0 +1,167 @@
+"""Every shipped configuration: read, planned for 8 GPUs, and run for a step on the CPU.
+
+In the runs nothing is changed but what stands in the lists below: paths, the sizes of model and
+data, and the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launchers import dpo, evaluate, serve, sft, train
+from tests.support.published import make_workspace
+from tests.support.warehouse import ROOT
+
+CONFIGS = ROOT / "configs"
+PUBLISHED_RL = (
+    "arpo_reasoning_7b",
+    "arpo_deep_search_8b",
+    "arpo_deep_search_14b",
+    "aepo_reasoning_7b",
+    "aepo_deep_search_14b",
+    "grpo_reasoning_7b",
+    "grpo_deep_search_14b",
+    "tool_star_rl_3b",
+)
+COMMANDS = {
+    **dict.fromkeys(("quickstart", *PUBLISHED_RL), train.main),
+    **dict.fromkeys(("sft_quickstart", "sft_cold_start"), sft.main),
+    **dict.fromkeys(("dpo_quickstart", "dpo_self_critic"), dpo.main),
+    **dict.fromkeys(("server_judge", "server_summarizer"), serve.main),
+}
+EVALUATIONS = ("eval_reasoning", "eval_deep_search")
+
+SMALL_RL = (
+    "model.path={folder}/runs/cold-start",
+    "data.train={folder}/rl.jsonl",
+    "search.backend={{name='bm25', corpus='{folder}/kb.jsonl'}}",
+    "search.arpo_cache=",
+    "search.cache={folder}/search.db",
+    "limits.max_prompt_tokens=64",
+    "limits.max_response_tokens=192",
+    "limits.max_turn_tokens=64",
+    "limits.max_tool_result_tokens=48",
+    "queue.groups_per_step=2",
+    "learner.groups_per_minibatch=1",
+    "learner.num_ranks=1",
+    "engine.name=embedded",
+    "engine.max_model_len=1024",
+    "train={{num_steps=1}}",
+)
+SMALL_SUPERVISED = (
+    "model.path={folder}/runs/cold-start",
+    "data.dataset_info={folder}/dataset_info.json",
+    "data.max_samples=48",
+    "data.max_length=512",
+    "learner.num_ranks=1",
+)
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a cold-started quick-start model and of data in the published schemas."""
+    folder = tmp_path_factory.mktemp("published")
+    make_workspace(folder)
+    return folder
+
+
+def arguments(name: str, folder: Path, overrides: tuple[str, ...], *more: str) -> list[str]:
+    """The command line of a run `name` in `folder`."""
+    where = [f"run.dir={folder}/runs", f"run.name={name}"]
+    filled = [override.format(folder=folder) for override in overrides]
+    return [str(CONFIGS / f"{name}.toml"), *where, *filled, *more]
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_no_configuration_is_forgotten_here() -> None:
+    found = {path.stem for path in CONFIGS.glob("*.toml")}
+    assert found == {*COMMANDS, *EVALUATIONS}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_it_is_planned_for_eight_gpus_and_fits(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert COMMANDS[name]([str(CONFIGS / f"{name}.toml"), "--dry-run", "--gpus", "8"]) == 0
+    told = capsys.readouterr().out
+    assert "nothing was started" in told
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_an_evaluation_is_planned_for_eight_gpus(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    subject = ["models/Qwen3-14B-ARPO", "--config", str(CONFIGS / f"{name}.toml")]
+    assert evaluate.main([*subject, "--dry-run", "--gpus", "8"]) == 0
+    told = capsys.readouterr().out
+    assert "judge server" in told
+    assert "GPU 0-7: " in told
+    assert list(tmp_path.iterdir()) == []
+    assert evaluate.main([*subject, "--dry-run", "--gpus", "4"]) == 2
+
+
+@pytest.mark.parametrize("name", PUBLISHED_RL)
+def test_published_ones_are_short_and_use_eight_gpus(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = CONFIGS / f"{name}.toml"
+    assert 30 <= len(path.read_text(encoding="utf-8").splitlines()) <= 60
+    assert train.main([str(path), "--dry-run", "--gpus", "7"]) == 2
+    assert "engine.servers.gpus: 4 GPUs are needed, 3 of 7 are free" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", PUBLISHED_RL)
+def test_a_step_of_reinforcement_learning(name: str, small: Path) -> None:
+    sets = tomllib.loads((CONFIGS / f"{name}.toml").read_text(encoding="utf-8"))["eval"]["sets"]
+    held_out = [f"eval.sets.{one}.path={small}/rl.jsonl" for one in sets]
+    held_out += [f"eval.sets.{one}.max_tasks=2" for one in sets]
+    assert train.main(arguments(name, small, SMALL_RL, *held_out)) == 0
+    (step,) = [row for row in rows_of(small / "runs" / name) if "trees/offered" in row]
+    assert step["trees/trained"] >= 1
+    assert step["learner/num_steps"] >= 1
+    assert step["learner/grad_norm"] > 0
+    assert step["rollout/tool_calls"] > 0
+
+
+@pytest.mark.timeout(300)
+def test_a_step_of_the_cold_start(small: Path) -> None:
+    overrides = ("data.eval_split=8", "sft.num_steps=1")
+    assert sft.main(arguments("sft_cold_start", small, SMALL_SUPERVISED, *overrides)) == 0
+    (step,) = [row for row in rows_of(small / "runs/sft_cold_start") if "sft/loss" in row]
+    assert step["sft/grad_norm"] > 0
+
+
+@pytest.mark.timeout(300)
+def test_a_step_of_preferences(small: Path) -> None:
+    overrides = ("dpo.num_steps=1",)
+    assert dpo.main(arguments("dpo_self_critic", small, SMALL_SUPERVISED, *overrides)) == 0
+    (step,) = [row for row in rows_of(small / "runs/dpo_self_critic") if "dpo/loss" in row]
+    assert step["dpo/loss"] == pytest.approx(0.6931, abs=1e-3), "ln 2 before the first step"
+
+
+@pytest.mark.timeout(300)
+def test_a_step_of_each_stage_of_the_quick_start(tmp_path: Path) -> None:
+    """Its three configurations, in the order of the README."""
+    few = ("eval.sets.heldout.max_tasks=2", "eval.sets.dev.max_tasks=2", "eval.sets.dev.every=0")
+    stages = "sft.stages=[{rows='mixed', num_steps=40}]"
+    more = (*few, stages, "train.num_steps=1", "queue.groups_per_step=8")
+    assert train.main(arguments("quickstart", tmp_path, (), *more)) == 0
+    (step,) = [row for row in rows_of(tmp_path / "runs/quickstart") if "trees/offered" in row]
+    assert step["learner/num_steps"] >= 1
+    assert sft.main(arguments("sft_quickstart", tmp_path, (), "sft.num_steps=1")) == 0
+    run = tmp_path / "runs" / "sft_quickstart"
+    pairs = [f"model.path={run}", f"data.train={run}/data/pairs.jsonl"]
+    pairs += [f"data.eval={run}/data/pairs-heldout.jsonl", "dpo.num_steps=1"]
+    assert dpo.main(arguments("dpo_quickstart", tmp_path, (), *pairs)) == 0

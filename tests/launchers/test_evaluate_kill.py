@@ -1,0 +1,106 @@
+"""An evaluation that is killed at any moment, or interrupted, goes on and asks nothing twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launchers.evaluation.store import read_rows
+from tests.support.warehouse import ROOT
+
+NUM_KILLS = 4
+CONCURRENCY = 3
+LATENCY_S = 0.05  # of a turn
+LOG = "EVALUATE_KILL_LOG"
+
+
+def logged(prompt: str, rng: random.Random) -> str:
+    """Writes down each question that is begun, and answers it in two turns."""
+    if "<result>" not in prompt:
+        question = prompt.partition("How many ")[2].partition(")")[0] + ")"
+        with Path(os.environ[LOG]).open("a") as file:
+            file.write(f"How many {question}\n")
+        return "<think>look</think><stock>bolts</stock>"
+    return f"<answer>{rng.choice([1240, 7])}</answer>"
+
+
+class Command:
+    """The command in a process of its own; `asked` are the questions that were begun so far."""
+
+    def __init__(self, warehouse: Path, folder: Path) -> None:
+        self.out, self.log = folder / "out", folder / "log"
+        self.log.touch()
+        model, data = warehouse.parent / "model", warehouse.parent / "a.jsonl"
+        self.arguments = [sys.executable, str(ROOT / "launchers" / "evaluate.py"), str(model)]
+        self.arguments += ["--env", "me/Warehouse-v0", "env.module=my_env", f"data={data}"]
+        self.arguments += ["--out", str(self.out), "engine.name=scripted"]
+        self.arguments += ["engine.script=tests.launchers.test_evaluate_kill:logged"]
+        self.arguments += [f"engine.latency_s={LATENCY_S}", f"concurrency={CONCURRENCY}"]
+        self.arguments += ["limits.max_prompt_tokens=300", "limits.max_response_tokens=300"]
+        path = os.pathsep.join([str(warehouse.parent), str(ROOT)])
+        self.environment = {**os.environ, LOG: str(self.log), "PYTHONPATH": path}
+
+    def start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.arguments, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True,
+        )  # fmt: skip
+
+    def asked(self) -> list[str]:
+        return self.log.read_text().splitlines()
+
+    def stored(self) -> set[str]:
+        return {row.question for row in read_rows(self.out)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_killed_at_any_moment_it_asks_no_question_twice(warehouse: Path, tmp_path: Path) -> None:
+    command, rng = Command(warehouse, tmp_path), random.Random(time.time_ns())
+    questions = [
+        json.loads(line)["question"]
+        for line in (warehouse.parent / "a.jsonl").read_text().splitlines()
+    ]
+    for _ in range(NUM_KILLS):
+        begun, kept = len(command.asked()), command.stored()
+        with command.start() as process:
+            more = rng.randint(1, 6)
+            while process.poll() is None and len(command.asked()) < begun + more:
+                time.sleep(0.005)
+            time.sleep(rng.uniform(0, 2.5 * LATENCY_S))
+            process.kill()
+        assert kept.isdisjoint(command.asked()[begun:]), "what was stored was asked again"
+    with (command.out / "rows.jsonl").open("ab") as file:  # as if cut off while writing
+        file.write(b'{"dataset":"a","task":"a-1","sam')
+    begun, kept = len(command.asked()), command.stored()
+    with command.start() as process:
+        out, _ = process.communicate()
+    assert process.returncode == 0, out
+    assert kept.isdisjoint(command.asked()[begun:])
+    assert command.stored() == set(questions)
+    assert len(read_rows(command.out)) == len(questions)
+    assert len((command.out / "rows.jsonl").read_bytes().splitlines()) == len(questions)
+    # only what was in flight when it was killed was begun again
+    assert len(command.asked()) <= len(questions) + NUM_KILLS * CONCURRENCY
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_can_go_on(warehouse: Path, tmp_path: Path, number: signal.Signals) -> None:
+    command = Command(warehouse, tmp_path)
+    with command.start() as process:
+        while process.poll() is None and len(command.asked()) < 6:
+            time.sleep(0.005)
+        process.send_signal(number)
+        out, _ = process.communicate()
+    assert process.returncode == 130, out
+    assert "the same command goes on" in out
+    assert "Traceback" not in out
+    assert 1 <= len(command.stored()) < 24

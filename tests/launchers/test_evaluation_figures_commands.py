@@ -1,0 +1,282 @@
+"""Report, compare and regrade as commands over stored evaluations."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from launchers.evaluation import compare, regrade, regrading, report
+from launchers.evaluation.rows import EvalRow
+from launchers.evaluation.store import read_rows
+from tests.support.stored_evaluation import mixed_rows, trajectory, write_evaluation
+
+QUICK = {"kind": "layered", "math": False}
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m|`*"
+
+
+def rows_of(answers: dict[str, list[str]], gold: str = "Paris", **keys: object) -> list[EvalRow]:
+    return [
+        trajectory(
+            answer, task=task, sample=sample, answers=[gold], question=f"Question {task}?",
+            success=answer == gold, reward=float(answer == gold), **keys,
+        )
+        for task, given in answers.items()
+        for sample, answer in enumerate(given)
+    ]  # fmt: skip
+
+
+class Page(HTMLParser):
+    """The tags of a page and what a browser would run."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.handlers: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+# report
+
+
+def test_a_report_is_terminal_json_markdown_html_and_plots(tmp_path, capsys):
+    folder = write_evaluation(tmp_path / "e", mixed_rows(8, 4), QUICK)
+    assert report.main([str(folder), "--k", "1,3"]) == 0
+    said = capsys.readouterr().out
+    assert "pass@k" in said
+    assert "Cost of a trajectory" in said
+    summary = json.loads((folder / "summary.json").read_text())
+    assert list(summary["overall"]["pass_at"]) == ["1", "3"]
+    text = (folder / "report.md").read_text()
+    for name in ("groups", "pass_at_k", "tool_calls", "tokens", "seconds"):
+        assert (folder / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert f"(plots/{name}.png)" in text
+    page = (folder / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 5
+    assert "http" not in re.sub(r'http-equiv="[^"]*"', "", page)  # nothing is fetched
+    assert not list(folder.glob("**/*.partial"))
+
+
+def test_what_a_policy_wrote_cannot_act_in_a_report(tmp_path, capsys):
+    rows = rows_of({EVIL: [EVIL]}, dataset="d" + EVIL, kind=EVIL, reason=EVIL)
+    rows[0].tool_calls[0] |= {"name": EVIL, "arguments": {"q": EVIL}, "ok": False, "error": EVIL}
+    rows[0].segments[-1]["policy"] += EVIL
+    rows.append(EvalRow(dataset="x", task="2", sample=0, end="failed", error=f"{EVIL}: {EVIL}"))
+    folder = write_evaluation(tmp_path / "e", rows, QUICK)
+    assert report.main([str(folder)]) == 0
+    assert "\x1b[31m" not in capsys.readouterr().out
+    page = Page((folder / "report.html").read_text())
+    assert "script" not in page.tags
+    assert page.handlers == []
+    assert "alert(1)" in page.text
+    text = (folder / "report.md").read_text()
+    assert "<script>" not in text
+    assert "<img" not in text
+
+
+def test_a_report_needs_rows(tmp_path, capsys):
+    assert report.main([str(tmp_path)]) == 2
+    assert "holds no rows" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        report.main([str(tmp_path), "--k", "0"])
+
+
+def test_failures_are_told_with_their_bound(tmp_path, capsys):
+    rows = rows_of({"1": ["Paris"], "2": ["Rome"]})
+    rows.append(EvalRow(dataset="qa", task="3", sample=0, end="failed", error="EngineError: no"))
+    folder = write_evaluation(tmp_path / "e", rows, QUICK)
+    assert report.main([str(folder)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 failed trajectories (EngineError 1) are in no score" in said
+    assert "success would be 0.333" in said
+
+
+def test_a_report_leaves_the_rows_as_they_are(tmp_path):
+    folder = write_evaluation(tmp_path / "e", mixed_rows(4, 2), QUICK)
+    before = (folder / "rows.jsonl").read_bytes()
+    assert report.main([str(folder), "--compat", "reference"]) == 0
+    assert (folder / "rows.jsonl").read_bytes() == before
+    assert json.loads((folder / "summary.json").read_text())["compat"] == "reference"
+
+
+# compare
+
+
+def test_two_evaluations_are_compared_question_by_question(tmp_path, capsys):
+    one = rows_of({str(i): ["Paris" if i < 4 else "Rome"] for i in range(12)})
+    two = rows_of({str(i): ["Rome" if i == 0 else "Paris"] for i in range(10)})
+    first = write_evaluation(tmp_path / "a", one, QUICK)
+    second = write_evaluation(tmp_path / "b", two, QUICK)
+    out = tmp_path / "c.md"
+    assert compare.main([str(first), str(second), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "10 questions are in both; left out: 2 only in A" in said
+    assert "Changed: 1 worse and 6 better in B" in said
+    text = out.read_text()
+    assert "| all | 10 | 0.400 | 0.900 | +0.500" in text
+    assert "| 0.125 | McNemar |" in text  # 1 against 6: 2 * (1 + 7) / 128
+    assert "| tool calls | 10 | 2.000 | 2.000 |" in text
+
+
+def test_several_samples_are_compared_as_rates(tmp_path, capsys):
+    one = rows_of({str(i): ["Paris", "Rome"] for i in range(8)})
+    two = rows_of({str(i): ["Paris", "Paris"] for i in range(8)})
+    folders = [write_evaluation(tmp_path / n, r, QUICK) for n, r in (("a", one), ("b", two))]
+    assert compare.main([*map(str, folders)]) == 0
+    said = capsys.readouterr().out
+    assert "sign flip" in said
+    assert "pass@2" in said
+    assert re.search(r"all +8 +0.500 +1.000 +\+0.500 \[\+0.500, \+0.500\] +0.008", said)
+
+
+def test_evaluations_that_share_nothing_are_refused(tmp_path, capsys):
+    one = write_evaluation(tmp_path / "a", rows_of({"1": ["Paris"]}), QUICK)
+    two = write_evaluation(tmp_path / "b", rows_of({"2": ["Paris"]}), QUICK)
+    assert compare.main([str(one), str(two)]) == 2
+    assert "there is no question to compare: none is shared" in capsys.readouterr().err
+
+
+def test_another_question_of_the_same_name_is_refused(tmp_path, capsys):
+    one = rows_of({"1": ["Paris"]})
+    two = [msgspec.structs.replace(row, question="Another one?") for row in one]
+    folders = [write_evaluation(tmp_path / n, r, QUICK) for n, r in (("a", one), ("b", two))]
+    assert compare.main([*map(str, folders)]) == 2
+    assert "question 1 is not the same in both" in capsys.readouterr().err
+
+
+# regrade
+
+
+def figures(folder: Path) -> dict[str, object]:
+    assert report.main([str(folder)]) == 0
+    found: dict[str, object] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def test_the_same_grader_gives_the_same_rows_and_figures(tmp_path, capsys):
+    folder = write_evaluation(tmp_path / "e", mixed_rows(12, 3), {"kind": "layered"})
+    assert regrade.main([str(folder)]) == 0  # the labels of the rows become real grades
+    rows, summary = read_rows(folder), figures(folder)
+    capsys.readouterr()
+    assert regrade.main([str(folder)]) == 0
+    assert "0 of 36 verdicts changed" in capsys.readouterr().out
+    assert read_rows(folder) == rows
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert {row.success for row in rows} == {True, False}
+    assert all("em" in row.scores for row in rows)
+
+
+def test_another_grader_flips_verdicts_and_says_which(tmp_path, capsys):
+    answers = {"1": ["NYC"], "2": ["Paris, France"], "3": ["Paris"]}
+    folder = write_evaluation(tmp_path / "e", rows_of(answers), QUICK)
+    assert regrade.main([str(folder)]) == 0
+    before = (folder / "rows.jsonl").read_bytes()
+    capsys.readouterr()
+    assert regrade.main([str(folder), "grader.kind=exact"]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 3 verdicts changed: 1 right -> wrong" in said
+    assert "qa/2/0" in said
+    assert [row.success for row in read_rows(folder)] == [False, False, True]
+    assert (folder / "rows.before.jsonl").read_bytes() == before
+    saved = json.loads((folder / "config.json").read_text())["config"]
+    assert saved["sets"]["qa"]["grader"] == {"kind": "exact"}
+    assert "qa/2/0" in (folder / "regrade.md").read_text()
+
+
+def test_the_published_reward_is_graded_with_its_tools(tmp_path):
+    rows = rows_of({"1": ["Paris"], "2": ["Paris"], "3": ["Rome"], "4": ["Paris"]})
+    rows[1].tool_calls[1]["ok"] = False
+    rows[3].segments[-1]["policy"] = "Paris"  # no tags
+    folder = write_evaluation(tmp_path / "e", rows, {**QUICK, "reward": "tools"})
+    assert regrade.main([str(folder)]) == 0
+    assert [row.reward for row in read_rows(folder)] == [1.1, 1.0, 0.0, -1.0]
+
+
+def test_one_set_may_get_a_grader_of_its_own(tmp_path):
+    rows = rows_of({"1": ["Paris, France"]}, dataset="a")
+    rows += rows_of({"1": ["Paris, France"]}, dataset="b")
+    folder = write_evaluation(tmp_path / "e", rows, QUICK)
+    assert regrade.main([str(folder), "sets.b.grader.kind=exact"]) == 0
+    assert [row.success for row in read_rows(folder)] == [True, False]
+
+
+def test_failed_trajectories_stay_failed_but_for_their_grader(tmp_path, capsys):
+    rows = rows_of({"1": ["Paris"], "2": ["Paris"]})
+    error = "GraderError: the judge is down"
+    rows[0] = msgspec.structs.replace(rows[0], end="failed", error=error, success=False)
+    rows[1] = msgspec.structs.replace(rows[1], end="failed", error="EngineError: x", success=False)
+    folder = write_evaluation(tmp_path / "e", rows, QUICK)
+    assert regrade.main([str(folder)]) == 0
+    assert "1 of 2 verdicts changed: 1 failed -> right" in capsys.readouterr().out
+    found = read_rows(folder)
+    assert [(row.end, row.success) for row in found] == [("terminated", True), ("failed", False)]
+
+
+GRADER = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if "Rome" in solution_str:
+        raise ValueError("no verdict")
+    return 0.5 if ground_truth in solution_str else 0.0
+"""
+
+
+def test_rows_that_a_grader_cannot_grade_are_failed_not_wrong(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(regrading, "RETRY_DELAY_S", 0.0)
+    path = tmp_path / "mine.py"
+    path.write_text(GRADER)
+    folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"], "2": ["Rome"]}), QUICK)
+    keys = ["grader.kind=custom", f"grader.path={path}", "grader.success_at=0.5"]
+    assert regrade.main([str(folder), *keys]) == 0
+    first, second = read_rows(folder)
+    assert (first.reward, first.success) == (0.5, True)
+    assert second.end == "failed"
+    assert "no verdict" in (second.error or "")
+    capsys.readouterr()
+
+
+def test_without_any_grade_nothing_is_changed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(regrading, "RETRY_DELAY_S", 0.0)
+    path = tmp_path / "mine.py"
+    path.write_text(GRADER)
+    rows = rows_of({str(i): ["Rome"] for i in range(25)})
+    folder = write_evaluation(tmp_path / "e", rows, QUICK)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert regrade.main([str(folder), "grader.kind=custom", f"grader.path={path}"]) == 1
+    assert "nothing is changed; no row could be graded" in capsys.readouterr().err
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert after.pop(".lock") == b""
+    assert after == before
+
+
+def test_regrading_refuses_what_it_does_not_read(tmp_path, capsys):
+    folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"]}), QUICK)
+    for text, why in (
+        ("limits.max_turns=3", "regrading takes grader.key=value"),
+        ("grader", "regrading takes grader.key=value"),
+        ("sets.other.grader.kind=exact", "the sets are ['qa']"),
+        ("grader.kidn=exact", "kidn"),
+        ("grader.path=/tmp/x.py", "grader.path is read by kind custom only"),
+    ):
+        assert regrade.main([str(folder), text]) == 2
+        assert why in capsys.readouterr().err
+
+
+def test_a_running_evaluation_is_not_regraded(tmp_path, capsys):
+    folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"]}), QUICK)
+    with (folder / ".lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert regrade.main([str(folder)]) == 2
+    assert "another command is writing this evaluation" in capsys.readouterr().err

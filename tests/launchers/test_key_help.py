@@ -1,0 +1,88 @@
+"""--help is short and --help-keys shows every key once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentenv.config_keys import describe
+from launchers import dpo, serve, sft, train
+from launchers.config import TrainConfig
+from launchers.keys import KIND, help_keys
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = train.main) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main(list(arguments))
+    captured = capsys.readouterr()
+    assert exit_.value.code == 0, captured.err
+    return captured.out + captured.err
+
+
+@pytest.mark.parametrize("main", [train.main, sft.main, dpo.main, serve.main])
+def test_help_fits_on_a_screen_or_two(main: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--help", main=main)
+    assert len(text.splitlines()) < 80
+    assert "--help-keys" in text
+    assert "--dry-run" in text
+
+
+def test_help_names_every_table(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--help")
+    for table in TrainConfig.__struct_fields__:
+        assert f"\n  {table} " in text
+    assert "embedded, scripted, vllm, sglang" in text
+
+
+def test_help_keys_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--help-keys")
+    for key in (
+        "queue.max_staleness  (int, default '1')",
+        "algorithm[aepo].branch_penalty",
+        "algorithm[arpo|aepo].beam_size",
+        "algorithm.group_size",
+        "engine[embedded].device",
+        "engine[vllm|sglang].servers.num_servers",
+        "sft.stages[n].num_steps",
+        "eval.sets.NAME.every",
+        "search.summarizer.url",
+    ):
+        assert f"\n{key}" in text
+    for key in describe(TrainConfig):
+        name = key.name
+        for kind in KIND.findall(key.name):
+            name = name if kind == "n" else name.replace(f"[{kind}]", "")
+        assert name.rpartition(".")[2] in text
+
+
+def test_no_key_is_shown_twice_with_one_default() -> None:
+    shown = [(key.shown, key.key.default) for key in help_keys(TrainConfig)]
+    assert len(shown) == len(set(shown))
+    assert len(shown) < len(list(describe(TrainConfig)))
+
+
+@pytest.mark.parametrize(
+    ("prefix", "there", "absent"),
+    [
+        ("learner.lora", "learner.lora.r", "learner.dtype"),
+        ("algorithm.gspo", "algorithm[gspo].clip_low", "beam_size"),
+        ("algorithm[gspo]", "algorithm.group_size", "beam_size"),
+        ("engine", "engine[embedded].device", "learner"),
+        ("run.seed", "run.seed", "run.dir"),
+    ],
+)
+def test_a_prefix_chooses(
+    prefix: str, there: str, absent: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(capsys, "--help-keys", prefix)
+    assert text.startswith(there) or f"\n{there}" in text
+    assert f"\n{absent}" not in text
+    assert f".{absent}" not in text
+
+
+def test_an_unknown_prefix_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        train.main(["--help-keys", "learnr"])
+    assert exit_.value.code == 2
+    assert "did you mean learner?" in capsys.readouterr().err

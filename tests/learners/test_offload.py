@@ -1,0 +1,96 @@
+"""A learner that sleeps between its updates, and gives the memory of its device back meanwhile,
+ends with the weights of one that does not, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentenv.errors import LearnerError
+from learners.deepspeed_learner import DeepSpeedLearner
+from learners.lora import LoRAConfig
+from learners.offload import Aside, held_tensors
+from learners.policy import Policy
+from learners.torch_backend import TorchBackend
+from tests.learners.ranks import (
+    ALGORITHM,
+    plain_torch,
+    save_tiny_model,
+    train,
+    two_ranks,
+    uneven_trees,
+    weights_in,
+    weights_of,
+)
+
+TREES = uneven_trees(4)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"backend": "torch"},
+        {"zero_stage": 0},
+        {"zero_stage": 1, "dtype": "bfloat16"},
+        {"zero_stage": 2},
+        {"zero_stage": 3},
+        {"zero_stage": 3, "offload": "optimizer"},
+        {"zero_stage": 0, "lora": LoRAConfig(r=4)},
+    ],
+    ids=lambda keys: "-".join(str(value) for value in keys.values())[:24],
+)
+async def test_sleeping_between_updates_changes_nothing(
+    tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    config = two_ranks(**keys)
+    found = []
+    for sleeps in (False, True):
+        log = tmp_path / f"{sleeps}.log"
+        learner = await DeepSpeedLearner.start(config, ALGORITHM, model, log)
+        try:
+            for _ in range(2):
+                await learner.update(TREES)
+                if sleeps:
+                    await learner.sleep()
+                    await learner.sleep()
+                    with pytest.raises(LearnerError, match="Update was asked of a learner that"):
+                        await learner.update(TREES)
+                    await learner.wake()
+                    await learner.wake()
+            await learner.publish(tmp_path / f"{sleeps}")
+        finally:
+            await learner.close()
+        found.append(weights_in(tmp_path / f"{sleeps}"))
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_what_a_rank_holds_is_freed_and_comes_back(tmp_path: Path) -> None:
+    """Weights and both moments of AdamW, and nothing but them, are in main memory."""
+    trainer = plain_torch(save_tiny_model(tmp_path / "model"), two_ranks(), torch.float32)
+    train(trainer, TREES, 4)
+    backend = trainer.backend
+    assert isinstance(backend, TorchBackend)
+    before = {name: weight.clone() for name, weight in weights_of(trainer).items()}
+    num_bytes = sum(weight.nbytes for weight in before.values())
+    aside = Aside(backend)
+    assert 3 * num_bytes <= aside.num_bytes <= 3 * num_bytes + 64 * len(before)
+    assert all(
+        t.untyped_storage().size() == 0
+        for t in held_tensors(backend)
+        if t.untyped_storage().resizable()
+    )
+    aside.take_back()
+    assert all(torch.equal(before[name], weight) for name, weight in weights_of(trainer).items())
+
+
+def test_tensors_on_another_device_stay(tmp_path: Path) -> None:
+    trainer = plain_torch(save_tiny_model(tmp_path / "model"), two_ranks(), torch.float32)
+    policy = trainer.backend.policy
+    assert isinstance(policy, Policy)
+    trainer.backend.device = torch.device("meta")
+    assert Aside(trainer.backend).num_bytes == 0

@@ -1,0 +1,74 @@
+"""Invented questions in the schemas of GAIA and HLE, a policy that answers them, and a judge."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from tests.support import tea_house
+
+
+class Item(NamedTuple):
+    """What is asked, its group, the gold, what the policy says, and what the judge makes of it."""
+
+    question: str
+    group: Any
+    gold: str
+    said: str
+    judged: str
+
+
+GAIA = [
+    Item("Which city is built on seven hills?", 1, "Rome", "Rome", "CORRECT"),
+    Item("Which city has Central Park?", 1, "New York City", "the Big Apple", "CORRECT"),
+    Item("How many hearts has an octopus?", 2, "3", "3", "INCORRECT"),
+    Item("How many moons has Mars?", 2, "2", "9", "INCORRECT"),
+    Item("Which metal is liquid?", 3, "mercury", "I will not say", "I cannot judge that."),
+]
+HLE = [
+    Item("Which group is simple?", ("multipleChoice", "Math"), "C", "C", "CORRECT"),
+    Item("Which graph is planar?", ("multipleChoice", "Math"), "B", "D", "INCORRECT"),
+    Item("What is 3 * 7?", ("exactMatch", "Math"), "21", "21.0", "CORRECT"),
+    Item("Which bone is the longest?", ("exactMatch", "Biology"), "femur", "skull", "INCORRECT"),
+]
+BY_QUESTION = {item.question: item for item in (*GAIA, *HLE)}
+
+
+def write_exams(folder: Path) -> tuple[Path, Path]:
+    """metadata.jsonl of GAIA and rows of HLE; the last of each is about a file or an image."""
+    gaia: list[dict[str, Any]] = [
+        {"task_id": f"g{n}", "Question": item.question, "Level": item.group,
+         "Final answer": item.gold, "file_name": "", "Annotator Metadata": {"Steps": "none"}}
+        for n, item in enumerate(GAIA)
+    ]  # fmt: skip
+    hle: list[dict[str, Any]] = [
+        {"id": f"h{n}", "question": item.question, "image": "", "answer": item.gold,
+         "answer_type": item.group[0], "raw_subject": "any", "category": item.group[1],
+         "canary": "BENCHMARK DATA"}
+        for n, item in enumerate(HLE)
+    ]  # fmt: skip
+    gaia.append({**gaia[-1], "task_id": "g-file", "file_name": "table.xlsx"})
+    hle.append({**hle[-1], "id": "h-image", "image": "data:image/png;base64,AAAA"})
+    for name, rows in (("gaia", gaia), ("hle", hle)):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return folder / "gaia.jsonl", folder / "hle.jsonl"
+
+
+def turn(prompt: str, rng: Random) -> str:
+    """Answers at once what it knows, and plays the world of the tea houses otherwise."""
+    for question, item in BY_QUESTION.items():
+        if question in prompt:
+            return f"<think>I know.</think><answer>\\boxed{{{item.said}}}</answer>"
+    return tea_house.turn(prompt, rng)
+
+
+def judged(messages: list[dict[str, str]]) -> str:
+    """The verdict about the question in the judge's prompt; what it does not know is right."""
+    found = re.search(r"Question: (\".*\")", messages[1]["content"])
+    assert found is not None
+    item = BY_QUESTION.get(json.loads(found[1]))
+    return "CORRECT" if item is None else item.judged

@@ -1,0 +1,64 @@
+"""A scripted OpenAI-compatible server that plays the judge."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+
+class Cut:
+    """A reply that never comes: the connection is closed."""
+
+
+class JudgeServer:
+    """Answers each request with the next reply, the last one for ever: the message's text, a
+    status, a whole body, nothing in time (None), or whatever a model that reads the messages says.
+    """
+
+    def __init__(self) -> None:
+        self.replies: list[Any] = ["CORRECT"]
+        self.num_running = self.most_running = 0
+        self.latency_s = 0.0
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[Any] = []
+        self.reply_headers: dict[str, str] = {}
+        self.url = ""
+
+    async def answer(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        self.requests.append(asked)
+        self.headers.append(request.headers)
+        reply = self.replies[min(len(self.requests), len(self.replies)) - 1]
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        await asyncio.sleep(30 if reply is None else self.latency_s)
+        self.num_running -= 1
+        if isinstance(reply, Cut) and request.transport is not None:
+            request.transport.close()
+        if isinstance(reply, int):
+            return web.Response(status=reply, text="busy", headers=self.reply_headers)
+        if isinstance(reply, dict):
+            return web.json_response(reply)
+        text = reply(asked["messages"]) if callable(reply) else reply
+        return web.json_response({"choices": [{"message": {"content": text}}]})
+
+
+@asynccontextmanager
+async def judge_server() -> AsyncIterator[JudgeServer]:
+    """One on a free port of this machine."""
+    scripted = JudgeServer()
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", scripted.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    scripted.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    try:
+        yield scripted
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,112 @@
+"""A scripted OpenAI-compatible endpoint in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from typing import Any, Self
+
+from aiohttp import web
+
+Json = dict[str, Any]
+# what it answers: a reply, a status, raw bytes, or a number of seconds to be silent
+Answer = Json | int | bytes | float
+
+
+class ScriptedEndpoint:
+    """Serves one model; `script(body, number of the request)` answers."""
+
+    def __init__(self, script: Callable[[Json, int], Answer], owner: str = "somebody") -> None:
+        self.script, self.owner = script, owner
+        self.requests: list[Json] = []
+        self.headers: list[dict[str, str]] = []
+        self.url = ""
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._serve())
+
+    async def _serve(self) -> None:
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._answer)
+        app.router.add_post("/v1/completions", self._answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self._ready.set()
+        await self._stop.wait()
+        await runner.cleanup()
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m", "owned_by": self.owner}]})
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append(body)
+        self.headers.append(dict(request.headers))
+        answer = self.script(body, len(self.requests))
+        if isinstance(answer, float):
+            await asyncio.sleep(answer)
+            answer = 500
+        if isinstance(answer, int):
+            return web.json_response({"error": {"message": f"no ({answer})"}}, status=answer)
+        if isinstance(answer, bytes):
+            return web.Response(body=answer)
+        if body.get("stream"):
+            return await self._streamed(request, answer)
+        return web.json_response(answer)
+
+    async def _streamed(self, request: web.Request, answer: Json) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        (choice,) = answer["choices"]
+        message = choice["message"]
+        text = message.get("content") or ""
+        deltas: list[Json] = [{"content": text[i : i + 3]} for i in range(0, len(text), 3)]
+        for index, call in enumerate(message.get("tool_calls") or ()):
+            function, whole = call["function"], call["function"]["arguments"]
+            first = {"name": function["name"], "arguments": whole[:2]}
+            deltas.append({"tool_calls": [{"index": index, "id": call["id"], "function": first}]})
+            rest = {"arguments": whole[2:]}
+            deltas.append({"tool_calls": [{"index": index, "function": rest}]})
+        events: list[Json] = [{"choices": [{"delta": delta}]} for delta in deltas]
+        events.append({"choices": [{"delta": {}, "finish_reason": choice["finish_reason"]}]})
+        events.append({"choices": [], "usage": answer.get("usage")})
+        for event in events:
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+def reply(
+    content: str | None, reason: str = "stop", usage: tuple[int, int] | None = None, **more: Any
+) -> Json:
+    """A chat completion; `usage` is (prompt tokens, completion tokens)."""
+    choice = {"message": {"role": "assistant", "content": content, **more}, "finish_reason": reason}
+    found: Json = {"choices": [choice]}
+    if usage is not None:
+        found["usage"] = {"prompt_tokens": usage[0], "completion_tokens": usage[1]}
+    return found
+
+
+def call(name: str, arguments: str, number: int = 1) -> Json:
+    """A native tool call."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"id-{number}", "type": "function", "function": function}

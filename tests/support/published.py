@@ -1,0 +1,119 @@
+"""What the shipped configurations need in small: a model that has had a cold start, and data in
+the published schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from envs.quickstart_world import demonstration, make_world
+from launchers import sft
+from launchers.quickstart import build_model
+
+SYSTEM = "What is of user"  # words of the small tokenizer; published rows bring a system prompt too
+KINDS = ("calc", "hop")
+HABITS = ("clean", "unboxed")  # with \boxed and without: rewards differ from the first step on
+NUM_DIALOGUES = 600
+COLD_START = """
+[run]
+dir = "{folder}/runs"
+name = "cold-start"
+[model]
+path = "{folder}/model"
+[data]
+train = "{folder}/sharegpt.jsonl"
+[sft]
+batch_size = 16
+gradient_accumulation = 1
+num_steps = 120
+[learner]
+optimizer = "muon_adamw"
+learning_rate = 1e-2
+muon_learning_rate = 1.2e-2
+"""
+
+
+def make_workspace(folder: Path) -> Path:
+    """Files in `folder`, and its run "cold-start", whose path is returned."""
+    build_model(folder / "model", seed=0)
+    world = make_world(0)
+    write(folder / "kb.jsonl", world.documents())
+    questions = [q.row() for q in world.questions["train"] if q.kind in KINDS]
+    write(folder / "rl.jsonl", (published(row, i) for i, row in enumerate(questions)))
+    write(folder / "sharegpt.jsonl", dialogues(set(world.reserved())))
+    write(folder / "pairs.jsonl", pairs(set(world.reserved())))
+    registry = {
+        "final_5w4_still": {"file_name": "sharegpt.jsonl", "formatting": "sharegpt"},
+        "self_critic_dpo": {
+            "file_name": "pairs.jsonl",
+            "formatting": "sharegpt",
+            "ranking": True,
+            "columns": {
+                "messages": "conversations",
+                "chosen": "chosen",
+                "rejected": "rejected",
+            },
+        },
+    }
+    (folder / "dataset_info.json").write_text(json.dumps(registry), encoding="utf-8")
+    config = folder / "cold.toml"
+    config.write_text(COLD_START.format(folder=folder), encoding="utf-8")
+    assert sft.main([str(config)]) == 0
+    return folder / "runs" / "cold-start"
+
+
+def published(row: dict[str, Any], index: int) -> dict[str, Any]:
+    """A question in the schema of ARPO's parquet files."""
+    return {
+        "data_source": "DR_grpo_mix",
+        "prompt": [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": row["question"]},
+        ],
+        "ability": "math" if row["kind"] == "calc" else "qa",
+        "reward_model": {"ground_truth": row["answer"], "style": "rule"},
+        "extra_info": {"index": index, "question": row["question"], "split": "train"},
+    }
+
+
+def dialogues(reserved: set[str]) -> Iterator[dict[str, Any]]:
+    """ShareGPT rows as LLaMA-Factory reads them; results stand within the answer."""
+    rng = Random("published dialogues")
+    for number in range(NUM_DIALOGUES):
+        demo = demonstration(rng, KINDS[number % 2], reserved, HABITS[number // 2 % 2])
+        asked = {"from": "human", "value": demo.question.question}
+        answered = {"from": "gpt", "value": chain(demo.turns)}
+        yield {"system": SYSTEM, "conversations": [asked, answered]}
+
+
+def pairs(reserved: set[str]) -> Iterator[dict[str, Any]]:
+    """Preferences as LLaMA-Factory reads them."""
+    rng = Random("published pairs")
+    for _ in range(64):
+        state = rng.getstate()
+        good = demonstration(rng, "calc", reserved, "clean")
+        rng.setstate(state)
+        bad = demonstration(rng, "calc", reserved, "unboxed")
+        yield {
+            "system": SYSTEM,
+            "conversations": [{"from": "human", "value": good.question.question}],
+            "chosen": {"from": "gpt", "value": chain(good.turns)},
+            "rejected": {"from": "gpt", "value": chain(bad.turns)},
+        }
+
+
+def chain(turns: Any) -> str:
+    """A whole answer, with the results between the texts of the policy."""
+    parts = []
+    for turn in turns:
+        parts.append(turn.action)
+        if turn.result is not None:
+            parts.append(f" <result>\n{turn.result}\n</result>")
+    return "".join(parts)
+
+
+def write(path: Path, rows: Any) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
