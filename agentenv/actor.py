@@ -74,9 +74,14 @@ class Actor:
         tree = TrajectoryTree(task, index=index, policy_version=self.engine.policy_version)
         tree.add(None)
         async with asyncio.TaskGroup() as group:
-            growth = Growth(self, tree, plan, group, session or str(index))
+            growth = self._growth(tree, plan, group, session or str(index))
             growth.num_root_names = first_root
             if max_failures is not None:
                 growth.limits = replace(self.limits, max_failures=max_failures)
             growth.start_roots(plan.on_start(tree))
         return tree
+
+    def _growth(
+        self, tree: TrajectoryTree, plan: RolloutPlan, group: asyncio.TaskGroup, session: str
+    ) -> Growth:
+        return Growth(self, tree, plan, group, session)

@@ -67,6 +67,19 @@ class Branch:
         self.prefix_ids = self.prefix_ids + observation_ids
         self.cursor, self.pending = self.pending, None
 
+    def take_back(self, name: str, num_tool_calls: int) -> None:
+        """Undo the pending action, which made these calls; the turn is taken again under `name`,
+        so that another seed samples it."""
+        assert self.pending is not None
+        self.prefix_ids = self.prefix_ids[: len(self.prefix_ids) - len(self.pending.action_ids)]
+        self.num_turns -= 1
+        self.num_tool_calls -= num_tool_calls
+        self.pending, self.name = None, name
+
+    def restart(self, node: Node) -> None:
+        """Go on behind `node`, which begins a context of its own."""
+        self.cursor, self.pending, self.prefix_ids = node, None, node.observation_ids
+
     def limit_of_action(
         self, completion: Completion, action: Message, limits: Limits
     ) -> Limit | None:

@@ -101,10 +101,9 @@ class ChatRenderer:
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
     ) -> list[int]:
         """Each text keeps its head and tail within about `max_tokens`."""
-        names = [str(tool["name"]) for tool in tools]
         kept = tuple(
             msgspec.structs.replace(
-                one, content=_cut(self._codec.neutralise(one.content, names), max_tokens)
+                one, content=_cut(self.neutralise(one.content, tools), max_tokens)
             )
             for one in messages
         )
@@ -116,6 +115,10 @@ class ChatRenderer:
 
     def encode(self, text: str) -> list[int]:
         return self.pieces.add(Piece(text=text), estimated_tokens(text))
+
+    def neutralise(self, text: str, tools: ToolSchemas) -> str:
+        """Break tags, and what is structure to most models."""
+        return self._codec.neutralise(text, [str(tool["name"]) for tool in tools])
 
     def num_prompt_tokens(self, action_ids: Sequence[int]) -> int:
         """Tokens before a turn as the endpoint counted them, 0 if it did not."""

@@ -14,6 +14,8 @@
 Anything that is not an AgentEnvError is a bug: it stops the run with its traceback.
 """
 
+from typing import Any
+
 
 class AgentEnvError(Exception):
     """Base of all errors this project raises on purpose; the text is meant for the user."""
@@ -28,7 +30,12 @@ class DataError(AgentEnvError):
 
 
 class ToolError(AgentEnvError):
-    """The call itself is wrong (bad arguments, code that raises); the policy reads the text."""
+    """The call itself is wrong (bad arguments, code that raises); the policy reads the text, and
+    `info` holds facts for the record of the call."""
+
+    def __init__(self, text: str = "", info: dict[str, Any] | None = None) -> None:
+        super().__init__(text)
+        self.info = info or {}
 
 
 class InfraError(AgentEnvError):

@@ -78,15 +78,21 @@ async def ask(
 
 
 async def evaluate(
-    actor: Actor, tasks: Sequence[Task], *, num_samples: int = 1, concurrency: int = 256
+    actor: Actor,
+    tasks: Sequence[Task],
+    *,
+    num_samples: int = 1,
+    concurrency: int = 256,
+    on_answer: Callable[[Answer], None] = lambda answer: None,
 ) -> list[TrajectoryTree]:
     """Roll out every task `num_samples` times, `concurrency` trajectories at a time; a tree a
-    task, in the order of the tasks."""
+    task, in the order of the tasks. `on_answer` sees each trajectory as it ends."""
     questions = [Question(actor, task, number) for task in tasks for number in range(num_samples)]
     found: dict[int, TrajectoryTree] = {}
 
     def keep(answer: Answer) -> None:
         found[id(answer.question)] = answer.tree
+        on_answer(answer)
 
     await ask(questions, keep, concurrency=min(concurrency, len(questions)))
     trees = [found[id(question)] for question in questions]
@@ -118,7 +124,10 @@ def _joined(index: int, parts: Sequence[TrajectoryTree]) -> TrajectoryTree:
         shift = len(whole.nodes) - 1
         for node in part.nodes[1:]:
             node.index += shift
-            node.parent = node.parent + shift if node.parent else 0
+            if "refined_from" in node.info:
+                node.info["refined_from"] += shift
+            elif node.parent:
+                node.parent += shift
             whole.nodes.append(node)
         whole.num_started += part.num_started
         whole.num_roots += part.num_roots

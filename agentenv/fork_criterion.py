@@ -1,16 +1,22 @@
-"""When is the policy uncertain after a tool result? Two answers, as pure functions of the tree.
+"""When is the policy uncertain after a tool result? Three answers, as pure functions of the tree.
 
 Entropies are means over the first `window` tokens of a turn, divided by ln V, in [0, 1].
 
     rise      dH = H(after the tool result) - H(first turn of the root)
     paper     P = alpha + beta * dH                                (ARPO, arXiv 2507.19849, 3.1)
     zscore    P = alpha + beta * clip((dH - m) / s, -3, 3)
+    relative  P = alpha + beta * (H after - H first) / (H after + H first)
 
-With the paper's beta of 0.2 and rises of a few hundredths, "paper" moves P = 0.5 by 0.01 or less:
-whether to fork is a coin toss. "zscore" measures a rise against the rises seen before on the same
-tree: m is their mean and s their spread, drawn towards `rise_scale` as if PRIOR_COUNT such rises
-had been seen. The first decisions of a tree, before any other was seen, have P = alpha. Nothing
-is kept outside the tree, so decisions depend on nothing else.
+With the paper's beta of 0.2 "paper" is a coin toss: on the quick start one standard deviation of
+dH moves P = 0.5 by 0.001 to 0.003. The other two have a scale of their own, also when entropies
+fall during training. "zscore" measures a rise against the rises seen before on the same tree: m
+is their mean and s their spread, drawn towards `rise_scale` as if PRIOR_COUNT such rises had been
+seen; before any was seen P = alpha. "relative" needs no others and lies within +-1.
+Nothing is kept outside the tree, so decisions depend on nothing else.
+
+Whether a rise says anything about what a fork is worth depends on the window: it has to reach the
+tokens in which the turn is decided, and those behind a fixed phrase at its start are not among
+the first few. docs/experiments.md has the evidence.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from typing import Literal
 
 from agentenv.tree import TrajectoryTree
 
-Criterion = Literal["paper", "zscore"]
+Criterion = Literal["paper", "zscore", "relative"]
 
 PRIOR_COUNT = 2.0
 MAX_SCORE = 3.0
@@ -66,3 +72,9 @@ def rise_score(rise: float, seen: Sequence[float], rise_scale: float) -> float:
     squares = math.fsum((value - mean) ** 2 for value in seen)
     scale = math.sqrt((PRIOR_COUNT * rise_scale**2 + squares) / (len(seen) + PRIOR_COUNT))
     return min(MAX_SCORE, max(-MAX_SCORE, (rise - mean) / scale))
+
+
+def relative_rise(after: float, before: float) -> float:
+    """(after - before) / (after + before) of two entropies, in [-1, 1]; 0 if both are 0."""
+    total = after + before
+    return (after - before) / total if total > 0 else 0.0

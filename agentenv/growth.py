@@ -18,12 +18,13 @@ from agentenv.errors import AgentEnvError, DataError, EngineDeadError, EngineErr
 from agentenv.patience import Patience
 from agentenv.plan import RolloutPlan
 from agentenv.tree import End, Node, TrajectoryTree
-from agentenv.types import Chunk, Completion, Limit, Message
+from agentenv.types import Chunk, Completion, Info, Limit, Message, SamplingParams
 
 if TYPE_CHECKING:
     from agentenv.actor import Actor
 
 Opening = Callable[[], Awaitable[None]]
+Outcome = tuple[list[Message], float, bool, bool, Info]
 
 logger = logging.getLogger(__name__)
 
@@ -155,8 +156,7 @@ class Growth:
             limit = branch.limit_of_action(completion, action, self.limits)
             if limit is not None:
                 return limit, action
-            assert branch.env is not None
-            messages, node.reward, terminated, truncated, info = await branch.env.step(action)
+            messages, node.reward, terminated, truncated, info = await self._step(branch, action)
             node.info.update(info)
             if terminated or truncated:
                 node.end = "terminated" if terminated else "truncated"
@@ -165,20 +165,37 @@ class Growth:
             observation_ids = self.actor.renderer.observation(
                 messages, branch.tools, self.limits.max_tool_result_tokens
             )
+            if await self._moved(branch, observation_ids):
+                continue
             limit = branch.limit_of_observation(observation_ids, self.limits)
             if limit is not None:
                 return limit, None
             branch.add_observation(observation_ids)
+            assert branch.env is not None
             forkable = branch.env.fork_mode != "none"
             branch.may_fork = forkable and self.tree.num_started < self.plan.group_size
+
+    # what agentenv/assist changes
+
+    async def _step(self, branch: Branch, action: Message) -> Outcome:
+        assert branch.env is not None
+        return await branch.env.step(action)
+
+    async def _moved(self, branch: Branch, observation_ids: list[int]) -> bool:
+        """Whether the branch goes on from elsewhere than behind this observation."""
+        return False
+
+    def _sampling(self, branch: Branch) -> SamplingParams:
+        return self.actor.sampling
 
     async def _generate(self, branch: Branch) -> Completion:
         actor, window, origin = self.actor, self.plan.fork_window, branch.sibling(branch.name)
         room = self.limits.max_response_tokens - branch.num_response_tokens
+        sampling = self._sampling(branch)
         sampling = replace(
-            actor.sampling,
+            sampling,
             max_tokens=min(self.limits.max_turn_tokens, room),
-            stop=(*actor.renderer.stop(branch.tools), *actor.sampling.stop),
+            stop=(*actor.renderer.stop(branch.tools), *sampling.stop),
             seed=Random(self._key(branch, "turn")).getrandbits(63),
         )
         seen: list[float] = []
@@ -255,12 +272,15 @@ class Growth:
                 await asyncio.wait({branch.forking})
         finally:
             if branch.env is not None:
-                closing = asyncio.ensure_future(self._close_env(branch.env))
-                try:
-                    await asyncio.shield(closing)
-                except asyncio.CancelledError:
-                    await closing
-                    raise
+                await self._shut(branch.env)
+
+    async def _shut(self, env: Env) -> None:
+        closing = asyncio.ensure_future(self._close_env(env))
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await closing
+            raise
 
     async def _close_env(self, env: Env) -> None:
         try:

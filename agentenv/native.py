@@ -105,7 +105,7 @@ class NativeRenderer:
         """What the template writes after the end of the turn, up to where the next one begins;
         each text keeps its head and tail within max_tokens."""
         frames, quoted = self._frames_of(tuple((m.role, m.name) for m in messages))
-        names = ["tool_call", "tool_response", "tools", *(str(tool["name"]) for tool in tools)]
+        names = _marked(tools)
         ids = self.codec.encode(frames[0])
         for message, frame in zip(messages, frames[1:], strict=True):
             text = message.content
@@ -120,6 +120,10 @@ class NativeRenderer:
     def encode(self, text: str) -> list[int]:
         """Ids of text of ours."""
         return self.codec.encode(text)
+
+    def neutralise(self, text: str, tools: ToolSchemas) -> str:
+        """Break the tags of calls, results and tools."""
+        return self.codec.neutralise(text, _marked(tools))
 
     # inner workings
 
@@ -233,3 +237,8 @@ class NativeRenderer:
             f"which starts with none of the end tokens {sorted(ends)}; check eos_token_id in "
             "generation_config.json"
         )
+
+
+def _marked(tools: ToolSchemas) -> list[str]:
+    """Names of tags that a text of others must not hold."""
+    return ["tool_call", "tool_response", "tools", *(str(tool["name"]) for tool in tools)]

@@ -19,7 +19,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal, Protocol
 
-from agentenv.fork_criterion import Criterion, rise_score, seen_rises, window_entropy
+from agentenv.fork_criterion import (
+    Criterion,
+    relative_rise,
+    rise_score,
+    seen_rises,
+    window_entropy,
+)
 from agentenv.tree import Node, TrajectoryTree
 
 
@@ -77,9 +83,9 @@ class ARPOPlan:
     from scratch, all at once.
 
     Differs from the paper: it prints dH as a sum over k divided by V, which leaves beta without
-    influence; here dH is a mean over the tokens and divided by ln V. `criterion` "zscore" puts
-    dH against its own spread (`agentenv.fork_criterion`). The released code is another plan,
-    `agentenv.reference_plan`.
+    influence; here dH is a mean over the tokens and divided by ln V, which with beta = 0.2 still
+    leaves a coin toss. The criteria "zscore" and "relative" give dH a scale
+    (`agentenv.fork_criterion`). The released code is another plan, `agentenv.reference_plan`.
     """
 
     group_size: int
@@ -122,7 +128,10 @@ class ARPOPlan:
 
     def raise_of(self, tree: TrajectoryTree, node: Node, entropies: Sequence[float]) -> float:
         """What the entropies add to the base probability."""
-        rise = self.entropy(entropies) - self.entropy(tree.path(node)[1].entropies)
+        after, before = self.entropy(entropies), self.entropy(tree.path(node)[1].entropies)
+        rise = after - before
+        if self.criterion == "relative":
+            rise = relative_rise(after, before)
         if self.criterion == "zscore":
             seen = seen_rises(tree, self.fork_window, self.vocab_size)
             rise = rise_score(rise, seen, self.rise_scale)

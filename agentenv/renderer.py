@@ -57,6 +57,9 @@ class Renderer(Protocol):
     ) -> list[int]: ...
     def encode(self, text: str) -> list[int]: ...
     def decode(self, token_ids: Sequence[int]) -> str: ...
+    def neutralise(self, text: str, tools: ToolSchemas) -> str:
+        """Text that is not ours, unable to forge what the protocol gives a meaning."""
+        ...
 
 
 class TextCodec:
@@ -131,6 +134,7 @@ class TagRenderer:
         self.tokenizer = tokenizer
         self.config = prompt or PromptConfig()
         self.codec = TextCodec(tokenizer, eos_ids)
+        self._frame: tuple[list[int], list[int]] | None = None  # of results, encoded once
         if self.config.apply_chat_template and getattr(tokenizer, "chat_template", "") is None:
             raise ConfigError(
                 "prompt.apply_chat_template: the tokenizer has no chat template; set it to false "
@@ -172,6 +176,8 @@ class TagRenderer:
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
     ) -> list[int]:
         """Token ids of the tool results; each result keeps its head and tail within max_tokens."""
+        if self._frame is None:
+            self._frame = self.encode(RESULT_OPEN), self.encode(RESULT_CLOSE)
         ids: list[int] = []
         for message in messages:
             if message.role != "tool":
@@ -180,7 +186,7 @@ class TagRenderer:
                 )
             names = [str(tool["name"]) for tool in tools]
             text = self.codec.encode_foreign(message.content, names, max_tokens)
-            ids += self.encode(RESULT_OPEN) + text + self.encode(RESULT_CLOSE)
+            ids += self._frame[0] + text + self._frame[1]
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -190,6 +196,10 @@ class TagRenderer:
     def encode(self, text: str) -> list[int]:
         """Ids of text of ours."""
         return self.codec.encode(text)
+
+    def neutralise(self, text: str, tools: ToolSchemas) -> str:
+        """Break the tags of the protocol and of the tools."""
+        return self.codec.neutralise(text, [str(tool["name"]) for tool in tools])
 
 
 def tagged_call(text: str, tool: dict[str, Any]) -> tuple[ToolCall, ...]:

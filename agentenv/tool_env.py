@@ -225,6 +225,7 @@ class ToolEnv:
             self._num_ok[call.name] += 1
         except ToolError as error:
             text = record["error"] = str(error)
+            record |= {"info": error.info} if error.info else {}
         record["duration_s"] = loop.time() - start
         return text, record
 
@@ -236,8 +237,7 @@ class ToolEnv:
             result = await run_call(self.tools[call.name], call.arguments, state, limits, rng)
         except EnvError as error:
             raise EnvError(f"task {self.task.id}: {error}") from error
-        if result.info:
-            record["info"] = result.info
+        record |= {"info": result.info} if result.info else {}
         return result.text
 
     def _limits(self, name: str) -> ToolLimits:

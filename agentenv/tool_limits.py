@@ -136,11 +136,15 @@ class CallBudget:
         if self.max_tool_calls is not None and self.num_calls > self.max_tool_calls:
             raise ToolError(
                 f"No tool can be called any more: all {self.max_tool_calls} calls are used. "
-                "Answer with what you know."
+                "Answer with what you know.",
+                {"limit": "max_tool_calls"},
             )
         most = limits.max_calls
         if most is not None and self._num_of[name] >= most:
-            raise ToolError(f"{name} cannot be called any more: all {most} calls of it are used.")
+            raise ToolError(
+                f"{name} cannot be called any more: all {most} calls of it are used.",
+                {"limit": f"max_calls of {name}"},
+            )
         self._num_of[name] += 1
 
     def beyond(self, names: Sequence[str], limits: Mapping[str, ToolLimits]) -> str:

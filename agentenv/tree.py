@@ -137,6 +137,15 @@ class TrajectoryTree(Struct):
             path.append(self.nodes[path[-1].parent])
         return path[::-1]
 
+    def history(self, node: Node) -> list[Node]:
+        """The path to `node`, with what came before where it began a context of its own
+        (agentenv/assist): such a node has no parent, and info["refined_from"] names the last one
+        of the context that it takes the place of."""
+        path = self.path(node)
+        while "refined_from" in path[0].info:
+            path = self.path(self.nodes[path[0].info["refined_from"]]) + path
+        return path
+
     def trajectories(self) -> Iterator[Trajectory]:
         """One per leaf that did not fail."""
         for leaf in self.leaves():

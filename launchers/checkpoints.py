@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from agentenv.errors import ConfigError, DataError
@@ -47,10 +48,12 @@ class Checkpoints:
         _replace(partial, path)
         return path
 
-    def prune(self, keep_last: int) -> None:
-        """Remove all but the newest, and what a crash has left behind."""
+    def prune(self, keep_last: int, needed: Collection[int] = ()) -> None:
+        """Remove all but the newest and the steps that are needed, and what a crash has left
+        behind."""
         for path in self.finished()[:-keep_last]:
-            path.rename(path.with_name(path.name + REMOVED))
+            if path not in map(self.path, needed):
+                path.rename(path.with_name(path.name + REMOVED))
         for suffix in (PARTIAL, OLD, REMOVED):
             for left in self.folder.glob(f"step-*{suffix}"):
                 shutil.rmtree(left)

@@ -91,12 +91,18 @@ class RunDirectory:
             file.write(json.dumps(row) + "\n")
         self.monitors.log(row)
 
-    def forget_metrics_after(self, step: int) -> None:
-        """Drop the rows of steps that a resumed run will write again."""
+    def forget_metrics_after(self, step: int, phase: str = "") -> None:
+        """Drop the rows that a resumed run will write again: of later steps, and the evaluations
+        of `phase`."""
         path = self.path / "metrics.jsonl"
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
+            rows = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+            kept = [
+                line
+                for line, row in rows
+                if row.get("step", 0) <= step and not (phase and row.get("phase") == phase)
+            ]
             path.write_text("".join(kept), encoding="utf-8")
 
     def show_trajectories(self, name: str, trees: list[TrajectoryTree], tokenizer: Any) -> None:
@@ -148,7 +154,3 @@ def explain(error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return f"no permission ({error.strerror}); choose another place with run.dir=DIR"
     return error.strerror or str(error)
-
-
-def _step_of(line: str) -> int:
-    return int(json.loads(line).get("step", 0))

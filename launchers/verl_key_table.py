@@ -83,7 +83,7 @@ VERL_KEYS: dict[str, tuple[str, str]] = {
     f"{_F}.log_prob_max_token_len_per_gpu": (_BUDGET, ""),
     f"{_F}.*": ("", "a reference model is built only with algorithm.kl_loss or kl_reward"),
     # rollout
-    "actor_rollout_ref.hybrid_engine": ("resources.engine_gpus, resources.learner_gpus", ""),
+    "actor_rollout_ref.hybrid_engine": ("resources.colocated", "false unless set"),
     f"{_R}.name": ("engine.name", ""),
     f"{_R}.mode": ("env.id", "rollouts are always asynchronous; the environment has the tools"),
     f"{_R}.n": ("algorithm.group_size", ""),
@@ -122,6 +122,7 @@ VERL_KEYS: dict[str, tuple[str, str]] = {
     f"{_R}.multi_turn.tool_config_path": ("env.tools", ""),
     f"{_R}.multi_turn.format": ("renderer.name", ""),
     f"{_R}.search_url": ("search.backend.url", "search.backend.name = remote"),
+    f"{_R}.free_cache_engine": ("resources.colocated", "servers sleep while the learner trains"),
     f"{_R}.*": ("", "nothing here needs it"),
     # tools
     f"{_R}.tools.call_limit": ("limits.max_tool_calls", "all tools together"),

@@ -41,8 +41,9 @@ class Forking(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Criterion,
         Meta(
             description="what the weight multiplies: paper, the entropy rise / ln V, which moves "
-            "the probability by about 0.01 and leaves a coin toss; zscore, the rise against the "
-            "spread of the rises before on the same tree"
+            "the probability by less than 0.01 and leaves a coin toss; zscore, the rise against "
+            "the spread of the rises before on the same tree; relative, the rise over the sum of "
+            "both entropies"
         ),
     ] = "paper"
     rise_scale: Annotated[
@@ -85,9 +86,15 @@ class ARPO(Forking, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
 
     Differs from the paper: sampling a fork is the default, its text forks iff P > tau
     (fork_mode = "threshold"); entropies are means over the window, see `agentenv.plan.ARPOPlan`;
-    the loss is a token-mean without KL. compat = "reference" is the released code: see
-    `agentenv.reference_plan` for its rollout and `Grouped` for its update; entropy_window is then
-    20 tokens whatever is set.
+    the loss is a token-mean without KL.
+
+    The paper's signal is inert: with entropy_weight = 0.2 a standard deviation of dH moves the
+    fork probability by 0.001 to 0.003 (quick start; docs/experiments.md), so what is gained comes
+    from forking as such. fork_criterion = "relative" or "zscore" lets the signal decide; it
+    carries information only with an entropy_window that reaches past a turn's opening phrase.
+
+    compat = "reference" is the released code: see `agentenv.reference_plan` for its rollout and
+    `Grouped` for its update; entropy_window is then 20 tokens whatever is set.
     """
 
     def plan(self, vocab_size: int) -> RolloutPlan:

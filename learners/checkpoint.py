@@ -49,6 +49,11 @@ class Meta(Struct, kw_only=True):
     lora: LoRAConfig | None = None
 
 
+def saved_version(directory: Path) -> int:
+    """The policy version of what was saved there. Raises DataError for no whole checkpoint."""
+    return Checkpoint(directory).meta.policy_version
+
+
 class Checkpoint:
     """Reads what `save` wrote; tensors are mapped from the files, not loaded."""
 

@@ -21,6 +21,7 @@ from learners.encoding import EncodedTree, encode
 from learners.evidence import Evidence
 from learners.learner import LearnerConfig, Metrics, OptimizerConfig, Score
 from learners.lora import check_installed
+from learners.optimizer_config import optimizer_of
 from learners.rank_group import RankGroup
 
 
@@ -161,13 +162,13 @@ class DeepSpeedLearner:
         return [scores[place] for place in range(len(sequences))]
 
     async def reset_optimizer(self, config: OptimizerConfig) -> None:
-        await self.call_all(wire.ResetOptimizer(_optimizer_part(config)))
+        await self.call_all(wire.ResetOptimizer(optimizer_of(config)))
 
     async def set_optimizer_aside(self, config: OptimizerConfig) -> None:
-        await self.call_all(wire.ResetOptimizer(_optimizer_part(config), "set_aside"))
+        await self.call_all(wire.ResetOptimizer(optimizer_of(config), "set_aside"))
 
     async def take_optimizer_back(self, config: OptimizerConfig) -> None:
-        await self.call_all(wire.ResetOptimizer(_optimizer_part(config), "take_back"))
+        await self.call_all(wire.ResetOptimizer(optimizer_of(config), "take_back"))
 
     async def publish(self, directory: Path) -> Path:
         await self.call_all(wire.WriteModel(_absolute(directory), publish=True))
@@ -230,9 +231,3 @@ def _check(config: LearnerConfig, model_dir: Path) -> None:
 
 def _absolute(path: Path) -> str:
     return os.path.abspath(path)
-
-
-def _optimizer_part(config: OptimizerConfig) -> OptimizerConfig:
-    """Without the keys of a subclass, which the wire would refuse."""
-    names = OptimizerConfig.__struct_fields__
-    return OptimizerConfig(**{name: getattr(config, name) for name in names})

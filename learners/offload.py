@@ -31,7 +31,8 @@ class Aside:
             if tensor.device == backend.device and storage.size() and storage.resizable():
                 found[storage.data_ptr()] = storage
         for storage in found.values():
-            self._kept.append((storage, storage.cpu().clone()))
+            copy = storage.cpu().clone()  # type: ignore[no-untyped-call]
+            self._kept.append((storage, copy))
             storage.resize_(0)
         if backend.device.type == "cuda":
             gc.collect()

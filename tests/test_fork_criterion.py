@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from agentenv.fork_criterion import rise_score, seen_rises
+from agentenv.fork_criterion import relative_rise, rise_score, seen_rises
 from agentenv.plan import ARPOPlan
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
@@ -77,3 +77,17 @@ def test_a_decision_depends_on_the_tree_alone() -> None:
         zscore.fork_probability(*make_tree([0.3, -0.3]), [0.1])
     first, second = (zscore.fork_probability(tree, node, [1.0]) for tree, node in trees)
     assert first == second
+
+
+def test_a_relative_rise_has_no_scale_of_its_own() -> None:
+    """It decides alike when training has made all entropies a hundred times smaller."""
+    assert relative_rise(0.03, 0.01) == pytest.approx(0.5)
+    assert relative_rise(0.0003, 0.0001) == pytest.approx(0.5)
+    assert relative_rise(0.0, 0.2) == -1.0
+    assert relative_rise(0.0, 0.0) == 0.0
+    relative = plan(criterion="relative", entropy_weight=0.4)
+    for base in (0.3, 0.003):
+        tree, node = make_tree([], base)
+        assert relative.fork_probability(tree, node, [3 * base * UNIT]) == pytest.approx(0.7)
+        assert relative.fork_probability(tree, node, [base / 3 * UNIT]) == pytest.approx(0.3)
+        assert plan().fork_probability(tree, node, [base * UNIT]) == pytest.approx(0.5)

@@ -59,19 +59,31 @@ def read_layout(directory: Path) -> Layout:
     """Read the headers. Raises EngineError if a file is missing, cut off or not safetensors."""
     if not directory.is_dir():
         raise EngineError(f"weights in {directory}: there is no such directory")
-    index = directory / INDEX
-    table: Any = {}
-    if index.is_file():
-        table = _read_json(index).get("weight_map")
-        if not isinstance(table, dict) or not table:
-            raise EngineError(f"{index}: has no weight_map")
+    table = _read_index(directory)
     shapes: dict[str, tuple[int, ...]] = {}
-    for name in sorted(set(table.values()) or {SINGLE}):
-        shapes.update(read_header(directory / name))
+    for path in weight_files(directory):
+        shapes.update(read_header(path))
     if missing := sorted(table.keys() - shapes.keys()):
-        raise EngineError(f"{index}: lists {missing[0]}, which is in none of its files")
+        raise EngineError(f"{directory / INDEX}: lists {missing[0]}, which is in none of its files")
     config = directory / CONFIG
     return Layout(directory.absolute(), shapes, _read_json(config) if config.is_file() else {})
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model. Raises EngineError for an index that cannot be read."""
+    names = sorted(set(_read_index(directory).values()))
+    return [directory / name for name in names or [SINGLE]]
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    """File names by parameter; empty for a model in a single file."""
+    index = directory / INDEX
+    if not index.is_file():
+        return {}
+    table = _read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise EngineError(f"{index}: has no weight_map")
+    return table
 
 
 def check_manifest(manifest: Manifest, served: Layout | None) -> None:

@@ -159,6 +159,7 @@ class EmbeddedEngine:
         counts["cross_version_hits"] = scheduler.counts["cross_version_hits"]
         counts["running"], counts["waiting"] = len(scheduler.running), len(scheduler.waiting)
         counts["busy_s"] = self._busy_s
+        counts["sleeps"], counts["outage_s"] = scheduler.counts["sleeps"], self.outage_s
         return counts
 
     async def close(self) -> None:

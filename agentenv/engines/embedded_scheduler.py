@@ -111,6 +111,7 @@ class Scheduler:
             self._weights.give_back()
             torch.cuda.empty_cache()
         self.asleep = True
+        self.counts["sleeps"] += 1
 
     def wake(self) -> None:
         """Go on, if it sleeps."""

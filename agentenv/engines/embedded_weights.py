@@ -99,7 +99,9 @@ class Weights:
 
     def give_back(self) -> None:
         """Free their memory on the device; `take_back` brings them back."""
-        self._aside = [(storage, storage.cpu().clone()) for storage in self._storages()]
+        for storage in self._storages():
+            copy = storage.cpu().clone()  # type: ignore[no-untyped-call]
+            self._aside.append((storage, copy))
         for storage, _ in self._aside:
             storage.resize_(0)
 

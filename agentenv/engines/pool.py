@@ -25,7 +25,7 @@ from agentenv.engines.pool_config import PoolConfig
 from agentenv.engines.pool_fleet import Fleet
 from agentenv.engines.pool_member import backoff
 from agentenv.engines.pool_places import Places
-from agentenv.engines.pool_sleep import check_sleepers
+from agentenv.engines.pool_sleep import HOW_TO_SLEEP, check_feature
 from agentenv.engines.pool_target import Target
 from agentenv.engines.pool_turn import Turn
 from agentenv.engines.server import Request, Server
@@ -52,7 +52,9 @@ class EnginePool:
         config: PoolConfig | None = None,
         name: str = "agentenv",
         seed: int | str = 0,
+        adapter: Path | None = None,
     ) -> None:
+        """`adapter`: what the policy is at first, on top of the model of `model_path`."""
         self.config = config or PoolConfig()
         self._name = name
         self._rng = Random(f"{seed}/pool")
@@ -60,7 +62,7 @@ class EnginePool:
         self._stop_strings = StopStrings(model_path, vocab_size)
         self._fleet = Fleet(
             servers,
-            Target(model_path, policy_version),
+            Target(adapter or model_path, policy_version),
             self.config,
             vocab_size,
             self._rng,
@@ -144,9 +146,21 @@ class EnginePool:
         """
         await self._fleet.load_weights(Target(source, policy_version))
 
+    def check_adapters(self) -> None:
+        """Raises ConfigError for a server that loads no LoRA adapters."""
+        check_feature(
+            self._fleet.members,
+            "adapters",
+            'engine.lora = "adapter"',
+            "loads no adapters: vLLM needs --enable-lora, --max-lora-rank and "
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
+        )
+
     def check_sleep(self) -> None:
         """Raises ConfigError for a server that cannot sleep."""
-        check_sleepers(self._fleet.members)
+        check_feature(
+            self._fleet.members, "sleep", "resources.colocated", f"cannot sleep: {HOW_TO_SLEEP}"
+        )
 
     async def sleep(self) -> None:
         """Let all servers give their memory back. What runs, and what comes, waits without using

@@ -1,15 +1,20 @@
-"""Whether the servers of a pool hold the same weights under the same version."""
+"""Whether the servers of a pool hold the weights that were published, and all the same ones."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 from msgspec.structs import replace
 
+from agentenv.engines.published import has_weights, plain_name, published_sums
 from agentenv.engines.server import Request, Server, ServerLostError
 from agentenv.errors import EngineError
 from agentenv.types import Completion, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 PROBE = Request("", tuple(range(1, 17)), SamplingParams(max_tokens=1, temperature=0.0))
 MAX_PROBE_GAP = 0.05  # nats; kernels of one engine differ by less, other weights by more
@@ -17,10 +22,12 @@ SHOWN = 3  # parameters that a message names
 
 
 class WeightCheck:
-    """Compares each server with the first one that took a version.
+    """Compares each server with the directory that was published, and with the first server that
+    took a version.
 
-    Where an engine tells no checksums, the log-prob of the likeliest token behind a fixed prompt
-    stands in for them.
+    A parameter whose checksum was once that of the directory has to be that of each later one too.
+    Others are not comparable: the engine keeps them in another form. Where an engine tells no
+    checksums, the log-prob of the likeliest token behind a fixed prompt stands in for them.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -30,10 +37,18 @@ class WeightCheck:
         self._reference = ""  # name of the first server
         self._checksums: dict[str, str] = {}
         self._logprob: float | None = None
+        self._comparable: dict[str, set[str]] = {}  # parameters by server
+        self._published: dict[str, str] = {}  # checksums of one directory
+        self._source: tuple[Path, int] | None = None
+        self._reading = asyncio.Lock()
+        self._told = False  # that directories cannot be read
 
-    async def check(self, server: Server, policy_version: int) -> None:
-        """Raises ServerLostError if the weights are not those of the version's first server."""
+    async def check(self, server: Server, policy_version: int, source: Path | None) -> None:
+        """Raises ServerLostError if the weights are not those in `source`, where there is one, or
+        not those of the version's first server."""
         checksums = await server.fingerprint()
+        if checksums and source is not None:
+            await self._compare_published(server.name, checksums, source, policy_version)
         logprob = None if checksums else await self._ask(server)
         if self._version is not None and policy_version < self._version:
             return  # an update has come meanwhile
@@ -54,13 +69,44 @@ class WeightCheck:
         checksums = await server.fingerprint()
         return bool(checksums) and not self._compare(checksums, None)
 
+    async def _compare_published(
+        self, server: str, checksums: dict[str, str], source: Path, policy_version: int
+    ) -> None:
+        async with self._reading:
+            if self._source != (source, policy_version):
+                if not has_weights(source):
+                    if not self._told:
+                        logger.warning(
+                            "weights are compared between servers only: none are in %s, seen from "
+                            "here",
+                            source,
+                        )
+                    self._told = True
+                    return
+                names = [plain_name(name) for name in checksums]
+                found = await asyncio.to_thread(published_sums, source, names)
+                self._published, self._source = found, (source, policy_version)
+            published = self._published
+        equal = {
+            name
+            for name, checksum in checksums.items()
+            if published.get(plain_name(name), "").startswith(checksum)
+        }
+        known = self._comparable.setdefault(server, set())
+        wrong = sorted(known - equal)
+        if wrong:
+            raise ServerLostError(
+                f"{server} does not hold the weights that were published as policy version "
+                f"{policy_version}: {_differ(wrong)} from those in {source}"
+            )
+        known |= equal
+
     def _compare(self, checksums: dict[str, str], logprob: float | None) -> str:
         """What differs; empty for nothing."""
         if checksums and self._checksums:
             names = sorted(checksums.keys() | self._checksums.keys())
             wrong = [n for n in names if checksums.get(n) != self._checksums.get(n)]
-            more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-            return f"checksums of {', '.join(wrong[:SHOWN])}{more} differ" if wrong else ""
+            return _differ(wrong) if wrong else ""
         if logprob is not None and self._logprob is not None:
             gap = abs(logprob - self._logprob)
             return f"log-probs differ by {gap:.3f} nats" if gap > MAX_PROBE_GAP else ""
@@ -71,6 +117,11 @@ class WeightCheck:
         probe = replace(self._probe, id=f"weights-{id(self):x}-{self._num_probes}")
         completion = await server.generate(probe, lambda chunk: None)
         return completion.logprobs[0]
+
+
+def _differ(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"checksums of {', '.join(names[:SHOWN])}{more} differ"
 
 
 async def ask_each(servers: Sequence[Server], request: Request) -> dict[str, Completion]:

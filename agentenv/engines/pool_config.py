@@ -42,7 +42,8 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     check_weights: Annotated[
         bool,
         Meta(
-            description="after each update, compare the servers' checksums (or, where an engine "
-            "has none, the log-prob of a token) with those of the first that took it"
+            description="after each update, compare the servers' checksums with those of the "
+            "published directory and of the first server that took it (where an engine tells "
+            "none: the log-prob of a token)"
         ),
     ] = True

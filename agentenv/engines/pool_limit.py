@@ -3,14 +3,15 @@
 The engine's own figures decide (Chiu and Jain 1989, "Analysis of the increase and decrease
 algorithms for congestion avoidance"): while it admits what it gets, it gets more; when requests
 queue up in it, are preempted, or its cache is full, it gets fewer. A short queue is wanted, since
-it keeps the engine's batch full.
+it keeps the engine's batch full. Until the first congestion the limit doubles, as in the slow
+start of TCP, so that a large server is not left idle for minutes.
 """
 
 from __future__ import annotations
 
 from agentenv.engines.server import ServerLoad
 
-STEP = 8  # requests that a look without congestion adds
+STEP = 8  # requests that a look without congestion adds, once there has been any
 FACTOR = 0.7  # what one with congestion leaves
 IN_USE = 0.8  # share of the limit from which on more room is of use
 FULL = 0.95  # share of the cache above which a waiting request will not be admitted soon
@@ -25,6 +26,7 @@ class ConcurrencyLimit:
         self._maximum = maximum
         self._num_preemptions: int | None = None
         self._num_queued = 0  # looks in a row that saw a queue
+        self._congested = False  # at any time so far
 
     @property
     def value(self) -> int:
@@ -39,10 +41,12 @@ class ConcurrencyLimit:
         queued = load.num_waiting > max(1, load.num_running // 8)
         self._num_queued = self._num_queued + 1 if queued else 0
         if preempted or full or self._num_queued >= PATIENCE:
+            self._congested = True
             if in_flight <= self._limit:  # otherwise the last decrease is still taking effect
                 self._limit = max(1.0, min(self._limit, in_flight) * FACTOR)
         elif not queued and in_flight >= self._limit * IN_USE:
-            self._limit = min(float(self._maximum), self._limit + STEP)
+            step = STEP if self._congested else self._limit
+            self._limit = min(float(self._maximum), self._limit + step)
 
     def restart(self) -> None:
         """Its counters say nothing of its load: it is another process now, or has new weights."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from random import Random
 
 from agentenv.engines.pool_check import WeightCheck
@@ -138,7 +139,7 @@ class Member:
                 "%s cannot load weights; it is taken to serve %s", self.name, target.source
             )
         if fresh and self.config.check_weights:
-            await self.check.check(self.server, target.policy_version)
+            await self.check.check(self.server, target.policy_version, target.source)
         self.in_doubt = False
 
     async def come_back(self, target: Target, initial: Target) -> None:
@@ -173,13 +174,13 @@ class Member:
         """
         source = await target.directory()
         version = target.policy_version
-        await self._change(lambda: self.server.load_weights(source, version), version)
+        await self._change(lambda: self.server.load_weights(source, version), version, source)
 
     async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
         """Take weights that are broadcast meanwhile, and check them; errors as of `take`."""
         receiver = self.receiver()
         await self._change(
-            lambda: receiver.receive(group, manifest, policy_version), policy_version
+            lambda: receiver.receive(group, manifest, policy_version), policy_version, None
         )
 
     async def _connect(self, policy_version: int) -> ServerInfo:
@@ -190,7 +191,9 @@ class Member:
         self.features = info.features
         return info
 
-    async def _change(self, load: Callable[[], Awaitable[None]], policy_version: int) -> None:
+    async def _change(
+        self, load: Callable[[], Awaitable[None]], policy_version: int, source: Path | None
+    ) -> None:
         async with self.lock:
             doubted, self.in_doubt = self.in_doubt, True
             try:
@@ -207,7 +210,7 @@ class Member:
                     f"{self.config.load_timeout_s:g} s"
                 ) from error
             if self.config.check_weights:
-                await self.check.check(self.server, policy_version)
+                await self.check.check(self.server, policy_version, source)
             self.in_doubt = False
             self.limit.restart()  # an engine may preempt what runs to change its weights
 

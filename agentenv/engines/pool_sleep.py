@@ -13,18 +13,17 @@ from agentenv.errors import ConfigError, EngineError
 
 logger = logging.getLogger(__name__)
 
-FEATURE = "sleep"
-HOW_TO = (
+HOW_TO_SLEEP = (
     "vLLM needs --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1 (0.32 or newer), SGLang needs "
     "--enable-memory-saver (0.5.23 or newer, on a GPU)"
 )
 
 
-def check_sleepers(members: Sequence[Member]) -> None:
-    """Raises ConfigError for a server without the feature."""
+def check_feature(members: Sequence[Member], feature: str, key: str, lack: str) -> None:
+    """Raises ConfigError for a server without the feature that the setting `key` needs."""
     for member in members:
-        if FEATURE not in member.features:
-            raise ConfigError(f"resources.colocated: {member.name} cannot sleep: {HOW_TO}")
+        if feature not in member.features:
+            raise ConfigError(f"{key}: {member.name} {lack}")
 
 
 async def fall_asleep(member: Member) -> None:

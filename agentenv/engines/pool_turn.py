@@ -14,6 +14,7 @@ from agentenv.engines.stop_strings import StopMatcher
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 EntropyKind = Literal["exact", "top_k"]
+UNHEARD_INTERVAL = 16  # tokens of an event where nobody listens: as many may go with a server
 
 
 class Turn:
@@ -51,14 +52,15 @@ class Turn:
     def request(self, request_id: str) -> Request:
         """What the next part is asked for: the rest of the turn, with random numbers of its own."""
         self.num_parts += 1
+        interval = UNHEARD_INTERVAL if self._on_tokens is None else self._stream_interval
         if not self.token_ids:
-            return Request(request_id, self._prompt_ids, self._sampling)
+            return Request(request_id, self._prompt_ids, self._sampling, interval)
         sampling, done = self._sampling, len(self.token_ids)
         seed = None
         if sampling.seed is not None:
             seed = Random(f"{sampling.seed}/{done}").getrandbits(63)
         rest = replace(sampling, max_tokens=sampling.max_tokens - done, seed=seed)
-        return Request(request_id, [*self._prompt_ids, *self.token_ids], rest)
+        return Request(request_id, [*self._prompt_ids, *self.token_ids], rest, interval)
 
     def receive(self, chunk: Chunk, version: int) -> None:
         """Tokens of the current part, sampled by `version` as far as anyone knows."""

@@ -70,6 +70,14 @@ class RemoteConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             "from the learner's rank 0 over NCCL (GPUs) or gloo (CPU)"
         ),
     ] = "directory"
+    lora: Annotated[
+        Literal["merged", "adapter"],
+        Meta(
+            description="how a policy with learner.lora reaches the servers: as a whole model, or "
+            "(vLLM) as an adapter of the model that they were started with, which is small; "
+            "running requests then have their prefixes computed again at each update"
+        ),
+    ] = "merged"
     timeouts: TimeoutsConfig = TimeoutsConfig()
     pool: PoolConfig = PoolConfig()
 
@@ -77,6 +85,10 @@ class RemoteConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         given = [name for name in ("urls", "urls_file", "servers") if getattr(self, name)]
         if len(given) > 1:
             raise ConfigError(f"engine: give only one of urls, urls_file and servers, not {given}")
+        if self.lora == "adapter" and self.weights == "broadcast":
+            raise ConfigError(
+                'engine.lora = "adapter" goes through a directory; remove engine.weights'
+            )
         if self.control_urls and len(self.urls) != 1:
             raise ConfigError(
                 f"engine.control_urls are the workers behind one URL; engine.urls has "
@@ -104,3 +116,8 @@ class SGLangConfig(
     tag_field="name",
 ):
     """SGLang servers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora == "adapter":
+            raise ConfigError('engine.lora = "adapter" is for vLLM; to SGLang adapters go "merged"')

@@ -57,11 +57,13 @@ class ServerLoad(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
-    """One turn to sample. `id` is ours and unique, so that the request can be aborted."""
+    """One turn to sample. `id` is ours and unique, so that the request can be aborted. After the
+    first token, `stream_interval` of them may come together: each event costs both sides time."""
 
     id: str
     prompt_ids: Sequence[int]
     sampling: SamplingParams
+    stream_interval: int = 1
 
 
 class Server(Protocol):

@@ -142,6 +142,21 @@ class SGLangServer:
             await self._replace(partial(self._load, source, policy_version), policy_version)
             self._layout = self._layout or layout
 
+    async def sleep(self) -> None:
+        """See Server.sleep. What is left on it is aborted: it must be idle to sleep."""
+        async with self._lock:
+            self._doubt = "it sleeps"
+            timeout_s = self._http.timeouts.load_s
+            await self._everywhere("/pause_generation", {"mode": "abort"})
+            await self._everywhere("/release_memory_occupation", {}, timeout_s=timeout_s)
+
+    async def wake(self) -> None:
+        """See Server.wake. It stays paused until weights are loaded, so that nothing runs on
+        those that it had."""
+        async with self._lock:
+            timeout_s = self._http.timeouts.load_s
+            await self._everywhere("/resume_memory_occupation", {}, timeout_s=timeout_s)
+
     async def fingerprint(self) -> dict[str, str]:
         """A checksum per parameter, of every rank of every worker; see Server.fingerprint."""
         if "fingerprint" not in self._known().info.features:

@@ -112,6 +112,7 @@ def request_body(
         "stop": list(sampling.stop),
         "no_stop_trim": True,
         "n": 1,
+        "stream_interval": request.stream_interval,
     }
     body: dict[str, Any] = {
         "rid": request.id,

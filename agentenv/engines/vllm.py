@@ -101,7 +101,7 @@ class VLLMServer:
         async with self._loading:
             facts = await probe(self._control.servers[0], self._given_vocab_size, self._top_k)
             check_tied(self.name, facts)
-            await self._control.wake()
+            await self._control.wake(facts)
             await self._control.name_version(policy_version)
             await self._control.reset_prefix_cache()
             self._facts, self._layout = facts, facts.layout
@@ -160,7 +160,7 @@ class VLLMServer:
 
     async def wake(self) -> None:
         async with self._loading:
-            await self._control.wake()
+            await self._control.wake(self._connected())
 
     async def fingerprint(self) -> dict[str, str]:
         """See Server.fingerprint. Empty on the CPU, where vLLM keeps packed copies of most

@@ -80,10 +80,11 @@ class Control:
             with suppress(EngineError):
                 await server.call("POST", "/resume")
 
-    async def wake(self) -> None:
+    async def wake(self, facts: Facts) -> None:
         """Resume those that were left paused, or asleep, which counts as paused."""
+        paths = [path for path in ("/wake_up", "/resume") if f"POST {path}" in facts.routes]
         for server in self.servers:
-            for path in ("/wake_up", "/resume"):
+            for path in paths:
                 if (await server.call_json("GET", "/is_paused"))["is_paused"]:
                     await server.call("POST", path, timeout_s=server.timeouts.load_s)
 

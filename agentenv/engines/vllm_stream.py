@@ -79,6 +79,8 @@ def request_body(
         "repetition_penalty": sampling.repetition_penalty,
         "logprobs": entropy_top_k,
     }
+    if request.stream_interval > 1:
+        params["stream_interval"] = request.stream_interval
     if sampling.seed is not None:
         params["seed"] = sampling.seed % 2**63  # -1 would mean none
     if sampling.stop:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from envs.grading import choice, dates
 from envs.grading.answer import final_answer
@@ -60,7 +61,7 @@ class Layered:
         open_golds, misses = [], []
         for gold in golds:
             if len(answer) <= QUICK_CHARS:
-                right, layer = compare(answer, gold)
+                right, layer = _compare_again(answer, gold)
             else:  # milliseconds at worst, but off the event loop
                 right, layer = await asyncio.to_thread(compare, answer, gold)
             if right:
@@ -117,6 +118,9 @@ def compare(answer: str, gold: str) -> tuple[bool | None, str]:
             if any(_compare(text, other)[0] for text in texts):
                 return True, layer
     return says(found, wanted, lambda text: _compare(clean(text), wanted)[0] is True), layer
+
+
+_compare_again = lru_cache(maxsize=16_384)(compare)  # samples of a question answer alike
 
 
 def is_wordy(text: str) -> bool:

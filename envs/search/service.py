@@ -27,16 +27,17 @@ MAX_QUERY_CHARS = 2000
 
 
 class Episode(Struct):
-    """What a search is for: the question, what the policy has written so far, and the queries
-    that were answered."""
+    """What a search is for: the question, what the policy has written so far, the queries that
+    were answered, and how many results were summarised."""
 
     question: str = ""
     written: list[str] = field(default_factory=list)
     queries: set[str] = field(default_factory=set)
+    num_summaries: int = 0
 
     def copy(self) -> Episode:
         """An independent copy."""
-        return Episode(self.question, list(self.written), set(self.queries))
+        return Episode(self.question, list(self.written), set(self.queries), self.num_summaries)
 
 
 class SearchService:
@@ -92,7 +93,7 @@ class SearchService:
         windows = await asyncio.gather(*(self._window(hit, info) for hit in hits))
         pages = self._pages(hits, windows)
         if sizes.mode == "summaries":
-            pages = await self._summary(text, pages, episode)
+            pages = await self._summary(text, pages, episode, info)
         return ToolResult(pages, info)
 
     async def open_page(self, url: str, query: str, episode: Episode) -> ToolResult:
@@ -108,9 +109,10 @@ class SearchService:
         asked = query.strip()[:MAX_QUERY_CHARS] or episode.question
         room = self.config.sizes.max_page_chars if config.summarize else config.max_chars
         chosen = await asyncio.to_thread(passages, text, asked, room)
+        info: Info = {"url": url, "num_chars": len(text)}
         if config.summarize:
-            chosen = await self._summary(asked, chosen, episode)
-        return ToolResult(chosen, {"url": url, "num_chars": len(text)})
+            chosen = await self._summary(asked, chosen, episode, info)
+        return ToolResult(chosen, info)
 
     async def close(self) -> None:
         """Close everything, the cache last; idempotent."""
@@ -135,10 +137,18 @@ class SearchService:
         page = page[: sizes.max_page_chars]
         return await asyncio.to_thread(window, page, hit.text, sizes.window_chars)
 
-    async def _summary(self, query: str, pages: str, episode: Episode) -> str:
+    async def _summary(self, query: str, pages: str, episode: Episode, info: Info) -> str:
+        """A model's summary; beyond its limit, or where the model gives none, the beginning of the
+        pages. info["browser"] says which."""
         assert self.summarizer is not None, "the configuration was checked"
+        config = self.summarizer.config
+        if config.max_uses and episode.num_summaries >= config.max_uses:
+            return pages[: config.max_chars]
         reasoning = "\n\n".join(episode.written)
-        return await self.summarizer.summarize(episode.question, reasoning, query, pages)
+        summary = await self.summarizer.summarize(episode.question, reasoning, query, pages)
+        episode.num_summaries += 1
+        info["browser"] = {"found": bool(summary.text), "num_tokens": summary.num_tokens}
+        return summary.text or pages[: config.max_chars]
 
     def _pages(self, hits: list[Hit], parts: list[str]) -> str:
         lines = []

@@ -52,7 +52,12 @@ class SummarizerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     key_variable: Annotated[str, Meta(description="environment variable with its key")] = ""
     temperature: Annotated[float, Meta(ge=0, description="0 is greedy")] = 0.6
     top_p: Annotated[float, Meta(gt=0, le=1, description="1 is off")] = 0.95
-    max_tokens: Annotated[int, Meta(ge=1, description="of a summary")] = 4096
+    max_tokens: Annotated[int, Meta(ge=1, description="of a reply, thoughts included")] = 4096
+    max_chars: Annotated[int, Meta(ge=100, description="of a summary that the policy reads")] = 6000
+    max_uses: Annotated[
+        int,
+        Meta(ge=0, description="in one trajectory; further searches give the pages; 0: no limit"),
+    ] = 0
     traffic: Annotated[TrafficConfig, Meta(description="rate limit and retries")] = TrafficConfig(
         rate_per_s=0, timeout_s=120.0
     )
@@ -66,8 +71,22 @@ class _Choice(Struct):
     message: _Said
 
 
+class _Usage(Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
 class _Completion(Struct):
     choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+class Summary(Struct, frozen=True):
+    """What the model took from pages, empty if its reply has none; `num_tokens` of request and
+    reply, 0 for one that was known or where the server does not say."""
+
+    text: str
+    num_tokens: int = 0
 
 
 class Summarizer:
@@ -79,13 +98,14 @@ class Summarizer:
     ) -> None:
         self.config = config
         self._cache = cache
-        self._flight: SingleFlight[str] = SingleFlight()
+        self._flight: SingleFlight[Summary] = SingleFlight()
         replayed = cassette is not None and cassette.mode == "replay"
         self._key = "" if replayed else api_key(config.key_variable, "search.summarizer")
         self._upstream = Upstream("summarizer", config.traffic, cassette)
 
-    async def summarize(self, question: str, reasoning: str, query: str, pages: str) -> str:
-        """What the model took from the pages: the text after its "**Final Information**"."""
+    async def summarize(self, question: str, reasoning: str, query: str, pages: str) -> Summary:
+        """What the model took from the pages: the text after its "**Final Information**", cut at
+        `max_chars`. A reply without that line, or one cut off before it, holds no summary."""
         prompt = _PROMPT.format(
             mark=MARK,
             question=question,
@@ -106,7 +126,7 @@ class Summarizer:
         key = "summary:" + hashlib.sha256(request.key.encode()).hexdigest()
         known = self._cache.get(key)
         if known is not None:
-            return known.decode()
+            return Summary(known.decode()[: self.config.max_chars])
         return await self._flight.run(key, lambda: self._ask(key, url, request))
 
     async def close(self) -> None:
@@ -114,17 +134,21 @@ class Summarizer:
         await self._flight.close()
         await self._upstream.close()
 
-    async def _ask(self, key: str, url: str, request: HttpRequest) -> str:
+    async def _ask(self, key: str, url: str, request: HttpRequest) -> Summary:
         reply = await self._upstream.send(request)
         if reply.status != 200:
             raise InfraError(f"summarizer {url}: status {reply.status}, expected 200")
         try:
-            said = msgspec.json.decode(reply.body, type=_Completion).choices[0].message.content
+            completion = msgspec.json.decode(reply.body, type=_Completion)
+            said = completion.choices[0].message.content or ""
         except (msgspec.DecodeError, IndexError) as error:
             raise InfraError(f"summarizer {url}: the reply has another form: {error}") from error
-        summary = (said or "").rpartition(MARK)[2].strip(" \n:*")
-        self._cache.put(key, summary.encode("utf-8", "replace"))
-        return summary
+        _, marked, after = said.rpartition("</think>")[2].rpartition(MARK)
+        text = after.strip(" \n:*") if marked else ""
+        self._cache.put(key, text.encode("utf-8", "replace"))
+        used = completion.usage or _Usage()
+        num_tokens = (used.prompt_tokens or 0) + (used.completion_tokens or 0)
+        return Summary(text[: self.config.max_chars], num_tokens)
 
 
 def truncated_reasoning(reasoning: str) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from agentenv.actor import Actor
 from agentenv.engine import Engine
 from agentenv.env import Env, ForkMode
 from agentenv.plan import Independent
@@ -149,15 +148,9 @@ async def ask_one(
         task = Task("question-1", env.id, question, tuple(answers) or ("",))
         found = (await builder.questions({SET: [task]}))[SET]
         engine = WatchedEngine(await builder.engine(), stage, found.renderer)
-        plain = builder.actor(SET, found, engine)
-        actor = Actor(
-            engine,
-            found.renderer,
-            lambda task: WatchedEnv(found.make_env(task), stage),
-            plain.limits,
-            plain.sampling,
-            plain.seed,
-        )
+        actor = builder.actor(SET, found, engine)
+        make_env = actor.make_env
+        actor.make_env = lambda task: WatchedEnv(make_env(task), stage)
         tree = await actor.rollout(task, Independent(1), session=task.id, max_failures=0)
     return _conclude(tree, bool(answers), stage, view)
 
@@ -169,7 +162,7 @@ def _conclude(tree: TrajectoryTree, graded: bool, stage: Stage, view: View) -> i
         stage.write("\n", "")
         view.fail(f"the rollout failed: {leaf.error}")
         return EXIT_FAILED
-    done = Trajectory(tree.path(leaf))
+    done = Trajectory(tree.history(leaf))
     how = f"{leaf.end}" + (f" by the limit of {leaf.limit}" if leaf.limit is not None else "")
     counts = f"{done.num_tool_calls} tool calls, {done.num_action_tokens} tokens sampled"
     stage.write(f"{how}; {counts}\n", "")

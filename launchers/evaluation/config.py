@@ -7,6 +7,9 @@ from typing import Annotated
 from msgspec import Meta, Struct, field
 
 from agentenv.data_config import RowsConfig
+from agentenv.engines.embedded_config import EmbeddedConfig
+from agentenv.engines.remote_config import SGLangConfig, VLLMConfig
+from agentenv.engines.scripted import ScriptedConfig
 
 
 class EvalSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,3 +38,10 @@ class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str, Meta(description="the set that the summary reports; empty: the first")
     ] = ""
     concurrency: Annotated[int, Meta(ge=1, description="questions in flight")] = 256
+    engine: Annotated[
+        EmbeddedConfig | ScriptedConfig | VLLMConfig | SGLangConfig | None,
+        Meta(
+            description="an engine of its own, on which evaluations of single steps overlap the "
+            "training; none: the policy's engine, and updates wait for them"
+        ),
+    ] = None

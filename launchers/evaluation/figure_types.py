@@ -68,6 +68,7 @@ class Figures(Struct, kw_only=True):
     truncations: dict[str, int]
     tools: dict[str, ToolUse]
     agreement: Agreement | None
+    assist: dict[str, float] = {}  # totals of EvalRow.assist
 
 
 class Summary(Struct, kw_only=True):

@@ -96,6 +96,7 @@ def figures_of(questions: Sequence[Question], ks: Sequence[int], *, seed: int = 
         truncations=_counted(truncated),
         tools=_tools(done),
         agreement=agreement_of(done),
+        assist=_total(row.assist for row in done),
     )
 
 
@@ -202,6 +203,13 @@ def _tools(rows: Iterable[EvalRow]) -> dict[str, ToolUse]:
         call["name"] for row in rows for call in row.tool_calls if not call.get("ok", True)
     )
     return {name: ToolUse(calls=calls[name], errors=errors[name]) for name in sorted(calls)}
+
+
+def _total(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for one in counts:
+        total.update(one)  # type: ignore[arg-type]
+    return dict(sorted(total.items()))
 
 
 def _counted(names: Iterable[str]) -> dict[str, int]:

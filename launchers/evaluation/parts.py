@@ -17,6 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentenv.actor import Actor
+from agentenv.assist import Assist, AssistedActor
 from agentenv.chat import ChatRenderer, Pieces
 from agentenv.engine import Engine
 from agentenv.engines.openai_chat import ChatEngine
@@ -31,6 +32,7 @@ from launchers.assembly import check_context, context_length, load_tokenizer, ma
 from launchers.data import check_environments, fit_prompts, load_set, said
 from launchers.env_config import TABLES
 from launchers.environments import EnvMaker, check_graders, try_env
+from launchers.evaluation.assisted import check_assist, check_envs
 from launchers.evaluation.benchmarks import load_benchmark
 from launchers.evaluation.run_config import EvaluateConfig, QuestionSet
 from launchers.evaluation.subject import Subject
@@ -59,6 +61,7 @@ class Builder:
         self.config = config
         self.subject = subject
         self.endpoint: ChatEngine | TokensEngine | None = None
+        self.assist: Assist | None = None
         self._stack = stack
         self._say = say
         self._pieces = Pieces()
@@ -85,10 +88,15 @@ class Builder:
         self._check_contexts()
         self._stack.push_async_callback(close_shared)
         config = self.config
+        check_assist(config)
         check_roles(_tables_of_all(config))
         urls = await start_servers(config.roles, self.resolve, self._factory)
         sets = {name: fill_roles(one, urls) for name, one in config.sets.items()}
-        self.config = replace(config, sets=sets)
+        self.config = fill_roles(replace(config, sets=sets), urls)
+        if self.config.assist is not None:
+            self.assist = Assist(self.config.assist)
+            self._stack.push_async_callback(self.assist.close)
+            await self.assist.start()
 
     async def questions(
         self, given: Mapping[str, Sequence[Task]] | None = None
@@ -114,6 +122,10 @@ class Builder:
             assert one.limits is not None
             fitting = await fit_prompts(own, one, make_env, renderer, one.limits, self._say, key)
             found[name] = Questions(one, fitting, make_env, renderer)
+        if self.assist is not None:
+            await check_envs(
+                self.assist, {name: one.make_env(one.tasks[0]) for name, one in found.items()}
+            )
         return found
 
     async def engine(self) -> Engine:
@@ -137,14 +149,11 @@ class Builder:
         one = questions.config
         assert one.limits is not None
         assert one.sampling is not None
-        return Actor(
-            engine,
-            questions.renderer,
-            questions.make_env,
-            one.limits,
-            one.sampling.params(),
-            f"{self.seed(one)}/eval/{name}",
-        )
+        parts = (engine, questions.renderer, questions.make_env, one.limits, one.sampling.params())
+        seed = f"{self.seed(one)}/eval/{name}"
+        if self.assist is not None:
+            return AssistedActor(*parts, seed, assist=self.assist)
+        return Actor(*parts, seed)
 
     def seed(self, one: QuestionSet) -> int:
         """The seed of sampling of a set."""
@@ -224,6 +233,7 @@ class _Tables(msgspec.Struct):
     """The tables of all sets, as check_roles reads those of a run."""
 
     roles: Any
+    assist: Any
     env: Any
     grader: Any
     search: Any
@@ -233,6 +243,7 @@ class _Tables(msgspec.Struct):
 def _tables_of_all(config: EvaluateConfig) -> _Tables:
     return _Tables(
         config.roles,
+        config.assist,
         *(
             {name: getattr(one, table) for name, one in config.sets.items()}
             for table in ("env", "grader", "search", "python")

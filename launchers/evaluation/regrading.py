@@ -56,25 +56,36 @@ class Graders:
             self._makers[name] = EnvMaker(own, tables, resolve, limits, prompt)
             self._env_ids[name] = one.env.id
 
+    def check(self, rows: Sequence[EvalRow]) -> None:
+        """Refuse sets that the configuration lacks, and grader keys that no environment reads.
+        Raises ConfigError."""
+        tasks: dict[str, list[Task]] = {}
+        for row in rows:
+            if row.dataset not in self._makers:
+                raise ConfigError(
+                    f"config.json: the rows are of the set {row.dataset!r}, it has "
+                    f"{sorted(self._makers)}"
+                )
+            tasks.setdefault(row.dataset, []).append(self._task(row))
+        for name, own in tasks.items():
+            self._makers[name].check_read(own)
+
     async def of(self, row: EvalRow) -> tuple[Task, Grader]:
         """The task of a row and its grader, started. Raises ConfigError where there is none."""
-        if row.dataset not in self._makers:
-            raise ConfigError(
-                f"config.json: the rows are of the set {row.dataset!r}, it has "
-                f"{sorted(self._makers)}"
-            )
-        env_id = row.env_id or self._env_ids[row.dataset]
-        answers = tuple(row.answers)
-        task = Task(row.task, env_id, row.question, answers, row.kind, dict(row.metadata))
+        task = self._task(row)
         grader: Grader | None = getattr(self._makers[row.dataset](task), "grader", None)
         if grader is None:
             raise ConfigError(
-                f"{env_id} has no grader of its own, so its trajectories cannot be graded again"
+                f"{task.env_id} has no grader, so its trajectories cannot be graded again"
             )
         if id(grader) not in self._started:
             await start_grader(grader)
             self._started.add(id(grader))
         return task, grader
+
+    def _task(self, row: EvalRow) -> Task:
+        env_id, answers = row.env_id or self._env_ids[row.dataset], tuple(row.answers)
+        return Task(row.task, env_id, row.question, answers, row.kind, dict(row.metadata))
 
 
 def _without_tools(env: EnvConfig) -> EnvConfig:
@@ -88,8 +99,10 @@ async def regrade_rows(rows: Sequence[EvalRow], graders: Graders) -> list[Change
     """Grade all rows that ended, and those whose grader failed. A row whose grader fails now is
     failed, with the reason; the other figures of a row stay.
 
-    Raises GraderError when the grader cannot be had at all.
+    Raises ConfigError for graders that cannot be made or keys that none reads, GraderError when
+    the grader gives no verdict at all.
     """
+    graders.check(rows)
     slots = asyncio.Semaphore(CONCURRENCY)
     counts = {"graded": 0, "failed": 0}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 
 from launchers.evaluation.figure_types import Agreement, Estimate, Figures, Summary
+from launchers.evaluation.report_assist import assist_table
 from launchers.evaluation.tables import Table, interval, number
 
 ALL = "all"
@@ -29,6 +30,8 @@ def tables_of(summary: Summary) -> list[Table]:
     overall = summary.overall
     if overall.tools:
         tables.append(_tools(overall))
+    if overall.assist:
+        tables.append(assist_table(overall))
     if overall.truncations or overall.num_failed:
         tables.append(_ends(overall))
     if overall.agreement is not None:
@@ -41,7 +44,8 @@ def terminal_tables_of(summary: Summary) -> list[Table]:
     tables = [_scores(summary, short=True)]
     if summary.num_samples > 1:
         tables.append(_overall_by_k(summary.overall))
-    return [*tables, _cost(summary, short=True)]
+    tables.append(_cost(summary, short=True))
+    return [*tables, assist_table(summary.overall)] if summary.overall.assist else tables
 
 
 def groups_of(summary: Summary) -> Iterator[tuple[str, str, Figures]]:

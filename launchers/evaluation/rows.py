@@ -49,6 +49,8 @@ class EvalRow(Struct, kw_only=True, omit_defaults=True):
     reason: str = ""
     parts: dict[str, float] = field(default_factory=dict)  # of the reward
     scores: dict[str, float] = field(default_factory=dict)
+    assist: dict[str, float] = field(default_factory=dict)  # uses, successes, tokens of helpers
+    abandoned: list[str] = field(default_factory=list)  # turns that the backtracer took again
     policy_versions: list[int] = field(default_factory=list)  # oldest and newest that sampled
 
     @property

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
+from agentenv.assist import AssistConfig
 from agentenv.config import Tree, build_config
 from agentenv.data_config import RowsConfig
 from agentenv.engines.embedded_config import EmbeddedConfig
@@ -88,6 +89,10 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     engine: EmbeddedConfig | ScriptedConfig | VLLMConfig | SGLangConfig | OpenAIConfig = (
         EmbeddedConfig()
     )
+    assist: Annotated[
+        AssistConfig | None,
+        Meta(description="Tool-Star's inference-time tools, for all sets; none: plain rollouts"),
+    ] = None
     roles: Annotated[
         dict[str, RoleConfig],
         Meta(description="models beside the policy by name, [roles.judge]"),

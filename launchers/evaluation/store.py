@@ -27,6 +27,7 @@ FAILED = "failed"
 _FREE = {"concurrency", "num_samples", "roles", "engine"}
 _FREE_OF_SET = {"path", "max_tasks", "num_samples"}
 _FREE_LIMITS = {"engine_timeout_s", "env_timeout_s", "max_failures"}
+_FREE_HELPER = {"url", "api_key_env", "timeout_s", "num_retries", "max_concurrency"}
 _ENGINE_KEYS = ("name", "model", "dtype", "tokenizer", "script", "continuation", "extra_body")
 
 
@@ -170,6 +171,8 @@ def identity(saved: Saved) -> Tree:
     tree["engine"] = {key: config["engine"].get(key) for key in _ENGINE_KEYS}
     tree["roles"] = {name: role.get("model") for name, role in config.get("roles", {}).items()}
     tree["limits"] = _without(config["limits"], _FREE_LIMITS)
+    helpers = config.get("assist") or {}
+    tree["assist"] = {name: _without(one or {}, _FREE_HELPER) for name, one in helpers.items()}
     tree["sets"] = {
         name: {
             **_without(one, _FREE_OF_SET),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from agentenv.assist.counts import count_calls
 from agentenv.chat import ChatRenderer
 from agentenv.evaluate import Answer
 from agentenv.renderer import Renderer
@@ -17,11 +18,15 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
     question, tree = answer.question, answer.tree
     task, renderer = question.task, question.actor.renderer
     (leaf,) = tree.leaves()
-    trajectory = Trajectory(tree.path(leaf))
+    trajectory = Trajectory(tree.history(leaf))
     segments = _segments(trajectory.path, renderer)
     said = [segment["policy"] for segment in segments if "policy" in segment]
     failed = leaf.end == "failed"
     prompt_tokens, tool_tokens = _counts(trajectory, renderer)
+    calls = [call for node in trajectory.path for call in node.info.get("tool_calls", ())]
+    assist: dict[str, float] = leaf.info.get("assist") or {}
+    if not assist:  # the browser agent belongs to the env, whoever the actor is
+        count_calls(assist, calls)
     versions = [span.version for node in trajectory.path for span in node.version_spans]
     return EvalRow(
         dataset=dataset,
@@ -35,7 +40,7 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
         seed=seed,
         segments=segments,
         prediction=final_answer(said[-1]) if said and not failed else "",
-        tool_calls=[call for node in trajectory.path for call in node.info.get("tool_calls", ())],
+        tool_calls=calls,
         num_turns=sum(bool(node.action_ids) for node in trajectory.path),
         num_retries=answer.num_retries,
         prompt_tokens=prompt_tokens,
@@ -49,6 +54,12 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
         success=trajectory.success and not failed,
         reason=str(leaf.info.get("reason", "")),
         parts=dict(leaf.info.get("parts", {})),
+        assist=assist,
+        abandoned=[
+            renderer.decode(node.action_ids) + renderer.decode(node.observation_ids)
+            for node in tree.nodes
+            if "abandoned" in node.info
+        ],
         policy_versions=[min(versions), max(versions)] if versions else [],
     )
 
@@ -73,9 +84,10 @@ def _counts(trajectory: Trajectory, renderer: Renderer) -> tuple[int, int]:
     tokens, as the endpoint counted them, if it did."""
     turns = trajectory.turns
     prompt = len(trajectory.path[0].observation_ids)
-    tools = sum(len(node.observation_ids) for node in turns)
+    tools = sum(len(node.observation_ids) for node in turns if node.parent is not None)
     asked = [node for node in turns if node.action_ids]
-    if isinstance(renderer, ChatRenderer) and asked:
+    one_context = all(node.parent is not None for node in turns)
+    if isinstance(renderer, ChatRenderer) and asked and one_context:
         before = [renderer.num_prompt_tokens(node.action_ids) for node in asked]
         if all(before):
             sampled = sum(len(node.action_ids) for node in asked[:-1])

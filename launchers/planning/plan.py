@@ -14,10 +14,13 @@ from agentenv.limits import Limits
 from launchers.checkpoints import find_checkpoint
 from launchers.planning.memory import (
     GIB,
+    RESERVE_BYTES,
+    SERVER_BYTES,
     Memory,
     bytes_of,
     embedded_memory,
     learner_memory,
+    model_states,
     server_room,
 )
 from launchers.planning.processes import Machine, Plan, Process, check_memory
@@ -36,27 +39,12 @@ def make_plan(config: Any, machine: Machine, resolve: Resolve, model: str = "") 
     """The plan of a configuration with some of model, learner, engine, roles and resources.
 
     `model`: the path of the policy where the configuration does not hold it. Raises ConfigError
-    for GPUs that are missing or claimed twice and for a model whose sizes nobody knows.
+    for GPUs that are missing or claimed twice.
     """
-    plan = Plan(machine)
-    gpus = GpuPlan([str(number) for number in range(machine.num_gpus)])
-    path = model or getattr(getattr(config, "model", None), "path", "")
-    if path or hasattr(config, "limits"):
-        plan.processes.append(Process("controller", 1, note="rollouts, tools, graders"))
-    shape = _policy_shape(config, path, resolve, plan) if path else None
-    engine, learner = getattr(config, "engine", None), getattr(config, "learner", None)
-    ranks: list[str] = []
-    if learner is not None:
-        resources = getattr(config, "resources", None)
-        if resources is not None:
-            engine, ranks = divide(resources, engine, learner, gpus)
-        _add_learner(plan, config, learner, shape, ranks, path)
-    for name, role in getattr(config, "roles", {}).items():
-        _add_role(plan, name, role, gpus, resolve)
-    if engine is not None:
-        _add_engine(plan, config, engine, shape, gpus, path)
-    check_memory(plan)
-    return plan
+    planner = _Planner(config, machine, resolve, model)
+    planner.add_all()
+    check_memory(planner.plan)
+    return planner.plan
 
 
 def largest_microbatch(config: Any) -> int:
@@ -73,124 +61,171 @@ def longest_path(config: Any) -> int:
     return max(one.max_prompt_tokens + one.max_response_tokens for one in limits)
 
 
-def _policy_shape(config: Any, path: str, resolve: Resolve, plan: Plan) -> ModelShape | None:
-    place = resolve(path)
-    if "{run}" in path and config.run.setup and not place.is_dir():
-        plan.missing.append(f"model.path = {path}: made by {config.run.setup} at the start")
-        return None
-    if place.is_dir():
-        try:
-            place = find_checkpoint(place)
-        except AgentEnvError as error:
-            plan.missing.append(f"model.path = {path}: {error}")
+class _Planner:
+    def __init__(self, config: Any, machine: Machine, resolve: Resolve, model: str) -> None:
+        self.config = config
+        self.machine = machine
+        self.resolve = resolve
+        self.path = model or getattr(getattr(config, "model", None), "path", "")
+        self.plan = Plan(machine)
+        self.gpus = GpuPlan([str(number) for number in range(machine.num_gpus)])
+        self.shape = self._policy_shape() if self.path else None
+        self.learner: LearnerConfig | None = getattr(config, "learner", None)
+        self.engine = getattr(config, "engine", None)
+        self.colocated = bool(getattr(getattr(config, "resources", None), "colocated", False))
+
+    def add_all(self) -> None:
+        """In the order in which a run divides its GPUs."""
+        if self.path or hasattr(self.config, "limits"):
+            self._add_controller()
+        ranks: list[str] = []
+        if self.learner is not None:
+            if hasattr(self.config, "resources"):
+                resources = self.config.resources
+                self.engine, ranks = divide(resources, self.engine, self.learner, self.gpus)
+            self._add_learner(self.learner, ranks)
+        for name, role in getattr(self.config, "roles", {}).items():
+            self._add_role(name, role)
+        self._add_engine()
+
+    # models
+
+    def _policy_shape(self) -> ModelShape | None:
+        place = self.resolve(self.path)
+        if "{run}" in self.path and self.config.run.setup and not place.is_dir():
+            made = f"made by {self.config.run.setup} at the start"
+            self.plan.missing.append(f"model.path = {self.path}: {made}")
             return None
-    return _shape(place, "model.path", plan)
+        if place.is_dir():
+            try:
+                place = find_checkpoint(place)
+            except AgentEnvError as error:
+                self.plan.missing.append(f"model.path = {self.path}: {error}")
+                return None
+        return self._shape(place, "model.path")
 
+    def _shape(self, path: Path, key: str, quantization: str = "") -> ModelShape | None:
+        """What is not here, or of an unknown size, is told as missing."""
+        shape = find_shape(path, quantization)
+        if not path.is_dir():
+            why = shape.source if shape is not None else NO_SHAPE
+            self.plan.missing.append(f"{key} = {path}: {why}")
+        return shape
 
-def _shape(path: Path, key: str, plan: Plan, quantization: str = "") -> ModelShape | None:
-    """What is not here, or of an unknown size, is told as missing."""
-    shape = find_shape(path, quantization)
-    if not path.is_dir():
-        why = shape.source if shape is not None else NO_SHAPE
-        plan.missing.append(f"{key} = {path}: {why}")
-    return shape
+    # processes
 
-
-def _add_learner(
-    plan: Plan, config: Any, learner: LearnerConfig, shape: ModelShape | None, ranks: list[str],
-    path: str,
-) -> None:  # fmt: skip
-    algorithm = getattr(config, "algorithm", None)
-    reference = algorithm is not None and algorithm.needs_reference
-    tokens = largest_microbatch(config)
-    memory = Memory()
-    if shape is not None:
-        memory = learner_memory(shape, learner, tokens, has_reference=reference)
-    on_gpu = plan.machine.num_gpus > 0 and learner.launch == "local"
-    if on_gpu and not ranks:
-        if learner.num_ranks > plan.machine.num_gpus:
-            raise ConfigError(
-                f"learner.num_ranks: {learner.num_ranks} ranks need a GPU each; there are "
-                f"{plan.machine.num_gpus}"
-            )
-        ranks = [str(number) for number in range(learner.num_ranks)]
-    note = f"ZeRO {learner.zero_stage}, {learner.dtype}, {tokens} tokens at once"
-    if learner.launch == "external":
-        note += "; started elsewhere"
-    plan.add(
-        Process("learner rank", learner.num_ranks, ranks, path, memory, note=note),
-        memory.gpu_bytes,
-    )
-
-
-def _add_engine(
-    plan: Plan, config: Any, engine: Any, shape: ModelShape | None, gpus: GpuPlan, path: str
-) -> None:
-    if isinstance(engine, RemoteConfig) and (engine.urls or engine.urls_file):
-        plan.processes.append(Process("policy server", 0, note="runs already"))
-        return
-    needed = longest_path(config)
-    of_model = shape.context if shape is not None else 0
-    context = min(filter(None, (int(getattr(engine, "max_model_len", 0)), of_model)), default=0)
-    if context and needed > context:
-        plan.problems.append(
-            f"limits: max_prompt_tokens + max_response_tokens = {needed} exceed the context of "
-            f"{context} tokens"
+    def _add_controller(self) -> None:
+        """With the weights that pass through its shared memory, an update's and the one before."""
+        host: dict[str, float] = {}
+        through_files = isinstance(self.engine, RemoteConfig) and self.engine.weights == "directory"
+        if self.learner is not None and self.shape is not None and through_files:
+            copies = 2.0 * bytes_of(self.learner.dtype) * self.shape.num_params
+            host["weights on their way (/dev/shm)"] = copies
+        memory = Memory({}, host)
+        self.plan.processes.append(
+            Process("controller", 1, memory=memory, note="rollouts, tools, graders")
         )
-    if isinstance(engine, EmbeddedConfig):
-        on_gpu = plan.machine.num_gpus > 0 and engine.device != "cpu"
+
+    def _add_learner(self, learner: LearnerConfig, ranks: list[str]) -> None:
+        algorithm = getattr(self.config, "algorithm", None)
+        reference = algorithm is not None and algorithm.needs_reference
+        tokens = largest_microbatch(self.config)
         memory = Memory()
-        if shape is not None:
-            number = engine.max_num_seqs + engine.num_cached_seqs
-            memory = embedded_memory(shape, bytes_of(engine.dtype), number, needed)
-        place = ["0"] if on_gpu else []
-        note = "in the controller; its cache grows as it is used"
-        plan.add(Process("embedded engine", 1, place, path, memory, note=note), memory.gpu_bytes)
-    elif isinstance(engine, RemoteConfig):
+        if self.shape is not None:
+            memory = learner_memory(self.shape, learner, tokens, has_reference=reference)
+            if self.colocated:
+                asleep = model_states(self.shape, learner).gpu_bytes
+                memory = Memory(memory.gpu, memory.host | {"what sleeps": asleep})
+        if self.machine.num_gpus and learner.launch == "local" and not ranks:
+            if learner.num_ranks > self.machine.num_gpus:
+                raise ConfigError(
+                    f"learner.num_ranks: {learner.num_ranks} ranks need a GPU each; there are "
+                    f"{self.machine.num_gpus}"
+                )
+            ranks = [str(number) for number in range(learner.num_ranks)]
+        note = f"ZeRO {learner.zero_stage}, {learner.dtype}, {tokens} tokens at once"
+        note += "; started elsewhere" if learner.launch == "external" else ""
+        process = Process("learner rank", learner.num_ranks, ranks, self.path, memory, note=note)
+        serving = min(RESERVE_BYTES, memory.gpu_bytes) if self.colocated else memory.gpu_bytes
+        self.plan.add(process, serving=serving, training=memory.gpu_bytes)
+
+    def _add_engine(self) -> None:
+        engine = self.engine
+        if isinstance(engine, RemoteConfig) and (engine.urls or engine.urls_file):
+            self.plan.processes.append(Process("policy server", 0, note="runs already"))
+            return
+        if not isinstance(engine, EmbeddedConfig | RemoteConfig):
+            return
+        needed = longest_path(self.config)
+        of_model = self.shape.context if self.shape is not None else 0
+        context = min(filter(None, (engine.max_model_len, of_model)), default=0)
+        if context and needed > context:
+            self.plan.problems.append(
+                f"limits: max_prompt_tokens + max_response_tokens = {needed} exceed the context "
+                f"of {context} tokens"
+            )
+        if isinstance(engine, EmbeddedConfig):
+            self._add_embedded(engine, needed)
+            return
         servers = engine.servers or ServersConfig()
-        where = context or needed
-        _add_server(plan, "policy server", "engine.servers", servers, shape, where, gpus, path)
+        name, key = "policy server", "engine.servers"
+        self._add_server(name, key, servers, self.shape, context or needed, self.path, policy=True)
 
+    def _add_embedded(self, engine: EmbeddedConfig, num_tokens: int) -> None:
+        on_gpu = self.machine.num_gpus > 0 and engine.device != "cpu"
+        memory = Memory()
+        if self.shape is not None:
+            number = engine.max_num_seqs + engine.num_cached_seqs
+            memory = embedded_memory(self.shape, bytes_of(engine.dtype), number, num_tokens)
+        note = "in the controller; its cache grows as it is used"
+        place = ["0"] if on_gpu else []
+        process = Process("embedded engine", 1, place, self.path, memory, note=note)
+        cache = memory.gpu.get("engine cache", 0.0) if self.colocated else 0.0
+        self.plan.add(process, serving=memory.gpu_bytes, training=memory.gpu_bytes - cache)
 
-def _add_role(plan: Plan, name: str, role: RoleConfig, gpus: GpuPlan, resolve: Resolve) -> None:
-    if role.url:
-        plan.processes.append(Process(f"{name} server", 0, note=f"runs already at {role.url}"))
-        return
-    key = f"roles.{name}"
-    shape = _shape(resolve(role.model), f"{key}.model", plan, role.quantization)
-    context = role.max_model_len or (shape.context if shape is not None else 0)
-    _add_server(plan, f"{name} server", key, role, shape, context, gpus, role.model)
+    def _add_role(self, name: str, role: RoleConfig) -> None:
+        if role.url:
+            note = f"runs already at {role.url}"
+            self.plan.processes.append(Process(f"{name} server", 0, note=note))
+            return
+        key = f"roles.{name}"
+        shape = self._shape(self.resolve(role.model), f"{key}.model", role.quantization)
+        context = role.max_model_len or (shape.context if shape is not None else 0)
+        self._add_server(f"{name} server", key, role, shape, context, role.model)
 
-
-def _add_server(
-    plan: Plan, name: str, key: str, config: LaunchConfig, shape: ModelShape | None, context: int,
-    gpus: GpuPlan, path: str,
-) -> None:  # fmt: skip
-    number = config.num_servers if isinstance(config, ServersConfig) else 1
-    if not plan.machine.num_gpus or config.device == "cpu":
-        b = bytes_of(config.dtype)
-        weights = 0.0 if shape is None else shape.served_bytes(b)
-        host = Memory({}, {"weights": weights, "cache": config.kv_cache_gb * GIB})
-        plan.processes.append(Process(name, number, [], path, host, note="on the CPU"))
-        return
-    each = config.tensor_parallel_size * config.data_parallel_size
-    taken = gpus.assign(f"{key}.gpus", config.gpus, each * number)
-    if shape is None:
-        plan.add(
-            Process(name, number, taken, path), config.gpu_memory_share * plan.machine.gpu_bytes
-        )
-        return
-    room = server_room(shape, config, context, plan.machine.gpu_bytes)
-    memory = Memory({"weights": room.weights, "cache": max(0.0, room.cache)})
-    note = f"tensor parallel {config.tensor_parallel_size}, "
-    if config.data_parallel_size > 1:
-        note += f"data parallel {config.data_parallel_size}, "
-    note += f"{config.gpu_memory_share:g} of each GPU"
-    if room.sequences < 1:
-        plan.problems.append(
-            f"{key}: {config.gpu_memory_share:g} of a GPU with {plan.machine.gpu_bytes / GIB:.0f} "
-            f"GiB are {room.budget / GIB:.1f} GiB; weights of {room.weights / GIB:.1f} GiB leave "
-            f"room for {room.tokens} tokens, one request may need {context}; raise "
-            "gpu_memory_share or tensor_parallel_size, or lower max_model_len"
-        )
-    plan.add(Process(name, number, taken, path, memory, room, note), room.budget)
+    def _add_server(
+        self, name: str, key: str, config: LaunchConfig, shape: ModelShape | None, context: int,
+        path: str, *, policy: bool = False,
+    ) -> None:  # fmt: skip
+        number = config.num_servers if isinstance(config, ServersConfig) else 1
+        b, size = bytes_of(config.dtype), self.machine.gpu_bytes
+        if not self.machine.num_gpus or config.device == "cpu":
+            weights = 0.0 if shape is None else shape.served_bytes(b)
+            host = Memory({}, {"weights": weights, "cache": config.kv_cache_gb * GIB})
+            self.plan.processes.append(Process(name, number, [], path, host, note="on the CPU"))
+            return
+        sleeps = policy and self.colocated
+        each = config.tensor_parallel_size * config.data_parallel_size
+        taken = self.gpus.assign(f"{key}.gpus", config.gpus, each * number, borrows=sleeps)
+        budget = config.gpu_memory_share * size
+        awake = SERVER_BYTES if sleeps else budget  # in a phase in which it may sleep
+        if shape is None:
+            process = Process(name, number, taken, path)
+            self.plan.add(process, serving=budget, training=awake)
+            return
+        room = server_room(shape, config, context, size)
+        host_weights = {"what sleeps": room.weights * each} if sleeps else {}
+        memory = Memory({"weights": room.weights, "cache": max(0.0, room.cache)}, host_weights)
+        note = f"tensor parallel {config.tensor_parallel_size}, "
+        if config.data_parallel_size > 1:
+            note += f"data parallel {config.data_parallel_size}, "
+        note += f"{config.gpu_memory_share:g} of each GPU"
+        if room.sequences < 1:
+            self.plan.problems.append(
+                f"{key}: {config.gpu_memory_share:g} of a GPU with {size / GIB:.0f} GiB are "
+                f"{room.budget / GIB:.1f} GiB; weights of {room.weights / GIB:.1f} GiB leave room "
+                f"for {room.tokens} tokens, one request may need {context}; raise "
+                "gpu_memory_share or tensor_parallel_size, or lower max_model_len"
+            )
+        process = Process(name, number, taken, path, memory, room, note)
+        self.plan.add(process, serving=budget, training=awake)

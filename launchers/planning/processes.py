@@ -42,18 +42,26 @@ class Plan(Struct):
     processes: list[Process] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    gpu_bytes: dict[str, float] = field(default_factory=dict)  # by number
+    serving: dict[str, float] = field(default_factory=dict)  # bytes by GPU, while rollouts run
+    training: dict[str, float] = field(default_factory=dict)  # and while the learner trains
+
+    @property
+    def gpu_bytes(self) -> dict[str, float]:
+        """The most that each GPU has to hold; both phases are one unless engine and learner are
+        colocated."""
+        return {gpu: max(self.serving[gpu], self.training[gpu]) for gpu in self.serving}
 
     @property
     def is_whole(self) -> bool:
         """Whether the memory of every process with a model is estimated."""
         return all(p.memory.gpu or p.memory.host for p in self.processes if p.model)
 
-    def add(self, process: Process, each: float) -> None:
-        """With `each` bytes on every GPU of the process."""
+    def add(self, process: Process, *, serving: float, training: float) -> None:
+        """With so many bytes on every GPU of the process in each phase."""
         self.processes.append(process)
         for gpu in process.gpus:
-            self.gpu_bytes[gpu] = self.gpu_bytes.get(gpu, 0.0) + each
+            self.serving[gpu] = self.serving.get(gpu, 0.0) + serving
+            self.training[gpu] = self.training.get(gpu, 0.0) + training
 
 
 def check_memory(plan: Plan) -> None:

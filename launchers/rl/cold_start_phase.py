@@ -43,12 +43,13 @@ async def cold_start_phase(
         row = {f"sft/exact_match/{kind}": share for kind, share in exact.items()}
         recorder.log({"step": 0, "sft/step": step, "sft/loss": loss, **row})
 
-    await parts.learner.reset_optimizer(sft.optimizer)
-    rng = Random(f"{config.run.seed}/sft")
-    result = await cold_start(sft, parts.learner, demos, gate[""], rng, on_gate)
-    view.end()
-    state.totals.sft_tokens = result.num_tokens
-    if not result.passed:
-        logger.warning("the cold start ended without passing its gate: %s", result.exact_match)
-    await parts.learner.reset_optimizer(optimizer_of(config.learner))
-    await parts.publish()
+    async with parts.learner_turn():
+        await parts.learner.reset_optimizer(sft.optimizer)
+        rng = Random(f"{config.run.seed}/sft")
+        result = await cold_start(sft, parts.learner, demos, gate[""], rng, on_gate)
+        view.end()
+        state.totals.sft_tokens = result.num_tokens
+        if not result.passed:
+            logger.warning("the cold start ended without passing its gate: %s", result.exact_match)
+        await parts.learner.reset_optimizer(optimizer_of(config.learner))
+        await parts.publish()

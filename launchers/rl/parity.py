@@ -50,6 +50,11 @@ class ParityProbe:
             return await self.engine.generate_on_each(prompt, sampling)
         return {"": await self.engine.generate(prompt, sampling, session=f"probe{number}")}
 
+    async def settle(self) -> None:
+        """Wait until the engine has sampled what `start` asked for."""
+        if self._sampling is not None:
+            await asyncio.wait([self._sampling])
+
     async def finish(self) -> Gap | None:
         """Let the learner score what was sampled since start(); None if nothing was."""
         if self._sampling is None:

@@ -4,10 +4,11 @@ first: data and environment before engine and learner."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,16 @@ from launchers.checkpoints import find_checkpoint
 from launchers.config import TrainConfig
 from launchers.data import load_questions
 from launchers.environments import EnvMaker, tables_of, try_env
+from launchers.rl.colocation import Colocation, sleeping_engine
 from launchers.rl.parity import ParityProbe
 from launchers.rundir import RunDirectory
 from launchers.serving.engines import start_engine
 from launchers.serving.resources import divide
 from launchers.serving.roles import check_roles, start_roles
 from launchers.serving.servers import ServerFactory
+from learners.checkpoint import saved_version
 from learners.deepspeed_learner import DeepSpeedLearner
-from learners.lora import frozen_model
+from learners.lora import ADAPTER_FOLDER, frozen_model
 from learners.sender import LearnerSender
 
 NUM_PROBE_PROMPTS = 8
@@ -68,16 +71,28 @@ class Parts:
     probe: ParityProbe
     weights: Path
     sender: LearnerSender | None  # weights go by broadcast
+    as_adapter: bool  # weights go as a LoRA adapter
+    colocation: Colocation | None  # engine and learner share their GPUs
+    overlapping: Actor | None = None  # on an engine of its own
+
+    def learner_turn(self) -> AbstractAsyncContextManager[None]:
+        """To be entered around several commands to the learner that follow one another: where it
+        shares its GPUs, the engine sleeps until the end, or until the publish before it."""
+        return nullcontext() if self.colocation is None else self.colocation.turn()
 
     async def publish(self) -> None:
-        """New weights into the engine while rollouts are running."""
+        """New weights into the engine while rollouts are running; a sleeping one wakes up."""
         if self.sender is not None:
             assert isinstance(self.engine, EnginePool)
             version = await self.sender.publish()
             await self.engine.receive_weights(self.sender, version)
         else:
             version = self.learner.policy_version + 1
-            path = await self.learner.publish(self.weights / f"v{version}")
+            write = self.learner.publish_adapter if self.as_adapter else self.learner.publish
+            async with self.learner_turn():
+                path = await write(self.weights / f"v{version}")
+                if self.colocation is not None:
+                    await self.colocation.release()
             await self.engine.load_weights(path, version)
         shutil.rmtree(self.weights / f"v{version - 1}", ignore_errors=True)
         self.probe.start()
@@ -93,6 +108,7 @@ async def build_parts(
     """Build everything; `stack` closes it. Raises ConfigError or DataError for the user's
     mistakes. With a checkpoint, engine and learner start from it and no set-up is run."""
     check_units(config)
+    adapter_rank(config)
     check_roles(config)
     if config.run.setup and checkpoint is None:
         setup = load_function(config.run.setup, "run.setup")
@@ -119,35 +135,23 @@ async def build_parts(
         messages, info = await try_env(make_env, task)
         prompts.append(renderer.prompt(messages, info.get("tools", ())))
 
-    learner = await DeepSpeedLearner.start(
-        config.learner,
-        config.algorithm,
-        frozen_model(checkpoint) or model,
-        run.path / "learner.log",
-        seed=config.run.seed,
-        gpus=gpus,
-    )
-    stack.push_async_callback(learner.close)
-    if checkpoint is not None:
-        await learner.load(checkpoint / "trainer")
-    engine = await start_engine(
-        config.engine,
-        model,
-        tokenizer,
-        learner.policy_version,
-        config.limits,
-        factory,
-        stack,
-        config.run.seed,
+    learner, engine = await start_both(
+        config, run, model, checkpoint, tokenizer, gpus, factory, stack
     )
     weights = make_weights_directory()
     stack.callback(shutil.rmtree, weights, ignore_errors=True)
     probe = ParityProbe(engine, learner, prompts)
     stack.push_async_callback(probe.close)
+    colocation = None
+    if config.resources.colocated:
+        colocation = Colocation(sleeping_engine(engine), learner, probe.settle)
     sampling = config.sampling
     seeds = [
         config.run.seed if one.seed is None else one.seed for one in (sampling.train, sampling.eval)
     ]
+    evaluating = Actor(
+        engine, renderer, make_env, config.limits, sampling.eval.params(), f"{seeds[1]}/eval"
+    )
     return Parts(
         tokenizer=tokenizer,
         renderer=renderer,
@@ -161,13 +165,103 @@ async def build_parts(
         actor=Actor(
             engine, renderer, make_env, config.limits, sampling.train.params(), f"{seeds[0]}/train"
         ),
-        eval_actor=Actor(
-            engine, renderer, make_env, config.limits, sampling.eval.params(), f"{seeds[1]}/eval"
-        ),
+        eval_actor=evaluating,
         probe=probe,
         weights=weights,
         sender=make_sender(config.engine, learner, weights),
+        as_adapter=adapter_rank(config) > 0,
+        colocation=colocation,
+        overlapping=await start_overlapping(
+            config, evaluating, model, tokenizer, learner, factory, stack
+        ),
     )
+
+
+async def start_both(
+    config: TrainConfig,
+    run: RunDirectory,
+    model: Path,
+    checkpoint: Path | None,
+    tokenizer: Any,
+    gpus: Sequence[str],
+    factory: ServerFactory,
+    stack: AsyncExitStack,
+) -> tuple[DeepSpeedLearner, Engine]:
+    """Learner and engine, both at the version of the checkpoint; side by side, or one after the
+    other where they share GPUs."""
+    base, rank = frozen_model(checkpoint) or model, adapter_rank(config)
+    colocated = config.resources.colocated
+
+    async def learner() -> DeepSpeedLearner:
+        started = await DeepSpeedLearner.start(
+            config.learner,
+            config.algorithm,
+            base,
+            run.path / "learner.log",
+            seed=config.run.seed,
+            gpus=gpus,
+        )
+        stack.push_async_callback(started.close)
+        if checkpoint is not None:
+            await started.load(checkpoint / "trainer")
+        if colocated:
+            await started.sleep()
+        return started
+
+    async def engine() -> Engine:
+        return await start_engine(
+            config.engine,
+            base if rank else model,
+            tokenizer,
+            0 if checkpoint is None else saved_version(checkpoint / "trainer"),
+            config.limits,
+            factory,
+            stack,
+            config.run.seed,
+            colocated=colocated,
+            lora_rank=rank,
+            adapter=checkpoint / ADAPTER_FOLDER if rank and checkpoint is not None else None,
+        )
+
+    if colocated:
+        return await learner(), await engine()
+    first, second = asyncio.create_task(learner()), asyncio.create_task(engine())
+    try:
+        return await asyncio.gather(first, second)
+    finally:  # where one fails, the other ends too
+        for task in (first, second):
+            task.cancel()
+        await asyncio.wait((first, second))
+
+
+async def start_overlapping(
+    config: TrainConfig,
+    actor: Actor,
+    model: Path,
+    tokenizer: Any,
+    learner: DeepSpeedLearner,
+    factory: ServerFactory,
+    stack: AsyncExitStack,
+) -> Actor | None:
+    """The actor of evaluations that overlap the training, if they have an engine: like `actor`,
+    with equal seeds."""
+    if config.eval.engine is None:
+        return None
+    check_context(config.limits, context_length(config.eval.engine, model))
+    engine = await start_engine(
+        config.eval.engine,
+        model,
+        tokenizer,
+        learner.policy_version,
+        config.limits,
+        factory,
+        stack,
+        config.run.seed,
+        use="evaluation",
+    )
+    other = copy.copy(actor)
+    other.engine = engine
+    return other
 
 
 def check_units(config: TrainConfig) -> None:
@@ -209,6 +303,16 @@ def count_steps(config: TrainConfig, num_tasks: int) -> int:
             f"one step of queue.groups_per_step = {config.queue.groups_per_step}"
         )
     return num_steps
+
+
+def adapter_rank(config: TrainConfig) -> int:
+    """Rank of the adapters that the engine loads; 0 if it gets whole models. Raises ConfigError if
+    it should load what the learner does not train."""
+    if not isinstance(config.engine, VLLMConfig) or config.engine.lora == "merged":
+        return 0
+    if config.learner.lora is None:
+        raise ConfigError('engine.lora = "adapter" needs [learner.lora], which trains one')
+    return config.learner.lora.r
 
 
 def make_sender(

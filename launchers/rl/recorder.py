@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from typing import Any
 
+from agentenv.actor import Actor
 from agentenv.evaluate import Report, evaluate, make_report
 from agentenv.tree import TrajectoryTree
 from launchers.config import TrainConfig
@@ -14,7 +16,7 @@ from launchers.rl import report
 from launchers.rl.entropy_plot import entropy_line, write_entropy
 from launchers.rl.parts import Parts
 from launchers.rl.plots import write_plots
-from launchers.rl.state import RunState
+from launchers.rl.state import Evaluating, RunState
 from launchers.rundir import RunDirectory, save_state
 from launchers.view import View
 
@@ -39,6 +41,8 @@ class Recorder:
         self.state = state
         self.clock = clock
         self.parts = parts
+        self._overlapping: asyncio.Task[None] | None = None
+        self._weights = run.path / "evaluating"
         self.report_set = config.eval.report or next(iter(config.eval.sets), "")
 
     def log(self, row: dict[str, Any]) -> None:
@@ -52,9 +56,13 @@ class Recorder:
     async def after_step(self) -> None:
         """The evaluations and the checkpoint that are due after this step."""
         step = self.state.step
-        for name, chosen in self.config.eval.sets.items():
-            if chosen.every and step % chosen.every == 0:
-                await self._consider_best(await self.evaluate(name, f"step-{step:06d}"))
+        sets = self.config.eval.sets
+        due = [name for name, one in sets.items() if one.every and step % one.every == 0]
+        if due and self.parts.overlapping is not None:
+            await self._overlap(step, due)
+        else:
+            for name in due:
+                await self._consider_best(step, await self.evaluate(name, f"step-{step:06d}"))
         every = self.config.checkpoint.every
         if every and step % every == 0:
             await self.save_checkpoint()
@@ -62,20 +70,70 @@ class Recorder:
     async def evaluate(self, name: str, when: str) -> Report:
         """Evaluate one set. No weights are published meanwhile, so one policy version is seen."""
         with self.clock.phase("eval"):
-            trees = await evaluate(
-                self.parts.eval_actor,
-                self.parts.eval_tasks[name],
-                num_samples=self.config.eval.sets[name].num_samples,
-                concurrency=self.config.eval.concurrency,
-            )
-            result = make_report(name, trees)
-            await self.write_trajectories(f"eval-{name}-{when}", trees)
-        self.log({"step": self.state.step, "phase": when, **report.report_metrics(result)})
+            return await self._evaluate(self.parts.eval_actor, name, when, self.state.step)
+
+    # evaluations that overlap the training, one at a time
+
+    async def resume_overlapping(self) -> None:
+        """Begin again what an interruption cut off."""
+        pending = self.state.evaluating
+        if pending is not None and self._weights.is_dir() and self.parts.overlapping is not None:
+            await self._begin_overlapping(pending)
+
+    async def finish_overlapping(self) -> None:
+        """Wait for the evaluation that goes on beside the training."""
+        if self._overlapping is not None:
+            await self._overlapping
+            self._overlapping = None
+
+    def cancel_overlapping(self) -> None:
+        """Stop it; the state still says that it is due."""
+        if self._overlapping is not None:
+            self._overlapping.cancel()
+
+    async def _overlap(self, step: int, names: list[str]) -> None:
+        learner = self.parts.learner
+        with self.clock.phase("eval"):
+            await self.finish_overlapping()
+            await asyncio.to_thread(shutil.rmtree, self._weights, ignore_errors=True)
+            await learner.export(self._weights)
+        self.state.evaluating = Evaluating(step, learner.policy_version, names)
+        if self.config.checkpoint.best_metric.partition("/")[0] in names:
+            await self.save_checkpoint()  # of these weights, should they be the best
+        await self._begin_overlapping(self.state.evaluating)
+
+    async def _begin_overlapping(self, what: Evaluating) -> None:
+        """On an engine that has the weights of that step, until the next such evaluation."""
+        actor = self.parts.overlapping
+        assert actor is not None
+        if actor.engine.policy_version != what.policy_version:
+            await actor.engine.load_weights(self._weights, what.policy_version)
+        self._overlapping = asyncio.create_task(self._evaluate_beside(actor, what))
+
+    async def _evaluate_beside(self, actor: Actor, what: Evaluating) -> None:
+        for name in what.sets:
+            result = await self._evaluate(actor, name, f"step-{what.step:06d}", what.step)
+            await self._consider_best(what.step, result)
+        self.state.evaluating = None
+        await asyncio.to_thread(shutil.rmtree, self._weights, ignore_errors=True)
+
+    async def _evaluate(self, actor: Actor, name: str, when: str, step: int) -> Report:
+        trees = await evaluate(
+            actor,
+            self.parts.eval_tasks[name],
+            num_samples=self.config.eval.sets[name].num_samples,
+            concurrency=self.config.eval.concurrency,
+        )
+        result = make_report(name, trees)
+        await self.write_trajectories(f"eval-{name}-{when}", trees)
+        self.log({"step": step, "phase": when, **report.report_metrics(result)})
         self.view.say(report.report_line(result, when))
         if when in report.PHASES and name == self.report_set:
             path, append = self.run.path / "samples.txt", when != "before_sft"
             report.write_samples(path, when, trees, self.parts.tokenizer, append=append)
         return result
+
+    # checkpoints and the end
 
     async def save_checkpoint(self) -> None:
         """Model, learner state and our own, written beside its name and renamed when whole."""
@@ -83,11 +141,14 @@ class Recorder:
         if checkpoints.path(step) in checkpoints.finished():
             return
         partial = await asyncio.to_thread(checkpoints.begin, step)
-        await self.parts.learner.export(partial)
-        await self.parts.learner.save(partial / "trainer")
+        async with self.parts.learner_turn():
+            await self.parts.learner.export(partial)
+            await self.parts.learner.save(partial / "trainer")
         save_state(partial, self.state.settled())
         await asyncio.to_thread(checkpoints.complete, partial)
-        await asyncio.to_thread(checkpoints.prune, self.config.checkpoint.keep_last)
+        pending = self.state.evaluating
+        needed = [pending.step] if pending is not None else []
+        await asyncio.to_thread(checkpoints.prune, self.config.checkpoint.keep_last, needed)
 
     def finish(self, *, in_flight: int, loop_lag_ms: float) -> None:
         """Summary, table, curves; the wall time of phases is complete by now."""
@@ -134,7 +195,7 @@ class Recorder:
         ):
             logger.warning("log.max_trajectory_mb is reached: no more trajectories are written")
 
-    async def _consider_best(self, result: Report) -> None:
+    async def _consider_best(self, step: int, result: Report) -> None:
         """Keep the checkpoint of the best value of checkpoint.best_metric."""
         name, _, figure = self.config.checkpoint.best_metric.partition("/")
         if result.name != name:
@@ -142,5 +203,6 @@ class Recorder:
         value: float = getattr(result.overall, figure)
         if self.state.best is None or value > self.state.best:
             self.state.best = value
-            await self.save_checkpoint()
-            await asyncio.to_thread(self.run.checkpoints.keep_best, self.state.step)
+            if step == self.state.step:
+                await self.save_checkpoint()
+            await asyncio.to_thread(self.run.checkpoints.keep_best, step)

@@ -64,8 +64,12 @@ class SelfCritic:
 
     async def round(self, number: int) -> tuple[Metrics, list[TrajectoryTree]]:
         """Sample, pair, train; the weights that result are not published. `number` keys all that
-        is random. Metrics begin with self_critic/; without a pair nothing is trained."""
-        trees = await self._sample(number)
+        is random."""
+        trees = await self.sample(number)
+        return await self.learn(number, trees), trees
+
+    async def learn(self, number: int, trees: Sequence[TrajectoryTree]) -> Metrics:
+        """Pair and train. Metrics begin with self_critic/; without a pair nothing is trained."""
         rows = [
             row
             for tree in trees
@@ -82,9 +86,9 @@ class SelfCritic:
         metrics |= {"num_pairs": float(len(rows)), "num_steps": 0.0}
         if rows:
             metrics |= await self._train(rows, number)
-        return {f"self_critic/{name}": value for name, value in metrics.items()}, trees
+        return {f"self_critic/{name}": value for name, value in metrics.items()}
 
-    async def _sample(self, number: int) -> list[TrajectoryTree]:
+    async def sample(self, number: int) -> list[TrajectoryTree]:
         """Independent answers, as of an evaluation, with the sampling of training."""
         rng = Random(f"{self.seed}/questions/{number}")
         count = min(self.config.num_questions, len(self.tasks))

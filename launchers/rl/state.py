@@ -52,10 +52,20 @@ class ParityGap(Struct):
         return self.sum / self.num_tokens if self.num_tokens else 0.0
 
 
+class Evaluating(Struct, frozen=True):
+    """An evaluation of these sets that overlaps the training; its weights are in the run's
+    folder until it is done."""
+
+    step: int
+    policy_version: int
+    sets: list[str]
+
+
 class RunState(Struct):
     """`step` updates are done; `position` trees were delivered, in start order; `incarnation`
     counts starts of the process. Reports are kept by phase (before_sft, after_sft, after_rl);
-    `entropy` is of all delivered trees."""
+    `entropy` is of all delivered trees; `evaluating` is an evaluation beside the
+    training that is not done."""
 
     step: int = 0
     position: int = 0
@@ -66,6 +76,7 @@ class RunState(Struct):
     entropy: EntropyProfile = EntropyProfile()
     reports: dict[str, dict[str, Report]] = field(default_factory=dict)
     best: float | None = None
+    evaluating: Evaluating | None = None
     wall_s: dict[str, float] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
 

@@ -92,7 +92,9 @@ class Training:
         if self.checkpoint is None:
             self.run.write_json(CONFIG_FILE, to_plain(config))
         else:
-            self.run.forget_metrics_after(self.state.step)
+            again = self.state.evaluating
+            phase = f"step-{again.step:06d}" if again else ""
+            self.run.forget_metrics_after(self.state.step, phase)
             self.view.say(f"resuming {self.run.path} after step {self.state.step}")
             for path in self.run.checkpoints.set_aside_after(self.state.step):
                 self.view.say(f"a newer checkpoint is moved to {path}")
@@ -124,6 +126,7 @@ class Training:
     async def _reinforce(self) -> None:
         self.throughput.rate(self.parts.engine.stats())
         self.view.begin("RL", self.parts.num_steps, self.state.step)
+        await self.recorder.resume_overlapping()
         self.live = LiveFigures(self.view, self.state, self.queue, self.parts.engine)
         try:
             async with asyncio.TaskGroup() as rollouts:
@@ -140,11 +143,13 @@ class Training:
                 showing.cancel()
                 for rollout in self.queue.drain():
                     rollout.cancel()
+            await self.recorder.finish_overlapping()
         except asyncio.CancelledError:
             await self.recorder.save_checkpoint()
             self.recorder.draw()
             raise
         finally:
+            self.recorder.cancel_overlapping()
             self.view.end()
         await self.recorder.save_checkpoint()
 
@@ -171,38 +176,48 @@ class Training:
     async def _learn(self, trees: list[TrajectoryTree]) -> None:
         """Update on the trees, publish, release their slots, and account for every one."""
         parts, state = self.parts, self.state
-        with self.watch.part("parity"):
-            metrics = await self.accounts.parity(parts)
-        criticised = await self._criticise()
-        metrics |= criticised
-        version = parts.learner.policy_version
+        critic = self._critic()
+        answers = [] if critic is None else await critic.sample(state.step)
         delivered, self.refused = trees + self.refused, []
-        trained = self.accounts.settle(delivered, version)
-        metrics |= rollout_metrics(delivered, version)
-        if trained:
-            scale = lr_factor(self.config.learner, state.step, parts.num_steps)
-            with self.watch.part("update"):
-                update = await parts.learner.update(trained, scale)
-            metrics["learner/lr_scale"] = scale
-            metrics["learner/learning_rate"] = self.config.learner.learning_rate * scale
-            metrics |= {f"learner/{name}": value for name, value in update.items()}
-            state.totals.trained_tokens += int(update["num_tokens"])
-        if trained or criticised.get("self_critic/num_steps"):
-            with self.watch.part("publish"):
-                await parts.publish()
+        async with parts.learner_turn():
+            with self.watch.part("parity"):
+                metrics = await self.accounts.parity(parts)
+            if critic is not None:
+                metrics |= await critic.learn(state.step, answers)
+            version = parts.learner.policy_version
+            trained = self.accounts.settle(delivered, version)
+            metrics |= rollout_metrics(delivered, version)
+            if trained:
+                metrics |= await self._update(trained)
+            if trained or metrics.get("self_critic/num_steps"):
+                with self.watch.part("publish"):
+                    await parts.publish()
+        if critic is not None:
+            await self.recorder.write_trajectories(f"self-critic-{state.step:06d}", answers)
         self.queue.release(len(trees))
         state.position += len(delivered)
         state.step += 1
         state.ledger.check(in_flight=self.queue.num_waiting)
         await self._report_step(delivered, metrics)
 
-    async def _criticise(self) -> Metrics:
+    async def _update(self, trees: list[TrajectoryTree]) -> Metrics:
+        scale = lr_factor(self.config.learner, self.state.step, self.parts.num_steps)
+        with self.watch.part("update"):
+            update = await self.parts.learner.update(trees, scale)
+        self.state.totals.trained_tokens += int(update["num_tokens"])
+        return {
+            "learner/lr_scale": scale,
+            "learner/learning_rate": self.config.learner.learning_rate * scale,
+            **{f"learner/{name}": value for name, value in update.items()},
+        }
+
+    def _critic(self) -> SelfCritic | None:
         """A self-critic round, if one is due. It moves the weights before the update and is
         published with it, so that it counts as no policy version of its own."""
         critic, parts = self.config.self_critic, self.parts
         if critic is None or not self.state.step or self.state.step % critic.every:
-            return {}
-        metrics, trees = await SelfCritic(
+            return None
+        return SelfCritic(
             critic,
             parts.tasks,
             parts.actor,
@@ -210,9 +225,7 @@ class Training:
             optimizer_of(self.config.learner),
             self.config.run.seed,
             self.run,
-        ).round(self.state.step)
-        await self.recorder.write_trajectories(f"self-critic-{self.state.step:06d}", trees)
-        return metrics
+        )
 
     async def _report_step(self, trees: list[TrajectoryTree], metrics: Metrics) -> None:
         state = self.state

@@ -38,9 +38,16 @@ async def start_engine(
     factory: ServerFactory,
     stack: AsyncExitStack,
     seed: int = 0,
+    use: str = "policy",
+    *,
+    colocated: bool = False,
+    lora_rank: int = 0,
+    adapter: Path | None = None,
 ) -> Engine:
     """The engine that the configuration names, serving `model` as `policy_version`; `stack`
-    closes it. Raises ConfigError if it cannot serve that model."""
+    closes it. `use` names the servers that are started for it, `colocated` and `lora_rank`: see
+    Served. With an `adapter` the policy is that, on top of `model`. Raises ConfigError if it
+    cannot serve that model."""
     if isinstance(config, ScriptedConfig):
         engine: Engine = ScriptedEngine(config, tokenizer, policy_version=policy_version)
     elif isinstance(config, EmbeddedConfig):
@@ -48,7 +55,18 @@ async def start_engine(
     else:
         path = await asyncio.to_thread(model.absolute)  # servers run in another folder
         return await _start_pool(
-            config, path, tokenizer, policy_version, limits, factory, stack, seed
+            config,
+            path,
+            tokenizer,
+            policy_version,
+            limits,
+            factory,
+            stack,
+            seed,
+            use,
+            colocated,
+            lora_rank,
+            adapter,
         )
     stack.push_async_callback(engine.close)
     return engine
@@ -72,6 +90,10 @@ async def _start_pool(
     factory: ServerFactory,
     stack: AsyncExitStack,
     seed: int,
+    use: str,
+    colocated: bool,
+    lora_rank: int,
+    adapter: Path | None,
 ) -> EnginePool:
     maker = server_maker(config, vocab_size(model))
     urls = config.urls
@@ -83,11 +105,13 @@ async def _start_pool(
             "vllm" if isinstance(config, VLLMConfig) else "sglang",
             config.servers or ServersConfig(),
             model,
-            name="policy",
-            key="engine.servers",
+            name=use,
+            key="engine.servers" if use == "policy" else f"{use} engine.servers",
             max_model_len=config.max_model_len,
             trained=True,
             broadcast=config.weights == "broadcast",
+            colocated=colocated,
+            lora_rank=lora_rank,
         )
     pool = EnginePool(
         [maker(url) for url in urls],
@@ -98,9 +122,12 @@ async def _start_pool(
         config=config.pool,
         name=f"agentenv-{secrets.token_hex(6)}",
         seed=seed,
+        adapter=adapter,
     )
     stack.push_async_callback(pool.close)
-    await pool.start(fresh=started)
+    await pool.start(fresh=started and adapter is None)
+    if lora_rank:
+        pool.check_adapters()
     if config.weights == "broadcast":
         pool.check_broadcast()
     if pool.max_model_len:

@@ -24,15 +24,27 @@ class GpuPlan:
     def __init__(self, visible: Sequence[str] | None = None) -> None:
         self.visible = visible_gpus() if visible is None else list(visible)
         self._owners: dict[int, str] = {}
+        self._lent: dict[int, str] = {}  # with their owners
 
-    def assign(self, key: str, asked: Sequence[int], needed: int) -> list[str]:
+    def lend(self, key: str) -> None:
+        """Let one borrower have the GPUs of `key` too, which uses them in turn with it."""
+        self._lent |= {n: owner for n, owner in self._owners.items() if owner == key}
+
+    def assign(
+        self, key: str, asked: Sequence[int], needed: int, *, borrows: bool = False
+    ) -> list[str]:
         """`needed` GPUs as values of CUDA_VISIBLE_DEVICES. `key` names the setting in errors.
+        Who `borrows` is given the lent ones first.
 
         Raises ConfigError for GPUs that are missing, taken, named twice, or too few or many.
         """
         if asked and len(asked) != needed:
             raise ConfigError(f"{key}: {needed} GPUs are needed, {len(asked)} are named: {asked}")
+        if borrows:
+            for number in self._lent:
+                self._owners.pop(number, None)
         free = [n for n in range(len(self.visible)) if n not in self._owners]
+        free.sort(key=lambda number: number not in self._lent)
         chosen = list(asked) or free[:needed]
         if len(chosen) < needed:
             taken = ", ".join(f"{n}: {owner}" for n, owner in self._owners.items()) or "none"

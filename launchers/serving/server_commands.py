@@ -21,6 +21,7 @@ EngineName = Literal["vllm", "sglang"]
 
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 VLLM_CPU_EXTENSION = "agentenv_vllm_cpu.WorkerExtension"  # packs a tied head again after a load
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MIN_BATCHED_TOKENS = 4096  # of one step of vLLM on the CPU
 SGLANG_CPU_PLATFORM = "plaincpu"
 PLUGIN = "agentenv/engines/vllm_plugin"  # takes weights by broadcast, in vLLM's environment
@@ -39,17 +40,20 @@ HOW_TO_MAKE = {
 
 class Served(Struct, frozen=True):
     """What one server is to serve. `trained`: its weights are replaced during the run, through a
-    directory or by `broadcast`."""
+    directory or by `broadcast`, or as LoRA adapters of rank `lora_rank` if that is not 0.
+    `colocated`: it sleeps while the learner has its GPUs."""
 
     engine: EngineName
     model: Path
     name: str
     max_model_len: int
     trained: bool
-    port: int
-    gpus: Sequence[str]
-    on_cpu: bool
+    port: int = 0
+    gpus: Sequence[str] = ()
+    on_cpu: bool = False
     broadcast: bool = False
+    colocated: bool = False
+    lora_rank: int = 0
 
 
 def find_python(engine: EngineName, config: LaunchConfig, key: str) -> str:
@@ -93,7 +97,9 @@ def environment(served: Served, config: LaunchConfig) -> dict[str, str]:
     if served.engine == "vllm":
         env |= {"VLLM_NO_USAGE_STATS": "1"}
         if served.trained:
-            env["VLLM_SERVER_DEV_MODE"] = "1"  # routes for weights, pause and resume
+            env["VLLM_SERVER_DEV_MODE"] = "1"  # routes for weights, pause, sleep and resume
+        if served.lora_rank:
+            env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     if served.on_cpu:
         env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         if served.engine == "vllm":
@@ -125,6 +131,10 @@ def _vllm_arguments(served: Served, config: LaunchConfig, model: dict[str, Any])
         found += ["--logprobs-mode", "processed_logprobs"]
     if served.broadcast:
         found += ["--weight-transfer-config", '{"backend": "agentenv"}']
+    if served.lora_rank:
+        # A second place, so that the next adapter is there before the last one is gone.
+        found += ["--enable-lora", "--max-loras", "2"]
+        found += ["--max-lora-rank", str(_lora_rank(served.lora_rank))]
     if config.quantization:
         found += ["--quantization", config.quantization]
     if served.on_cpu:
@@ -141,6 +151,8 @@ def _vllm_arguments(served: Served, config: LaunchConfig, model: dict[str, Any])
         return found
     found += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
     found += ["--gpu-memory-utilization", str(config.gpu_memory_share)]
+    if served.colocated:
+        found += ["--enable-sleep-mode"]
     if config.data_parallel_size > 1:
         found += ["--data-parallel-size", str(config.data_parallel_size)]
     return found
@@ -157,9 +169,17 @@ def _sglang_arguments(served: Served, config: LaunchConfig, model: dict[str, Any
     if config.max_num_seqs:
         found += ["--max-running-requests", str(config.max_num_seqs)]
     if served.trained:
-        found += ["--incremental-streaming-output"]
+        # Load figures of each step; by default they lag by 15.
+        found += ["--incremental-streaming-output", "--load-snapshot-publish-interval", "1"]
     if config.quantization:
         found += ["--quantization", config.quantization]
+    if served.on_cpu and served.colocated:
+        raise ConfigError(
+            "resources.colocated: SGLang sleeps with --enable-memory-saver, which it has on GPUs "
+            "only; without one use engine.name = 'vllm' or 'embedded'"
+        )
+    if served.colocated:
+        found += ["--enable-memory-saver"]
     if served.on_cpu:
         found += ["--device", "cpu", "--disable-overlap-schedule", "--skip-server-warmup"]
         found += ["--max-total-tokens", str(_cpu_tokens(config, model))]
@@ -175,6 +195,14 @@ def _dtype(config: LaunchConfig, model: dict[str, Any]) -> str:
     if config.dtype != "model":
         return config.dtype
     return str(model.get("dtype") or model.get("torch_dtype") or "auto")
+
+
+def _lora_rank(rank: int) -> int:
+    """The least rank that vLLM can be started for; smaller adapters are padded."""
+    for known in VLLM_LORA_RANKS:
+        if rank <= known:
+            return known
+    raise ConfigError(f"learner.lora.r = {rank}: vLLM serves adapters of rank {known} at most")
 
 
 def _heads(model: dict[str, Any]) -> tuple[int, int]:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from agentenv.engines.launch_config import LaunchConfig, ServersConfig
 from agentenv.errors import ConfigError
 from launchers.serving.gpus import GpuPlan
@@ -50,17 +52,27 @@ class ServerFactory:
         max_model_len: int = 0,
         trained: bool = False,
         broadcast: bool = False,
+        colocated: bool = False,
+        lora_rank: int = 0,
     ) -> list[str]:
         """Start the servers of one role and wait for all; their URLs.
 
         `name` is the model name that they serve under, `key` the setting that errors name;
-        `broadcast`: its weights are replaced by broadcast.
+        `broadcast`, `colocated` and `lora_rank`: see Served.
         Raises ConfigError for what cannot work and EngineError for a server that does not come up.
         """
         number = config.num_servers if isinstance(config, ServersConfig) else 1
-        specs = self._specs(
-            engine, config, model, name, key, max_model_len, trained, broadcast, number
+        served = Served(
+            engine=engine,
+            model=model,
+            name=name,
+            max_model_len=max_model_len,
+            trained=trained,
+            broadcast=broadcast,
+            colocated=colocated,
+            lora_rank=lora_rank,
         )
+        specs = self._specs(served, config, key, number)
         if broadcast and engine == "vllm":
             await check_plugin(specs[0].command[0], key)
         started = [ServerProcess(spec, self._folder, self._say) for spec in specs]
@@ -74,38 +86,34 @@ class ServerFactory:
 
     def _specs(
         self,
-        engine: EngineName,
+        wanted: Served,
         config: LaunchConfig,
-        model: Path,
-        name: str,
         key: str,
-        max_model_len: int,
-        trained: bool,
-        broadcast: bool,
         number: int,
     ) -> list[ServerSpec]:
-        if not model.is_dir():
-            raise ConfigError(f"{key}: {model} is no model directory")
-        python = find_python(engine, config, key)
+        """One of each server; `wanted` lacks what differs between them."""
+        if not wanted.model.is_dir():
+            raise ConfigError(f"{key}: {wanted.model} is no model directory")
+        python = find_python(wanted.engine, config, key)
         on_cpu = self._on_cpu(config, key)
         each = config.tensor_parallel_size * config.data_parallel_size
-        gpus = [] if on_cpu else self.gpus.assign(f"{key}.gpus", config.gpus, each * number)
+        gpus = []
+        if not on_cpu:
+            gpus = self.gpus.assign(
+                f"{key}.gpus", config.gpus, each * number, borrows=wanted.colocated
+            )
         specs = []
         for index in range(number):
-            served = Served(
-                engine=engine,
-                model=model.absolute(),
-                name=name,
-                max_model_len=max_model_len,
-                trained=trained,
-                broadcast=broadcast,
+            served = replace(
+                wanted,
+                model=wanted.model.absolute(),
                 port=self._port(config, index, key),
                 gpus=gpus[index * each : (index + 1) * each],
                 on_cpu=on_cpu,
             )
             specs.append(
                 ServerSpec(
-                    name=f"{name}-{index}" if number > 1 else name,
+                    name=f"{wanted.name}-{index}" if number > 1 else wanted.name,
                     command=command(python, served, config),
                     env=environment(served, config),
                     url=f"http://{_reachable(config.host)}:{served.port}",

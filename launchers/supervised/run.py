@@ -137,7 +137,7 @@ class Supervised:
             for path in self.run.checkpoints.set_aside_after(self.state.step):
                 self.view.say(f"a newer checkpoint is moved to {path}")
             saved = json.loads((self.run.path / CONFIG_FILE).read_text(encoding="utf-8"))
-            for change in changes(saved, to_plain(self.config)):
+            for change in changes(saved, json.loads(json.dumps(to_plain(self.config)))):
                 self.view.say(f"changed since the start: {change}")
         self.view.say(
             f"{name}: {self.rows.num_rows} rows, {self.num_steps} steps, "

@@ -17,8 +17,8 @@ For each signal: AUC for "the siblings differ" (0.5 is a coin toss), Spearman's 
 the variance, and lift: the mean variance at the half of the fork points with the higher signal
 over the mean variance at all, which is what choosing by the signal instead of by lot would gain
 (1 is nothing). `within` is the AUC among fork points of the same kind of question and the same
-number of calls before. 95 % intervals by bootstrap over questions. Dividing by ln V or V changes
-none of them; what it does to the fork probability is `shift`.
+number of calls before, with its 95 % interval by bootstrap over questions. Dividing by ln V or V
+changes none of them; what it does to the fork probability is `shift`.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ def fork_points(tree: TrajectoryTree) -> list[dict[str, Any]]:
                     "kind": tree.task.kind,
                     "tool": calls[-1]["name"],
                     "depth": depth,
+                    "result_tokens": len(node.observation_ids),
                     "order": following.index,
                     "first": probe[0].entropies,
                     "after": following.entropies,

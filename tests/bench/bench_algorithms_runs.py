@@ -54,6 +54,13 @@ ARMS: dict[str, Raw] = {
         "entropy_window": 20,
         "fork_criterion": "zscore",
     },
+    "arpo-relative": {
+        "name": "arpo",
+        "group_size": 8,
+        "entropy_window": 20,
+        "entropy_weight": 0.5,
+        "fork_criterion": "relative",
+    },
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentenv.fork_criterion import rise_score
+from agentenv.fork_criterion import relative_rise, rise_score
 
 Row = dict[str, Any]
 Floats = NDArray[np.float64]
@@ -29,12 +29,18 @@ def rise(row: Row, window: int) -> float:
     return level(row, window) - fmean(row["first"][:window])
 
 
+def relative(row: Row, window: int) -> float:
+    """The criterion "relative"."""
+    return relative_rise(level(row, window), fmean(row["first"][:window]))
+
+
 def signals(rows: Sequence[Row]) -> dict[str, Floats]:
     """By name, one figure a fork point."""
     found: dict[str, Floats] = {}
     for window in WINDOWS:
         found[f"rise {window}"] = np.array([rise(row, window) for row in rows])
         found[f"level {window}"] = np.array([level(row, window) for row in rows])
+        found[f"relative {window}"] = np.array([relative(row, window) for row in rows])
         found[f"zscore {window}"] = np.array(zscores(rows, window))
     for window in (5, 20):
         places = [row["tool"] for row in rows]
@@ -91,9 +97,9 @@ def auc(signal: Floats, positive: Floats) -> float:
 
 def auc_within(signal: Floats, positive: Floats, strata: Sequence[object]) -> float:
     """AUC over the pairs whose two points are of the same stratum; nan without any."""
-    of = np.unique([str(stratum) for stratum in strata], return_inverse=True)[1]
+    of = np.asarray(strata)
     total = pairs = 0.0
-    for stratum in range(of.max() + 1):
+    for stratum in np.unique(of):
         mine = of == stratum
         num = positive[mine].sum() * (1.0 - positive[mine]).sum()
         if num:
@@ -141,23 +147,23 @@ def table(rows: Sequence[Row], num_draws: int = 200) -> list[dict[str, Any]]:
     which leaves out what the place in the task says alone; `shift` is how far one standard
     deviation of the signal moves the fork probability at the published weight."""
     variance, differ = worth(rows)
-    strata = np.array([f"{row['kind']} {row['depth']}" for row in rows])
+    places = [f"{row['kind']} {row['depth']}" for row in rows]
+    strata = np.unique(places, return_inverse=True)[1]
     unit = math.log(rows[0]["vocab_size"])
     result = []
     for name, signal in signals(rows).items():
-        low, high = interval(rows, lambda i, s=signal: auc(s[i], differ[i]), num_draws)
-        inside = interval(
+        low, high = interval(
             rows, lambda i, s=signal: auc_within(s[i], differ[i], strata[i]), num_draws
         )
-        in_spreads = name.startswith("zscore") or name.endswith("by tool")
+        has_scale = name.startswith(("zscore", "relative")) or name.endswith("by tool")
         result.append(
             {
                 "signal": name,
-                "auc": (auc(signal, differ), low, high),
-                "within": (auc_within(signal, differ, strata), *inside),
+                "auc": auc(signal, differ),
+                "within": (auc_within(signal, differ, strata), low, high),
                 "spearman": spearman(signal, variance),
                 "lift": lift(signal, variance),
-                "shift": BETA * float(signal.std()) / (1.0 if in_spreads else unit),
+                "shift": BETA * float(signal.std()) / (1.0 if has_scale else unit),
             }
         )
     return result
@@ -172,12 +178,10 @@ def show(rows: Sequence[Row]) -> None:
             part = [row for row in chosen if depth in (None, row["depth"])]
             print(f"  {'all results' if depth is None else f'result {depth}'}: {_value(part)}")
         for line in table(chosen):
-            texts = [
-                "{} {:.2f} [{:.2f}, {:.2f}]".format(key, *line[key]) for key in ("auc", "within")
-            ]
+            within = "{:.2f} [{:.2f}, {:.2f}]".format(*line["within"])
             print(
-                f"  {line['signal']:<16} {'  '.join(texts)}  Spearman {line['spearman']:+.2f}  "
-                f"lift {line['lift']:.2f}  shift {line['shift']:.4f}"
+                f"  {line['signal']:<16} AUC {line['auc']:.2f}  within {within}  Spearman "
+                f"{line['spearman']:+.2f}  lift {line['lift']:.2f}  shift {line['shift']:.4f}"
             )
 
 

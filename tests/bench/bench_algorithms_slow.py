@@ -1,130 +1,116 @@
-"""What forks save when tools are slow: rollouts of GRPO's and ARPO's plans with the same policy.
+"""What forks save when tools are slow: GRPO's and ARPO's rollouts of the same questions.
 
-    python tests/bench/bench_algorithms_slow.py RUN [--step 3] [--delay 1.0] [--at-once 0 16]
-                                                    [--groups 32] [--repeats 3]
+    python tests/bench/bench_algorithms_slow.py [--groups 32] [--repeats 5]
 
-Grows `groups` groups of 8 of the run's training questions, all at once as an asynchronous run
-does, with tools that take `delay` seconds a call and serve `at-once` calls at a time (0: any
-number, as a search API without a rate limit). Wall seconds are dominated by the delay, so that
-they mean something on a shared machine.
+A scripted policy (turns of 40 to 240 tokens at 50 tokens a second, up to 6 calls, 4 on average)
+grows all groups of 8 at once, as an asynchronous run does, under a clock that jumps from event to
+event: seconds are exact and do not depend on the machine. A tool takes `delay` seconds a call and
+serves any number of calls at once, as a search API without a rate limit, or 16.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
+from random import Random
 from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from agentenv.actor import Actor
-from agentenv.config import build_config
-from agentenv.engines.embedded import EmbeddedEngine
+from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
+from agentenv.limits import Limits
 from agentenv.metrics import num_tool_calls
 from agentenv.plan import RolloutPlan
-from agentenv.shared import close_shared
+from agentenv.renderer import TagRenderer
 from agentenv.tree import TrajectoryTree
-from agentenv.types import Info, Message, Task
-from envs.quickstart import QuickstartEnv
-from launchers.assembly import load_tokenizer, make_renderer, vocab_size
-from launchers.config import TrainConfig
-from launchers.data import load_set
-from launchers.rundir import CONFIG_FILE
+from agentenv.types import Info, Message, SamplingParams, Task
 from learners.arpo import ARPO
 from learners.grpo import GRPO
+from tests.support.toy import CharTokenizer, CountingEnv
+from tests.support.virtual_clock import run_virtual
+
+MAX_CALLS, GO_ON = 6, 0.85
+DELAYS = (0.1, 1.0, 5.0)
+AT_ONCE = (0, 16)  # 0: any number
+PLANS = {"grpo": GRPO(group_size=8), "arpo": ARPO(group_size=8)}
 
 
-class SlowQuickstart(QuickstartEnv):
-    """The quick start whose tools take `delay` seconds a call, `turns` calls at a time."""
+class SlowEnv(CountingEnv):
+    """Every call takes `delay` seconds and one of `places`."""
 
-    def __init__(
-        self, task: Task, corpus: str, delay: float, turns: asyncio.Semaphore | None
-    ) -> None:
-        super().__init__(task, corpus)
+    def __init__(self, task: Task, delay: float, places: asyncio.Semaphore | None) -> None:
+        super().__init__(task)
         self.delay = delay
-        self.turns = turns
+        self.places = places
 
     async def step(self, action: Message) -> tuple[list[Message], float, bool, bool, Info]:
         for _ in action.tool_calls:
-            async with self.turns or nullcontext():
+            async with self.places or nullcontext():
                 await asyncio.sleep(self.delay)
         return await super().step(action)
 
-
-async def measure(options: argparse.Namespace) -> None:
-    """Print wall seconds and tool calls of both plans."""
-    run = options.run
-    raw = json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))
-    config = build_config(TrainConfig, raw, str(run))
-    model = run / "checkpoints" / f"step-{options.step:06d}"
-    corpus = config.env.kwargs["corpus"].replace("{run}", str(run))
-    size = vocab_size(model)
-    plans = {
-        "grpo": GRPO(group_size=8).plan(size),
-        "arpo": ARPO(group_size=8, entropy_window=4).plan(size),
-    }
-    async with AsyncExitStack() as stack:
-        tokenizer = load_tokenizer(model)
-        renderer = make_renderer(config.renderer, config.prompt, tokenizer, model)
-        stack.push_async_callback(close_shared)
-        engine = EmbeddedEngine(config.engine, model)
-        stack.push_async_callback(engine.close)
-        tasks = await load_set(
-            config.data.train,
-            config.env.id,
-            config.data,
-            lambda text: Path(text.replace("{run}", str(run))),
-            print,
-            "data",
-            options.groups * options.repeats,
-        )
-        for at_once in options.at_once:
-            turns = asyncio.Semaphore(at_once) if at_once else None
-
-            def make_env(task: Task, turns: asyncio.Semaphore | None = turns) -> SlowQuickstart:
-                return SlowQuickstart(task, corpus, options.delay, turns)
-
-            sampling = config.sampling.train.params()
-            actor = Actor(engine, renderer, make_env, config.limits, sampling, seed="slow")
-            for name, plan in plans.items():
-                line = await _grow(actor, plan, tasks, options)
-                print(f"at once {at_once or 'any'}, {name}: {line}", flush=True)
+    async def fork(self) -> SlowEnv:
+        other = SlowEnv(self.task, self.delay, self.places)
+        other.calls = list(self.calls)
+        return other
 
 
-async def _grow(
-    actor: Actor, plan: RolloutPlan, tasks: list[Task], options: argparse.Namespace
-) -> str:
-    loop = asyncio.get_running_loop()
-    seconds, trees = [], list[TrajectoryTree]()
-    for repeat in range(options.repeats):
-        part = tasks[repeat * options.groups : (repeat + 1) * options.groups]
-        start = loop.time()
-        trees += await asyncio.gather(*(actor.rollout(task, plan) for task in part))
-        seconds.append(loop.time() - start)
-    calls = sum(map(num_tool_calls, trees)) / options.repeats
-    done = [trajectory for tree in trees for trajectory in tree.trajectories()]
-    contained = sum(trajectory.num_tool_calls for trajectory in done) / options.repeats
-    return (
-        f"{fmean(seconds):.1f} s ({min(seconds):.1f} to {max(seconds):.1f}), {calls:.0f} calls "
-        f"made for {contained:.0f} in the trajectories"
+def _turn(prompt: str, rng: Random) -> str:
+    thought = f"<think>{'x' * rng.randint(40, 240)}</think>"
+    if prompt.count("<result>") < MAX_CALLS and rng.random() < GO_ON:
+        return f"{thought}<search>q{rng.randrange(9)}</search>"
+    return f"{thought}<answer>2</answer>"
+
+
+async def grow(
+    plan: RolloutPlan, delay: float, at_once: int, groups: int, seed: int
+) -> tuple[float, list[TrajectoryTree]]:
+    """Seconds until all groups have ended, and their trees."""
+    places = asyncio.Semaphore(at_once) if at_once else None
+    tokenizer = CharTokenizer()
+    config = ScriptedConfig(max_model_len=20_000, tokens_per_s=50.0)
+    actor = Actor(
+        ScriptedEngine(config, tokenizer, script=_turn),
+        TagRenderer(tokenizer),
+        lambda task: SlowEnv(task, delay, places),
+        Limits(max_response_tokens=8192, max_turns=16, max_tool_calls=16, max_seconds=3600),
+        SamplingParams(max_tokens=1),
+        seed,
     )
+    tasks = [Task(str(number), "toy", "how many?", ("2",)) for number in range(groups)]
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    trees = await asyncio.gather(*(actor.rollout(task, plan) for task in tasks))
+    return loop.time() - start, trees
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, metavar="RUN")
-    parser.add_argument("--step", type=int, default=3)
-    parser.add_argument("--delay", type=float, default=1.0)
-    parser.add_argument("--at-once", type=int, nargs="+", default=[0, 16])
     parser.add_argument("--groups", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3)
-    asyncio.run(measure(parser.parse_args()))
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    for at_once in AT_ONCE:
+        for delay in DELAYS:
+            texts = []
+            for name, algorithm in PLANS.items():
+                plan = algorithm.plan(256)
+                runs = [
+                    run_virtual(grow(plan, delay, at_once, options.groups, seed))
+                    for seed in range(options.repeats)
+                ]
+                seconds = [found for found, _ in runs]
+                calls = fmean(sum(map(num_tool_calls, trees)) for _, trees in runs)
+                texts.append(
+                    f"{name} {fmean(seconds):.1f} s ({min(seconds):.1f} to {max(seconds):.1f}), "
+                    f"{calls:.0f} calls"
+                )
+            print(f"delay {delay} s, at once {at_once or 'any'}: {'; '.join(texts)}", flush=True)
 
 
 if __name__ == "__main__":

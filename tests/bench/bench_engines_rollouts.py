@@ -1,12 +1,13 @@
 """Rollouts on a real vLLM server against the same server driven flat out, and the embedded engine.
 
-    python tests/bench/bench_engines_rollouts.py RUN [--trees 64] [--rounds 2]
+    python tests/bench/bench_engines_rollouts.py RUN [--trees 128] [--rounds 2]
 
 RUN is a finished run of the quick start (`make train`): its environment, limits, plan and number
 of trees in flight, and its last weights unless --model names others.
 The launcher starts the server, as for a run. In each round:
 
-rollouts   the actor grows trees against the server, tools and forks included; each turn is kept
+rollouts   the actor grows trees against the server, tools and forks included, until the last tree
+           has begun, so that as many grow all the time as in a run; each turn is kept
 flat out   the same prompts for as many tokens each, in the same order, as many at once as there
            were: plain POSTs whose answers are thrown away, no streaming, no end of sequence
 replay     the same turns through the pool, without an environment: what the client costs
@@ -23,11 +24,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import resource
 import secrets
 import sys
 import tempfile
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,6 @@ from agentenv.engines.remote_config import VLLMConfig
 from agentenv.engines.server import Request
 from agentenv.engines.vllm_stream import request_body
 from agentenv.shared import close_shared
-from agentenv.types import Completion, SamplingParams
 from launchers.assembly import load_tokenizer, make_renderer, vocab_size
 from launchers.checkpoints import find_checkpoint
 from launchers.config import TrainConfig
@@ -58,62 +57,7 @@ from launchers.environments import EnvMaker, tables_of
 from launchers.rundir import CONFIG_FILE
 from launchers.serving.engines import start_engine
 from launchers.serving.servers import ServerFactory
-
-Turn = tuple[Sequence[int], SamplingParams, str, int]  # prompt, sampling, session, tokens it gave
-
-
-class Recorder:
-    """An engine that remembers the turns it was asked for."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.turns: list[Turn] = []
-        self.running = self.peak = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, *, session: str, **rest: Any
-    ) -> Completion:
-        self.running += 1
-        self.peak = max(self.peak, self.running)
-        prompt = list(prompt_ids)
-        place = len(self.turns)
-        self.turns.append((prompt, sampling, session, 0))
-        try:
-            done = await self.engine.generate(prompt_ids, sampling, session=session, **rest)
-        finally:
-            self.running -= 1
-        self.turns[place] = (prompt, sampling, session, len(done.token_ids))
-        return done
-
-
-class Clock:
-    """Wall and CPU seconds of a phase: this process with its ended children, and the server."""
-
-    def __init__(self, server: psutil.Process) -> None:
-        self._server = server
-
-    def _now(self) -> tuple[float, float, float]:
-        kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-        own = sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, kinds))
-        tree = [self._server, *self._server.children(recursive=True)]
-        times = [process.cpu_times() for process in tree]
-        return asyncio.get_running_loop().time(), own, sum(t.user + t.system for t in times)
-
-    async def time(self, name: str, work: Awaitable[int]) -> float:
-        """Tokens a second of `work`, which returns how many it sampled."""
-        before = self._now()
-        tokens = await work
-        wall, own, served = (b - a for a, b in zip(before, self._now(), strict=True))
-        print(
-            f"{name:10s} {tokens:8d} tokens {wall:7.1f} s {tokens / wall:7.0f} tokens/s "
-            f"{tokens / (own + served):7.0f} tokens/CPU s; CPU s: here {own:.1f}, server "
-            f"{served:.1f}",
-            flush=True,
-        )
-        return tokens / wall
+from tests.bench.bench_engines_parts import Clock, Recorder, Turn, in_tasks
 
 
 class Bench:
@@ -126,19 +70,29 @@ class Bench:
         self.plan = config.algorithm.plan(vocab_size(model))
         queue = config.queue
         self.in_flight = queue.groups_per_step * (queue.max_staleness + 1)
+        self.growing: asyncio.Task[None]
 
     async def rollouts(self, recorder: Recorder, first: int, count: int) -> int:
-        """Grow `count` trees, as many at once as a run has."""
+        """Grow `count` trees, as many at once as a run has; tokens until the last one begins."""
         self.actor.engine = recorder
         slots = asyncio.Semaphore(self.in_flight)
+        sampled = recorder.stats()["sampled_tokens"]
+        num_begun, last = 0, asyncio.Event()
 
         async def grow(index: int) -> None:
+            nonlocal num_begun
             async with slots:
+                num_begun += 1
+                if num_begun == count:
+                    last.set()
                 task = self.tasks[index % len(self.tasks)]
                 await self.actor.rollout(task, self.plan, index=index)
 
-        await in_tasks(grow(index) for index in range(first, first + count))
-        return sum(size for *_, size in recorder.turns)
+        self.growing = asyncio.create_task(
+            in_tasks(grow(index) for index in range(first, first + count))
+        )
+        await last.wait()
+        return int(recorder.stats()["sampled_tokens"] - sampled)
 
     async def flat_out(self, url: str, turns: Sequence[Turn], top_k: int, at_once: int) -> int:
         salt, queue, done = secrets.token_hex(8), iter(turns), 0
@@ -180,12 +134,6 @@ class Bench:
         return done
 
 
-async def in_tasks(works: Any) -> None:
-    async with asyncio.TaskGroup() as group:
-        for work in works:
-            group.create_task(work)
-
-
 async def run_all(args: argparse.Namespace) -> None:
     run: Path = args.run
     raw = msgspec.json.decode((run / CONFIG_FILE).read_bytes())
@@ -213,12 +161,15 @@ async def run_all(args: argparse.Namespace) -> None:
         clock = Clock(psutil.Process(factory.processes[0].pid))
         url = factory.processes[0].spec.url
         await bench.rollouts(Recorder(pool), 10**6, 8)  # warm
+        await bench.growing
         version = 0
         for number in range(args.rounds):
             await forget(pool, model, version := version + 1)
             recorder = Recorder(pool)
             first = number * args.trees
             grown = await clock.time("rollouts", bench.rollouts(recorder, first, args.trees))
+            mean = recorder.sums[0] / recorder.sums[1]
+            await bench.growing
             turns = [turn for turn in recorder.turns if turn[3]]
             top_k, peak = engine_config.entropy_top_k, recorder.peak
             flat = await clock.time("flat out", bench.flat_out(url, turns, top_k, peak))
@@ -228,9 +179,9 @@ async def run_all(args: argparse.Namespace) -> None:
             own = await clock.time("embedded", bench.replay(embedded, turns, peak))
             await embedded.close()
             print(
-                f"round {number}: {len(turns)} turns, {peak} at once; of flat out: rollouts "
-                f"{grown / flat:.2f}, replay {replayed / flat:.2f}; embedded / replay on vLLM "
-                f"{own / replayed:.2f}\n",
+                f"round {number}: {len(turns)} turns, {mean:.0f} at once, at most {peak}; of flat "
+                f"out: rollouts {grown / flat:.2f}, replay {replayed / flat:.2f}; embedded / "
+                f"replay {own / replayed:.2f}\n",
                 flush=True,
             )
 
@@ -244,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("--model", type=Path, help="another checkpoint than the last of the run")
-    parser.add_argument("--trees", type=int, default=64)
+    parser.add_argument("--trees", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     args.run = args.run.absolute()

@@ -4,20 +4,29 @@ Evaluates 500 questions of a trained quick-start run, records every request, and
 same engine sample the same requests flat out: all first turns at once, each next turn of a
 trajectory as soon as the one before is sampled, no tokenizer, tools, grader or rows in between.
 The two take turns; the figure is the ratio of their tokens a second, both in wall time and in CPU
-time of the engine's thread. On a busy machine only the ratios mean anything.
+time of the engine's thread. On a busy machine only the ratios mean anything. `--extra-layers N`
+makes the model deeper without changing an answer: the one of the quick start, half a million
+parameters, costs less than the tools that it calls.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import shutil
 import statistics
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from safetensors.torch import load_file, save_file
 
 from agentenv.engine import Engine
 from agentenv.evaluate import Answer, Question, ask
@@ -67,6 +76,28 @@ class Recorded:
         return chains
 
 
+def deepened(model: Path, folder: Path, num_extra: int) -> Path:
+    """A copy with more layers that add nothing: the same answers from a model that costs more."""
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("trainer"))
+    config = json.loads((folder / "config.json").read_text())
+    num_layers = config["num_hidden_layers"]
+    config["num_hidden_layers"] = num_layers + num_extra
+    if config.get("layer_types"):
+        config["layer_types"] += config["layer_types"][-1:] * num_extra
+    (folder / "config.json").write_text(json.dumps(config))
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    for name, tensor in list(tensors.items()):
+        if not name.startswith("model.layers.0."):
+            continue
+        silent = name.endswith(("o_proj.weight", "down_proj.weight"))
+        for layer in range(num_layers, num_layers + num_extra):
+            new = name.replace("layers.0.", f"layers.{layer}.")
+            tensors[new] = torch.zeros_like(tensor) if silent else tensor.clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
 async def flat_out(engine: Engine, chains: list[list[Call]]) -> None:
     async def one(number: int, chain: list[Call]) -> None:
         for prompt, sampling in chain:
@@ -77,29 +108,55 @@ async def flat_out(engine: Engine, chains: list[list[Call]]) -> None:
             group.create_task(one(number, chain))
 
 
-async def timed(engine: Engine, work: Any) -> tuple[float, float, float]:
-    """Tokens, wall seconds and CPU seconds of the engine's thread."""
-    loop, before = asyncio.get_running_loop(), engine.stats()
-    start = loop.time()
+class Cost(NamedTuple):
+    """Tokens, wall seconds, CPU seconds of the engine's thread, of all else in this process (the
+    event loop), and of the processes below it (sandboxes)."""
+
+    tokens: float
+    wall_s: float
+    engine_s: float
+    loop_s: float
+    below_s: float
+
+
+def below_s() -> float:
+    """CPU seconds of the processes below this one."""
+    total = 0.0
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            times = child.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+async def timed(engine: Engine, work: Any) -> Cost:
+    before, own, below, start = engine.stats(), time.process_time(), below_s(), time.monotonic()
     await work
-    after = engine.stats()
+    wall, after = time.monotonic() - start, engine.stats()
+    engine_s = after["busy_s"] - before["busy_s"]
+    own_s = time.process_time() - own
     tokens = after["sampled_tokens"] - before["sampled_tokens"]
-    return tokens, loop.time() - start, after["busy_s"] - before["busy_s"]
+    return Cost(tokens, wall, engine_s, own_s - engine_s, below_s() - below)
 
 
-async def bench(run: str, num_questions: int, rounds: int, concurrency: int) -> None:
+async def bench(
+    run: str, num_questions: int, rounds: int, concurrency: int, num_extra: int
+) -> None:
     subject = find_subject(run)
     raw = {**subject.raw, "concurrency": concurrency}
     config = resolve_sets(raw, run)
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
+        if num_extra:
+            assert subject.model is not None
+            model = deepened(subject.model, Path(folder) / "model", num_extra)
+            subject = subject._replace(model=model)
         builder = Builder(config, subject, stack, print)
         await builder.start()
         ((name, questions),) = (await builder.questions()).items()
         engine = Recorded(await builder.engine())
         actor = builder.actor(name, questions, engine)
-        chains: list[list[Call]] = []
-        wall, cpu, share = [], [], []
+        wall, cpu = [], []
         for number in range(rounds):
             saved = Saved(subject={}, run="", config={"engine": {}, "limits": {}, "sets": {}})
             store = Store(Path(folder) / str(number), saved)
@@ -109,24 +166,23 @@ async def bench(run: str, num_questions: int, rounds: int, concurrency: int) -> 
 
             asked = [Question(actor, task, 0) for task in questions.tasks[:num_questions]]
             engine.calls = []
-            tokens, wall_s, cpu_s = await timed(
-                engine, ask(asked, keep, concurrency=config.concurrency)
-            )
+            whole = await timed(engine, ask(asked, keep, concurrency=config.concurrency))
             store.close()
             chains = engine.chains()
             assert sum(map(len, chains)) == len(engine.calls)
-            flat_tokens, flat_wall_s, flat_cpu_s = await timed(
-                engine, flat_out(engine.engine, chains)
-            )
-            assert flat_tokens == tokens, "the same seeds give the same tokens"
-            wall.append(flat_wall_s / wall_s)
-            cpu.append(flat_cpu_s / cpu_s)
-            share.append(cpu_s / wall_s)
+            flat = await timed(engine, flat_out(engine.engine, chains))
+            assert flat.tokens == whole.tokens, "the same seeds give the same tokens"
+            wall.append(flat.wall_s / whole.wall_s)
+            cpu.append(flat.engine_s / whole.engine_s)
             print(
-                f"{len(asked)} questions, {len(engine.calls)} requests, {tokens:.0f} tokens: "
-                f"evaluation {wall_s:.2f} s ({cpu_s:.2f} CPU), flat out {flat_wall_s:.2f} s "
-                f"({flat_cpu_s:.2f} CPU): {wall[-1]:.3f} of flat out"
+                f"{len(asked)} questions, {len(engine.calls)} requests, {whole.tokens:.0f} tokens: "
+                f"{wall[-1]:.3f} of flat out"
             )
+            for title, cost in (("evaluation", whole), ("flat out", flat)):
+                print(
+                    f"  {title}: {cost.wall_s:.2f} s; CPU of engine {cost.engine_s:.2f}, "
+                    f"loop {cost.loop_s:.2f}, sandboxes {cost.below_s:.2f}"
+                )
         print(
             f"median of {rounds}: {statistics.median(wall):.3f} of the flat-out tokens/s by wall, "
             f"{statistics.median(cpu):.3f} by CPU of the engine's thread"
@@ -139,8 +195,17 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=NUM_QUESTIONS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--concurrency", type=int, default=256)
+    parser.add_argument("--extra-layers", type=int, default=0, help="which change no answer")
     arguments = parser.parse_args()
-    asyncio.run(bench(arguments.run, arguments.n, arguments.rounds, arguments.concurrency))
+    asyncio.run(
+        bench(
+            arguments.run,
+            arguments.n,
+            arguments.rounds,
+            arguments.concurrency,
+            arguments.extra_layers,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -141,8 +141,11 @@ async def check_prefixes(
     raise AssertionError("no request was running while the weights were loaded")
 
 
-async def check_update_within_a_request(subject: Subject, world: World) -> None:
-    """The request goes on, and its spans say from where on. Starts at version 0."""
+async def check_update_within_a_request(
+    subject: Subject, world: World, *, recomputed: bool = False
+) -> None:
+    """The request goes on, and its spans say from where on. Starts at version 0. `recomputed`: the
+    new weights also compute the keys and values of the tokens before them."""
     ids = prompt(10, 16)
     for version in (1, 2, 3):
         running = start_many(subject, ids, 8 * version)
@@ -152,6 +155,8 @@ async def check_update_within_a_request(subject: Subject, world: World) -> None:
             assert len(done.token_ids) == LONG
             spans = done.version_spans
             assert [s.version for s in spans] in ([version - 1, version], [version - 1], [version])
+            if recomputed:
+                check_sampled(world.models, ids, done)
             old = spans[0].end
             lists = (done.token_ids[:old], done.logprobs[:old], done.entropies[:old])
             check_sampled(world.models, ids, Completion(*lists, "abort", spans[:1]))

@@ -97,12 +97,18 @@ def test_the_limit_follows_the_engines_own_figures() -> None:
     idle, queued = ServerLoad(16, 0, 0.2, 3), ServerLoad(16, 9, 0.2, 3)
     limit.observe(idle, in_flight=4)
     assert limit.value == 16  # not in use: no reason to grow
-    for _ in range(3):
+    limit.observe(idle, in_flight=16)
+    assert limit.value == 32  # at first it doubles
+    limit.observe(queued, in_flight=32)
+    assert limit.value == 32  # one look may have met a burst
+    limit.observe(queued, in_flight=32)
+    assert limit.value == 22
+    for grown in (30, 38):
         limit.observe(idle, in_flight=limit.value)
-    assert limit.value == 40
-    limit.observe(queued, in_flight=40)
-    assert limit.value == 40  # one look may have met a burst
-    limit.observe(queued, in_flight=40)
+        assert limit.value == grown  # from then on it is careful
+    limit.observe(idle, in_flight=limit.value)
+    for _ in range(2):
+        limit.observe(queued, in_flight=40)
     assert limit.value == 28
     limit.observe(queued, in_flight=40)
     assert limit.value == 28  # still draining

@@ -150,7 +150,7 @@ async def test_requests_pass_through_one_url_and_weights_reach_each_worker(
 
 
 async def test_an_update_within_requests_on_both_workers(behind: VLLMServer, world: World) -> None:
-    await contract.check_update_within_a_request(ServerSubject(behind), world)
+    await contract.check_update_within_a_request(ServerSubject(behind), world, recomputed=True)
 
 
 async def test_aborts_find_the_worker(behind: VLLMServer) -> None:

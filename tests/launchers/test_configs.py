@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import tomllib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
 from launchers import dpo, evaluate, serve, sft, train
+from launchers.evaluation.store import read_rows
 from tests.support.published import make_workspace
 from tests.support.warehouse import ROOT
 
@@ -52,6 +55,20 @@ SMALL_RL = (
     "engine.name=embedded",
     "engine.max_model_len=1024",
     "train={{num_steps=1}}",
+)
+SMALL_EVALUATION = (
+    "num_samples=1",
+    "limits.max_prompt_tokens=2048",
+    "limits.max_response_tokens=256",
+    "limits.max_turn_tokens=96",
+    "limits.max_tool_result_tokens=48",
+    "engine.name=embedded",
+    "engine.max_model_len=4096",
+    "search.backend={{name='bm25', corpus='{folder}/kb.jsonl'}}",
+    "search.mode=snippets",
+    "search.cache=",
+    "grader.judge.cache=",
+    "roles={{judge={{url='{url}'}}, summarizer={{url='{url}'}}}}",
 )
 SMALL_SUPERVISED = (
     "model.path={folder}/runs/cold-start",
@@ -121,9 +138,11 @@ def test_published_ones_are_short_and_use_eight_gpus(
     assert "engine.servers.gpus: 4 GPUs are needed, 3 of 7 are free" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PUBLISHED_RL)
-def test_a_step_of_reinforcement_learning(name: str, small: Path) -> None:
+def test_a_step_of_reinforcement_learning(
+    name: str, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sets = tomllib.loads((CONFIGS / f"{name}.toml").read_text(encoding="utf-8"))["eval"]["sets"]
     held_out = [f"eval.sets.{one}.path={small}/rl.jsonl" for one in sets]
     held_out += [f"eval.sets.{one}.max_tasks=2" for one in sets]
@@ -133,6 +152,9 @@ def test_a_step_of_reinforcement_learning(name: str, small: Path) -> None:
     assert step["learner/num_steps"] >= 1
     assert step["learner/grad_norm"] > 0
     assert step["rollout/tool_calls"] > 0
+    left_out = "engine.name = embedded has no such keys, left out: servers = "
+    assert left_out in capsys.readouterr().out
+    assert left_out in (small / "runs" / name / "run.log").read_text(encoding="utf-8")
 
 
 @pytest.mark.timeout(300)
@@ -151,7 +173,45 @@ def test_a_step_of_preferences(small: Path) -> None:
     assert step["dpo/loss"] == pytest.approx(0.6931, abs=1e-3), "ln 2 before the first step"
 
 
+class Helper(BaseHTTPRequestHandler):
+    """Judge of evaluations: everything is right."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        body = json.dumps({"choices": [{"message": {"content": "CORRECT"}}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "sets"), [("eval_reasoning", "gsm8k,hotpotqa"), ("eval_deep_search", "webwalker")]
+)
+def test_an_evaluation(name: str, sets: str, small: Path) -> None:
+    """Of two questions a set, graded by the rules and a judge."""
+    out = small / "evals" / name
+    paths = [f"sets.{one}.path={small}/{one}.jsonl" for one in sets.split(",")]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Helper) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        changed = [override.format(folder=small, url=url) for override in SMALL_EVALUATION]
+        subject = [str(small / "runs" / "cold-start"), "--config", str(CONFIGS / f"{name}.toml")]
+        asked = ["--set", sets, "--n", "2", "--out", str(out)]
+        assert evaluate.main([*subject, *asked, *paths, *changed]) == 0
+        server.shutdown()
+    rows = read_rows(out)
+    assert len(rows) == 2 * len(paths)
+    assert [row.error for row in rows if row.end == "failed"] == []
+    assert all(row.action_tokens for row in rows)
+    assert (out / "report.md").is_file()
+
+
+@pytest.mark.timeout(900)
 def test_a_step_of_each_stage_of_the_quick_start(tmp_path: Path) -> None:
     """Its three configurations, in the order of the README."""
     few = ("eval.sets.heldout.max_tasks=2", "eval.sets.dev.max_tasks=2", "eval.sets.dev.every=0")

@@ -12,7 +12,9 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from agentenv.config import load_config
 from launchers import sft, train
+from launchers.config import TrainConfig
 from launchers.planning.memory import (
     HEAD_CHUNK_BYTES,
     LARGEST_FACTOR,
@@ -22,6 +24,8 @@ from launchers.planning.memory import (
     model_states,
     server_room,
 )
+from launchers.planning.plan import make_plan
+from launchers.planning.processes import Machine
 from launchers.planning.shapes import KNOWN, ModelShape, find_shape, shape_of
 from launchers.planning.values import values_of
 from launchers.quickstart import build_model
@@ -35,7 +39,6 @@ from tests.support.warehouse import ROOT
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 REASONING = ROOT / "configs" / "arpo_reasoning_7b.toml"
-P = 7_000_000
 
 
 def family(name: str) -> type[Any]:
@@ -81,17 +84,17 @@ def test_the_shape_of_a_model_that_is_here(tmp_path: Path) -> None:
     assert quantized.num_params / 2 < quantized.served_bytes(2) < 0.3 * 2 * quantized.num_params
 
 
-@pytest.mark.parametrize("offload", ["none", "optimizer", "params"])
 @pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [(2, "none"), (2, "optimizer"), (3, "none"), (3, "optimizer"), (3, "params")],
+)
 def test_model_states_are_those_of_deepspeeds_own_estimate(
-    stage: int, ranks: int, offload: str
+    stage: int, offload: str, ranks: int
 ) -> None:
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as zero3
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as zero2
 
-    if stage == 2 and offload == "params":
-        pytest.skip("stage 2 keeps its weights")
     shape = replace(KNOWN["Qwen2.5-7B"], layers=1)
     settings: dict[str, Any] = {"zero_stage": stage, "offload": offload}
     config = LearnerConfig(num_ranks=ranks, optimizer="adamw", dtype="bfloat16", **settings)
@@ -239,6 +242,40 @@ def test_what_cannot_work_is_refused(
 def test_without_gpus_main_memory_is_what_counts(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ("engine.name=embedded", "model.path=models/Qwen2.5-72B", "learner.num_ranks=8")
     assert "main memory: " in refused(capsys, str(REASONING), *overrides, "limits.max_turns=2")
+
+
+def test_colocated_engine_and_learner_have_the_gpus_in_turn(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As the released scripts have it: eight of both on eight GPUs, which cannot be awake at once;
+    a learner that is too large alone is refused all the same."""
+    overrides = (
+        "resources.colocated=true",
+        "learner.num_ranks=8",
+        "engine.servers.num_servers=8",
+        "engine.servers.gpu_memory_share=0.7",
+    )
+    assert train.main([str(REASONING), "--dry-run", "--gpus", "8", *overrides]) == 0
+    text = capsys.readouterr().out
+    assert "GPU 0-7: 59.0 of 80.0 GiB" in text, "0.7 of it and the context of a rank asleep"
+    assert "what sleeps" in text
+    beside = (*overrides[1:], "--gpus", "8")
+    assert "8 GPUs are needed, 0 of 8 are free" in refused(capsys, str(REASONING), *beside)
+    large = ("learner.zero_stage=1", "learner.activation_checkpointing=false")
+    told = refused(capsys, str(REASONING), "--gpus", "8", *overrides, *large)
+    assert "(learner rank and policy server); lower" in told
+
+
+def test_one_gpu_for_learner_and_embedded_engine(tmp_path: Path) -> None:
+    build_model(tmp_path / "model", seed=0)
+    path = ROOT / "configs" / "quickstart.toml"
+    config = load_config(TrainConfig, path, [f"model.path={tmp_path}/model"])
+    plan = make_plan(config, Machine(1, 80 * 2**30, 0.0, "one GPU"), Path)
+    _, learner, engine = plan.processes
+    assert learner.gpus == engine.gpus == ["0"]
+    both = learner.memory.gpu_bytes + engine.memory.gpu_bytes
+    assert plan.gpu_bytes == {"0": pytest.approx(both)}
+    assert plan.problems == []
 
 
 def test_a_cold_start_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

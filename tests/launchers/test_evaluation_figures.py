@@ -195,6 +195,13 @@ async def test_tool_figures_by_hand():
     assert overall.truncations == {"turns": 1}
 
 
+async def test_uses_of_helpers_are_added_up():
+    rows = [row("1", assist={"debugger_uses": 1, "debugger_ok": 1}), row("2", assist={})]
+    rows.append(row("3", assist={"debugger_uses": 2, "debugger_tokens": 90.0}))
+    overall = (await figures(rows)).overall
+    assert overall.assist == {"debugger_ok": 1, "debugger_tokens": 90, "debugger_uses": 3}
+
+
 async def test_without_any_tool_call_there_is_no_productivity():
     overall = (await figures([row(tool_calls=[])])).overall
     assert "tool_productivity" not in overall.estimates

@@ -5,8 +5,11 @@ from __future__ import annotations
 import fcntl
 import json
 import re
+import threading
 from html.parser import HTMLParser
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -272,6 +275,63 @@ def test_regrading_refuses_what_it_does_not_read(tmp_path, capsys):
     ):
         assert regrade.main([str(folder), text]) == 2
         assert why in capsys.readouterr().err
+
+
+def test_a_grader_that_the_environment_does_not_read_is_refused(tmp_path, capsys):
+    rows = rows_of({"1": ["Paris"]})
+    folder = write_evaluation(tmp_path / "e", rows, env="agentenv/Quickstart-v0")
+    assert regrade.main([str(folder), "grader.kind=exact"]) == 2
+    assert "[grader]: not read by agentenv/Quickstart-v0" in capsys.readouterr().err
+
+
+class JudgeServer(BaseHTTPRequestHandler):
+    """An OpenAI-compatible judge that takes any answer with an "a" in it for right."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = body["messages"][-1]["content"]
+        answer = text.splitlines()[3]
+        self.asked.append(answer)
+        reply = "CORRECT" if "a" in answer else "INCORRECT"
+        data = json.dumps({"choices": [{"message": {"content": reply}}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_judge_is_asked_once_and_its_agreement_with_the_rules_told(tmp_path, capsys):
+    JudgeServer.asked.clear()
+    answers = {"1": ["Paris"], "2": ["Lutetia"], "3": ["Rome"], "4": ["paris!"], "5": ["Oslo"]}
+    folder = write_evaluation(tmp_path / "e", rows_of(answers), QUICK)
+    with ThreadingHTTPServer(("127.0.0.1", 0), JudgeServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        keys = {"url": f"http://127.0.0.1:{server.server_port}/v1", "model": "m", "when": "always",
+                "cache": str(tmp_path / "verdicts.db")}  # fmt: skip
+        asked = [f"grader.judge.{key}={value}" for key, value in keys.items()]
+        asked += ["grader.kind=judge", "grader.math=false"]
+        assert regrade.main([str(folder), *asked]) == 0
+        first = [answer for answer in JudgeServer.asked if any(name in answer for name in "PLRO")]
+        assert len(first) >= 4
+        JudgeServer.asked.clear()
+        assert regrade.main([str(folder)]) == 0
+        server.shutdown()
+    stored = [answer for answer in JudgeServer.asked if "Lutetia" in answer or "Rome" in answer]
+    assert stored == []  # verdicts of the rows come from the cache
+    assert [row.success for row in read_rows(folder)] == [True, True, False, True, False]
+    found = json.loads((folder / "summary.json").read_text())["overall"]
+    assert found["agreement"]["both_right"] == 2
+    assert found["agreement"]["only_judge"] == 1
+    assert found["agreement"]["both_wrong"] == 2
+    assert found["agreement"]["kappa"] == pytest.approx((0.8 - 12 / 25) / (1 - 12 / 25))
+    assert found["estimates"]["judge"]["value"] == pytest.approx(0.6)
+    assert "Cohen's kappa 0.615" in (folder / "report.md").read_text()
+    capsys.readouterr()
 
 
 def test_a_running_evaluation_is_not_regraded(tmp_path, capsys):

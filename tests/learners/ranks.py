@@ -35,8 +35,8 @@ def two_ranks(**keys: Any) -> LearnerConfig:
         "learning_rate": 1e-3,
         "weight_decay": 0.1,
         "grad_clip": 0.5,
-        "command_timeout_s": 120,
-        "start_timeout_s": 120,
+        "command_timeout_s": 600,
+        "start_timeout_s": 600,
     }
     return LearnerConfig(**{**known, **keys})
 

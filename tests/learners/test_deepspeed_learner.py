@@ -38,7 +38,7 @@ from tests.learners.trees import random_tree
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ALGORITHM = ARPO(group_size=6, importance_cap=1e9)
-CONFIG = LearnerConfig(groups_per_minibatch=2, max_tokens_per_microbatch=64, command_timeout_s=60)
+CONFIG = LearnerConfig(groups_per_minibatch=2, max_tokens_per_microbatch=64, command_timeout_s=600)
 
 
 @pytest.fixture(scope="module")

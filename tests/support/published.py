@@ -17,6 +17,7 @@ SYSTEM = "What is of user"  # words of the small tokenizer; published rows bring
 KINDS = ("calc", "hop")
 HABITS = ("clean", "unboxed")  # with \boxed and without: rewards differ from the first step on
 NUM_DIALOGUES = 600
+CONTEXT = 4096  # the benchmarks' prompts are long ones for so small a tokenizer
 COLD_START = """
 [run]
 dir = "{folder}/runs"
@@ -28,7 +29,7 @@ train = "{folder}/sharegpt.jsonl"
 [sft]
 batch_size = 16
 gradient_accumulation = 1
-num_steps = 120
+num_steps = 100
 [learner]
 optimizer = "muon_adamw"
 learning_rate = 1e-2
@@ -39,12 +40,18 @@ muon_learning_rate = 1.2e-2
 def make_workspace(folder: Path) -> Path:
     """Files in `folder`, and its run "cold-start", whose path is returned."""
     build_model(folder / "model", seed=0)
+    settings = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))
+    settings["max_position_embeddings"] = CONTEXT
+    (folder / "model" / "config.json").write_text(json.dumps(settings), encoding="utf-8")
     world = make_world(0)
     write(folder / "kb.jsonl", world.documents())
     questions = [q.row() for q in world.questions["train"] if q.kind in KINDS]
     write(folder / "rl.jsonl", (published(row, i) for i, row in enumerate(questions)))
     write(folder / "sharegpt.jsonl", dialogues(set(world.reserved())))
     write(folder / "pairs.jsonl", pairs(set(world.reserved())))
+    asked = [{"question": q["question"], "answer": q["answer"]} for q in questions[:8]]
+    for name in ("gsm8k", "hotpotqa", "webwalker"):
+        write(folder / f"{name}.jsonl", asked)
     registry = {
         "final_5w4_still": {"file_name": "sharegpt.jsonl", "formatting": "sharegpt"},
         "self_critic_dpo": {

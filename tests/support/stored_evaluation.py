@@ -92,10 +92,13 @@ def mixed_rows(
 
 
 def write_evaluation(
-    folder: Path, rows: Sequence[EvalRow], grader: dict[str, Any] | None = None
+    folder: Path,
+    rows: Sequence[EvalRow],
+    grader: dict[str, Any] | None = None,
+    env: str = "agentenv/QAGrader-v0",
 ) -> Path:
     """An evaluation directory that holds these rows."""
-    keys: dict[str, Any] = {"env": {"id": "agentenv/QAGrader-v0"}}
+    keys: dict[str, Any] = {"env": {"id": env}}
     keys["sets"] = {name: {"path": f"{name}.jsonl"} for name in {row.dataset for row in rows}}
     if grader is not None:
         keys["grader"] = grader

@@ -1,0 +1,14 @@
+"""Tool-Star's inference-time tools (arXiv 2505.16410, appendix), for evaluation only.
+
+    code debugger    around a tool that runs code: a model corrects a cell that failed
+    backtracer       around a rollout: a turn whose call failed is taken again from before it
+    chain refiner    around a rollout: a model compresses what is written once it is long
+
+The browser agent is `search.mode = "summaries"` (envs/search/summary.py). An `AssistedActor` is an
+actor with these; it needs no other env, renderer or engine.
+"""
+
+from agentenv.assist.actor import Assist, AssistedActor
+from agentenv.assist.config import AssistConfig
+
+__all__ = ["Assist", "AssistConfig", "AssistedActor"]

@@ -1,0 +1,205 @@
+"""A rollout that may go back, and whose context may be replaced by a shorter one.
+
+    backtracer   root - turn - turn (its call failed; info["abandoned"], no end: no answer)
+                          \\ - turn, taken again with another seed, in a copy of the env from before
+    refiner      root - turn - turn                    the context that was too long
+                 prompt with the summary - turn - ..   a node without parent; info["refined_from"]
+
+Nothing is cut out of a context: the tokens on the path to a leaf are those that the engine saw,
+and `TrajectoryTree.history` is the whole way there.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from agentenv.assist.counts import Counts, add, count_calls
+from agentenv.assist.refine import ask_refiner, fresh_prompt
+from agentenv.branch import Branch
+from agentenv.env import Env
+from agentenv.errors import EnvError, InfraError
+from agentenv.growth import Growth, Outcome
+from agentenv.types import Info, Message, SamplingParams
+
+if TYPE_CHECKING:
+    from agentenv.assist.actor import Assist
+
+logger = logging.getLogger(__name__)
+
+
+class Notes:
+    """Of one branch: `before` is a copy of the env from before its last step."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self.counts: Counts = {}
+        self.before: Env | None = None
+        self.num_calls = 0  # of the last step
+        self.records: list[Info] = []
+        self.again = False  # the turn is taken again
+        self.summary = ""
+
+    def uses(self, helper: str) -> int:
+        return int(self.counts.get(f"{helper}_uses", 0))
+
+
+class AssistedGrowth(Growth):
+    """Grows one tree with backtracer and refiner."""
+
+    assist: Assist
+
+    def __init__(self, *rest: Any, assist: Assist) -> None:
+        super().__init__(*rest)
+        self.assist = assist
+        self._notes: dict[Branch, Notes] = {}
+
+    def _notes_of(self, branch: Branch) -> Notes:
+        return self._notes.setdefault(branch, Notes(branch.num_prompt_tokens))
+
+    async def _step(self, branch: Branch, action: Message) -> Outcome:
+        notes = self._notes_of(branch)
+        await self._forget(notes)
+        backtracer = self.assist.config.backtracer
+        if (
+            backtracer is not None
+            and action.tool_calls
+            and notes.uses("backtracer") < backtracer.max_uses
+        ):
+            await self._remember(branch, notes)
+        outcome = await super()._step(branch, action)
+        notes.num_calls = len(action.tool_calls)
+        notes.records = list(outcome[4].get("tool_calls", ()))
+        count_calls(notes.counts, notes.records)
+        if notes.again:
+            notes.again = False
+            add(notes.counts, backtracer_ok=not any(map(_failed, notes.records)))
+        return outcome
+
+    async def _moved(self, branch: Branch, observation_ids: list[int]) -> bool:
+        return await self._go_back(branch, observation_ids) or await self._refine(
+            branch, observation_ids
+        )
+
+    def _sampling(self, branch: Branch) -> SamplingParams:
+        sampling, config = super()._sampling(branch), self.assist.config.backtracer
+        if config is None or not self._notes_of(branch).again:
+            return sampling
+        return replace(sampling, temperature=max(sampling.temperature, config.min_temperature))
+
+    async def _close(self, branch: Branch) -> None:
+        notes = self._notes.pop(branch, None)
+        try:
+            if notes is not None:
+                if branch.pending is not None:
+                    branch.pending.info["assist"] = notes.counts
+                await self._forget(notes)
+        finally:
+            await super()._close(branch)
+
+    # the backtracer
+
+    async def _remember(self, branch: Branch, notes: Notes) -> None:
+        """Copy the env, if it lets itself be copied here."""
+        assert branch.env is not None
+        try:
+            async with self._env_deadline("fork"):
+                notes.before = await branch.env.fork()
+        except EnvError as error:
+            logger.warning("task %s: cannot go back to here: %s", self.tree.task.id, error)
+            add(notes.counts, backtracer_refused=1)
+        else:
+            self.actor.num_open_envs += 1
+
+    async def _forget(self, notes: Notes) -> None:
+        env, notes.before = notes.before, None
+        if env is not None:
+            await self._shut(env)
+
+    async def _go_back(self, branch: Branch, observation_ids: list[int]) -> bool:
+        notes, node = self._notes_of(branch), branch.pending
+        errors = [str(record["error"]) for record in notes.records if self._hopeless(record, notes)]
+        if notes.before is None or not errors:
+            return False
+        assert node is not None
+        assert branch.env is not None
+        node.observation_ids = observation_ids
+        node.info["abandoned"] = errors
+        add(
+            notes.counts,
+            backtracer_uses=1,
+            abandoned_calls=notes.num_calls,
+            abandoned_tokens=len(node.action_ids),
+        )
+        gone, branch.env, notes.before = branch.env, notes.before, None
+        branch.take_back(f"{branch.name}~{notes.uses('backtracer')}", notes.num_calls)
+        notes.again = True
+        await self._shut(gone)
+        return True
+
+    def _hopeless(self, record: Info, notes: Notes) -> bool:
+        """Whether the call failed and no debugger will help: it has none, or is used up. A call
+        beyond its limit did not fail: the policy has to read that there are no more."""
+        config = self.assist.config
+        tools = config.backtracer.tools if config.backtracer is not None else ()
+        if not _failed(record) or (tools and record["name"] not in tools):
+            return False
+        tried = "debugger" in (record.get("info") or {})
+        left = config.debugger is not None and notes.uses("debugger") < config.debugger.max_uses
+        return not (tried and left)
+
+    # the refiner
+
+    async def _refine(self, branch: Branch, observation_ids: list[int]) -> bool:
+        notes, config = self._notes_of(branch), self.assist.config.refiner
+        if config is None or notes.uses("refiner") >= config.max_uses:
+            return False
+        size = len(branch.prefix_ids) + len(observation_ids)
+        due = size - notes.num_prompt_tokens >= config.min_response_tokens
+        if not due or branch.num_turns >= self.limits.max_turns:
+            return False
+        assert branch.pending is not None
+        summary = await self._summary(branch, notes, observation_ids)
+        if not summary:
+            return False
+        assert self.prompt_messages is not None
+        renderer = self.actor.renderer
+        messages = fresh_prompt(self.prompt_messages, renderer.neutralise(summary, branch.tools))
+        prompt_ids = renderer.prompt(messages, branch.tools)
+        used = len(prompt_ids) - notes.num_prompt_tokens
+        if config.count_tokens == "total":
+            used += size - branch.num_prompt_tokens
+        if len(prompt_ids) >= size or used >= self.limits.max_response_tokens:
+            return False
+        add(notes.counts, refiner_ok=1, refined_tokens=size - len(prompt_ids))
+        branch.add_observation(observation_ids)
+        root = self.tree.add(None, branch=branch.name, observation_ids=prompt_ids)
+        root.info["refined_from"] = branch.cursor.index
+        branch.restart(root)
+        # for counting only: what is left of the response is the limit less `used`
+        branch.num_prompt_tokens = len(prompt_ids) - used
+        notes.summary = summary
+        return True
+
+    async def _summary(self, branch: Branch, notes: Notes, observation_ids: list[int]) -> str:
+        """Of the work in this context and of the summary that it began with; empty without one."""
+        assert self.assist.refiner is not None
+        assert branch.pending is not None
+        decode = self.actor.renderer.decode
+        nodes = self.tree.path(branch.pending)[1:]
+        work = "".join(decode(node.action_ids) + decode(node.observation_ids) for node in nodes)
+        work = f"{notes.summary}\n\n{work}{decode(observation_ids)}".strip()
+        add(notes.counts, refiner_uses=1)
+        try:
+            said = await ask_refiner(self.assist.refiner, self.tree.task.question, work)
+        except InfraError as error:
+            logger.warning("task %s: no refined chain: %s", self.tree.task.id, error)
+            return ""
+        add(notes.counts, refiner_tokens=said.num_tokens)
+        return said.text if said.whole else ""
+
+
+def _failed(record: Info) -> bool:
+    return record.get("error") is not None and "limit" not in (record.get("info") or {})

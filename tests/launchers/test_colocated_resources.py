@@ -1,0 +1,121 @@
+"""Colocated engine and learner claim the same GPUs, and servers are started so that they can."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentenv.config import build_config
+from agentenv.engines.embedded_config import EmbeddedConfig
+from agentenv.engines.launch_config import ServersConfig
+from agentenv.engines.remote_config import SGLangConfig, VLLMConfig
+from agentenv.engines.scripted import ScriptedConfig
+from agentenv.errors import ConfigError
+from launchers.config import TrainConfig
+from launchers.quickstart import build_model
+from launchers.rl.parts import adapter_rank
+from launchers.serving.gpus import GpuPlan
+from launchers.serving.resources import ResourcesConfig, divide
+from launchers.serving.server_commands import Served, command, environment
+from learners.learner import LearnerConfig
+
+TWO = LearnerConfig(num_ranks=2)
+SERVERS = VLLMConfig(servers=ServersConfig(num_servers=2))
+
+
+def test_servers_get_the_learners_gpus_first() -> None:
+    plan = GpuPlan(["a", "b", "c", "d"])
+    engine, gpus = divide(ResourcesConfig(colocated=True), SERVERS, TWO, plan)
+    assert (engine, gpus) == (SERVERS, ["a", "b"])
+    with pytest.raises(ConfigError, match=r"already belongs to resources\.learner_gpus"):
+        plan.assign("roles.judge.gpus", [1], 1)  # others may not
+    assert plan.assign("roles.judge.gpus", [], 1) == ["c"]
+    assert plan.assign("engine.servers.gpus", [], 3, borrows=True) == ["a", "b", "d"]
+
+
+def test_both_may_name_the_same() -> None:
+    resources = ResourcesConfig(colocated=True, engine_gpus=[2, 3], learner_gpus=[3, 2])
+    plan = GpuPlan(["a", "b", "c", "d"])
+    engine, gpus = divide(resources, SERVERS, TWO, plan)
+    assert gpus == ["d", "c"]
+    assert engine.servers is not None
+    assert plan.assign("engine.servers.gpus", engine.servers.gpus, 2, borrows=True) == ["c", "d"]
+
+
+def test_the_learner_goes_where_the_servers_are_named() -> None:
+    resources = ResourcesConfig(colocated=True, engine_gpus=[1, 3])
+    assert divide(resources, SERVERS, TWO, GpuPlan(["a", "b", "c", "d"]))[1] == ["b", "d"]
+
+
+def test_without_gpus_there_is_nothing_to_claim() -> None:
+    embedded = EmbeddedConfig()
+    colocated = ResourcesConfig(colocated=True)
+    assert divide(colocated, embedded, TWO, GpuPlan([])) == (embedded, [])
+
+
+@pytest.mark.parametrize(
+    ("engine", "text"),
+    [
+        (ScriptedConfig(), "has no memory to give back"),
+        (VLLMConfig(weights="broadcast"), 'weights = "broadcast" needs servers that are awake'),
+        (VLLMConfig(servers=ServersConfig(gpu_memory_share=0.95)), "at most 0.9 is left"),
+    ],
+)
+def test_what_cannot_be_colocated(engine: VLLMConfig | ScriptedConfig, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        divide(ResourcesConfig(colocated=True), engine, TWO, GpuPlan(["a", "b"]))
+
+
+def test_the_split_layout_says_what_would_allow_it() -> None:
+    resources = ResourcesConfig(engine_gpus=[0, 1], learner_gpus=[1, 2])
+    with pytest.raises(ConfigError, match=r"with resources\.colocated = true they have them in"):
+        divide(resources, SERVERS, TWO, GpuPlan(["a", "b", "c"]))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    build_model(path, seed=0)
+    return path
+
+
+def test_flags_of_servers_that_sleep_or_take_adapters(model: Path) -> None:
+    gpu, cpu = {"gpus": ["0"]}, {"on_cpu": True}
+
+    def flags(engine: str, place: dict[str, object], **keys: object) -> list[str]:
+        served = Served(engine, model, "policy", 512, True, **place, **keys)  # type: ignore[arg-type]
+        return command("python", served, ServersConfig())
+
+    assert "--enable-sleep-mode" in flags("vllm", gpu, colocated=True)
+    assert "--enable-memory-saver" in flags("sglang", gpu, colocated=True)
+    # On the CPU vLLM refuses the flag, but pauses as if it slept; SGLang would die of the route.
+    assert "--enable-sleep-mode" not in flags("vllm", cpu, colocated=True)
+    with pytest.raises(ConfigError, match="--enable-memory-saver, which it has on GPUs only"):
+        flags("sglang", cpu, colocated=True)
+    for rank, known in ((1, "1"), (4, "8"), (16, "16"), (100, "128")):
+        found = flags("vllm", gpu, lora_rank=rank)
+        assert found[found.index("--max-lora-rank") + 1] == known
+    with pytest.raises(ConfigError, match="rank 512 at most"):
+        flags("vllm", gpu, lora_rank=513)
+    served = Served("vllm", model, "policy", 512, True, lora_rank=4)
+    assert environment(served, ServersConfig())["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+
+
+def test_an_adapter_needs_a_learner_that_trains_one() -> None:
+    raw = {
+        "model": {"path": "m"},
+        "env": {"id": "e"},
+        "data": {"train": "t"},
+        "train": {"num_steps": 1},
+        "algorithm": {"name": "grpo"},
+        "engine": {"name": "vllm", "lora": "adapter"},
+    }
+    with pytest.raises(ConfigError, match=r"needs \[learner\.lora\]"):
+        adapter_rank(build_config(TrainConfig, raw, "test"))
+    raw["learner"] = {"lora": {"r": 8}, "optimizer": "adamw"}
+    assert adapter_rank(build_config(TrainConfig, raw, "test")) == 8
+    with pytest.raises(ConfigError, match="goes through a directory"):
+        VLLMConfig(lora="adapter", weights="broadcast")
+    with pytest.raises(ConfigError, match="is for vLLM"):
+        SGLangConfig(lora="adapter")

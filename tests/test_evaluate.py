@@ -1,0 +1,83 @@
+"""Trees of an evaluation: one a task, samples that do not depend on their number, retries."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from typing import Any
+
+from agentenv.evaluate import Answer, evaluate, make_report
+from agentenv.tree import TrajectoryTree
+from agentenv.types import Task
+from tests.support.toy import CountingEnv
+from tests.support.virtual_clock import run_virtual
+from tests.test_actor import make_actor
+
+TASKS = [Task(f"t{n}", "toy", f"question {n}", ("1",)) for n in range(6)]
+
+
+def texts(trees: list[TrajectoryTree]) -> dict[str, list[list[int]]]:
+    return {t.task.id: [trajectory.token_ids for trajectory in t.trajectories()] for t in trees}
+
+
+def evaluated(tasks: list[Task], **keys: Any) -> list[TrajectoryTree]:
+    return run_virtual(evaluate(make_actor(), tasks, **keys))
+
+
+def test_a_tree_a_task_with_its_samples_in_order() -> None:
+    trees = evaluated(TASKS, num_samples=3)
+    assert [tree.task for tree in trees] == TASKS
+    assert [tree.index for tree in trees] == list(range(6))
+    for tree in trees:
+        assert [leaf.branch for leaf in tree.leaves()] == ["0", "1", "2"]
+        assert (tree.num_started, tree.num_roots, tree.num_live) == (3, 3, 0)
+        assert [node.index for node in tree.nodes] == list(range(len(tree.nodes)))
+        for leaf in tree.leaves():
+            path = tree.path(leaf)
+            assert path[0] is tree.root
+            assert {node.branch for node in path[1:]} == {leaf.branch}
+            assert path[0].observation_ids
+
+
+def test_samples_depend_on_neither_order_nor_number_nor_concurrency() -> None:
+    many = texts(evaluated(TASKS, num_samples=4))
+    assert len({str(sample) for sample in many["t0"]}) > 1
+    one = texts(evaluated(TASKS[::-1], num_samples=1, concurrency=1))
+    few = texts(evaluated(TASKS[2:4], num_samples=2, concurrency=3))
+    for found in (one, few):
+        assert found == {name: many[name][: len(own)] for name, own in found.items()}
+
+
+def test_a_failure_is_tried_again_with_the_same_seeds() -> None:
+    actor, calm = make_actor(), texts(evaluated(TASKS, num_samples=2))
+    answers: list[Answer] = []
+
+    def faulty(task: Task) -> CountingEnv:
+        return CountingEnv(task, faults={"step": 0.1}, rng=rng)
+
+    rng = Random(1)
+    actor.make_env = faulty
+    trees = run_virtual(evaluate(actor, TASKS, num_samples=2, on_answer=answers.append))
+    assert len(answers) == 12
+    assert sum(answer.num_retries for answer in answers) > 0
+    assert texts(trees) == calm
+    assert make_report("x", trees).overall.num_failed == 0
+    actor.make_env = lambda task: CountingEnv(task, faults={"reset": 1.0})
+    trees = run_virtual(evaluate(actor, TASKS, num_samples=2))
+    report = make_report("x", trees)
+    assert (report.overall.num_trajectories, report.overall.num_failed) == (0, 12)
+    assert actor.num_open_envs == 0
+
+
+def test_no_more_than_asked_are_in_flight() -> None:
+    actor, seen = make_actor(), []
+    generate = actor.engine.generate
+
+    async def watch(*rest: Any, **keys: Any) -> Any:
+        seen.append(actor.num_open_envs)
+        await asyncio.sleep(1.0)
+        return await generate(*rest, **keys)
+
+    actor.engine.generate = watch  # type: ignore[method-assign]
+    run_virtual(evaluate(actor, TASKS, num_samples=2, concurrency=5))
+    assert max(seen) == 5
