@@ -47,7 +47,7 @@ class HelperModel:
                 num_retries=config.num_retries,
                 max_concurrency=config.max_concurrency,
             ),
-            key=f"assist.{name}",
+            table=f"assist.{name}",
         )
 
     async def start(self) -> None:

@@ -34,18 +34,18 @@ class MalformedReplyError(EngineError):
 
 
 class Endpoint:
-    """`start` finds the model; then `send` asks. `owner` is who serves it, if it says; `key` is
-    the table of the configuration that messages name."""
+    """`start` finds the model; then `send` asks. `owner` is who serves it, if it says; `table`
+    is the one of the configuration that messages name."""
 
-    def __init__(self, config: OpenAIConfig, key: str = "engine") -> None:
+    def __init__(self, config: OpenAIConfig, table: str = "engine") -> None:
         url = URL(config.url.rstrip("/"))
         api = url if url.path.strip("/") else url / "v1"
         key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
         if config.api_key_env and not key:
-            raise ConfigError(f"{key}.api_key_env: {config.api_key_env} is not set")
+            raise ConfigError(f"{table}.api_key_env: {config.api_key_env} is not set")
         timeouts = Timeouts(call_s=config.timeout_s, idle_s=config.timeout_s)
         self.config = config
-        self._key = key
+        self._table = table
         self.api = HttpClient(str(api), timeouts, key)
         root = str(api).removesuffix("/v1")
         self.root = HttpClient(root, timeouts, key)  # routes beside the standard
@@ -64,23 +64,23 @@ class Endpoint:
             models = {str(one["id"]): one for one in found["data"]}
         except RefusedError as error:
             if error.status in (401, 403) or not self.model:
-                raise ConfigError(f"{self._key}: {error}") from error
+                raise ConfigError(f"{self._table}: {error}") from error
             models = {}  # some endpoints list nothing
         except (EngineError, LookupError, TypeError) as error:
             raise ConfigError(
-                f"{self._key}.url: {self.api.name} does not list its models ({error}); expected an "
+                f"{self._table}.url: {self.api.name} does not list its models ({error}); expected an "
                 "OpenAI-compatible endpoint"
             ) from error
         if not self.model:
             if len(models) != 1:
                 raise ConfigError(
-                    f"{self._key}.model: {self.api.name} has {sorted(models)}; give one"
-                    + (" with --model" if self._key == "engine" else "")
+                    f"{self._table}.model: {self.api.name} has {sorted(models)}; give one"
+                    + (" with --model" if self._table == "engine" else "")
                 )
             (self.model,) = models
         if models and self.model not in models:
             raise ConfigError(
-                f"{self._key}.model: {self.api.name} has no {self.model!r}; it has "
+                f"{self._table}.model: {self.api.name} has no {self.model!r}; it has "
                 f"{sorted(models)[:20]}"
             )
         own = models.get(self.model, {})

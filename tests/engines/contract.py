@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from agentenv.engines.server import Request, Server
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, check_sampled, greedy, processed
@@ -78,6 +79,16 @@ async def check_streaming(subject: Subject, num_tokens: int = 12) -> None:
     for name in ("token_ids", "logprobs", "entropies"):
         assert [x for chunk in chunks for x in getattr(chunk, name)] == getattr(done, name)
     assert len(done.token_ids) == num_tokens
+
+
+async def check_stream_interval(server: Server) -> None:
+    """The first token comes at once, then as many together as were asked for."""
+    sizes: list[int] = []
+    request = Request(f"interval-{id(sizes):x}", prompt(6, 9), SamplingParams(20), 8)
+    done = await server.generate(request, lambda chunk: sizes.append(len(chunk.token_ids)))
+    assert sum(sizes) == len(done.token_ids) == len(done.logprobs) == len(done.entropies) == 20
+    assert sizes[0] < 8
+    assert len(sizes) <= 4
 
 
 async def check_end_of_sequence(subject: Subject, world: World, version: int) -> None:

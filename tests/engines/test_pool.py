@@ -58,6 +58,13 @@ async def test_a_turn_through_the_pool_is_the_servers_turn(b: Bench) -> None:
 
 
 @virtual(1)
+async def test_tokens_that_nobody_waits_for_come_in_few_events(b: Bench) -> None:
+    await b.ask()
+    await b.ask(on_tokens=lambda chunk: None, stream_interval=4)
+    assert [request.stream_interval for request in b.servers[0].requests] == [16, 4]
+
+
+@virtual(1)
 async def test_cancelling_aborts_the_request_at_once(b: Bench) -> None:
     asking = asyncio.create_task(b.ask())
     await asyncio.sleep(0.5)

@@ -140,6 +140,7 @@ async def test_greedy_equals_transformers_before_and_after_each_update(
     await server.connect(0)
     await contract.check_updates(ServerSubject(server), world, num_tokens=8)
     await contract.check_streaming(ServerSubject(server))
+    await contract.check_stream_interval(server)
 
 
 async def test_what_a_server_says_of_itself(server: SGLangServer) -> None:

@@ -137,6 +137,7 @@ async def test_entropies(servers: Servers) -> None:
 
 async def test_streaming(plain: ServerSubject) -> None:
     await contract.check_streaming(plain)
+    await contract.check_stream_interval(plain.server)
 
 
 async def test_end_of_sequence(plain: ServerSubject, servers: Servers) -> None:

@@ -153,6 +153,11 @@ async def test_an_update_within_requests_on_both_workers(behind: VLLMServer, wor
     await contract.check_update_within_a_request(ServerSubject(behind), world, recomputed=True)
 
 
+async def test_streams_pass_through(behind: VLLMServer) -> None:
+    await contract.check_streaming(ServerSubject(behind))
+    await contract.check_stream_interval(behind)
+
+
 async def test_aborts_find_the_worker(behind: VLLMServer) -> None:
     await contract.check_abort(ServerSubject(behind), num_requests=32)
 

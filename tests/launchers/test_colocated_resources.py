@@ -14,7 +14,7 @@ from agentenv.engines.scripted import ScriptedConfig
 from agentenv.errors import ConfigError
 from launchers.config import TrainConfig
 from launchers.quickstart import build_model
-from launchers.rl.parts import adapter_rank
+from launchers.rl.start import adapter_rank
 from launchers.serving.gpus import GpuPlan
 from launchers.serving.resources import ResourcesConfig, divide
 from launchers.serving.server_commands import Served, command, environment

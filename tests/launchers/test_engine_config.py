@@ -16,6 +16,7 @@ from agentenv.engines.pool import EnginePool
 from agentenv.engines.remote_config import SGLangConfig, VLLMConfig
 from agentenv.errors import ConfigError
 from launchers import train
+from launchers.assembly import context_length
 from launchers.config import TrainConfig
 from launchers.serving.engines import read_urls, watch_urls
 from launchers.serving.roles import check_roles, fill_roles
@@ -31,6 +32,14 @@ def test_the_engine_is_changed_by_one_key() -> None:
         )
         assert isinstance(config.engine, kind)
         assert config.engine.servers is None  # one server, as by default
+
+
+def test_sglang_never_fills_its_whole_context(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 1024}')
+    assert context_length(VLLMConfig(), tmp_path) == 1024
+    assert context_length(SGLangConfig(), tmp_path) == 1022
+    assert context_length(SGLangConfig(max_model_len=512), tmp_path) == 512
+    assert context_length(SGLangConfig(max_model_len=1024), tmp_path) == 1022
 
 
 @pytest.mark.parametrize(

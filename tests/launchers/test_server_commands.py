@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -111,6 +112,10 @@ def served(model: Path, **changes: Any) -> Served:
     return msgspec.structs.replace(plain, **changes)
 
 
+def of_model(path: Path) -> int:
+    return int(json.loads((path / "config.json").read_text())["max_position_embeddings"])
+
+
 def flags(line: list[str]) -> dict[str, str]:
     return {
         flag: value for flag, value in zip(line, [*line[1:], ""], strict=True) if flag[:2] == "--"
@@ -177,4 +182,9 @@ def test_what_sglang_needs_on_the_cpu(tmp_path: Path) -> None:
     assert found["--device"] == "cpu"
     assert {"--incremental-streaming-output", "--enable-metrics"} <= found.keys()
     assert int(found["--max-total-tokens"]) == 65536
+    assert found["--context-length"] == "514"  # of which it fills 512, as was asked
+    longest = served(tmp_path, engine="sglang", max_model_len=of_model(tmp_path))
+    assert flags(command("py", longest, LaunchConfig()))["--context-length"] == str(
+        of_model(tmp_path)
+    )
     assert environment(there, LaunchConfig())["SGLANG_PLATFORM"] == "plaincpu"
