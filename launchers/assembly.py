@@ -34,15 +34,16 @@ def import_from_working_directory() -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def load_tokenizer(model: Path) -> Any:
-    """The tokenizer of a Hugging Face directory; DataError says what is missing in it."""
+def load_tokenizer(model: Path, with_weights: bool = True) -> Any:
+    """The tokenizer of a Hugging Face directory, which has the weights too unless somebody else
+    serves them; DataError says what is missing in it."""
     for name in ("config.json", "tokenizer.json"):
         if not (model / name).is_file():
             raise DataError(
                 f"{model} is not a model directory: {name} is missing; expected a Hugging Face "
                 "directory with config.json, safetensors and tokenizer files"
             )
-    if not any(model.glob("*.safetensors")):
+    if with_weights and not any(model.glob("*.safetensors")):
         raise DataError(f"{model} is not a model directory: it holds no *.safetensors file")
     from transformers import AutoTokenizer
 

@@ -20,7 +20,8 @@ PARTITIONS = ("ds_tensor", "ds_secondary_tensor")  # of a parameter at ZeRO stag
 
 
 class Aside:
-    """Storages whose content is in main memory."""
+    """Storages whose content is in main memory. Those that cannot be freed, as weights on the CPU
+    that are mapped from a file, stay."""
 
     def __init__(self, backend: Any, *others: Any) -> None:
         """Give back what the backend holds on its device, and tensors in `others`."""

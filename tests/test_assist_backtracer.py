@@ -10,20 +10,16 @@ from typing import Any
 import pytest
 
 from agentenv.env import Env
-from agentenv.errors import EngineError, EnvError, ToolError
+from agentenv.errors import EngineError, EnvError
 from agentenv.limits import Limits
 from agentenv.shared import close_shared
-from agentenv.tool import tool
 from agentenv.tool_env import ToolEnv
 from agentenv.types import Limit, Task
 from envs.code_interpreter import CodeInterpreterEnv
-from envs.grading.config import make_grader
-from tests.support.assisted import Rollout, Turns
+from tests.support.assisted import ANSWER, Rollout, Turns, look, search_env
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual
-
-ANSWER = "<think>so</think><answer>2</answer>"
 
 
 @pytest.fixture(autouse=True)
@@ -42,24 +38,8 @@ def python_env(task: Task) -> CodeInterpreterEnv:
     return CodeInterpreterEnv(task, python={"preload": []})
 
 
-@tool
-async def search(query: str) -> str:
-    """Finds what is there."""
-    if query.startswith("bad"):
-        raise ToolError(f"the index does not know {query}")
-    return f"found {query}"
-
-
-def search_env(task: Task) -> ToolEnv:
-    return ToolEnv(task, [search], make_grader(None, kind="exact"))
-
-
 def python(code: str) -> str:
     return f"<think>try</think><python>{code}</python>"
-
-
-def look(query: str) -> str:
-    return f"<think>look</think><search>{query}</search>"
 
 
 async def test_it_goes_back_to_before_the_thought_and_the_env_with_it() -> None:

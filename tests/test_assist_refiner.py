@@ -3,60 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from agentenv.errors import ConfigError, ToolError
+from agentenv.errors import ConfigError
 from agentenv.limits import Limits
 from agentenv.plan import ARPOPlan
-from agentenv.shared import close_shared
-from agentenv.tool import tool
-from agentenv.tool_env import ToolEnv
-from agentenv.types import Limit, Task
-from envs.code_interpreter import CodeInterpreterEnv
-from envs.grading.config import make_grader
-from tests.support.assisted import TASK, Rollout, Turns
+from agentenv.types import Limit
+from tests.support.assisted import ANSWER, TASK, Rollout, Turns, look, search_env
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
-
-ANSWER = "<think>so</think><answer>2</answer>"
-
-
-@pytest.fixture(autouse=True)
-async def _shared() -> AsyncIterator[None]:
-    yield
-    await close_shared()
 
 
 @pytest.fixture
 def server() -> Iterator[ScriptedEndpoint]:
     with ScriptedEndpoint(lambda body, number: reply(f"Summary {number}.", "stop", (50, 4))) as one:
         yield one
-
-
-def python_env(task: Task) -> CodeInterpreterEnv:
-    return CodeInterpreterEnv(task, python={"preload": []})
-
-
-@tool
-async def search(query: str) -> str:
-    """Finds what is there."""
-    if query.startswith("bad"):
-        raise ToolError(f"the index does not know {query}")
-    return f"found {query}"
-
-
-def search_env(task: Task) -> ToolEnv:
-    return ToolEnv(task, [search], make_grader(None, kind="exact"))
-
-
-def python(code: str) -> str:
-    return f"<think>try</think><python>{code}</python>"
-
-
-def look(query: str) -> str:
-    return f"<think>look</think><search>{query}</search>"
 
 
 def refiner(server: ScriptedEndpoint, **keys: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 from random import Random
 from typing import Any
 
@@ -15,10 +14,10 @@ from agentenv.assist.config import HelperConfig
 from agentenv.engines.openai_config import OpenAIConfig
 from agentenv.engines.openai_endpoint import Endpoint, MalformedReplyError
 from agentenv.errors import ConfigError, EngineError, InfraError
+from agentenv.tool_syntax import after_thoughts
 
 PATH = "/chat/completions"
 GAP = "\n...\n"
-_THOUGHTS = re.compile(r"\A.*</think>", re.DOTALL)
 
 
 class Said(Struct, frozen=True):
@@ -97,6 +96,5 @@ def _said(reply: Any) -> Said:
     except (LookupError, TypeError, AttributeError, ValueError):
         shown = msgspec.json.encode(reply)[:200].decode(errors="replace")
         raise MalformedReplyError(f"no chat completion: {shown}") from None
-    text = _THOUGHTS.sub("", content or "").strip()
-    whole = choice.get("finish_reason") != "length" and not text.startswith("<think>")
-    return Said(text, whole, num_tokens)
+    text = after_thoughts(content or "").strip()
+    return Said(text, choice.get("finish_reason") != "length", num_tokens)

@@ -15,6 +15,7 @@ STEP = 8  # requests that a look without congestion adds, once there has been an
 FACTOR = 0.7  # what one with congestion leaves
 IN_USE = 0.8  # share of the limit from which on more room is of use
 FULL = 0.95  # share of the cache above which a waiting request will not be admitted soon
+QUEUE = 4  # of so many that run, one may wait: turns are short, new ones wait for the next step
 PATIENCE = 2  # looks in a row that must see a queue: one of them may just be a burst
 
 
@@ -38,7 +39,7 @@ class ConcurrencyLimit:
         before, self._num_preemptions = self._num_preemptions, load.num_preemptions
         preempted = before is not None and load.num_preemptions > before
         full = load.kv_usage > FULL and load.num_waiting > 0
-        queued = load.num_waiting > max(1, load.num_running // 8)
+        queued = load.num_waiting > max(1, load.num_running // QUEUE)
         self._num_queued = self._num_queued + 1 if queued else 0
         if preempted or full or self._num_queued >= PATIENCE:
             self._congested = True

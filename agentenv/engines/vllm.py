@@ -138,8 +138,8 @@ class VLLMServer:
         return await self._control.load()
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
-        """See Server.load_weights. Requests that have tokens keep them, with the keys and values
-        computed so far. The server must see `source` under the same path."""
+        """See Server.load_weights. Requests that have tokens keep them; the new weights compute
+        keys and values of all of them again. The server must see `source` under the same path."""
         facts = self._connected()
         async with self._loading:
             if is_adapter(source) or FEATURE in with_features(facts).features:

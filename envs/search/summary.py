@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agentenv.errors import InfraError
+from agentenv.tool_syntax import after_thoughts
 from envs.search.cache import ResultCache
 from envs.search.cassette import Cassette
 from envs.search.flight import SingleFlight
@@ -143,7 +144,7 @@ class Summarizer:
             said = completion.choices[0].message.content or ""
         except (msgspec.DecodeError, IndexError) as error:
             raise InfraError(f"summarizer {url}: the reply has another form: {error}") from error
-        _, marked, after = said.rpartition("</think>")[2].rpartition(MARK)
+        _, marked, after = after_thoughts(said).rpartition(MARK)
         text = after.strip(" \n:*") if marked else ""
         self._cache.put(key, text.encode("utf-8", "replace"))
         used = completion.usage or _Usage()

@@ -18,7 +18,7 @@ from agentenv.tree import Trajectory, TrajectoryTree
 from agentenv.types import Chunk, Completion, Info, Limit, Message, SamplingParams, Task
 from launchers.command import EXIT_FAILED
 from launchers.evaluation.parts import Builder
-from launchers.evaluation.run_config import EvaluateConfig
+from launchers.evaluation.run_config import EvaluateConfig, settings
 from launchers.evaluation.subject import Subject
 from launchers.view import View
 
@@ -142,11 +142,10 @@ async def ask_one(
     stage = Stage(view.console)
     async with AsyncExitStack() as stack:
         builder = Builder(config, subject, stack, view.say)
-        await builder.start()
-        env = builder.config.sets[SET].env
-        assert env is not None
-        task = Task("question-1", env.id, question, tuple(answers) or ("",))
-        found = (await builder.questions({SET: [task]}))[SET]
+        env_id = settings(config.sets[SET]).env.id
+        task = Task("question-1", env_id, question, tuple(answers) or ("",))
+        await builder.start({SET: [task]})
+        found = (await builder.questions(try_graders=False))[SET]
         engine = WatchedEngine(await builder.engine(), stage, found.renderer)
         actor = builder.actor(SET, found, engine)
         make_env = actor.make_env

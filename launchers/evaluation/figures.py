@@ -208,7 +208,7 @@ def _tools(rows: Iterable[EvalRow]) -> dict[str, ToolUse]:
 def _total(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     total: Counter[str] = Counter()
     for one in counts:
-        total.update(one)  # type: ignore[arg-type]
+        total.update(one)
     return dict(sorted(total.items()))
 
 

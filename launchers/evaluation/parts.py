@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -29,12 +28,12 @@ from agentenv.renderer import Renderer
 from agentenv.shared import close_shared
 from agentenv.types import Task
 from launchers.assembly import check_context, context_length, load_tokenizer, make_renderer
-from launchers.data import check_environments, fit_prompts, load_set, said
+from launchers.data import check_environments, fit_prompts
 from launchers.env_config import TABLES
 from launchers.environments import EnvMaker, check_graders, try_env
 from launchers.evaluation.assisted import check_assist, check_envs
-from launchers.evaluation.benchmarks import load_benchmark
-from launchers.evaluation.run_config import EvaluateConfig, QuestionSet
+from launchers.evaluation.question_files import read_questions
+from launchers.evaluation.run_config import EvaluateConfig, QuestionSet, settings
 from launchers.evaluation.subject import Subject
 from launchers.serving.engines import start_engine
 from launchers.serving.roles import check_roles, fill_roles, start_servers
@@ -66,16 +65,19 @@ class Builder:
         self._say = say
         self._pieces = Pieces()
         self._tokenizer: Any = None
+        self._tasks: Mapping[str, Sequence[Task]] = {}
         self._factory: ServerFactory | None = None
 
-    async def start(self) -> None:
-        """Find model or endpoint, and start the models of roles."""
+    async def start(self, given: Mapping[str, Sequence[Task]] | None = None) -> None:
+        """Find model or endpoint, read the questions (or take those `given`), then start the
+        models of roles, which may take long."""
         logs = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="agentenv-evaluate-"))
         self._stack.push(partial(_remove_unless_failed, logs))
         self._factory = ServerFactory(logs, self._stack, self._say)
         engine, model = self.config.engine, self._model()
         if model is not None:
-            self._tokenizer = await asyncio.to_thread(load_tokenizer, model)
+            with_weights = not isinstance(engine, OpenAIConfig)
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, model, with_weights)
         if isinstance(engine, OpenAIConfig):
             native = isinstance(self.config.renderer, NativeConfig)
             self.endpoint = (
@@ -90,6 +92,10 @@ class Builder:
         config = self.config
         check_assist(config)
         check_roles(_tables_of_all(config))
+        self._tasks = given or {
+            name: await read_questions(name, one, self.resolve, self._say)
+            for name, one in config.sets.items()
+        }
         urls = await start_servers(config.roles, self.resolve, self._factory)
         sets = {name: fill_roles(one, urls) for name, one in config.sets.items()}
         self.config = fill_roles(replace(config, sets=sets), urls)
@@ -98,12 +104,9 @@ class Builder:
             self._stack.push_async_callback(self.assist.close)
             await self.assist.start()
 
-    async def questions(
-        self, given: Mapping[str, Sequence[Task]] | None = None
-    ) -> dict[str, Questions]:
-        """Every set, with environments and graders tried and prompts that fit; `given` takes the
-        place of the files."""
-        tasks = given or {name: await self._load(name) for name in self.config.sets}
+    async def questions(self, *, try_graders: bool = True) -> dict[str, Questions]:
+        """Every set, with environments and graders tried and prompts that fit."""
+        tasks = self._tasks
         makers = {name: self._maker(name, dict.fromkeys(TABLES, True)) for name in tasks}
         read = {name: maker.reads(tasks[name]) for name, maker in makers.items()}
         anywhere = frozenset().union(*read.values())
@@ -116,11 +119,11 @@ class Builder:
             key = f"sets.{name}"
             check_environments({key: (one, own)}, make_env, whole_run=False)
             await try_env(make_env, own[0])
-            if given is None:
+            if try_graders:
                 await check_graders(make_env, own)
             renderer = self._renderer(one)
-            assert one.limits is not None
-            fitting = await fit_prompts(own, one, make_env, renderer, one.limits, self._say, key)
+            limits = settings(one).limits
+            fitting = await fit_prompts(own, one, make_env, renderer, limits, self._say, key)
             found[name] = Questions(one, fitting, make_env, renderer)
         if self.assist is not None:
             await check_envs(
@@ -137,7 +140,7 @@ class Builder:
         assert model is not None
         assert self._factory is not None
         limits = max(
-            (one.limits for one in self.config.sets.values() if one.limits is not None),
+            (settings(one).limits for one in self.config.sets.values()),
             key=lambda limits: limits.max_prompt_tokens + limits.max_response_tokens,
         )
         return await start_engine(
@@ -146,18 +149,16 @@ class Builder:
 
     def actor(self, name: str, questions: Questions, engine: Engine) -> Actor:
         """The actor of a set. Its seed does not depend on what else is asked."""
-        one = questions.config
-        assert one.limits is not None
-        assert one.sampling is not None
-        parts = (engine, questions.renderer, questions.make_env, one.limits, one.sampling.params())
-        seed = f"{self.seed(one)}/eval/{name}"
+        own = settings(questions.config)
+        parts = (engine, questions.renderer, questions.make_env, own.limits, own.sampling.params())
+        seed = f"{self.seed(questions.config)}/eval/{name}"
         if self.assist is not None:
             return AssistedActor(*parts, seed, assist=self.assist)
         return Actor(*parts, seed)
 
     def seed(self, one: QuestionSet) -> int:
         """The seed of sampling of a set."""
-        own = one.sampling.seed if one.sampling is not None else None
+        own = settings(one).sampling.seed
         return self.config.seed if own is None else own
 
     def resolve(self, text: str) -> Path:
@@ -184,39 +185,17 @@ class Builder:
         elif self.subject.model is not None and not isinstance(engine, OpenAIConfig):
             length = context_length(engine, self.subject.model)
         for one in self.config.sets.values():
-            if length and one.limits is not None:
-                check_context(one.limits, length)
-
-    async def _load(self, name: str) -> list[Task]:
-        one, key = self.config.sets[name], f"sets.{name}"
-        assert one.env is not None
-        if one.benchmark:
-            paths = [
-                self.resolve(p)
-                for p in ([one.path] if isinstance(one.path, str) else one.path)
-                if p  # without any, load_benchmark says where to get it
-            ]
-            tasks = await asyncio.to_thread(
-                load_benchmark, one.benchmark, paths, one.max_tasks, env_id=one.env.id, rows=one,
-                say=said(self._say, key),
-            )  # fmt: skip
-        else:
-            tasks = await load_set(
-                one.path, one.env.id, one, self.resolve, self._say, key, one.max_tasks or 0
-            )
-        return _with_own_names(tasks, said(self._say, key))
+            if length:
+                check_context(settings(one).limits, length)
 
     def _maker(self, name: str, kept: Mapping[str, bool]) -> EnvMaker:
         one = self.config.sets[name]
-        assert one.env is not None
-        assert one.limits is not None
-        assert one.prompt is not None
         tables = {table: getattr(one, table) if kept[table] else None for table in TABLES}
-        return EnvMaker(one.env, tables, self.resolve, one.limits, one.prompt)
+        own = settings(one)
+        return EnvMaker(own.env, tables, self.resolve, own.limits, own.prompt)
 
     def _renderer(self, one: QuestionSet) -> Renderer:
-        prompt, model = one.prompt, self._model()
-        assert prompt is not None
+        prompt, model = settings(one).prompt, self._model()
         if model is not None:
             return make_renderer(self.config.renderer, prompt, self._tokenizer, model)
         if not prompt.apply_chat_template or prompt.chat_template_kwargs:
@@ -249,20 +228,6 @@ def _tables_of_all(config: EvaluateConfig) -> _Tables:
             for table in ("env", "grader", "search", "python")
         ),
     )
-
-
-def _with_own_names(tasks: Sequence[Task], say: Say) -> list[Task]:
-    """The tasks; a name that returns gets a number, since rows are kept by name."""
-    seen: Counter[str] = Counter()
-    named = []
-    for task in tasks:
-        seen[task.id] += 1
-        again = seen[task.id] > 1
-        named.append(replace(task, id=f"{task.id}#{seen[task.id]}") if again else task)
-    twice = sum(count - 1 for count in seen.values())
-    if twice:
-        say(f"{twice} questions have the name of an earlier one; they are told apart by a number")
-    return named
 
 
 def _remove_unless_failed(logs: Path, failed: type[BaseException] | None, *_: object) -> None:

@@ -32,7 +32,7 @@ async def run_evaluation(config: EvaluateConfig, subject: Subject, out: Path, vi
         builder = Builder(config, subject, stack, view.say)
         await builder.start()
         sets = await builder.questions()
-        store = Store(out, _saved(config, subject, builder))
+        store = Store(out, saved_of(config, subject, builder))
         stack.callback(store.close)
         wanted = [key for name, one in sets.items() for key in _keys(name, one)]
         for name, task, sample in wanted:
@@ -70,7 +70,8 @@ def _asked(missing: list[tuple[str, Task, int]], actors: dict[str, Actor]) -> It
         yield Question(actors[name], task, sample)
 
 
-def _saved(config: EvaluateConfig, subject: Subject, builder: Builder) -> Saved:
+def saved_of(config: EvaluateConfig, subject: Subject, builder: Builder) -> Saved:
+    """What is stored of an evaluation beside its rows."""
     told: dict[str, Any] = {"name": subject.name}
     if subject.model is not None:
         told |= {"path": str(subject.model), "weights": weights_digest(subject.model)}

@@ -104,6 +104,7 @@ class Store:
                 )
         else:
             before = load_saved(self.path)
+            saved = msgspec.json.decode(msgspec.json.encode(saved), type=Saved)  # tuples are lists
             _refuse_changes(self.path, before, saved)
             sets = {**before.config.get("sets", {}), **saved.config["sets"]}
             saved = Saved(
@@ -135,8 +136,9 @@ class Store:
 
 
 def read_rows(folder: Path) -> list[EvalRow]:
-    """The rows of an evaluation in order of their first writing, the last one of each key; a torn
-    last line is left out. Raises DataError with file and line."""
+    """The rows of an evaluation, the last one of each key, in the order of the keys: figures must
+    not depend on which trajectory ended first. A torn last line is left out. Raises DataError
+    with file and line."""
     path = folder / ROWS_FILE
     rows: dict[Key, EvalRow] = {}
     try:
@@ -150,7 +152,7 @@ def read_rows(folder: Path) -> list[EvalRow]:
             rows[one.key] = one
     except FileNotFoundError:
         return []
-    return list(rows.values())
+    return [rows[key] for key in sorted(rows)]
 
 
 def load_saved(folder: Path) -> Saved:

@@ -84,9 +84,13 @@ def collect(out: Path) -> dict[str, dict[int, Any]]:
 
 
 def pairs_of(curves: Curves, arm: str, base: str) -> Pairs:
-    """The two arms' curves of the seeds that both have."""
-    seeds = sorted(curves[arm].keys() & curves.get(base, {}).keys())
-    return [(curves[arm][seed], curves[base][seed]) for seed in seeds]
+    """The two arms' curves of the seeds that both have, over equally many updates."""
+    pairs = []
+    for seed in sorted(curves[arm].keys() & curves.get(base, {}).keys()):
+        one, other = curves[arm][seed], curves[base][seed]
+        shared = min(len(one.calls), len(other.calls))
+        pairs.append((one.first(shared), other.first(shared)))
+    return pairs
 
 
 def compare(curves: Curves, arm: str, base: str) -> dict[str, Estimate]:

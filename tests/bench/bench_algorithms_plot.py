@@ -42,7 +42,7 @@ def _curves(axes: Any, arm: str, colour: str, by_seed: dict[int, Any]) -> None:
 
 
 def _ratios(axes: Any, arms: dict[str, Any], levels: Sequence[float], base: str) -> None:
-    shown = [arm for arm in arms if arms[arm].get(f"against {base}")]
+    shown = [arm for arm in SHOWN if arms.get(arm, {}).get(f"against {base}")]
     for place, level in enumerate(levels):
         for number, arm in enumerate(shown):
             found = arms[arm][f"against {base}"][f"calls to {level}"]
@@ -53,6 +53,8 @@ def _ratios(axes: Any, arms: dict[str, Any], levels: Sequence[float], base: str)
             axes.plot(middle, height, "o", color=f"C{place}", markersize=5, label=label)
     axes.axvline(1.0, color="black", lw=0.8)
     axes.set_yticks(range(len(shown)), shown)
-    axes.invert_yaxis()
+    axes.set_ylim(len(shown) - 0.5, -0.5)
+    axes.set_xlim(right=1.25)
     axes.set(xlabel=f"tool calls needed / those of {base} (95 % interval)")
-    axes.legend(loc="best", fontsize="small")
+    if shown:
+        axes.legend(loc="center right", fontsize="small")

@@ -30,6 +30,10 @@ class Curve:
         calls = np.array([point["calls"] for point in points], float)
         return cls(calls, np.array([[int(bit) for bit in p["right"]] for p in points], float))
 
+    def first(self, num_evaluations: int) -> Curve:
+        """The curve up to there."""
+        return Curve(self.calls[:num_evaluations], self.right[:num_evaluations])
+
     def success(self, questions: NDArray[np.int64] | None = None) -> Floats:
         """[E], over the given questions (indices, repeats allowed) or all."""
         right = self.right if questions is None else self.right[:, questions]

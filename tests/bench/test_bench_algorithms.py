@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench_algorithms import seeds_of
+from bench_algorithms import pairs_of, seeds_of
 from bench_algorithms_chain import demonstration
 from bench_algorithms_forks import fork_points
 from bench_algorithms_runs import ARMS, NO_PARTS, arm_config, quickstart, start_config, to_toml
@@ -67,6 +67,12 @@ def test_equal_arms_show_no_difference_because_questions_are_paired() -> None:
 def test_an_arm_that_misses_the_level_is_counted() -> None:
     slow, fast = curve([0, 100], [0.1, 0.5]), curve([0, 100], [0.1, 0.9])
     assert ratio_of_calls([(slow, fast), (fast, fast)], 0.8, num_draws=50).num_missed == 1
+
+
+def test_arms_are_compared_over_equally_many_updates() -> None:
+    long, short = curve([0, 50, 90], [0.1, 0.2, 0.9]), curve([0, 60], [0.1, 0.3])
+    ((one, other),) = pairs_of({"a": {7: long, 8: long}, "b": {7: short}}, "a", "b")
+    assert (one.calls.tolist(), other.calls.tolist()) == ([0, 50], [0, 60])
 
 
 def test_gain_is_last_minus_first() -> None:

@@ -12,7 +12,7 @@ from tests.engines.server_process import ServerProcess
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 STAMP = ROOT / ".venv-sglang" / ".complete"
-START_S = 600.0  # mostly imports in four processes; 30 s on an idle machine
+START_S = 500.0  # mostly imports in four processes; 30 s on an idle machine
 STOP_S = 5.0
 ARGUMENTS = (
     *("--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1"),

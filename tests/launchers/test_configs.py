@@ -38,6 +38,7 @@ COMMANDS = {
     **dict.fromkeys(("server_judge", "server_summarizer"), serve.main),
 }
 EVALUATIONS = ("eval_reasoning", "eval_deep_search")
+OTHERS = ("synthesize_tools",)  # which has tests of its own
 
 SMALL_RL = (
     "model.path={folder}/runs/cold-start",
@@ -68,7 +69,6 @@ SMALL_EVALUATION = (
     "search.mode=snippets",
     "search.cache=",
     "grader.judge.cache=",
-    "roles={{judge={{url='{url}'}}, summarizer={{url='{url}'}}}}",
 )
 SMALL_SUPERVISED = (
     "model.path={folder}/runs/cold-start",
@@ -100,7 +100,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 
 def test_no_configuration_is_forgotten_here() -> None:
     found = {path.stem for path in CONFIGS.glob("*.toml")}
-    assert found == {*COMMANDS, *EVALUATIONS}
+    assert found == {*COMMANDS, *EVALUATIONS, *OTHERS}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -199,7 +199,9 @@ def test_an_evaluation(name: str, sets: str, small: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Helper) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
-        changed = [override.format(folder=small, url=url) for override in SMALL_EVALUATION]
+        changed = [override.format(folder=small) for override in SMALL_EVALUATION]
+        roles = tomllib.loads((CONFIGS / f"{name}.toml").read_text(encoding="utf-8"))["roles"]
+        changed += [f"roles.{role}={{url='{url}'}}" for role in roles]
         subject = [str(small / "runs" / "cold-start"), "--config", str(CONFIGS / f"{name}.toml")]
         asked = ["--set", sets, "--n", "2", "--out", str(out)]
         assert evaluate.main([*subject, *asked, *paths, *changed]) == 0

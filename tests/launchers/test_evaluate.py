@@ -258,6 +258,29 @@ num_samples = 1
     assert len(read_rows(tmp_path / "out")) == 8, "the other set stays"
 
 
+def test_a_table_belongs_to_the_sets_that_read_it(
+    run: Run, warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, config = warehouse.parent, tmp_path / "eval.toml"
+    text = f"""
+[python]
+preload = []
+[sets.plain]
+path = "{folder}/a.jsonl"
+max_tasks = 1
+[sets.coding]
+path = "{folder}/b.jsonl"
+max_tasks = 1
+env = {{ id = "%s" }}
+"""
+    config.write_text(text % "agentenv/CodeInterpreter-v0")
+    assert run("out", "--config", str(config), data=False) == 0
+    assert len(read_rows(tmp_path / "out")) == 2
+    config.write_text(text % "agentenv/QAGrader-v0")
+    assert run("other", "--config", str(config), data=False) == 2
+    assert "[python]: not read by" in refused(capsys)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

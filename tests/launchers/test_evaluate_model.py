@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN
 from envs.web_search import SearchTool
 from launchers import evaluate, export, train
+from launchers.evaluation import command
 from launchers.evaluation.rows import EvalRow, Key
 from launchers.evaluation.store import read_rows
 from tests.engines.vllm_server import VLLMProcess, require_vllm
@@ -27,7 +29,7 @@ CHAT = ("limits.max_prompt_tokens=64", "limits.max_response_tokens=192",
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A quick-start run of a short cold start and one update: it calls tools, and is often wrong."""
+    """A run of a short cold start and one update: it calls tools, and is often wrong."""
     folder = tmp_path_factory.mktemp("trained")
     config = ROOT / "tests" / "support" / "small_quickstart.toml"
     stages = '[{rows="copy",num_steps=60},{rows="clean",num_steps=150}]'
@@ -37,10 +39,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def evaluated(subject: str, out: Path, *keys: str) -> dict[Key, EvalRow]:
-    assert evaluate.main([subject, "--n", str(NUM), "--out", str(out), *keys]) == 0
+def evaluated(
+    subject: str, out: Path, *keys: str, num: int = NUM, report: bool = False
+) -> dict[Key, EvalRow]:
+    """The rows; the report, which takes seconds, only where it is looked at."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not report:
+            patch.setattr(command, "write_report", lambda *_: None)
+        assert evaluate.main([subject, "--n", str(num), "--out", str(out), *keys]) == 0
     rows = {row.key: row for row in read_rows(out)}
-    assert len(rows) == NUM * (2 if "num_samples=2" in keys else 1)
+    assert len(rows) == num * (2 if "num_samples=2" in keys else 1)
     assert not any(row.error for row in rows.values())
     return rows
 
@@ -51,7 +59,7 @@ def outcome(rows: dict[Key, EvalRow]) -> dict[Key, tuple[Any, ...]]:
 
 def test_equal_seeds_give_equal_scores_on_the_embedded_engine(run: Path, tmp_path: Path) -> None:
     found = [
-        evaluated(str(run), tmp_path / name, "num_samples=2", *keys)
+        evaluated(str(run), tmp_path / name, "num_samples=2", *keys, report=True)
         for name, keys in (("a", []), ("b", ["concurrency=3"]))
     ]
     assert outcome(found[0]) == outcome(found[1])
@@ -99,6 +107,24 @@ def test_a_running_vllm_server_is_evaluated_by_tokens_and_by_chat(
         server.stop()
 
 
+def by_hand(calls: list[dict[str, Any]]) -> bool:
+    """Whether there are calls, and all of them are searches or sums."""
+    codes = [call["arguments"]["code"] for call in calls if call["name"] == "python"]
+    return bool(calls) and all(re.fullmatch(r"[\d *+-]+", code) for code in codes)
+
+
+def answer(text: str, search: SearchTool) -> str:
+    """What stands behind a text that ends in a call; nothing if it does not."""
+    called = re.search(r"<(search|python)>([^<]*)</\1>\Z", text)
+    if called is None:
+        return ""
+    body = called[2].strip()
+    if called[1] == "python":
+        return f"{RESULT_OPEN}{eval(body, {'__builtins__': {}})}{RESULT_CLOSE}"
+    found = asyncio.run(search.call({"query": body}, search.start(0)))
+    return RESULT_OPEN + found.text + RESULT_CLOSE
+
+
 def test_the_exported_model_answers_through_plain_transformers(run: Path, tmp_path: Path) -> None:
     """A rollout with generate, stop strings and the tools called by hand is the one of the
     evaluation, word for word."""
@@ -109,16 +135,12 @@ def test_the_exported_model_answers_through_plain_transformers(run: Path, tmp_pa
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     search = SearchTool(str(run / "data" / "kb.jsonl"))
-    rows = evaluated(str(run), tmp_path / "out", "sampling.temperature=0")
-    row = next(
-        row
-        for row in rows.values()
-        if row.end == "terminated" and [call["name"] for call in row.tool_calls] == ["search"]
-    )
+    rows = evaluated(str(run), tmp_path / "out", "sampling.temperature=0", num=48)
+    row = next(row for row in rows.values() if row.end == "terminated" and by_hand(row.tool_calls))
     chat = [{"role": "user", "content": row.question}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     text = prompt
-    for _ in range(2):
+    for _ in range(row.num_turns):
         ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)
         with torch.inference_mode():
             out = model.generate(
@@ -126,9 +148,6 @@ def test_the_exported_model_answers_through_plain_transformers(run: Path, tmp_pa
                 stop_strings=["</search>", "</python>"],
             )  # fmt: skip
         text = tokenizer.decode(out[0])
-        if text.endswith("</search>"):
-            query = text.rpartition("<search>")[2].removesuffix("</search>").strip()
-            result = asyncio.run(search.call({"query": query}, search.start(0)))
-            text += RESULT_OPEN + result.text + RESULT_CLOSE
+        text += answer(text, search)
     written = [segment.get("env", "") or segment["policy"] for segment in row.segments]
     assert text == "".join(written) + row.segments[-1]["eos"]

@@ -8,7 +8,6 @@ import re
 import threading
 from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import ClassVar
 
 import msgspec
@@ -163,21 +162,16 @@ def test_another_question_of_the_same_name_is_refused(tmp_path, capsys):
 # regrade
 
 
-def figures(folder: Path) -> dict[str, object]:
-    assert report.main([str(folder)]) == 0
-    found: dict[str, object] = json.loads((folder / "summary.json").read_text())
-    return found
-
-
+@pytest.mark.timeout(400)  # math-verify starts twice, which takes long on a busy machine
 def test_the_same_grader_gives_the_same_rows_and_figures(tmp_path, capsys):
     folder = write_evaluation(tmp_path / "e", mixed_rows(12, 3), {"kind": "layered"})
     assert regrade.main([str(folder)]) == 0  # the labels of the rows become real grades
-    rows, summary = read_rows(folder), figures(folder)
+    rows, summary = read_rows(folder), (folder / "summary.json").read_bytes()
     capsys.readouterr()
     assert regrade.main([str(folder)]) == 0
     assert "0 of 36 verdicts changed" in capsys.readouterr().out
     assert read_rows(folder) == rows
-    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert (folder / "summary.json").read_bytes() == summary
     assert {row.success for row in rows} == {True, False}
     assert all("em" in row.scores for row in rows)
 

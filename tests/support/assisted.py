@@ -10,14 +10,37 @@ from agentenv.assist import Assist, AssistConfig, AssistedActor
 from agentenv.config import build_config
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.env import Env
+from agentenv.errors import ToolError
 from agentenv.limits import Limits
 from agentenv.plan import Independent
 from agentenv.renderer import TagRenderer
+from agentenv.tool import tool
+from agentenv.tool_env import ToolEnv
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Completion, SamplingParams, Task
+from envs.grading.config import make_grader
 from tests.support.toy import CharTokenizer
 
 TASK = Task("t", "toy", "How much is it?", ("2",))
+ANSWER = "<think>so</think><answer>2</answer>"
+
+
+@tool
+async def search(query: str) -> str:
+    """Finds what is there."""
+    if query.startswith("bad"):
+        raise ToolError(f"the index does not know {query}")
+    return f"found {query}"
+
+
+def search_env(task: Task) -> ToolEnv:
+    """Searches; queries that begin with "bad" are errors."""
+    return ToolEnv(task, [search], make_grader(None, kind="exact"))
+
+
+def look(query: str) -> str:
+    """A turn that searches."""
+    return f"<think>look</think><search>{query}</search>"
 
 
 class Watched(ScriptedEngine):

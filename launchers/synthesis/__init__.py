@@ -1,0 +1,1 @@
+"""Data synthesis: what `launchers/synthesize.py` is composed of."""

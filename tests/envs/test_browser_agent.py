@@ -1,0 +1,154 @@
+"""The browser agent: pages are read and summarised for the question by a second model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from agentenv.assist.counts import count_calls
+from agentenv.errors import EnvError
+from agentenv.shared import close_shared
+from agentenv.types import Message, Task, ToolCall
+from envs.search.config import SearchConfig
+from envs.search.service import Episode, SearchService
+from envs.web_search import WebSearchEnv, search_config
+from tests.envs.search_server import serving
+
+SNIPPET = "Lima was founded in 1535 by Francisco Pizarro"
+FILLER = "Nothing of interest stands in this sentence. " * 400
+PAGE = f"<html><body><p>{FILLER}</p><p>{SNIPPET}, it says.</p><p>{FILLER}</p></body></html>"
+GOOD = "I read the pages.\n**Final Information**\n\nFounded in 1535."
+
+
+class Web:
+    """A search provider, its page, and a model that says `said`."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.said: Any = GOOD
+        self.asked: list[str] = []
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        if request.path == "/search":
+            row = {"title": "Lima", "url": f"{self.url}/page", "content": SNIPPET}
+            return web.json_response({"results": [row]})
+        if request.path == "/page":
+            return web.Response(text=PAGE, content_type="text/html")
+        self.asked.append((await request.json())["messages"][0]["content"])
+        if isinstance(self.said, int):
+            return web.Response(status=self.said)
+        usage = {"prompt_tokens": 900, "completion_tokens": 30}
+        return web.json_response({"choices": [{"message": {"content": self.said}}], "usage": usage})
+
+    def config(self, **summarizer: Any) -> SearchConfig:
+        pages = {"fetch": {"allow_networks": ["127.0.0.0/8"]}, "extract_timeout_s": 60.0}
+        backend = {"name": "web", "provider": "searxng", "url": self.url}
+        traffic = {"num_retries": 0, "timeout_s": 5.0}
+        keys = {"url": f"{self.url}/v1", "model": "small", "traffic": traffic, **summarizer}
+        return search_config(
+            {"backend": backend, "pages": pages, "preset": "arpo_eval", "summarizer": keys}
+        )
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Web]:
+    site = Web()
+    async with serving(site) as site.url:
+        yield site
+        await close_shared()
+
+
+async def search(config: SearchConfig, *queries: str, episode: Episode | None = None) -> list[Any]:
+    service, episode = SearchService(config), episode or Episode()
+    try:
+        return [await service.search(query, episode) for query in queries]
+    finally:
+        await service.close()
+
+
+async def test_the_policy_reads_the_final_information_of_the_window(site: Web) -> None:
+    (result,) = await search(site.config(), "lima")
+    assert result.text == "Founded in 1535."
+    assert result.info["browser"] == {"found": True, "num_tokens": 930}
+    (prompt,) = site.asked
+    window = prompt.split("Page 1: ")[1].split("\n</pages>")[0]
+    assert f"{SNIPPET}, it says." in window
+    assert len(window) == 3000
+
+
+async def test_a_summary_that_is_known_costs_nothing(site: Web) -> None:
+    service = SearchService(site.config())
+    for num_tokens in (930, 0):
+        result = await service.search("lima", Episode())
+        assert (result.text, result.info["browser"]["num_tokens"]) == (
+            "Founded in 1535.",
+            num_tokens,
+        )
+    await service.close()
+    assert len(site.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "It was founded in 1535.",  # cut off, or another form
+        "<think>I shall write **Final Information** and then",
+        "<think>**Final Information** is the mark</think>No idea.",
+        "**Final Information**\n\n",
+        "",
+        None,
+    ],
+)
+async def test_without_final_information_the_policy_reads_the_pages(site: Web, said: Any) -> None:
+    site.said = said
+    (result,) = await search(site.config(max_chars=2500), "lima")
+    assert result.text.startswith("Page 1: ")
+    assert len(result.text) == 2500
+    assert result.info["browser"] == {"found": False, "num_tokens": 930}
+
+
+async def test_the_thoughts_of_the_model_and_what_is_too_long_are_cut(site: Web) -> None:
+    site.said = f"<think>Lima?</think>{GOOD}{'.' * 9000}"
+    (result,) = await search(site.config(), "lima")
+    assert result.text.startswith("Founded in 1535.")
+    assert len(result.text) == 6000
+
+
+async def test_its_uses_in_one_trajectory_can_be_limited(site: Web) -> None:
+    episode = Episode()
+    first, second = await search(site.config(max_uses=1), "lima", "lima again", episode=episode)
+    assert first.text == "Founded in 1535."
+    assert second.text.startswith("Page 1: ")
+    assert "browser" not in second.info
+    assert episode.copy().num_summaries == 1
+    assert len(site.asked) == 1
+
+
+async def test_a_server_that_fails_is_no_fault_of_the_policy(site: Web) -> None:
+    """The trajectory fails and is not counted as wrong."""
+    site.said = 500
+    task = Task("t", "web", "When was Lima founded?", ("1535",))
+    env = WebSearchEnv(task, search=site.config(), num_retries=0)
+    await env.reset(seed=1)
+    call = Message("assistant", "<search>lima</search>", (ToolCall("search", {"query": "lima"}),))
+    with pytest.raises(EnvError, match="summarizer: 1 attempts failed: status 500"):
+        await env.step(call)
+    await env.close()
+
+
+async def test_the_record_of_the_call_counts_it(site: Web) -> None:
+    task = Task("t", "web", "When was Lima founded?", ("1535",))
+    env = WebSearchEnv(task, search=site.config())
+    await env.reset(seed=1)
+    text = "<think>I need its history.</think><search>lima</search>"
+    call = Message("assistant", text, (ToolCall("search", {"query": "lima"}),))
+    *_, info = await env.step(call)
+    await env.close()
+    counts: dict[str, float] = {}
+    count_calls(counts, info["tool_calls"])
+    assert counts == {"browser_uses": 1, "browser_ok": 1, "browser_tokens": 930}
+    assert "When was Lima founded?" in site.asked[0]
+    assert "I need its history." in site.asked[0]

@@ -1,0 +1,204 @@
+"""The estimates of --dry-run against what is counted elsewhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from agentenv.engines.launch_config import LaunchConfig
+from launchers.planning.memory import (
+    HEAD_CHUNK_BYTES,
+    LARGEST_FACTOR,
+    activation_bytes,
+    kept_per_token,
+    learner_memory,
+    model_states,
+    server_room,
+)
+from launchers.planning.shapes import KNOWN, ModelShape, find_shape, shape_of
+from launchers.quickstart import build_model
+from learners.batch import pack
+from learners.encoding import encode_sequence
+from learners.learner import LearnerConfig
+from learners.logprob_head import CHUNK_BYTES
+from learners.lora import LoRAConfig
+from learners.policy import Policy, tensors
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def family(name: str) -> type[Any]:
+    if name.startswith("Qwen3"):
+        return Qwen3Config
+    return LlamaConfig if name.startswith("Llama") else Qwen2Config
+
+
+def config_of(name: str, shape: ModelShape) -> Any:
+    return family(name)(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=shape.tied,
+    )
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_shapes_have_the_parameters_that_transformers_makes(name: str) -> None:
+    shape = replace(KNOWN[name], layers=2)
+    config = config_of(name, shape)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    counted = sum(param.numel() for param in model.parameters())
+    assert shape.num_params == counted
+    read = shape_of(config.to_dict(), Path())
+    assert (read.num_params, read.layer) == (counted, shape.layer)
+
+
+def test_the_shape_of_a_model_that_is_here(tmp_path: Path) -> None:
+    build_model(tmp_path, seed=0)
+    shape = find_shape(tmp_path)
+    assert shape is not None
+    weights = tmp_path / "model.safetensors"
+    assert 4 * shape.num_params == pytest.approx(weights.stat().st_size, rel=0.01)
+    assert find_shape(Path("runs/mine")) is None
+    quantized = find_shape(Path("models/Qwen2.5-72B-Instruct-GPTQ-Int4"))
+    assert quantized is not None
+    assert quantized.num_params / 2 < quantized.served_bytes(2) < 0.3 * 2 * quantized.num_params
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [(2, "none"), (2, "optimizer"), (3, "none"), (3, "optimizer"), (3, "params")],
+)
+def test_model_states_are_those_of_deepspeeds_own_estimate(
+    stage: int, offload: str, ranks: int
+) -> None:
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as zero3
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as zero2
+
+    shape = replace(KNOWN["Qwen2.5-7B"], layers=1)
+    settings: dict[str, Any] = {"zero_stage": stage, "offload": offload}
+    config = LearnerConfig(num_ranks=ranks, optimizer="adamw", dtype="bfloat16", **settings)
+    ours = model_states(shape, config)
+    count, largest = shape.num_params, max(shape.embedding, shape.layer)
+    if stage == 2:
+        host, gpu = zero2(count, ranks, 1, offload != "none", 1.0)
+    else:
+        host, gpu, of_largest = zero3(
+            count, largest, ranks, 1, offload != "none", offload == "params", True, 1.0
+        )
+        assert of_largest == LARGEST_FACTOR * largest
+        gpu -= of_largest
+    assert ours.gpu_bytes == pytest.approx(gpu, rel=1e-6)
+    if offload != "none":
+        expected = max(host, 0) if stage == 3 else 16 * count
+        assert ours.host_bytes * ranks == pytest.approx(expected, rel=1e-6)
+
+
+def test_states_of_stage_0_are_what_torch_holds() -> None:
+    """Weights, gradients and both moments in float32, counted after a step."""
+    shape = replace(TINY, layers=2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of("Qwen3", shape))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.arange(8)[None]).logits.sum().backward()
+    optimizer.step()
+    held = sum(p.nbytes + p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    held += sum(
+        value.nbytes for state in optimizer.state.values() for value in state.values()
+        if value.ndim
+    )  # fmt: skip
+    states = model_states(shape, LearnerConfig(optimizer="adamw"))
+    assert states.gpu_bytes == held
+    lora = model_states(shape, LearnerConfig(optimizer="adamw", lora=LoRAConfig(r=4)))
+    assert lora.gpu["weights"] == states.gpu["weights"]
+    assert lora.gpu["optimizer"] < 0.2 * states.gpu["optimizer"]
+
+
+TINY = ModelShape(
+    hidden=128, layers=4, heads=4, kv_heads=2, head_dim=48, intermediate=384, vocabulary=512,
+    context=512, qk_norm=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen2", "Llama"])
+def test_activations_are_what_autograd_keeps(name: str, dtype: torch.dtype) -> None:
+    """Two more layers against the estimate for two layers, without and with checkpointing."""
+    num_tokens, size = 256, dtype.itemsize
+    qk_norm = name == "Qwen3"
+
+    def kept(layers: int, checkpointing: bool) -> int:
+        shape = replace(TINY, layers=layers, qk_norm=qk_norm)
+        model = AutoModelForCausalLM.from_config(
+            config_of(name, shape), attn_implementation="sdpa"
+        ).to(dtype)
+        policy = Policy(model.eval(), checkpointing=checkpointing)
+        own = {p.untyped_storage().data_ptr() for p in [*policy.parameters(), *policy.buffers()]}
+        found: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                found[storage.data_ptr()] = storage
+            return tensor
+
+        ids = [token % 500 for token in range(num_tokens)]
+        sequence = encode_sequence(ids, [False] * (num_tokens - 1) + [True])
+        (batch,) = pack([sequence], num_tokens)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            policy(*tensors(batch, torch.device("cpu")))
+        return sum(storage.nbytes() for storage in found.values())
+
+    shape = replace(TINY, qk_norm=qk_norm)
+    whole = (kept(4, False) - kept(2, False)) / 2
+    assert kept_per_token(shape, size) * num_tokens == pytest.approx(whole, rel=0.02)
+    inputs = (kept(4, True) - kept(2, True)) / 2
+    assert num_tokens * shape.hidden * size == pytest.approx(inputs, rel=0.02)
+    assert activation_bytes(shape, num_tokens, size, checkpointing=False) > 4 * whole
+    assert activation_bytes(shape, num_tokens, size, checkpointing=True) > 4 * inputs + whole
+
+
+def test_the_heads_chunks_are_those_of_the_learner() -> None:
+    assert CHUNK_BYTES["cuda"] == HEAD_CHUNK_BYTES
+
+
+def test_what_saves_memory_saves_it() -> None:
+    shape = KNOWN["Qwen2.5-7B"]
+    plain = LearnerConfig(optimizer="adamw", dtype="bfloat16", zero_stage=1, num_ranks=8)
+
+    def needed(**changes: Any) -> float:
+        return learner_memory(shape, replace(plain, **changes), 8192).gpu_bytes
+
+    sizes = [
+        needed(),
+        needed(zero_stage=2),
+        needed(zero_stage=3),
+        needed(zero_stage=3, activation_checkpointing=True),
+        needed(zero_stage=3, activation_checkpointing=True, offload="optimizer"),
+        needed(zero_stage=3, activation_checkpointing=True, offload="params"),
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    has_reference = learner_memory(shape, plain, 8192, has_reference=True).gpu_bytes
+    assert has_reference - sizes[0] == 2 * shape.num_params
+
+
+def test_room_for_keys_and_values() -> None:
+    shape = KNOWN["Qwen2.5-7B"]
+    one = server_room(shape, LaunchConfig(gpu_memory_share=0.5), 1000, 80e9)
+    assert one.budget == 40e9
+    assert one.tokens == int((40e9 - 2 * shape.num_params - 2 * 2**30) // (2 * 28 * 4 * 128 * 2))
+    two = server_room(shape, LaunchConfig(tensor_parallel_size=2), 1000, 80e9)
+    assert two.weights == shape.num_params, "half of them, two bytes each"
+    assert two.tokens > 2 * one.tokens
