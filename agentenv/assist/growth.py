@@ -79,9 +79,10 @@ class AssistedGrowth(Growth):
         return outcome
 
     async def _moved(self, branch: Branch, observation_ids: list[int]) -> bool:
-        return await self._go_back(branch, observation_ids) or await self._refine(
-            branch, observation_ids
-        )
+        if await self._go_back(branch, observation_ids):
+            return True
+        await self._forget(self._notes_of(branch))  # a copy may hold an interpreter
+        return await self._refine(branch, observation_ids)
 
     def _sampling(self, branch: Branch) -> SamplingParams:
         sampling, config = super()._sampling(branch), self.assist.config.backtracer

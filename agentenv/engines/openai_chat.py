@@ -20,6 +20,8 @@ PATH = "/chat/completions"
 ENDS = {"stop", "length", "tool_calls", "function_call"}
 # sampling parameters beyond the standard, sent only where they change something
 EXTRA = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+KEEP_STOP = {"vllm": "include_stop_str_in_output", "sglang": "no_stop_trim"}
+TOLD = ("stop_reason", "matched_stop")  # what ended a turn, in the words of the two
 Json = dict[str, Any]
 
 
@@ -87,7 +89,7 @@ class ChatEngine:
         if sampling.stop:
             body["stop"] = list(sampling.stop)
             if self.endpoint.known:
-                body["include_stop_str_in_output"] = True
+                body[KEEP_STOP[self.endpoint.owner]] = True
         if self.native:
             tools = [{"type": "function", "function": tool} for tool in pieces[0].tools]
             body |= {"tools": tools} if tools else {}
@@ -139,7 +141,7 @@ class ChatEngine:
                 reply["usage"] = found.get("usage") or reply.get("usage")
                 for one in found.get("choices") or ():
                     text = _extend(message, one.get("delta") or {})
-                    for key in ("finish_reason", "stop_reason"):
+                    for key in ("finish_reason", *TOLD):
                         choice[key] = one.get(key) or choice.get(key)
                     if text:
                         ids = self.pieces.add(Piece(text=text), 1)
@@ -187,9 +189,9 @@ class ChatEngine:
     def _stop(self, choice: Json, content: str, sampling: SamplingParams) -> str | None:
         """The stop string that ended the turn. Where the endpoint does not say and leaves it out
         of the text, a tag that was opened and not closed tells."""
-        said = choice.get("stop_reason")
-        if isinstance(said, str) and said in sampling.stop:
-            return said
+        for key in TOLD:
+            if choice.get(key) in sampling.stop:
+                return str(choice[key])
         for stop in sampling.stop:
             if content.endswith(stop):
                 return stop

@@ -68,8 +68,8 @@ class Endpoint:
             models = {}  # some endpoints list nothing
         except (EngineError, LookupError, TypeError) as error:
             raise ConfigError(
-                f"{self._table}.url: {self.api.name} does not list its models ({error}); expected an "
-                "OpenAI-compatible endpoint"
+                f"{self._table}.url: {self.api.name} does not list its models ({error}); expected "
+                "an OpenAI-compatible endpoint"
             ) from error
         if not self.model:
             if len(models) != 1:

@@ -121,6 +121,10 @@ class WatchedEnv:
             failed = record.get("error") is not None
             seconds = f", {record['duration_s']:.2f} s" if "duration_s" in record else ""
             name = f"{message.name or message.role}{', error' if failed else ''}{seconds}"
+            repair = (record.get("info") or {}).get("debugger")
+            if repair is not None:
+                self._stage.heading("debugger", "cyan")
+                self._stage.write(repair["code"] if repair["fixed"] else repair["problem"], "cyan")
             self._stage.heading(name, "red" if failed else "yellow")
             self._stage.write(message.content, "")
         return outcome
@@ -165,6 +169,9 @@ def _conclude(tree: TrajectoryTree, graded: bool, stage: Stage, view: View) -> i
     how = f"{leaf.end}" + (f" by the limit of {leaf.limit}" if leaf.limit is not None else "")
     counts = f"{done.num_tool_calls} tool calls, {done.num_action_tokens} tokens sampled"
     stage.write(f"{how}; {counts}\n", "")
+    helped = leaf.info.get("assist") or {}
+    if helped:
+        stage.write(", ".join(f"{key} {value:g}" for key, value in helped.items()) + "\n", "")
     if graded:
         style = "bold green" if done.success else "bold red"
         stage.write("right" if done.success else "wrong", style)

@@ -16,7 +16,7 @@ from agentenv.config import Tree, override_kinds, read_toml, to_plain
 from agentenv.errors import AgentEnvError, ConfigError, DataError
 from launchers.assembly import import_from_working_directory
 from launchers.command import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, first_reason
-from launchers.evaluation.ask import ask_one
+from launchers.evaluation.ask import SET, ask_one
 from launchers.evaluation.report import write_report
 from launchers.evaluation.run import run_evaluation
 from launchers.evaluation.run_config import EvaluateConfig, merged, resolve_sets
@@ -98,13 +98,14 @@ def _configuration(arguments: argparse.Namespace, subject: Subject, view: View) 
         raw = merged({k: v for k, v in raw.items() if k != "sets" or not _asks(given)}, given)
         if subject.model is None:
             raw["engine"] = merged(_own_engine(raw), subject.raw["engine"])
-    if arguments.question:
-        raw = {**raw, "sets": {"question": {"path": "-"}}}
-    elif any(text.startswith("data=") for text in arguments.overrides):
+    if any(text.startswith("data=") for text in arguments.overrides):
         raw = {key: value for key, value in raw.items() if key != "sets"}
     if arguments.env:
         raw = merged(raw, {"env": {"id": arguments.env}})
     override_kinds(EvaluateConfig, raw, arguments.overrides, view.say)
+    if arguments.question:  # instead of those that the rest of the command names
+        raw = {key: value for key, value in raw.items() if key not in ("data", "rows")}
+        raw["sets"] = {SET: {"path": "-"}}
     refuse_verl_keys(raw, source)
     return resolve_sets(raw, source)
 

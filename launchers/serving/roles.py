@@ -14,7 +14,8 @@ from agentenv.engines.launch_config import ROLES, RoleConfig
 from agentenv.errors import ConfigError
 from launchers.serving.servers import ServerFactory
 
-READERS = ("env", "grader", "search", "python", "assist")  # tables of the configuration that may name a role
+# tables of the configuration that may name a role
+READERS = ("env", "grader", "search", "python", "assist")
 PLACE = re.compile(r"\{role:([^{}]*)\}")
 
 C = TypeVar("C", bound=msgspec.Struct)

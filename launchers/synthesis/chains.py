@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -62,14 +63,8 @@ def chain_text(parts: Sequence[Part]) -> str:
 
 def unify_tags(text: str, tools: Sequence[str]) -> str:
     """Tags in one spelling: < Think >, <THINKING> and </ thought> become those of the protocol."""
-    names = {**ALIASES, **{name: name for name in (*OURS, *tools)}}
-    spellings = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-    folded = {name.casefold(): own for name, own in names.items()}
-
-    def unified(tag: re.Match[str]) -> str:
-        return f"<{tag[1]}{folded[tag[2].casefold()]}>"
-
-    return re.sub(rf"<\s*(/?)\s*({spellings})\s*>", unified, text, flags=re.IGNORECASE)
+    pattern, names = _spellings(tuple(tools))
+    return pattern.sub(lambda tag: f"<{tag[1]}{names[tag[2].casefold()]}>", text)
 
 
 def check_chain(parts: Sequence[Part], tools: Sequence[str], *, require_box: bool) -> Problem:
@@ -135,12 +130,25 @@ def _plain(value: Any) -> Any:
 
 
 def _tags(parts: Sequence[Part], tools: Sequence[str]) -> Iterator[tuple[bool, str]]:
-    pattern = re.compile(rf"</?(?:{'|'.join(map(re.escape, (*OURS, *tools)))})>")
+    pattern = _protocol(tuple(tools))
     for by_policy, text in parts:
         if by_policy:
             yield from ((True, tag[0]) for tag in pattern.finditer(text))
         else:
             yield False, "<result>"
+
+
+@cache
+def _spellings(tools: tuple[str, ...]) -> tuple[re.Pattern[str], dict[str, str]]:
+    """A tag in any spelling, and the protocol's name by the folded one."""
+    names = {**ALIASES, **{name.casefold(): name for name in (*OURS, *tools)}}
+    either = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    return re.compile(rf"<\s*(/?)\s*({either})\s*>", re.IGNORECASE), names
+
+
+@cache
+def _protocol(tools: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(rf"</?(?:{'|'.join(map(re.escape, (*OURS, *tools)))})>")
 
 
 def _without_frame(text: str) -> str:

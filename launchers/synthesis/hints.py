@@ -71,10 +71,7 @@ def make_hint(chain: str, sample: int, config: HintsConfig, rng: Random) -> Hint
 def cut_at_doubt(chain: str, phrases: Sequence[str]) -> str | None:
     """The chain up to the first sentence of a thought that has one of the phrases, ready for a
     sentence; None without one. Only the part before any answer counts."""
-    doubts = re.compile(
-        rf"(?<!\w)(?:{'|'.join(re.escape(phrase.strip()) for phrase in phrases)})(?!\w)",
-        re.IGNORECASE,
-    )
+    doubts = re.compile("|".join(map(_pattern, phrases)), re.IGNORECASE)
     for doubt in doubts.finditer(chain):
         before = chain[: doubt.start()]
         thought = before.rfind("<think>")
@@ -100,6 +97,12 @@ def reopened(chain: str) -> str | None:
     if not answer:
         return None
     return f"{_ready(thought)}So it would be {answer.rstrip('.')}. "
+
+
+def _pattern(phrase: str) -> str:
+    """Whole words, where the script has blanks between words."""
+    word = re.escape(phrase.strip())
+    return rf"(?<!\w){word}(?!\w)" if phrase.isascii() else word
 
 
 def _ready(text: str) -> str:

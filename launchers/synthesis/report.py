@@ -15,10 +15,10 @@ from launchers.synthesis.sorting import Class, Sorted
 
 CLASSES: tuple[Class, ...] = get_args(Class)
 GOES_TO = {
-    "direct": "answered without tools: sft.jsonl",
-    "tools": "answered with tools only: sft.jsonl",
-    "hard": "not answered: rl.jsonl",
-    "unfinished": "trajectories failed: asked again by the same command",
+    "direct": "sft.jsonl",
+    "tools": "sft.jsonl",
+    "hard": "rl.jsonl",
+    "unfinished": "asked again by the same command",
 }
 NUM_RIGHT = ("neither", "tools_only", "direct_only", "both")
 

@@ -38,7 +38,7 @@ COMMANDS = {
     **dict.fromkeys(("server_judge", "server_summarizer"), serve.main),
 }
 EVALUATIONS = ("eval_reasoning", "eval_deep_search")
-OTHERS = ("synthesize_tools",)  # which has tests of its own
+OTHERS = ("synthesize_tools", "eval_tool_star")  # which have tests of their own
 
 SMALL_RL = (
     "model.path={folder}/runs/cold-start",

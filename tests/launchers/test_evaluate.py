@@ -335,7 +335,7 @@ def test_one_question_is_shown_as_it_goes(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     question = ("--question", "How many bolts are there?", "--answer", "1240")
-    assert run("out", *question, data=False) == 0
+    assert run("out", *question) == 0
     out = capsys.readouterr().out
     for part in ("[user]\nHow many bolts are there?", "[policy]\n<think>look</think><stock>",
                  "[stock, ", "[end]\nterminated; 1 tool calls"):  # fmt: skip

@@ -15,10 +15,12 @@ from launchers.evaluation import command
 from launchers.evaluation.rows import EvalRow
 from launchers.evaluation.store import read_rows
 from launchers.evaluation.transcript import written
+from launchers.quickstart import build_model
 from tests.support.openai_endpoint import Answer, Json, ScriptedEndpoint, call, reply
 from tests.support.warehouse import STOCK
 
 Run = Callable[..., int]
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SUMMARY = "The stock tool was asked. Go on to the answer."
 
 
@@ -33,10 +35,20 @@ def clumsy(prompt: str, rng: Random) -> str:
     return f"<think>{'again and again ' * 8}</think><stock>{item}</stock>"
 
 
+def counting(prompt: str, rng: Random) -> str:
+    """Python that fails, then long thoughts, then the answer."""
+    if SUMMARY in prompt:
+        return r"<think>So.</think><answer>\boxed{2}</answer>"
+    if " <result>\n" not in prompt:
+        return "<think>Let me add.</think><python>prnt(1 + 1)</python>"
+    return f"<think>{'again and again ' * 60}</think><python>print(2)</python>"
+
+
 def helpful(body: Json, _: int) -> Answer:
     """Debugger or refiner, whoever is asked."""
     if "You repair Python code" in body["messages"][0]["content"]:
-        return reply("```\nbolts\n```", "stop", (40, 5))
+        code = "print(2)" if "prnt" in body["messages"][1]["content"] else "bolts"
+        return reply(f"```\n{code}\n```", "stop", (40, 5))
     return reply(SUMMARY, "stop", (90, 7))
 
 
@@ -203,10 +215,38 @@ def test_one_question_is_shown_with_them(run: Run, capsys: pytest.CaptureFixture
     assert run("out", "--question", "How many bolts are there?", "--answer", "1240") == 0
     text = capsys.readouterr().out
     assert "<stock>bolt</stock>" in text
-    assert "[stock" in text
-    assert "reward" in text
+    assert "[debugger]\nbolts\n[stock" in text
+    assert "debugger_ok 1" in text
 
 
 def test_training_has_no_such_key(warehouse: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main([str(warehouse), "assist.backtracer.max_uses=1"]) == 2
     assert "assist" in refused(capsys)
+
+
+def test_the_shipped_configuration_is_planned_and_runs_small(
+    tmp_path: Path, helper: ScriptedEndpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(CONFIGS / "eval_tool_star.toml")
+    planned = ["models/Qwen2.5-7B-tool-star", "--config", config, "--dry-run", "--gpus", "8"]
+    assert evaluate.main(planned) == 0
+    assert "debugger server" in capsys.readouterr().out
+    row = {"problem": "How much is 1 + 1?", "answer": "2", "id": 1}
+    (tmp_path / "aime.jsonl").write_text(json.dumps(row) + "\n")
+    build_model(tmp_path / "model", seed=0)
+    settings = json.loads((tmp_path / "model" / "config.json").read_text())
+    settings["max_position_embeddings"] = 4096  # a benchmark's prompt is a long one here
+    (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
+    small = [str(tmp_path / "model"), "--config", config, "--set", "aime24"]
+    small += ["--out", str(tmp_path / "out"), f"sets.aime24.path={tmp_path}/aime.jsonl"]
+    small += ["engine.name=scripted", "engine.script=tests.launchers.test_evaluate_assist:counting"]
+    small += ["search={preset='tool_star'}", "engine.max_model_len=4096"]
+    small += ["limits.max_prompt_tokens=2000", "limits.max_response_tokens=1500"]
+    small += ["assist.refiner.min_response_tokens=400"]
+    small += [f"roles.{role}={{url='{helper.url}'}}" for role in ("debugger", "judge")]
+    small += ["search.summarizer.url={role:summarizer}/v1", "search.summarizer.model=m"]
+    small += [f"roles.summarizer={{url='{helper.url}'}}", "grader.judge.cache="]
+    assert evaluate.main(small) == 0
+    (found,) = read_rows(tmp_path / "out")
+    assert (found.end, found.error) == ("terminated", None)
+    assert found.assist["debugger_ok"] == found.assist["refiner_ok"] == 1

@@ -255,6 +255,8 @@ def test_a_hint_takes_the_place_of_the_first_uncertain_sentence() -> None:
     assert cut_at_doubt("<think>Perhaps Cusco.", ["perhaps"]) == "<think>"
     assert cut_at_doubt("<think>It weighs 3.5 kg, I think.", ["i think"]) == "<think>"
     assert cut_at_doubt("<think>The mayberry is red.</think>", ["may", "maybe"]) is None
+    chinese = "<think>\u79d8\u9c81\u3002\u4e5f\u8bb8\u662f\u5e93\u65af\u79d1"
+    assert cut_at_doubt(chinese, ["\u4e5f\u8bb8"]) == "<think>\u79d8\u9c81\u3002 "
     assert cut_at_doubt("<think>a</think>Perhaps.<answer>b</answer>", ["perhaps"]) is None
     assert cut_at_doubt("<think>a</think><answer>perhaps</answer>", ["perhaps"]) is None
 
