@@ -226,6 +226,7 @@ PLANS: list[RolloutPlan] = [
     AlwaysFork(group_size=5),
     ARPOPlan(group_size=6, initial_rollouts=3, vocab_size=256, fork_window=8),
     ARPOPlan(group_size=6, initial_rollouts=3, vocab_size=256, fork_window=8, criterion="zscore"),
+    ARPOPlan(group_size=6, initial_rollouts=3, vocab_size=256, fork_window=8, criterion="relative"),
     AEPOPlan(group_size=6, initial_rollouts=3, vocab_size=256, fork_window=8),
     ReferencePlan(group_size=6, initial_rollouts=3, vocab_size=256, beam_size=3),
     ReferencePlan(group_size=6, initial_rollouts=3, vocab_size=256, penalized=True, split=True),

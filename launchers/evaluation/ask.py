@@ -51,6 +51,7 @@ class WatchedEngine:
 
     def __init__(self, engine: Engine, stage: Stage, renderer: Renderer) -> None:
         self.engine, self._stage, self._renderer = engine, stage, renderer
+        self._seen: list[int] = []
 
     @property
     def policy_version(self) -> int:
@@ -76,10 +77,13 @@ class WatchedEngine:
                 self._stage.write(text[len(shown) :], "green")
                 shown = text
 
+        if list(prompt_ids[: len(self._seen)]) != self._seen:  # agentenv/assist went elsewhere
+            self._stage.heading("taken again, or from a shorter context", "magenta")
         self._stage.heading("policy", "green")
         completion = await self.engine.generate(
             prompt_ids, sampling, session=session, on_tokens=show, stream_interval=1
         )
+        self._seen = [*prompt_ids, *completion.token_ids]
         whole = self._renderer.decode(completion.token_ids)
         self._stage.write(whole[len(shown) :] if whole.startswith(shown) else "", "green")
         return completion

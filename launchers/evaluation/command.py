@@ -17,6 +17,7 @@ from agentenv.errors import AgentEnvError, ConfigError, DataError
 from launchers.assembly import import_from_working_directory
 from launchers.command import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, first_reason
 from launchers.evaluation.ask import SET, ask_one
+from launchers.evaluation.assisted import check_assist
 from launchers.evaluation.report import write_report
 from launchers.evaluation.run import run_evaluation
 from launchers.evaluation.run_config import EvaluateConfig, merged, resolve_sets
@@ -72,6 +73,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     )
     config = _configuration(arguments, subject, view)
     config = _chosen(config, names, arguments.n)
+    check_assist(config)
     if arguments.dry_run:
         dry_run(config, arguments, view, subject.run, str(subject.model or ""))
         return 0

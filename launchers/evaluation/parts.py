@@ -31,7 +31,7 @@ from launchers.assembly import check_context, context_length, load_tokenizer, ma
 from launchers.data import check_environments, fit_prompts
 from launchers.env_config import TABLES
 from launchers.environments import EnvMaker, check_graders, try_env
-from launchers.evaluation.assisted import check_assist, check_envs
+from launchers.evaluation.assisted import check_envs
 from launchers.evaluation.question_files import read_questions
 from launchers.evaluation.run_config import EvaluateConfig, QuestionSet, settings
 from launchers.evaluation.subject import Subject
@@ -90,7 +90,6 @@ class Builder:
         self._check_contexts()
         self._stack.push_async_callback(close_shared)
         config = self.config
-        check_assist(config)
         check_roles(_tables_of_all(config))
         self._tasks = given or {
             name: await read_questions(name, one, self.resolve, self._say)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -48,11 +47,7 @@ def parts_of(row: EvalRow, tools: Sequence[str]) -> list[Part]:
     ]
     if parts and parts[0][0] and first.rstrip().endswith(THOUGHT_OPEN):
         parts[0] = (True, f"{THOUGHT_OPEN}\n{parts[0][1]}")
-    joined = [
-        (by_policy, "".join(text for _, text in group)) if by_policy else next(group)
-        for by_policy, group in groupby(parts, lambda part: part[0])
-    ]
-    return [(by_policy, text) for by_policy, text in joined if text or not by_policy]
+    return parts
 
 
 def chain_text(parts: Sequence[Part]) -> str:

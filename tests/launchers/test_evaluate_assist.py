@@ -95,8 +95,7 @@ def test_rows_and_report_say_what_the_helpers_did(
         assert (row.assist["refiner_ok"], row.assist["refiner_tokens"]) == (1, 97)
         assert len(row.abandoned) == row.assist.get("backtracer_uses", 0)
     taken_back = [row for row in rows if row.abandoned]
-    assert taken_back, "some asked for nails"
-    assert all("there is no" in row.abandoned[0] for row in taken_back)
+    assert {"there is no" in row.abandoned[0] for row in taken_back} == {True}
     report = (tmp_path / "out" / "report.md").read_text()
     assert "## Helpers" in report
     assert "| debugger | 12 | 1.000 | 100.0% | 540 |" in report
@@ -108,7 +107,6 @@ def test_rows_and_report_say_what_the_helpers_did(
 
 
 def test_a_row_holds_the_whole_way_to_the_answer(run: Run, tmp_path: Path) -> None:
-    """What was compressed too; not what was taken back."""
     assert run("out", "--n", "3") == 0
     for row in read_rows(tmp_path / "out"):
         texts = [next(iter(segment.values())) for segment in row.segments]
@@ -167,7 +165,8 @@ def test_equal_seeds_give_equal_rows_and_other_helpers_are_another_evaluation(
 def test_what_cannot_work_is_refused_at_the_start(
     run: Run, tmp_path: Path, keys: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("out", *keys) == 2
+    planned = ["--dry-run"] if "never" in text else []
+    assert run("out", *keys, *planned) == 2
     assert text in refused(capsys)
     assert not (tmp_path / "out").exists()
 
@@ -216,6 +215,7 @@ def test_one_question_is_shown_with_them(run: Run, capsys: pytest.CaptureFixture
     text = capsys.readouterr().out
     assert "<stock>bolt</stock>" in text
     assert "[debugger]\nbolts\n[stock" in text
+    assert "[taken again, or from a shorter context]" in text
     assert "debugger_ok 1" in text
 
 
@@ -234,18 +234,17 @@ def test_the_shipped_configuration_is_planned_and_runs_small(
     row = {"problem": "How much is 1 + 1?", "answer": "2", "id": 1}
     (tmp_path / "aime.jsonl").write_text(json.dumps(row) + "\n")
     build_model(tmp_path / "model", seed=0)
-    settings = json.loads((tmp_path / "model" / "config.json").read_text())
-    settings["max_position_embeddings"] = 4096  # a benchmark's prompt is a long one here
-    (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
+    path = tmp_path / "model" / "config.json"  # a benchmark's prompt is a long one here
+    path.write_text(path.read_text().replace('_embeddings": 1024', '_embeddings": 4096'))
     small = [str(tmp_path / "model"), "--config", config, "--set", "aime24"]
     small += ["--out", str(tmp_path / "out"), f"sets.aime24.path={tmp_path}/aime.jsonl"]
     small += ["engine.name=scripted", "engine.script=tests.launchers.test_evaluate_assist:counting"]
-    small += ["search={preset='tool_star'}", "engine.max_model_len=4096"]
+    small += ["engine.max_model_len=4096", "grader.judge.cache="]
     small += ["limits.max_prompt_tokens=2000", "limits.max_response_tokens=1500"]
     small += ["assist.refiner.min_response_tokens=400"]
-    small += [f"roles.{role}={{url='{helper.url}'}}" for role in ("debugger", "judge")]
-    small += ["search.summarizer.url={role:summarizer}/v1", "search.summarizer.model=m"]
-    small += [f"roles.summarizer={{url='{helper.url}'}}", "grader.judge.cache="]
+    roles = ("debugger", "judge", "summarizer")
+    small += [f"roles.{role}={{url='{helper.url}'}}" for role in roles]
+    small += ["search={preset='tool_star', summarizer={url='{role:summarizer}/v1', model='m'}}"]
     assert evaluate.main(small) == 0
     (found,) = read_rows(tmp_path / "out")
     assert (found.end, found.error) == ("terminated", None)
