@@ -102,8 +102,7 @@ def test_rows_and_report_say_what_the_helpers_did(
     assert f"Taken back: {len(taken_back)} calls" in report
     assert "Helpers" in capsys.readouterr().out
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["overall"]["assist"]["refiner_uses"] == 12
-    assert len(helper.requests) == 24
+    assert summary["overall"]["assist"]["refiner_uses"] * 2 == len(helper.requests) == 24
 
 
 def test_a_row_holds_the_whole_way_to_the_answer(run: Run, tmp_path: Path) -> None:
