@@ -12,18 +12,16 @@ from typing import Any, TypeVar
 import msgspec
 
 from agentenv.config import load_config, to_plain
-from agentenv.errors import AgentEnvError, ConfigError, DataError
 from launchers.assembly import import_from_working_directory
 from launchers.checkpoints import LATEST
+from launchers.exits import EXIT_FAILED, EXIT_INTERRUPTED, to_its_end
 from launchers.keys import add_key_help
 from launchers.monitor.config import MonitorConfig
 from launchers.monitor.monitors import Monitors
 from launchers.planning.dry_run import add_dry_run, check_arguments, dry_run
-from launchers.rundir import RunDirectory, explain
+from launchers.rundir import RunDirectory
 from launchers.verl_keys import refuse_verl_keys
 from launchers.view import View
-
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 T = TypeVar("T", bound=msgspec.Struct)
 Work = Callable[[Any, RunDirectory, View, str], Awaitable[None]]
@@ -66,47 +64,31 @@ def run_command(arguments: argparse.Namespace, config_type: type[T], work: Work)
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
     import_from_working_directory()
     view = View()
+    return to_its_end(
+        lambda: _run(arguments, config_type, work, view), view, writing="writing the run"
+    )
+
+
+def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: View) -> int:
     left_out: list[str] = []
-    try:
-        config: Any = load_config(
-            config_type,
-            arguments.config,
-            arguments.overrides,
-            say=left_out.append,
-            check=refuse_verl_keys,
-        )
-        folder = Path(config.run.dir) / (config.run.name or arguments.config.stem)
-        if arguments.dry_run:
-            for line in left_out:
-                view.say(line)
-            dry_run(config, arguments, view, folder)
-            return 0
-        run = RunDirectory(folder, resume=bool(arguments.resume))
-        view.log_to(run.path / "run.log")
+    config: Any = load_config(
+        config_type,
+        arguments.config,
+        arguments.overrides,
+        say=left_out.append,
+        check=refuse_verl_keys,
+    )
+    folder = Path(config.run.dir) / (config.run.name or arguments.config.stem)
+    if arguments.dry_run:
         for line in left_out:
             view.say(line)
-        return _follow(work(config, run, view, arguments.resume), config, run, view)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except OSError as error:
-        view.fail(f"{error.filename or 'writing the run'}: {explain(error)}")
-        return EXIT_FAILED
-    except (AgentEnvError, ExceptionGroup) as error:
-        reason = first_reason(error)
-        if reason is None:
-            raise
-        view.fail(str(reason))
-        return EXIT_BAD_INPUT if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
-    finally:
-        view.close()
-
-
-def first_reason(error: BaseException) -> AgentEnvError | OSError | None:
-    """The first failure with a reason for the user; None if there is a bug among the errors."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error if isinstance(error, AgentEnvError | OSError) else None
-    reasons = [first_reason(part) for part in error.exceptions]
-    return None if None in reasons else reasons[0]
+        dry_run(config, arguments, view, folder)
+        return 0
+    run = RunDirectory(folder, resume=bool(arguments.resume))
+    view.log_to(run.path / "run.log")
+    for line in left_out:
+        view.say(line)
+    return _follow(work(config, run, view, arguments.resume), config, run, view)
 
 
 def _follow(work: Awaitable[None], config: Any, run: RunDirectory, view: View) -> int:
@@ -115,13 +97,13 @@ def _follow(work: Awaitable[None], config: Any, run: RunDirectory, view: View) -
     run.monitors = Monitors(chosen, run.path, to_plain(config))
     code = EXIT_FAILED
     try:
-        code = asyncio.run(_to_its_end(work, view))
+        code = asyncio.run(_until_done(work, view))
     finally:
         run.monitors.finish(code)
     return code
 
 
-async def _to_its_end(work: Awaitable[None], view: View) -> int:
+async def _until_done(work: Awaitable[None], view: View) -> int:
     this = asyncio.current_task()
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)

@@ -16,10 +16,10 @@ from agentenv.plan import Independent
 from agentenv.renderer import Renderer
 from agentenv.tree import Trajectory, TrajectoryTree
 from agentenv.types import Chunk, Completion, Info, Limit, Message, SamplingParams, Task
-from launchers.command import EXIT_FAILED
 from launchers.evaluation.parts import Builder
 from launchers.evaluation.run_config import EvaluateConfig, settings
 from launchers.evaluation.subject import Subject
+from launchers.exits import EXIT_FAILED
 from launchers.view import View
 
 SET = "question"

@@ -13,9 +13,8 @@ import msgspec
 from msgspec.structs import replace
 
 from agentenv.config import Tree, override_kinds, read_toml, to_plain
-from agentenv.errors import AgentEnvError, ConfigError, DataError
+from agentenv.errors import ConfigError
 from launchers.assembly import import_from_working_directory
-from launchers.command import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, first_reason
 from launchers.evaluation.ask import SET, ask_one
 from launchers.evaluation.assisted import check_assist
 from launchers.evaluation.report import write_report
@@ -23,9 +22,9 @@ from launchers.evaluation.run import run_evaluation
 from launchers.evaluation.run_config import EvaluateConfig, merged, resolve_sets
 from launchers.evaluation.store import Saved, identity
 from launchers.evaluation.subject import Subject, find_subject, weights_digest
+from launchers.exits import to_its_end
 from launchers.keys import add_key_help
 from launchers.planning.dry_run import add_dry_run, check_arguments, dry_run
-from launchers.rundir import explain
 from launchers.verl_keys import refuse_verl_keys
 from launchers.view import View
 
@@ -43,23 +42,12 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
     import_from_working_directory()
     view = View()
-    try:
-        return _run(arguments, view)
-    except KeyboardInterrupt:
-        view.end()
-        view.say("interrupted; the same command goes on with what is missing")
-        return EXIT_INTERRUPTED
-    except OSError as error:
-        view.fail(f"{error.filename or 'writing the evaluation'}: {explain(error)}")
-        return EXIT_FAILED
-    except (AgentEnvError, ExceptionGroup) as error:
-        reason = first_reason(error)
-        if reason is None:
-            raise
-        view.fail(str(reason))
-        return EXIT_BAD_INPUT if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
-    finally:
-        view.close()
+    return to_its_end(
+        lambda: _run(arguments, view),
+        view,
+        writing="writing the evaluation",
+        interrupted="interrupted; the same command goes on with what is missing",
+    )
 
 
 def _run(arguments: argparse.Namespace, view: View) -> int:

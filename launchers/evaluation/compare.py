@@ -9,7 +9,6 @@ from pathlib import Path
 
 from agentenv.errors import DataError
 from agentenv.shared import close_shared
-from launchers.evaluation.commands import run_command
 from launchers.evaluation.comparison import (
     Difference,
     Pair,
@@ -24,6 +23,7 @@ from launchers.evaluation.report import make_scorer, write_whole
 from launchers.evaluation.scores import score_rows
 from launchers.evaluation.store import load_saved, read_rows
 from launchers.evaluation.tables import Table, as_rich, lines_of, markdown, number, plain
+from launchers.exits import to_its_end
 from launchers.view import View
 
 MAX_LISTED = 30
@@ -41,7 +41,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="Markdown file with all questions that changed")
     arguments = parser.parse_args(argv)
     view = View()
-    return run_command(lambda: asyncio.run(_run(arguments, view)), view)
+    return to_its_end(
+        lambda: asyncio.run(_run(arguments, view)), view, writing="writing the comparison"
+    )
 
 
 async def _run(arguments: argparse.Namespace, view: View) -> None:

@@ -23,7 +23,6 @@ from agentenv.config import Tree, apply_overrides, build_config
 from agentenv.errors import ConfigError
 from agentenv.shared import close_shared
 from launchers.assembly import import_from_working_directory
-from launchers.evaluation.commands import run_command
 from launchers.evaluation.regrading import Change, Graders, regrade_rows, resolver
 from launchers.evaluation.report import make_scorer, report_rows, write_whole
 from launchers.evaluation.rows import EvalRow
@@ -37,6 +36,7 @@ from launchers.evaluation.store import (
     read_rows,
 )
 from launchers.evaluation.tables import Table, as_markdown, as_rich, plain
+from launchers.exits import to_its_end
 from launchers.rundir import explain
 from launchers.view import View
 
@@ -59,7 +59,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     import_from_working_directory()
     view = View()
-    return run_command(lambda: asyncio.run(_run(arguments, view)), view)
+    return to_its_end(
+        lambda: asyncio.run(_run(arguments, view)), view, writing="writing the grades"
+    )
 
 
 async def _run(arguments: argparse.Namespace, view: View) -> None:

@@ -20,7 +20,6 @@ import msgspec
 from agentenv.errors import DataError
 from agentenv.shared import close_shared
 from envs.grading.equivalence import shared_math
-from launchers.evaluation.commands import run_command
 from launchers.evaluation.figure_types import Summary
 from launchers.evaluation.figures import Question
 from launchers.evaluation.report_plots import plots_of
@@ -31,6 +30,7 @@ from launchers.evaluation.scores import Compat, Scorer
 from launchers.evaluation.store import load_saved, read_rows
 from launchers.evaluation.summary import summarise
 from launchers.evaluation.tables import Table, as_rich, interval, lines_of, markdown, number
+from launchers.exits import to_its_end
 from launchers.view import View
 
 SUMMARY_FILE, MARKDOWN_FILE, HTML_FILE, PLOTS = (
@@ -62,7 +62,11 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--k {arguments.k}: expected numbers from 1")
     view = View()
     compat = cast(Compat, arguments.compat)
-    return run_command(lambda: write_report(arguments.folder, view, ks=ks, compat=compat), view)
+
+    def work() -> None:
+        write_report(arguments.folder, view, ks=ks, compat=compat)
+
+    return to_its_end(work, view, writing="writing the report")
 
 
 def write_report(
