@@ -15,6 +15,7 @@ from launchers.planning.memory import GIB
 from launchers.planning.plan import make_plan
 from launchers.planning.processes import Machine
 from launchers.planning.show import show_plan, show_sizes, show_values
+from launchers.rl.units import check_units
 from launchers.serving.gpus import visible_gpus
 from launchers.view import View
 
@@ -106,8 +107,7 @@ def _memory_of(gpu: str) -> float:
 
 
 def _check(config: TrainConfig) -> None:
-    from launchers.rl.parts import check_units  # brings the whole training along
-    from launchers.serving.roles import check_roles
+    from launchers.serving.roles import check_roles  # brings an HTTP client along
 
     check_units(config)
     check_roles(config)
