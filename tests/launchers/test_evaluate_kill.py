@@ -19,6 +19,7 @@ from tests.support.warehouse import ROOT
 NUM_KILLS = 4
 CONCURRENCY = 3
 LATENCY_S = 0.05  # of a turn
+SLOW_S = 1.0  # so that a signal comes in time on a busy machine
 LOG = "EVALUATE_KILL_LOG"
 
 
@@ -35,7 +36,7 @@ def logged(prompt: str, rng: random.Random) -> str:
 class Command:
     """The command in a process of its own; `asked` are the questions that were begun so far."""
 
-    def __init__(self, warehouse: Path, folder: Path) -> None:
+    def __init__(self, warehouse: Path, folder: Path, latency_s: float = LATENCY_S) -> None:
         self.out, self.log = folder / "out", folder / "log"
         self.log.touch()
         model, data = warehouse.parent / "model", warehouse.parent / "a.jsonl"
@@ -43,7 +44,7 @@ class Command:
         self.arguments += ["--env", "me/Warehouse-v0", "env.module=my_env", f"data={data}"]
         self.arguments += ["--out", str(self.out), "engine.name=scripted"]
         self.arguments += ["engine.script=tests.launchers.test_evaluate_kill:logged"]
-        self.arguments += [f"engine.latency_s={LATENCY_S}", f"concurrency={CONCURRENCY}"]
+        self.arguments += [f"engine.latency_s={latency_s}", f"concurrency={CONCURRENCY}"]
         self.arguments += ["limits.max_prompt_tokens=300", "limits.max_response_tokens=300"]
         path = os.pathsep.join([str(warehouse.parent), str(ROOT)])
         self.environment = {**os.environ, LOG: str(self.log), "PYTHONPATH": path}
@@ -94,7 +95,7 @@ def test_killed_at_any_moment_it_asks_no_question_twice(warehouse: Path, tmp_pat
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_can_go_on(warehouse: Path, tmp_path: Path, number: signal.Signals) -> None:
-    command = Command(warehouse, tmp_path)
+    command = Command(warehouse, tmp_path, SLOW_S)
     with command.start() as process:
         while process.poll() is None and len(command.asked()) < 6:
             time.sleep(0.005)
