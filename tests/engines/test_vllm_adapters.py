@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from agentenv.engines.http import HttpClient
 from agentenv.engines.pool import EnginePool
 from agentenv.engines.vllm import VLLMServer
 from agentenv.errors import EngineError
-from agentenv.types import Chunk, Completion, SamplingParams
+from agentenv.types import Completion, SamplingParams
 from tests.engines.adapters import write_adapters
 from tests.engines.reference import EOS, VOCAB, check_sampled
 from tests.engines.vllm_server import LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
@@ -21,6 +24,7 @@ from tests.engines.world import World, prompt
 
 pytestmark = [pytest.mark.engine_vllm, pytest.mark.timeout(900)]
 GREEDY = SamplingParams(max_tokens=300, temperature=0.0)
+LANES = 8  # turns of a test at a time
 
 
 class Served:
@@ -74,20 +78,45 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         served.process.stop()
 
 
-async def begin(pool: EnginePool, ids: list[int], after: int) -> asyncio.Task[Completion]:
-    """A long turn that has at least so many tokens when this returns."""
-    enough = asyncio.Event()
-    count = 0
+class Turns:
+    """Long turns that run one after another in several lanes, each of its own prompt and length,
+    so that at any time some of them are half done, on a slow machine too."""
 
-    def watch(chunk: Chunk) -> None:
-        nonlocal count
-        count += len(chunk.token_ids)
-        if count >= after:
-            enough.set()
+    def __init__(self, pool: EnginePool, seed: int) -> None:
+        self._pool = pool
+        self._seeds = itertools.count(seed)
+        self._going_on = True
+        self.done: list[tuple[list[int], Completion]] = []
 
-    asking = asyncio.create_task(pool.generate(ids, GREEDY, session="s", on_tokens=watch))
-    await asyncio.wait_for(enough.wait(), 120)
-    return asking
+    @asynccontextmanager
+    async def under_way(self) -> AsyncIterator[None]:
+        """Every lane is in its second turn or a later one when this is entered, so they are in
+        different places of theirs; it ends with the last turn."""
+        again = [asyncio.Event() for _ in range(LANES)]
+        async with asyncio.TaskGroup() as lanes:
+            for event in again:
+                lanes.create_task(self._lane(event))
+            for event in again:
+                await event.wait()
+            yield
+            self._going_on = False
+
+    async def _lane(self, again: asyncio.Event) -> None:
+        while self._going_on:
+            seed = next(self._seeds)
+            ids, sampling = prompt(seed, 40), replace(GREEDY, max_tokens=150 + 50 * (seed % 6))
+            self.done.append((ids, await self._pool.generate(ids, sampling, session=str(seed))))
+            again.set()
+
+    def check(self, models: dict[int, Any], old: int, new: int) -> None:
+        """All are of the old or the new weights, some began with the one and ended with the other,
+        and none found a prefix that another version has left."""
+        kinds = [versions(done) for _, done in self.done]
+        assert all(kind in ([old], [old, new], [new]) for kind in kinds)
+        assert [old, new] in kinds
+        for ids, done in self.done:
+            check_sampled(models, ids, done, greedy=True)
+            assert done.num_cached_tokens == 0
 
 
 def versions(done: Completion) -> list[int]:
@@ -95,24 +124,25 @@ def versions(done: Completion) -> list[int]:
 
 
 async def test_each_version_is_the_adapter_that_was_loaded(served: Served) -> None:
-    """Greedy tokens and log-probs are those of peft's model; a running turn goes on under the new
+    """Greedy tokens and log-probs are those of peft's model; running turns go on under the new
     adapter, with keys and values of it, at the cost of no retry; no prefix hit crosses versions."""
     ids = prompt(3, 100)
     async with served.pool() as pool:
         for version, adapter in enumerate(served.adapters, 1):
-            asking = await begin(pool, ids, 8)
-            await pool.load_weights(adapter, version)
-            across = await asking
-            assert versions(across) == [version - 1, version]
-            check_sampled(served.models, ids, across, greedy=True)
-            assert across.num_cached_tokens == 0
+            await pool.generate(ids, replace(GREEDY, max_tokens=2), session="s")
+            turns = Turns(pool, 1000 * version)
+            async with turns.under_way():
+                await pool.load_weights(adapter, version)
+            turns.check(served.models, version - 1, version)
+            first = await pool.generate(ids, GREEDY, session="s")
             again = await pool.generate(ids, GREEDY, session="s")
-            assert versions(again) == [version]
-            assert again.num_cached_tokens > 0
-            check_sampled(served.models, ids, again, greedy=True)
+            assert first.num_cached_tokens == 0 < again.num_cached_tokens
+            for done in (first, again):
+                assert versions(done) == [version]
+                check_sampled(served.models, ids, done, greedy=True)
             assert len(await served.names()) == 2  # the old adapter is unloaded
         assert pool.stats()["retries"] == 0
-        assert pool.stats()["continuations"] == 3
+        assert pool.stats()["continuations"] >= 3
         await pool.load_weights(served.base, 4)
         plain = await pool.generate(ids, GREEDY, session="s")
         check_sampled({4: served.models[0]}, ids, plain, greedy=True)
@@ -139,18 +169,21 @@ async def test_turns_outlast_a_sleep_and_wake_up_with_other_weights(served: Serv
         pool.check_sleep()
         await pool.load_weights(served.adapters[0], 1)
         for publish in (False, True):
-            asking = await begin(pool, ids, 8)
-            await pool.sleep()
-            later = asyncio.create_task(pool.generate(ids, GREEDY, session="s"))
-            await asyncio.sleep(0.3)
-            assert not later.done()
+            turns = Turns(pool, 5000 + 1000 * publish)
+            async with turns.under_way():
+                await pool.sleep()
+                later = asyncio.create_task(pool.generate(ids, GREEDY, session="s"))
+                await asyncio.sleep(0.3)
+                assert not later.done()
+                if publish:
+                    await pool.load_weights(served.adapters[1], 2)
+                else:
+                    await pool.wake()
+            after = 2 if publish else 1
             if publish:
-                await pool.load_weights(served.adapters[1], 2)
-            else:
-                await pool.wake()
-            for done in (await asking, await later):
-                check_sampled(served.models, ids, done, greedy=True)
-            assert versions(await asking) == ([1, 2] if publish else [1])
-            assert versions(await later) == ([2] if publish else [1])
+                turns.check(served.models, 1, 2)
+            assert {version for _, done in turns.done for version in versions(done)} <= {1, after}
+            check_sampled(served.models, ids, await later, greedy=True)
+            assert versions(await later) == [after]
         assert pool.stats()["retries"] == 0
         assert pool.outage_s > 0.5
