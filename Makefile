@@ -8,7 +8,7 @@ CONFIG ?= configs/quickstart.toml
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test engines lint types environment clean
+.PHONY: train test engines engine-vllm engine-sglang lint types environment clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -18,13 +18,15 @@ help:
 train: environment
 	$(BIN)/python launchers/train.py $(CONFIG) $(ARGS)
 
-test: environment engines lint types
+test: environment
+	@$(MAKE) --no-print-directory -j 2 engines lint types
 	$(BIN)/python -m pytest -q $(ARGS)
 
 # vLLM and SGLang on the CPU, each in an environment of its own, for the engine tests
-engines: environment
-	@PYTHON="$(PYTHON)" sh .ci/engine-vllm
-	@PYTHON="$(PYTHON)" sh .ci/engine-sglang
+engines: engine-vllm engine-sglang
+
+engine-vllm engine-sglang: environment
+	@PYTHON="$(PYTHON)" sh .ci/$@
 
 lint: environment
 	$(BIN)/ruff check .

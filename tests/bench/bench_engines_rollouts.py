@@ -1,9 +1,11 @@
 """Rollouts on a real vLLM server against the same server driven flat out, and the embedded engine.
 
-    python tests/bench/bench_engines_rollouts.py RUN [--trees 128] [--rounds 2]
+    python tests/bench/bench_engines_rollouts.py RUN [--trees 128] [--rounds 2] [--extra-layers N]
 
 RUN is a finished run of the quick start (`make train`): its environment, limits, plan and number
-of trees in flight, and its last weights unless --model names others.
+of trees in flight unless --in-flight says another, and its last weights unless --model names
+others. `--extra-layers` makes the model deeper without changing an answer: the one of the quick
+start, half a million parameters, costs less than what is around it.
 The launcher starts the server, as for a run. In each round:
 
 rollouts   the actor grows trees against the server, tools and forks included, until the last tree
@@ -58,18 +60,24 @@ from launchers.rundir import CONFIG_FILE
 from launchers.serving.engines import start_engine
 from launchers.serving.servers import ServerFactory
 from tests.bench.bench_engines_parts import Clock, Recorder, Turn, in_tasks
+from tests.bench.deeper_model import deepened
 
 
 class Bench:
     """What the rounds share."""
 
     def __init__(
-        self, config: TrainConfig, actor: Actor, tasks: Sequence[Any], model: Path
+        self,
+        config: TrainConfig,
+        actor: Actor,
+        tasks: Sequence[Any],
+        model: Path,
+        in_flight: int | None,
     ) -> None:
         self.config, self.actor, self.tasks, self.model = config, actor, tasks, model
         self.plan = config.algorithm.plan(vocab_size(model))
         queue = config.queue
-        self.in_flight = queue.groups_per_step * (queue.max_staleness + 1)
+        self.in_flight = in_flight or queue.groups_per_step * (queue.max_staleness + 1)
         self.growing: asyncio.Task[None]
 
     async def rollouts(self, recorder: Recorder, first: int, count: int) -> int:
@@ -146,6 +154,8 @@ async def run_all(args: argparse.Namespace) -> None:
 
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if args.extra_layers:
+            model = deepened(model, folder / "model", args.extra_layers)
         stack.push_async_callback(close_shared)
         renderer = make_renderer(config.renderer, config.prompt, tokenizer, model)
         make_env = EnvMaker(config.env, tables_of(config), resolve, config.limits, config.prompt)
@@ -157,7 +167,7 @@ async def run_all(args: argparse.Namespace) -> None:
         )
         sampling = config.sampling.train.params()
         actor = Actor(pool, renderer, make_env, config.limits, sampling, f"{config.run.seed}/bench")
-        bench = Bench(config, actor, tasks, model)
+        bench = Bench(config, actor, tasks, model, args.in_flight)
         clock = Clock(psutil.Process(factory.processes[0].pid))
         url = factory.processes[0].spec.url
         await bench.rollouts(Recorder(pool), 10**6, 8)  # warm
@@ -197,6 +207,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="another checkpoint than the last of the run")
     parser.add_argument("--trees", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--in-flight", type=int, help="trees that grow at a time")
+    parser.add_argument("--extra-layers", type=int, default=0)
     args = parser.parse_args()
     args.run = args.run.absolute()
     asyncio.run(run_all(args))

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import shutil
 import statistics
 import tempfile
 import time
@@ -25,8 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-import torch
-from safetensors.torch import load_file, save_file
 
 from agentenv.engine import Engine
 from agentenv.evaluate import Answer, Question, ask
@@ -36,6 +32,7 @@ from launchers.evaluation.run_config import resolve_sets
 from launchers.evaluation.store import Saved, Store
 from launchers.evaluation.subject import find_subject
 from launchers.evaluation.trajectory import row_of
+from tests.bench.deeper_model import deepened
 
 NUM_QUESTIONS = 500
 Call = tuple[Sequence[int], SamplingParams]
@@ -74,28 +71,6 @@ class Recorded:
             open_[reached].append(chain)
             lengths.add(len(reached))
         return chains
-
-
-def deepened(model: Path, folder: Path, num_extra: int) -> Path:
-    """A copy with more layers that add nothing: the same answers from a model that costs more."""
-    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("trainer"))
-    config = json.loads((folder / "config.json").read_text())
-    num_layers = config["num_hidden_layers"]
-    config["num_hidden_layers"] = num_layers + num_extra
-    if config.get("layer_types"):
-        config["layer_types"] += config["layer_types"][-1:] * num_extra
-    (folder / "config.json").write_text(json.dumps(config))
-    (path,) = folder.glob("*.safetensors")
-    tensors = load_file(path)
-    for name, tensor in list(tensors.items()):
-        if not name.startswith("model.layers.0."):
-            continue
-        silent = name.endswith(("o_proj.weight", "down_proj.weight"))
-        for layer in range(num_layers, num_layers + num_extra):
-            new = name.replace("layers.0.", f"layers.{layer}.")
-            tensors[new] = torch.zeros_like(tensor) if silent else tensor.clone()
-    save_file(tensors, path, metadata={"format": "pt"})
-    return folder
 
 
 async def flat_out(engine: Engine, chains: list[list[Call]]) -> None:
