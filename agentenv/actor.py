@@ -21,6 +21,7 @@ from agentenv.engine import Engine
 from agentenv.env import Env
 from agentenv.growth import Growth
 from agentenv.limits import Limits
+from agentenv.open_envs import OpenEnvs
 from agentenv.plan import RolloutPlan
 from agentenv.renderer import Renderer
 from agentenv.tree import TrajectoryTree
@@ -50,7 +51,11 @@ class Actor:
         self.limits = limits
         self.sampling = sampling
         self.seed = seed
-        self.num_open_envs = 0
+        self.envs = OpenEnvs(limits.env_timeout_s)
+
+    @property
+    def num_open_envs(self) -> int:
+        return self.envs.count
 
     async def rollout(
         self,

@@ -7,7 +7,7 @@ import asyncio
 from agentenv.env import Env
 from agentenv.limits import Limits
 from agentenv.renderer import ToolSchemas
-from agentenv.tree import Node
+from agentenv.tree import End, Node, TrajectoryTree
 from agentenv.types import Completion, Limit, Message
 
 
@@ -54,11 +54,19 @@ class Branch:
     def num_response_tokens(self) -> int:
         return len(self.prefix_ids) - self.num_prompt_tokens
 
-    def add_action(self, node: Node) -> None:
-        """Go on to `node`, which holds an action and no observation yet."""
-        self.pending = node
-        self.prefix_ids = self.prefix_ids + node.action_ids
+    def add_action(self, tree: TrajectoryTree, completion: Completion) -> Node:
+        """Go on to a new node, which holds the action and no observation yet."""
+        self.pending = tree.add(
+            self.cursor,
+            branch=self.name,
+            action_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            entropies=completion.entropies,
+            version_spans=completion.version_spans,
+        )
+        self.prefix_ids = self.prefix_ids + completion.token_ids
         self.num_turns += 1
+        return self.pending
 
     def add_observation(self, observation_ids: list[int]) -> None:
         """The pending action is answered; the next turn starts behind the observation."""
@@ -66,6 +74,13 @@ class Branch:
         self.pending.observation_ids = observation_ids
         self.prefix_ids = self.prefix_ids + observation_ids
         self.cursor, self.pending = self.pending, None
+
+    def leaf(self, tree: TrajectoryTree, end: End) -> Node:
+        """The node that the branch ends with: the pending action, or one without any."""
+        if self.pending is None:
+            self.pending = tree.add(self.cursor, branch=self.name)
+        self.pending.end = end
+        return self.pending
 
     def take_back(self, name: str, num_tool_calls: int) -> None:
         """Undo the pending action, which made these calls; the turn is taken again under `name`,

@@ -90,6 +90,13 @@ def build_config(config_type: type[T], raw: Tree, source: str) -> T:
         reason, _, where = str(error).partition(" - at `$")
         key = where.rstrip("`").lstrip(".")
         value = _lookup(raw, key)
+        choices = _choices(type_info(config_type), key)
+        if choices and reason.startswith("Invalid enum value"):
+            near = difflib.get_close_matches(str(value), choices, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"{source}: {key}: expected one of {choices}, got {value!r}{hint}"
+            ) from error
         got = "" if value is None else f", got {value!r}"
         raise ConfigError(f"{source}: {key or 'the configuration'}: {reason}{got}") from error
 
@@ -219,6 +226,16 @@ def _lookup(raw: Any, key: str) -> Any:
     for part in key.split("."):
         raw = raw.get(part) if isinstance(raw, dict) else None
     return raw
+
+
+def _choices(kind: mi.Type, key: str) -> list[str]:
+    """The values of a key that takes some texts only; empty for others."""
+    for part in key.split("."):
+        fields = [field for struct in struct_types(kind) for field in struct.fields]
+        kind = next((one.type for one in fields if one.encode_name == part), mi.AnyType())
+    kind = unwrap(kind)
+    kinds = map(unwrap, kind.types if isinstance(kind, mi.UnionType) else [kind])
+    return [str(value) for one in kinds if isinstance(one, mi.LiteralType) for value in one.values]
 
 
 def _join(path: str, key: str) -> str:

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from msgspec.structs import replace
 
 from agentenv.branch import Branch
+from agentenv.engine import Engine
 from agentenv.env import Env
-from agentenv.errors import AgentEnvError, DataError, EngineDeadError, EngineError, EnvError
+from agentenv.errors import AgentEnvError, DataError, EngineDeadError, EnvError
+from agentenv.limits import Limits
+from agentenv.open_envs import OpenEnvs
 from agentenv.patience import Patience
 from agentenv.plan import RolloutPlan
-from agentenv.tree import End, Node, TrajectoryTree
-from agentenv.types import Chunk, Completion, Info, Limit, Message, SamplingParams
-
-if TYPE_CHECKING:
-    from agentenv.actor import Actor
+from agentenv.renderer import Renderer
+from agentenv.tree import TrajectoryTree
+from agentenv.turn import sample_turn
+from agentenv.types import Completion, Info, Limit, Message, SamplingParams, Task
 
 Opening = Callable[[], Awaitable[None]]
 Outcome = tuple[list[Message], float, bool, bool, Info]
 
-logger = logging.getLogger(__name__)
+
+class Means(Protocol):
+    """What trees are grown with: an Actor."""
+
+    engine: Engine
+    renderer: Renderer
+    make_env: Callable[[Task], Env]
+    limits: Limits
+    sampling: SamplingParams
+    seed: int | str
+    envs: OpenEnvs
 
 
 class Growth:
@@ -34,7 +44,7 @@ class Growth:
 
     def __init__(
         self,
-        actor: Actor,
+        actor: Means,
         tree: TrajectoryTree,
         plan: RolloutPlan,
         group: asyncio.TaskGroup,
@@ -113,12 +123,9 @@ class Growth:
             await self._close(branch)
 
     async def _open_root(self, branch: Branch) -> None:
-        env = self.actor.make_env(self.tree.task)
-        branch.env = env
-        self.actor.num_open_envs += 1
+        branch.env = self.actor.make_env(self.tree.task)
         seed = Random(f"{self.actor.seed}/{self.tree.task.id}").getrandbits(31)
-        async with self._env_deadline("reset"):
-            messages, info = await env.reset(seed=seed)
+        messages, info = await self.actor.envs.reset(branch.env, seed)
         branch.tools = info.get("tools", ())
         if messages != self.prompt_messages:  # rendered once for all roots
             self._render_prompt(messages, branch)
@@ -139,9 +146,7 @@ class Growth:
 
     async def _open_fork(self, branch: Branch, parent: Branch, held: asyncio.Future[None]) -> None:
         assert parent.env is not None
-        async with self._env_deadline("fork"):
-            branch.env = await parent.env.fork()
-        self.actor.num_open_envs += 1
+        branch.env = await self.actor.envs.fork(parent.env)
         _settle(held)
 
     async def _turns(self, branch: Branch) -> tuple[Limit, Message | None] | None:
@@ -150,7 +155,7 @@ class Growth:
         while True:
             completion = await self._generate(branch)
             action = self.actor.renderer.parse(completion, branch.tools, branch.prefix_ids)
-            node = self._add_action(branch, completion)
+            node = branch.add_action(self.tree, completion)
             if branch.forking is not None:
                 await branch.forking
             limit = branch.limit_of_action(completion, action, self.limits)
@@ -198,59 +203,35 @@ class Growth:
             stop=(*actor.renderer.stop(branch.tools), *sampling.stop),
             seed=Random(self._key(branch, "turn")).getrandbits(63),
         )
-        seen: list[float] = []
 
-        def on_tokens(chunk: Chunk) -> None:
-            seen.extend(chunk.entropies)
-            if branch.forking is None and len(seen) >= window:
-                decision = self._decide_forks(branch, origin, seen[:window])
-                branch.forking = self.group.create_task(decision)
+        def decide(entropies: list[float]) -> None:
+            decision = self._decide_forks(branch, origin, entropies)
+            branch.forking = self.group.create_task(decision)
 
         branch.forking = None
-        may_fork = branch.may_fork and window > 0
-        try:
-            timeout = asyncio.timeout(self.limits.engine_timeout_s)
-            async with timeout, Patience(actor.engine, timeout):
-                completion = await actor.engine.generate(
-                    branch.prefix_ids,
-                    sampling,
-                    session=self.session,
-                    on_tokens=on_tokens if may_fork else None,
-                    stream_interval=max(1, window),
-                )
-        except TimeoutError as error:
-            raise EngineError(f"no turn within {self.limits.engine_timeout_s} s") from error
-        if may_fork and branch.forking is None:
-            decision = self._decide_forks(branch, origin, completion.entropies[:window])
-            branch.forking = self.group.create_task(decision)
-        return completion
-
-    def _add_action(self, branch: Branch, completion: Completion) -> Node:
-        node = self.tree.add(
-            branch.cursor,
-            branch=branch.name,
-            action_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            entropies=completion.entropies,
-            version_spans=completion.version_spans,
+        return await sample_turn(
+            actor.engine,
+            branch.prefix_ids,
+            sampling,
+            session=self.session,
+            timeout_s=self.limits.engine_timeout_s,
+            window=window,
+            on_window=decide if branch.may_fork and window > 0 else None,
         )
-        branch.add_action(node)
-        return node
 
     # ends
 
     async def _truncate(self, branch: Branch, limit: Limit, action: Message | None) -> None:
-        leaf = self._leaf(branch, "truncated")
+        leaf = branch.leaf(self.tree, "truncated")
         leaf.limit = limit
         if branch.env is not None:
-            async with self._env_deadline("finish"):
-                reward, info = await branch.env.finish(limit, action)
+            reward, info = await self.actor.envs.finish(branch.env, limit, action)
             leaf.reward += reward
             leaf.info.update(info)
 
     def _fail(self, branch: Branch, error: AgentEnvError) -> None:
         """Record the failure; its place in the group goes to a fresh root while retries last."""
-        leaf = self._leaf(branch, "failed")
+        leaf = branch.leaf(self.tree, "failed")
         leaf.error = f"{type(error).__name__}: {error}"
         self.tree.num_live -= 1
         if self.tree.num_retries < self.limits.max_failures:
@@ -259,12 +240,6 @@ class Growth:
             self.tree.num_roots -= branch.is_root
             self.start_roots(1)
 
-    def _leaf(self, branch: Branch, end: End) -> Node:
-        if branch.pending is None:
-            branch.pending = self.tree.add(branch.cursor, branch=branch.name)
-        branch.pending.end = end
-        return branch.pending
-
     async def _close(self, branch: Branch) -> None:
         """Close the env after the last sibling took its copy, even while being cancelled."""
         try:
@@ -272,35 +247,7 @@ class Growth:
                 await asyncio.wait({branch.forking})
         finally:
             if branch.env is not None:
-                await self._shut(branch.env)
-
-    async def _shut(self, env: Env) -> None:
-        closing = asyncio.ensure_future(self._close_env(env))
-        try:
-            await asyncio.shield(closing)
-        except asyncio.CancelledError:
-            await closing
-            raise
-
-    async def _close_env(self, env: Env) -> None:
-        try:
-            async with self._env_deadline("close"):
-                await env.close()
-        except EnvError as error:
-            logger.warning("task %s: %s", self.tree.task.id, error)
-        finally:
-            self.actor.num_open_envs -= 1
-
-    @asynccontextmanager
-    async def _env_deadline(self, what: str) -> AsyncIterator[None]:
-        timeout = asyncio.timeout(self.limits.env_timeout_s)
-        try:
-            async with timeout:
-                yield
-        except TimeoutError as error:
-            if not timeout.expired():
-                raise
-            raise EnvError(f"env.{what} took over {self.limits.env_timeout_s} s") from error
+                await self.actor.envs.close(branch.env, self.tree.task.id)
 
     def _key(self, branch: Branch, use: str) -> str:
         place = (self.tree.index, self.tree.task.id, branch.name, branch.num_turns)

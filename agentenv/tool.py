@@ -10,8 +10,8 @@ A tool object is shared by all episodes; what belongs to one episode is its `sta
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, Protocol, get_type_hints
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, get_type_hints, runtime_checkable
 
 import msgspec
 
@@ -47,6 +47,15 @@ class Tool(Protocol):
 
     async def close(self, state: Any) -> None:
         """Free the state; idempotent."""
+        ...
+
+
+@runtime_checkable
+class ToolSource(Protocol):
+    """Where several tools come from, known only once it is asked, such as a tool server."""
+
+    async def load(self) -> Sequence[Tool]:
+        """The tools, the same ones each time. Raises ConfigError when there is no way."""
         ...
 
 

@@ -21,10 +21,11 @@ from agentenv.env import ForkMode
 from agentenv.errors import EnvError, InfraError, ToolError
 from agentenv.grader import Grader, start_grader
 from agentenv.prompt import Instruction
-from agentenv.tool import Tool
-from agentenv.tool_limits import CallBudget, ChosenTool, OnLimit, ToolLimits, ToolSource, run_call
+from agentenv.tool import Tool, ToolSource
+from agentenv.tool_call import run_call
+from agentenv.tool_limits import CallBudget, OnLimit, ToolLimits
 from agentenv.tool_states import close_states, wait_out
-from agentenv.toolbox import Toolbox
+from agentenv.toolbox import ChosenTool, Toolbox
 from agentenv.types import MALFORMED_CALL, Info, Limit, Message, Task, ToolCall
 
 Prompt = Callable[[Task], Sequence[Message]] | str | None
@@ -186,8 +187,6 @@ class ToolEnv:
             self._closing = asyncio.ensure_future(self._close_states(self._states))
             self._states = None
         await wait_out(self._closing)  # bounded, since each tool has CLOSE_TIMEOUT_S
-
-    # inner workings
 
     def _prompt_messages(self) -> list[Message]:
         if callable(self.prompt):

@@ -7,8 +7,10 @@ from typing import Any
 
 from agentenv.env import ForkMode
 from agentenv.errors import ConfigError
-from agentenv.tool import Tool
-from agentenv.tool_limits import ChosenTool, ToolLimits, ToolSource
+from agentenv.tool import Tool, ToolSource
+from agentenv.tool_limits import ToolLimits
+
+ChosenTool = tuple[Tool | ToolSource | str, ToolLimits]
 
 _WEAKEST_FIRST: tuple[ForkMode, ...] = ("none", "snapshot", "replay", "pure")
 

@@ -1,4 +1,4 @@
-"""The made-up world of the quick start: facts, questions that need tools, and demonstrations.
+"""The made-up world of the quick start: facts, and questions that need tools.
 
 Four kinds of question. None can be answered from the question alone: the products are too long
 for the head of a tiny model, and facts stand only in the knowledge base.
@@ -9,29 +9,19 @@ for the head of a tiny model, and facts stand only in the knowledge base.
     age   How old was the founder of Zorvex Labs in 1987?        search, search, python
 
 Training, development and held-out questions speak of disjoint companies and founders and of
-disjoint calculations. Demonstrations draw fresh facts for every trace: they never show a fact of
-the knowledge base nor a development or held-out question, only the same vocabulary.
-
-Part of the demonstrations is poor on purpose (see HABITS): most give up although a tool would
-have helped. Imitating them gives a real but partial skill and leaves reinforcement learning
-something to improve.
+disjoint calculations.
 
 Everything is deterministic in the `random.Random` or seed that is passed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from random import Random
 
 KINDS = ("calc", "cost", "hop", "age")
-# How a demonstration behaves, with its default share. clean: as it should be. refuse: gives up at
-# once. quit: gives up after the first tool result. unboxed: right, but without \boxed. slip: the
-# last tool call is wrong and its result is believed.
-HABITS = {"clean": 0.34, "refuse": 0.28, "quit": 0.28, "unboxed": 0.04, "slip": 0.06}
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -86,17 +76,6 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What the policy writes and what the tool answers (None: the turn is an answer)."""
-
-    action: str
-    result: str | None = None
-
-
-GIVE_UP = Turn(r"<think>I do not know.</think><answer>\boxed{unknown}</answer>")
-
-
-@dataclass(frozen=True, slots=True)
 class Question:
     """A question with its answer and the facts that lead to it."""
 
@@ -109,15 +88,6 @@ class Question:
 
     def row(self) -> dict[str, str]:
         return {"question": self.question, "answer": self.answer, "kind": self.kind}
-
-
-@dataclass(frozen=True, slots=True)
-class Demonstration:
-    """One trace for imitation; `habit` says which, "clean" being the right one."""
-
-    question: Question
-    habit: str
-    turns: tuple[Turn, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +113,7 @@ def _factor(rng: Random) -> str:
     return str(rng.randint(52, 99))
 
 
-def _facts_about(rng: Random, company: str, founder: str) -> list[Fact]:
+def facts_about(rng: Random, company: str, founder: str) -> list[Fact]:
     birthplace, home = rng.sample(CITIES, 2)
     return [
         Fact("founder", company, founder),
@@ -154,7 +124,7 @@ def _facts_about(rng: Random, company: str, founder: str) -> list[Fact]:
     ]
 
 
-def _ask(rng: Random, kind: str, facts: list[Fact]) -> Question:
+def ask(rng: Random, kind: str, facts: list[Fact]) -> Question:
     """A question of this kind about the company and the founder of `facts`."""
     founder, price, birthplace, home, birthyear = facts
     company, count = founder.entity, _factor(rng)
@@ -193,13 +163,13 @@ def make_world(seed: int) -> World:
     questions: dict[str, tuple[Question, ...]] = {}
     asked: set[str] = set()
     for name, size in COMPANIES_IN.items():
-        about = [_facts_about(rng, *next(pairs)) for _ in range(size)]
+        about = [facts_about(rng, *next(pairs)) for _ in range(size)]
         facts += [fact for group in about for fact in group]
         rows: list[Question] = []
         for kind in KINDS:
             end = len(rows) + QUESTIONS_IN[name]
             while len(rows) < end:
-                question = _ask(rng, kind, rng.choice(about))
+                question = ask(rng, kind, rng.choice(about))
                 if question.question not in asked:
                     asked.add(question.question)
                     rows.append(question)
@@ -208,73 +178,7 @@ def make_world(seed: int) -> World:
     return World(tuple(sorted(facts, key=lambda fact: fact.text)), questions)
 
 
-def _search(fact: Fact) -> Turn:
-    think = f"<think>I need the {fact.attribute}.</think>"
-    return Turn(f"{think}<search>{fact.query}</search>", fact.text)
-
-
-def _python(expression: str) -> Turn:
-    think = "<think>I need python.</think>"
-    return Turn(f"{think}<python>{expression}</python>", calculate(expression))
-
-
-def _answer(value: str) -> Turn:
-    return Turn(rf"<think>I know it.</think><answer>\boxed{{{value}}}</answer>")
-
-
-def _behave(question: Question, habit: str) -> list[Turn]:
-    turns = [_search(fact) for fact in question.facts]
-    if question.expression:
-        turns.append(_python(question.expression))
-    if habit == "refuse":
-        return [GIVE_UP]
-    if habit == "quit":
-        return [turns[0], GIVE_UP]
-    if habit == "unboxed":
-        answer = f"<think>I know it.</think><answer>{question.answer}</answer>"
-        return [*turns, Turn(answer)]
-    if habit == "slip":
-        turns[-1], value = _slip(question)
-        return [*turns, _answer(value)]
-    return [*turns, _answer(question.answer)]
-
-
-def _slip(question: Question) -> tuple[Turn, str]:
-    """A last call with the wrong sign, or about the wrong city of the founder, and its result."""
-    if question.expression:
-        expression = question.expression.replace(" * ", " + ").replace(" - ", " + ")
-        return _python(expression), calculate(expression)
-    (decoy,) = question.decoy
-    return _search(decoy), decoy.value
-
-
-def demonstration(
-    rng: Random, kind: str, reserved: Collection[str], habit: str | None = None
-) -> Demonstration:
-    """One trace about facts made up for it, none of them (nor the question) in `reserved`.
-
-    The habit is drawn from HABITS unless it is given.
-    """
-    habit = habit or rng.choices(list(HABITS), list(HABITS.values()))[0]
-    while True:
-        facts = _facts_about(rng, rng.choice(COMPANIES), rng.choice(PEOPLE))
-        question = _ask(rng, kind, facts)
-        if question.question not in reserved and not any(f.text in reserved for f in facts):
-            return Demonstration(question, habit, tuple(_behave(question, habit)))
-
-
-def copy_exercise(rng: Random, length: int = 20) -> str:
-    """Names and two-digit numbers in random order, for practice in copying a text word by word.
-
-    Solving a question is mostly copying; this is the shortest way to learn it.
-    """
-    return "".join(rng.sample(_COPIED, length))
-
-
 def vocabulary() -> list[str]:
     """Every word that names are made of, as it follows the text before it."""
     first = [*COMPANY_WORDS[0], *PEOPLE_WORDS[0], *CITIES]
     return first + [f" {word}" for word in (*COMPANY_WORDS[1], *PEOPLE_WORDS[1])]
-
-
-_COPIED = [*vocabulary(), *(f"{number:02d}" for number in range(100))]

@@ -106,18 +106,15 @@ class AssistedGrowth(Growth):
         """Copy the env, if it lets itself be copied here."""
         assert branch.env is not None
         try:
-            async with self._env_deadline("fork"):
-                notes.before = await branch.env.fork()
+            notes.before = await self.actor.envs.fork(branch.env)
         except EnvError as error:
             logger.warning("task %s: cannot go back to here: %s", self.tree.task.id, error)
             add(notes.counts, backtracer_refused=1)
-        else:
-            self.actor.num_open_envs += 1
 
     async def _forget(self, notes: Notes) -> None:
         env, notes.before = notes.before, None
         if env is not None:
-            await self._shut(env)
+            await self.actor.envs.close(env, self.tree.task.id)
 
     async def _go_back(self, branch: Branch, observation_ids: list[int]) -> bool:
         notes, node = self._notes_of(branch), branch.pending
@@ -137,7 +134,7 @@ class AssistedGrowth(Growth):
         gone, branch.env, notes.before = branch.env, notes.before, None
         branch.take_back(f"{branch.name}~{notes.uses('backtracer')}", notes.num_calls)
         notes.again = True
-        await self._shut(gone)
+        await self.actor.envs.close(gone, self.tree.task.id)
         return True
 
     def _hopeless(self, record: Info, notes: Notes) -> bool:

@@ -1,6 +1,6 @@
 """The embedded engine: samples in this process with torch, in a thread beside the event loop.
 
-generate() --Request--> queue --> engine thread: Scheduler.step, step, step ...
+generate() --Request--> queue --> EngineThread: Scheduler.step, step, step ...
     ^                                   |
     +---- chunks, completions <---------+   one call_soon_threadsafe a step
 """
@@ -8,25 +8,19 @@ generate() --Request--> queue --> engine thread: Scheduler.step, step, step ...
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
-import numpy as np
 import torch
 
 from agentenv.engines.embedded_architecture import read_architecture
-from agentenv.engines.embedded_cache import IntArray, SlotCache
+from agentenv.engines.embedded_cache import SlotCache
 from agentenv.engines.embedded_config import EmbeddedConfig
-from agentenv.engines.embedded_request import Call, Event, Request, settle
+from agentenv.engines.embedded_request import Call, Event, Request, check_request, settle
 from agentenv.engines.embedded_scheduler import Scheduler
+from agentenv.engines.embedded_thread import Cancel, EngineThread, Load, Nap
 from agentenv.engines.embedded_weights import Weights
 from agentenv.engines.pool_outage import Outage
 from agentenv.engines.stop_strings import StopStrings
@@ -34,31 +28,6 @@ from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
 
 __all__ = ["EmbeddedConfig", "EmbeddedEngine"]
-
-logger = logging.getLogger(__name__)
-
-MIN_TEMPERATURE = 1e-3  # below it logits / temperature could overflow; 0 is greedy
-
-
-class Load(msgspec.Struct, frozen=True, eq=False):
-    """Ask the engine thread to replace the weights between two steps."""
-
-    source: Path
-    policy_version: int
-    done: asyncio.Future[None]
-
-
-class Nap(msgspec.Struct, frozen=True, eq=False):
-    """Ask the engine thread to fall asleep, or to wake up."""
-
-    asleep: bool
-    done: asyncio.Future[None]
-
-
-class Cancel(msgspec.Struct, frozen=True, eq=False):
-    """Ask the engine thread to free the slot of a request."""
-
-    request: Request
 
 
 class EmbeddedEngine:
@@ -81,7 +50,6 @@ class EmbeddedEngine:
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         weights = Weights(self._arch, dtype, device)
         weights.load(model_path)
-        self._num_threads = config.num_threads
         self._scheduler = Scheduler(
             self._arch,
             weights,
@@ -90,14 +58,11 @@ class EmbeddedEngine:
             policy_version,
             config.max_num_seqs,
         )
-        self._commands: SimpleQueue[Request | Load | Nap | Cancel | None] = SimpleQueue()
+        self._thread = EngineThread(self._scheduler, config.num_threads, self._deliver, self._end)
         self._calls: dict[Request, Call] = {}
         self._loads: set[asyncio.Future[None]] = set()  # and naps
         self._outage = Outage()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: Thread | None = None
         self._reason: str | None = None  # why the engine serves no more
-        self._busy_s = 0.0
 
     @property
     def policy_version(self) -> int:
@@ -117,16 +82,16 @@ class EmbeddedEngine:
         loop = self._enter()
         if stream_interval < 1:
             raise EngineError(f"stream_interval must be at least 1, found {stream_interval}")
-        prompt = self._check_request(prompt_ids, sampling)
+        prompt = check_request(prompt_ids, sampling, self._arch.vocab_size, self._max_length)
         request = Request(prompt, sampling, session, stream_interval if on_tokens else 0)
         call = self._calls[request] = Call(loop.create_future(), on_tokens)
-        self._commands.put(request)
+        self._thread.put(request)
         try:
             return await call.future
         finally:
             call.over = True
             if self._calls.pop(request, None) is not None:  # cancelled, or a callback failed
-                self._commands.put(Cancel(request))
+                self._thread.put(Cancel(request))
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
         """Replace the weights between two steps; see Engine.load_weights. It wakes up if it sleeps.
@@ -158,122 +123,35 @@ class EmbeddedEngine:
         counts: dict[str, float] = {name: scheduler.counts[name] for name in names.split()}
         counts["cross_version_hits"] = scheduler.counts["cross_version_hits"]
         counts["running"], counts["waiting"] = len(scheduler.running), len(scheduler.waiting)
-        counts["busy_s"] = self._busy_s
+        counts["busy_s"] = self._thread.busy_s
         counts["sleeps"], counts["outage_s"] = scheduler.counts["sleeps"], self.outage_s
         return counts
 
     async def close(self) -> None:
         """Stop the thread; pending calls raise EngineDeadError. Idempotent."""
-        self._end(self._reason or "the engine is closed")
-        self._commands.put(None)
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
+        self._end(self._reason or self._thread.reason or "the engine is closed")
+        await self._thread.stop()
 
     def _enter(self) -> asyncio.AbstractEventLoop:
         """The running loop, with the thread started. EngineDeadError if the engine is gone."""
-        if self._reason is not None:
-            raise EngineDeadError(self._reason)
+        reason = self._reason or self._thread.reason
+        if reason is not None:
+            raise EngineDeadError(reason)
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            if self._calls or self._loads:
-                raise EngineError("calls of another event loop are still running")
-            self._loop = loop
-        if self._thread is None:
-            self._thread = Thread(target=self._run, name="embedded-engine", daemon=True)
-            self._thread.start()
+        if loop is not self._thread.loop and (self._calls or self._loads):
+            raise EngineError("calls of another event loop are still running")
+        self._thread.report_to(loop)
         return loop
 
     async def _have_done(self, command: Callable[[asyncio.Future[None]], Load | Nap]) -> None:
         """Let the engine thread carry out a command between two steps."""
         done: asyncio.Future[None] = self._enter().create_future()
         self._loads.add(done)
-        self._commands.put(command(done))
+        self._thread.put(command(done))
         try:
             await done
         finally:
             self._loads.discard(done)
-
-    def _check_request(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> IntArray:
-        prompt = np.asarray(prompt_ids)
-        if prompt.ndim != 1 or not len(prompt) or prompt.dtype.kind not in "iu":
-            raise EngineError("the prompt must be a non-empty list of token ids")
-        if prompt.min() < 0 or prompt.max() >= self._arch.vocab_size:
-            raise EngineError(
-                f"the prompt has token ids from {prompt.min()} to {prompt.max()}, "
-                f"the vocabulary {self._arch.vocab_size}"
-            )
-        if sampling.max_tokens < 1:
-            raise EngineError(f"max_tokens must be at least 1, found {sampling.max_tokens}")
-        if len(prompt) + sampling.max_tokens > self._max_length:
-            raise EngineError(
-                f"{len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} exceed "
-                f"max_model_len {self._max_length}"
-            )
-        if not (
-            (sampling.temperature == 0 or MIN_TEMPERATURE <= sampling.temperature < float("inf"))
-            and 0 < sampling.top_p <= 1
-            and (sampling.top_k == -1 or sampling.top_k >= 1)
-            and 0 <= sampling.min_p <= 1
-            and 0 < sampling.repetition_penalty < float("inf")
-        ):
-            raise EngineError(
-                "temperature, top_p, top_k, min_p or repetition_penalty is out of range: "
-                f"{sampling}"
-            )
-        return prompt.astype(np.int32)
-
-    def _run(self) -> None:
-        """Body of the engine thread."""
-        reason = "the engine is closed"
-        try:
-            torch.set_num_threads(self._num_threads)
-            with torch.inference_mode():
-                self._serve()
-        except Exception as error:  # whatever it was, no caller may be left waiting
-            reason = f"the engine thread died: {type(error).__name__}: {error}"
-            logger.exception("the engine thread died")
-        self._reason = self._reason or reason
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
-            self._post(self._end, reason)
-
-    def _serve(self) -> None:
-        scheduler = self._scheduler
-        while True:
-            while scheduler.idle or not self._commands.empty():
-                command = self._commands.get()
-                if command is None:
-                    return
-                self._apply(command)
-            scheduler.step()
-            self._flush()
-
-    def _apply(self, command: Request | Load | Nap | Cancel) -> None:
-        if isinstance(command, Cancel):
-            self._scheduler.cancel(command.request)
-        elif isinstance(command, Nap):
-            (self._scheduler.sleep if command.asleep else self._scheduler.wake)()
-            self._post(settle, command.done, None)
-        elif isinstance(command, Load):
-            outcome = None
-            try:
-                self._scheduler.load_weights(command.source, command.policy_version)
-            except EngineError as error:
-                outcome = error
-            self._post(settle, command.done, outcome)
-        else:
-            self._scheduler.submit(command)
-            self._flush()
-
-    def _flush(self) -> None:
-        """Send what the last step produced to the loop, all requests at once."""
-        self._busy_s = time.thread_time()
-        if self._scheduler.events:
-            events, self._scheduler.events = self._scheduler.events, []
-            self._post(self._deliver, events)
-
-    def _post(self, function: Callable[..., None], *args: Any) -> None:
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(function, *args)
 
     def _deliver(self, events: list[Event]) -> None:
         """On the loop: chunks to their callbacks, outcomes to their futures."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from agentenv.engines.embedded_architecture import Architecture, rope_frequencies
-from agentenv.engines.embedded_cache import Pool
+from agentenv.engines.embedded_pool import Pool
 from agentenv.engines.embedded_weights import LayerWeights, Weights
 
 COLUMN_STEP = 16  # decode attention reads a multiple of this many columns

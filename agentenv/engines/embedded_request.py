@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,6 +14,8 @@ from agentenv.engines.embedded_cache import IntArray
 from agentenv.engines.stop_strings import StopMatcher
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
+
+MIN_TEMPERATURE = 1e-3  # below it logits / temperature could overflow; 0 is greedy
 
 
 @dataclass(eq=False)
@@ -116,3 +118,35 @@ def settle(future: asyncio.Future[Any], outcome: object) -> None:
         future.set_exception(outcome)
     else:
         future.set_result(outcome)
+
+
+def check_request(
+    prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int, max_length: int
+) -> IntArray:
+    """The prompt. Raises EngineError, which names what is wrong, for what cannot be served."""
+    prompt = np.asarray(prompt_ids)
+    if prompt.ndim != 1 or not len(prompt) or prompt.dtype.kind not in "iu":
+        raise EngineError("the prompt must be a non-empty list of token ids")
+    if prompt.min() < 0 or prompt.max() >= vocab_size:
+        raise EngineError(
+            f"the prompt has token ids from {prompt.min()} to {prompt.max()}, "
+            f"the vocabulary {vocab_size}"
+        )
+    if sampling.max_tokens < 1:
+        raise EngineError(f"max_tokens must be at least 1, found {sampling.max_tokens}")
+    if len(prompt) + sampling.max_tokens > max_length:
+        raise EngineError(
+            f"{len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} exceed "
+            f"max_model_len {max_length}"
+        )
+    if not (
+        (sampling.temperature == 0 or MIN_TEMPERATURE <= sampling.temperature < float("inf"))
+        and 0 < sampling.top_p <= 1
+        and (sampling.top_k == -1 or sampling.top_k >= 1)
+        and 0 <= sampling.min_p <= 1
+        and 0 < sampling.repetition_penalty < float("inf")
+    ):
+        raise EngineError(
+            f"temperature, top_p, top_k, min_p or repetition_penalty is out of range: {sampling}"
+        )
+    return prompt.astype(np.int32)

@@ -11,14 +11,13 @@ import math
 from collections import Counter, deque
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from agentenv.engines.embedded_architecture import Architecture
 from agentenv.engines.embedded_cache import SlotCache
-from agentenv.engines.embedded_model import Batch, DecodeGroup, DecoderModel, Prefill
+from agentenv.engines.embedded_model import DecoderModel
 from agentenv.engines.embedded_request import Event, Request
-from agentenv.engines.embedded_sampling import Sampler
+from agentenv.engines.embedded_rows import Rows
 from agentenv.engines.embedded_weights import Weights
 from agentenv.engines.stop_strings import StopStrings
 from agentenv.errors import EngineError
@@ -51,12 +50,7 @@ class Scheduler:
         self._stop_strings = stop_strings
         self._max_num_seqs = max_num_seqs
         self._device = weights.embed.device
-        # The batch of the last step, kept while the same requests go on in the same rows.
-        self._batch: Batch | None = None
-        self._order: list[Request] = []
-        self._slots = np.zeros(0, dtype=np.int64)  # of the decoding rows
-        self._inputs: list[int] = []  # their tokens, which the next step computes
-        self._sampler = Sampler((), self._device)
+        self._rows: Rows | None = None  # of the last step, if the next one may have the same
         self._steps_to_grow = 0
 
     @property
@@ -105,7 +99,7 @@ class Scheduler:
             request.lie_down()
             self.waiting.appendleft(request)
         self.running.clear()
-        self._batch = None
+        self._rows = None
         self._cache.clear()
         if self._device.type != "cpu":
             self._weights.give_back()
@@ -126,28 +120,29 @@ class Scheduler:
         fresh = self._admit()
         if not self.running:
             return
-        if self._batch is None:
-            self._batch = self._make_batch(fresh)
-        batch = self._batch
-        self._cache.append(self._slots, self._inputs)
-        uniforms = [request.rng.random() for request in self._order]
-        sampled, logprobs, entropies = self._sampler.sample(
-            self._model.forward(batch),
+        rows = self._rows
+        if rows is None:
+            rows = Rows(self._cache, self.running, fresh, self._arch.vocab_size, self._device)
+            self._rows, self._steps_to_grow = rows, rows.num_steps
+        self._cache.append(rows.slots, rows.inputs)
+        uniforms = [request.rng.random() for request in rows.requests]
+        sampled, logprobs, entropies = rows.sampler.sample(
+            self._model.forward(rows.batch),
             torch.tensor(uniforms, dtype=torch.float64, device=self._device),
         )
         for request in fresh:
             self._cache.publish(request.slot, self.policy_version)
         self._steps_to_grow -= 1
         if fresh:
-            self._batch = None
-        self._inputs = sampled.tolist()
-        self._record(self._inputs, logprobs.tolist(), entropies.tolist())
-        if self._batch is batch:
-            batch.advance(sampled)
+            self._rows = None
+        token_ids = sampled.tolist()
+        self._record(rows.requests, token_ids, logprobs.tolist(), entropies.tolist())
+        if self._rows is rows:
+            rows.advance(sampled, token_ids)
 
     def _grow_slots(self) -> None:
         """Move the running slots that are full to a larger pool."""
-        self._batch = None
+        self._rows = None
         for slot in self.running:
             length = int(self._cache.lengths[slot])
             if length == self._cache.location(slot)[0].capacity:
@@ -185,48 +180,15 @@ class Scheduler:
         self.running[request.slot] = request
         request.enter_version(self.policy_version)
         self.counts["cached_tokens"] += request.num_cached
-        self._batch = None
+        self._rows = None
 
-    def _make_batch(self, fresh: list[Request]) -> Batch:
-        """The decoding rows pool by pool, then the prompts of `fresh` in order."""
-        cache, device = self._cache, self._device
-        new_slots = {request.slot for request in fresh}
-        groups: list[DecodeGroup] = []
-        slots: list[int] = []
-        spare: list[int] = []  # steps until a slot is full
-        for pool in cache.pools.values():
-            rows = [slot for slot in pool.running() if slot not in new_slots]
-            if rows:
-                lengths = cache.lengths[rows].tolist()
-                groups.append(DecodeGroup(pool, len(slots), lengths, device))
-                spare.append(pool.capacity - max(lengths))
-                slots += rows
-        self._slots = np.array(slots, dtype=np.int64)
-        positions = cache.lengths[self._slots].tolist()
-        self._order = [self.running[slot] for slot in slots]
-        token_ids = [request.token_ids[-1] for request in self._order]
-        self._inputs = token_ids[:]
-        prefills: list[Prefill] = []
-        for request in fresh:
-            pool, row = cache.location(request.slot)
-            past, start = request.num_cached, len(token_ids)
-            token_ids += request.context[past:].tolist()
-            positions += range(past, len(request.context))
-            prefills.append(Prefill(pool, row, past, start, len(token_ids), device))
-            spare.append(pool.capacity - len(request.context) + 1)
-        self._order += fresh
-        self._steps_to_grow = min(spare)
-        order = self._order
-        self._sampler = Sampler(
-            [request.sampling for request in order],
-            device,
-            self._arch.vocab_size,
-            lambda row: [*order[row].prompt.tolist(), *order[row].token_ids],
-        )
-        tokens = torch.tensor(token_ids, device=device)
-        return Batch(tokens, torch.tensor(positions, device=device), groups, prefills)
-
-    def _record(self, token_ids: list[int], logprobs: list[float], entropies: list[float]) -> None:
+    def _record(
+        self,
+        requests: list[Request],
+        token_ids: list[int],
+        logprobs: list[float],
+        entropies: list[float],
+    ) -> None:
         """Give every row its token; make the events; release the rows that are done."""
         self.counts["steps"] += 1
         self.counts["sampled_tokens"] += len(token_ids)
@@ -234,7 +196,7 @@ class Scheduler:
             raise EngineError(f"the logits of policy version {self.policy_version} are not finite")
         done: list[Request] = []
         for request, token, logprob, entropy in zip(
-            self._order, token_ids, logprobs, entropies, strict=True
+            requests, token_ids, logprobs, entropies, strict=True
         ):
             request.token_ids.append(token)
             request.logprobs.append(logprob)
@@ -256,7 +218,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self._cache.close(request.slot, self.policy_version)
         del self.running[request.slot]
-        self._batch = None
+        self._rows = None
 
 
 def twin_prefix(request: Request, others: list[Request]) -> int:

@@ -6,9 +6,10 @@ every other status but 2xx             -> RefusedError, an EngineError with the 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -22,6 +23,8 @@ from agentenv.errors import ConfigError, EngineError
 KEEP_ALIVE_S = 3.0
 MAX_REASON = 500  # characters of a server's own words in our messages
 DONE = b"[DONE]"
+
+T = TypeVar("T")
 
 
 class Timeouts(Struct, frozen=True, kw_only=True):
@@ -196,6 +199,16 @@ class HttpClient:
                         return
                     yield data
         raise ServerLostError(f"{self.name}{path}: the stream ended before it was complete")
+
+
+async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Wait until all have answered, whether they failed or not; then raise the first error."""
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    answers = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return answers
 
 
 def _reason(body: bytes) -> str:

@@ -18,9 +18,10 @@ from agentenv.engines.pool_config import PoolConfig
 from agentenv.engines.pool_keeper import Keepers
 from agentenv.engines.pool_member import Member
 from agentenv.engines.pool_outage import Outage
-from agentenv.engines.pool_sleep import fall_asleep, rouse
+from agentenv.engines.pool_sleep import fall_asleep
 from agentenv.engines.pool_target import Target
-from agentenv.engines.server import Server, ServerLostError
+from agentenv.engines.pool_update import bring_back, took, update
+from agentenv.engines.server import Server
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
 
 logger = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ class Fleet:
             await self._broadcast.update(target, members)
             outcomes = await self._update_all(members)
             refused = {m: e for m, e in zip(members, outcomes, strict=True) if e is not None}
-            if refused and not any(self._took(member) for member in members):
+            if refused and not any(took(member, target) for member in members):
                 self._target = before
                 reasons = "; ".join(f"{m.name}: {e}" for m, e in refused.items())
                 raise EngineError(
@@ -192,9 +193,6 @@ class Fleet:
         version = member.server.policy_version
         return member.serving and version in (self.version, self._target.policy_version)
 
-    def _took(self, member: Member) -> bool:
-        return member.serving and member.server.policy_version == self._target.policy_version
-
     def _serve(self, member: Member) -> None:
         member.serving, member.reason = True, ""
         self._returned.set()
@@ -202,26 +200,16 @@ class Fleet:
         self._on_change()
 
     async def _update(self, member: Member) -> EngineError | None:
-        """None: it took the update or is out. Otherwise why it refused, the old weights on."""
-        if self._took(member):
-            return None
-        if member.asleep:
-            refused = await rouse(member, self._target)
-            if not (refused or member.in_doubt):
-                self._serve(member)
-            return refused
-        if not member.serving:
-            await member.updated()  # a load of older weights ends before they are removed
-            return None
-        error = await member.take_or_refuse(self._target, self._rng)
-        if isinstance(error, ServerLostError):
-            logger.warning("%s is out: %s", member.name, error)
-            return None
-        return error
+        """See pool_update.update."""
+        was_asleep = member.asleep
+        refused = await update(member, self._target, self._rng)
+        if was_asleep and not (refused or member.in_doubt):
+            self._serve(member)
+        return refused
 
     async def _until_taken(self) -> None:
         """If all servers are gone: wait for one that has come back with the new weights."""
-        while not any(self._took(member) for member in self.members):
+        while not any(took(member, self._target) for member in self.members):
             self._watch_outage()
             self._returned.clear()
             await self._returned.wait()
@@ -233,22 +221,15 @@ class Fleet:
             return not self.asleep and await self._return(member)
 
     async def _return(self, member: Member) -> bool:
-        target = self._target
-        came_back = False
+        target, epoch = self._target, member.epoch
         try:
-            await member.updated()
-            if not await member.still_there():
-                member.drop(member.reason)
-                await member.come_back(target, self._initial)
-                came_back = True
-            elif member.server.policy_version != target.policy_version:
-                await member.take(target)  # it refused or missed an update
+            await bring_back(member, target, self._initial)
         except (EngineError, ConfigError) as error:
             member.reason = str(error)
             return False
         if member.leaving or target != self._target or self.reason is not None:
             return False
-        if came_back:
+        if member.epoch != epoch:
             logger.warning("%s serves policy version %d", member.name, target.policy_version)
         self._serve(member)
         return True

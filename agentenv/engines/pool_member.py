@@ -219,22 +219,6 @@ class Member:
         async with self.lock:
             return
 
-    async def take_or_refuse(self, target: Target, rng: Random) -> EngineError | None:
-        """Take an update of the running pool, in two attempts; None, or why it did not."""
-        error: EngineError | None = None
-        for attempt in range(2):
-            try:
-                await self.take(target)
-                return None
-            except ServerLostError as lost:
-                self.drop(f"its weights are in doubt: {lost}")
-                return lost
-            except EngineError as refused:
-                error = refused
-            if not attempt:
-                await asyncio.sleep(backoff(self.config, 1, rng))
-        return error
-
 
 def backoff(config: PoolConfig, attempt: int, rng: Random) -> float:
     """Seconds before the n-th retry: exponential, with jitter so that many do not come at once."""

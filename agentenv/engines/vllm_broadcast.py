@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
-from agentenv.engines.checkpoint_layout import Layout, check_manifest
-from agentenv.engines.http import FailedError, HttpClient, RefusedError
+from agentenv.engines.checkpoint_layout import check_manifest
+from agentenv.engines.http import FailedError, HttpClient, RefusedError, all_of
+from agentenv.engines.served import Replace, Served
 from agentenv.engines.server import ServerLostError
 from agentenv.engines.transfer import Group, Manifest
 from agentenv.engines.vllm_control import Control
@@ -20,18 +18,12 @@ JOIN, LEAVE = "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"
 START, RECEIVE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
 SLACK_S = 15.0  # an HTTP call outlives the collective call behind it by this
 
-Served = Callable[[], Layout | None]
-Replace = Callable[[Callable[[], Awaitable[None]], int], Awaitable[None]]
-
 
 class VLLMReceiver:
-    """See Receiver. `served` tells what parameters the server has. `replace` is the server's: it
-    pauses, changes the weights, names the version and resumes; `lock` is held meanwhile."""
+    """See Receiver."""
 
-    def __init__(
-        self, control: Control, lock: asyncio.Lock, served: Served, replace: Replace
-    ) -> None:
-        self._control, self._lock, self._served, self._replace = control, lock, served, replace
+    def __init__(self, control: Control, served: Served, replace: Replace) -> None:
+        self._control, self._served, self._replace = control, served, replace
 
     async def num_ranks(self) -> int:
         return sum([await _num_workers(server) for server in self._control.servers])
@@ -51,11 +43,11 @@ class VLLMReceiver:
             first_rank += await _num_workers(server)
             timeout_s = group.timeout_s + SLACK_S
             calls.append(server.call("POST", JOIN, {"init_info": info}, timeout_s=timeout_s))
-        await _all(calls)
+        await all_of(calls)
 
     async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
-        async with self._lock:
-            check_manifest(manifest, self._served())
+        async with self._served.lock:
+            check_manifest(manifest, self._served.layout)
             await self._replace(partial(self._receive, group, manifest), policy_version)
 
     async def leave(self, group: Group) -> None:
@@ -87,10 +79,3 @@ class VLLMReceiver:
 async def _num_workers(server: HttpClient) -> int:
     found = await server.call_json("GET", "/get_world_size", params={"include_dp": "true"})
     return int(found["world_size"])
-
-
-async def _all(calls: list[Any]) -> None:
-    outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome

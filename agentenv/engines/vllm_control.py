@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from agentenv.engines.http import HttpClient
+from agentenv.engines.http import HttpClient, all_of
 from agentenv.engines.server import ServerLoad, ServerLostError
 from agentenv.engines.vllm_probe import ABORT, OLD_ABORT, REPACK, Facts
 from agentenv.errors import ConfigError, EngineError
@@ -38,11 +37,7 @@ class Control:
         timeout_s: float | None = None,
     ) -> None:
         """To all at once; the first error is raised when all have answered."""
-        calls = (s.call("POST", path, json, params, timeout_s) for s in self.servers)
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+        await all_of(s.call("POST", path, json, params, timeout_s) for s in self.servers)
 
     async def pause(self) -> None:
         """Requests stay where they are; new ones queue."""
