@@ -82,16 +82,35 @@ def make_renderer(
     return TagRenderer(tokenizer, prompt, eos_ids)
 
 
-def context_length(config: EngineConfig, model: Path) -> int:
-    """Tokens of prompt and response that the engine can hold."""
-    of_model = read_model_config(model).get("max_position_embeddings")
+def context_length(config: EngineConfig, model: Path, key: str = "engine") -> int:
+    """Tokens of prompt and response that the engine, configured in the table `key`, can hold.
+    Raises ConfigError for a max_model_len beyond what the model was made for."""
+    raw = read_model_config(model)
+    is_server = isinstance(config, VLLMConfig | SGLangConfig)
+    of_model = stretched(raw) if is_server else int(raw.get("max_position_embeddings") or 0)
+    if of_model and config.max_model_len > of_model and not isinstance(config, ScriptedConfig):
+        raise ConfigError(
+            f"{key}.max_model_len = {config.max_model_len}: {model} holds {of_model} tokens of "
+            "prompt and response together; give at most that, or 0 for the model's own limit"
+        )
     if of_model and isinstance(config, SGLangConfig):
         of_model -= SGLANG_RESERVED
     if config.max_model_len:
         return min(config.max_model_len, of_model or config.max_model_len)
     if not of_model:
         raise ConfigError(f"engine.max_model_len: must be given, since {model} does not say")
-    return int(of_model)
+    return of_model
+
+
+def stretched(raw: dict[str, Any]) -> int:
+    """The positions of a model as vLLM and SGLang count them: times the factor that its
+    config.json has for longer contexts; 0: it does not say."""
+    positions = int(raw.get("max_position_embeddings") or 0)
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if rope.get("rope_type", rope.get("type")) not in ("yarn", "linear", "dynamic"):
+        return positions
+    trained = rope.get("original_max_position_embeddings") or positions
+    return max(positions, int(trained * float(rope.get("factor") or 1.0)))
 
 
 def check_context(limits: Limits, max_model_len: int) -> None:
@@ -101,7 +120,7 @@ def check_context(limits: Limits, max_model_len: int) -> None:
         raise ConfigError(
             f"limits: max_prompt_tokens {limits.max_prompt_tokens} + max_response_tokens "
             f"{limits.max_response_tokens} = {needed} exceed the engine's context of "
-            f"{max_model_len} tokens"
+            f"{max_model_len} tokens; lower them, or take an engine and a model that hold more"
         )
 
 

@@ -188,7 +188,7 @@ class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is written beside the metrics."""
 
     trajectories: Annotated[
-        bool, Meta(description="write every trajectory of each step and evaluation as JSONL")
+        bool, Meta(description="write every trajectory of each training step as JSONL")
     ] = True
     max_trajectory_mb: Annotated[
         float, Meta(gt=0, description="stop writing trajectories beyond this size, with a notice")

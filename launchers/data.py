@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from agentenv.data_config import RowsConfig
+from agentenv.data_files import find_files
 from agentenv.dataset import TaskMix, load_mix, load_tasks
+from agentenv.errors import DataError
 from agentenv.limits import Limits
 from agentenv.prompt_fit import PromptFitter
 from agentenv.renderer import Renderer
@@ -25,6 +27,26 @@ class Questions(NamedTuple):
 
     train: Sequence[Task]
     eval_sets: dict[str, Sequence[Task]]
+
+
+def check_files(config: TrainConfig, resolve: Resolve, *, is_new: bool) -> None:
+    """Refuse files of questions and demonstrations that are not there, before anything else is
+    done. A new run may still put some into its folder by run.setup; another one has its cold start
+    behind it. Raises DataError with the key."""
+    sft = config.sft if is_new else None
+    paths: dict[str, str | list[str]] = {
+        "data.train": config.data.train,
+        **{f"data.mix[{number}].path": part.path for number, part in enumerate(config.data.mix)},
+        **{f"eval.sets.{name}.path": one.path for name, one in config.eval.sets.items()},
+        **({} if sft is None else {"sft.data": sft.data, "sft.gate": sft.gate}),
+    }
+    for key, given in paths.items():
+        for path in [given] if isinstance(given, str) else given:
+            if not path or (is_new and config.run.setup and "{run}" in path):
+                continue
+            for file in find_files([resolve(path)]):
+                if not file.exists():
+                    raise DataError(f"{key}: {file}: there is no such dataset file")
 
 
 async def load_questions(

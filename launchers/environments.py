@@ -16,7 +16,8 @@ from agentenv.env import Env
 from agentenv.errors import ConfigError
 from agentenv.limits import Limits
 from agentenv.prompt import PromptConfig, load_instruction
-from agentenv.tool_limits import ChosenTool, load_tools
+from agentenv.tool_loading import load_tools
+from agentenv.toolbox import ChosenTool
 from agentenv.types import Info, Message, Task
 from envs.grading.config import NUM_CHECKED_ROWS, check_grader
 from launchers.env_config import TABLES, EnvConfig, EnvVariant

@@ -3,7 +3,8 @@
 runs/NAME/config.json  run.log  servers/*.log  metrics.jsonl  summary.json  curve.png  samples.txt
           entropy.png  entropy.csv               by token position, at the start and after results
           data/  model/                          made by the setup of the quick start
-          trajectories/STEP.jsonl                every trajectory, as readable text
+          trajectories/STEP.jsonl                every trajectory of training, as readable text
+          eval/WHEN/                             evaluations, as of `launchers/evaluate.py`
           checkpoints/step-000020/               Hugging Face directory
           checkpoints/step-000020/trainer/       what a resume needs beside it
           checkpoints/best/                      the best by `checkpoint.best_metric`
@@ -31,7 +32,8 @@ from launchers.trajectories import trajectory_row
 
 CONFIG_FILE = "config.json"  # written when everything was found in order; marks a run
 OURS = {
-    *("checkpoints", "data", "model", "run.log", "learner.log", "servers", "trajectories"),
+    *("checkpoints", "data", "eval", "model", "run.log", "learner.log", "servers"),
+    *("trajectories",),
     *("metrics.jsonl", "skipped", "pairs", "reference.npz", "tensorboard", "wandb", "wandb.json"),
 }
 Row = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Trajectories as rows of JSON and as text, for people."""
+"""Training trajectories as rows of JSON, and rows as text, for people."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def trajectory_row(tree: TrajectoryTree, trajectory: Trajectory, tokenizer: Any)
 
 
 def readable(row: Row) -> str:
-    """A row as text: the question, the verdict, and who wrote what; without the prompt."""
+    """A row, of training or of an evaluation, as text: the question, the verdict, and who wrote
+    what; without the prompt."""
     ended = f"{row['end']} by {row['limit']}" if row["limit"] is not None else row["end"]
     lines = [
         f"--- {row['kind']}: {row['question']}",

@@ -170,7 +170,7 @@ VERL_KEYS: dict[str, tuple[str, str]] = {
     "trainer.log_val_generations": ("monitor.num_trajectories", ""),
     "trainer.rollout_data_dir": ("log.trajectories", "in the run's folder trajectories/"),
     "trainer.rollout_save_path": ("log.trajectories", "in the run's folder trajectories/"),
-    "trainer.validation_data_dir": ("log.trajectories", "in the run's folder trajectories/"),
+    "trainer.validation_data_dir": ("", "always, in the run's folder eval/"),
     "trainer.default_local_dir": ("run.dir", ""),
     "trainer.nnodes": ("learner.num_ranks", "over machines: learner.launch = external"),
     "trainer.n_gpus_per_node": ("learner.num_ranks, engine.servers.num_servers", "they share"),

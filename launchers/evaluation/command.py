@@ -12,25 +12,24 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from agentenv.config import Tree, override_kinds, read_toml, to_plain
+from agentenv.config import to_plain
 from agentenv.errors import ConfigError
 from launchers.assembly import import_from_working_directory
+from launchers.evaluation.arguments import add_arguments, given_keys
 from launchers.evaluation.ask import SET, ask_one
 from launchers.evaluation.assisted import check_assist
 from launchers.evaluation.report import write_report
 from launchers.evaluation.run import run_evaluation
-from launchers.evaluation.run_config import EvaluateConfig, merged, resolve_sets
+from launchers.evaluation.run_config import EvaluateConfig, resolve_sets
 from launchers.evaluation.store import Saved, identity
 from launchers.evaluation.subject import Subject, find_subject, weights_digest
 from launchers.exits import to_its_end
-from launchers.keys import add_key_help
-from launchers.planning.dry_run import add_dry_run, check_arguments, dry_run
-from launchers.verl_keys import refuse_verl_keys
+from launchers.planning.dry_run import check_arguments, dry_run
 from launchers.view import View
 
 STORED = ("compare", "regrade", "report")  # commands over stored evaluations
 FOLDER = "evals"
-EPILOG = "of stored ones: evaluate.py report DIR, compare A B, regrade DIR [grader.key=value]"
+EPILOG = "Of stored ones: evaluate.py report DIR, compare A B, regrade DIR [grader.key=value]"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,6 +58,11 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
         model=arguments.model,
         tokenizer=arguments.tokenizer,
     )
+    if not (arguments.dry_run or subject.model is None or subject.model.is_dir()):
+        raise ConfigError(
+            f"{arguments.subject}: there is no such directory; expected a run, a checkpoint or a "
+            "model directory, or http(s)://HOST[:PORT]"
+        )
     config = _configuration(arguments, subject, view)
     config = _chosen(config, names, arguments.n)
     check_assist(config)
@@ -79,35 +83,11 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
 
 
 def _configuration(arguments: argparse.Namespace, subject: Subject, view: View) -> EvaluateConfig:
-    """That of the subject, over it the file, over both the command line."""
-    raw: Tree = subject.raw
-    source = arguments.subject
-    if arguments.config is not None:
-        source = str(arguments.config)
-        given = read_toml(arguments.config)
-        raw = merged({k: v for k, v in raw.items() if k != "sets" or not _asks(given)}, given)
-        if subject.model is None:
-            raw["engine"] = merged(_own_engine(raw), subject.raw["engine"])
-    if any(text.startswith("data=") for text in arguments.overrides):
-        raw = {key: value for key, value in raw.items() if key != "sets"}
-    if arguments.env:
-        raw = merged(raw, {"env": {"id": arguments.env}})
-    override_kinds(EvaluateConfig, raw, arguments.overrides, view.say)
+    raw, source = given_keys(arguments, subject, EvaluateConfig, view.say)
     if arguments.question:  # instead of those that the rest of the command names
         raw = {key: value for key, value in raw.items() if key not in ("data", "rows")}
         raw["sets"] = {SET: {"path": "-"}}
-    refuse_verl_keys(raw, source)
     return resolve_sets(raw, source)
-
-
-def _asks(raw: Tree) -> bool:
-    return bool(raw.get("sets") or raw.get("data"))
-
-
-def _own_engine(raw: Tree) -> Tree:
-    """The file's keys of an endpoint; those of another engine mean nothing to it."""
-    engine = raw.get("engine") or {}
-    return engine if engine.get("name") == "openai" else {}
 
 
 def _chosen(config: EvaluateConfig, names: Sequence[str], num_tasks: int) -> EvaluateConfig:
@@ -115,6 +95,8 @@ def _chosen(config: EvaluateConfig, names: Sequence[str], num_tasks: int) -> Eva
         if name not in config.sets:
             raise ConfigError(f"--set {name}: there are the sets {sorted(config.sets)}")
     sets = {name: config.sets[name] for name in names or config.sets}
+    if num_tasks < 0:
+        raise ConfigError(f"--n {num_tasks}: expected a number of questions, or 0 for all")
     if num_tasks:
         sets = {name: replace(one, max_tasks=num_tasks) for name, one in sets.items()}
     return replace(config, sets=sets)
@@ -137,11 +119,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Evaluate a run, a checkpoint, a model directory, or an endpoint by its URL, "
         f"through the env API. {EPILOG}.",
     )
-    parser.add_argument("subject", metavar="SUBJECT", help="directory, or http(s)://HOST[:PORT]")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of an evaluation")
-    parser.add_argument("--env", default="", help="environment id; of a run: its own")
-    parser.add_argument("--n", type=int, default=0, help="first n questions of each set; 0: all")
+    out = f"where rows and report go, and are taken up again; default {FOLDER}/NAME"
+    add_arguments(parser, EvaluateConfig, out)
     parser.add_argument(
         "--set", default="", metavar="NAMES", help="sets by name, with commas; of a run: the one "
         "that it reports"
@@ -149,21 +128,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint", choices=("last", "best"), default="last", help="which one of a run"
     )
-    parser.add_argument("--model", default="", help="of an endpoint: the model's name there")
-    parser.add_argument(
-        "--tokenizer", default="", metavar="DIR",
-        help="of a vLLM or SGLang server: its tokenizer, so that token ids go in and out"
-    )  # fmt: skip
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR",
-        help=f"where rows and report go, and are taken up again; default {FOLDER}/NAME"
-    )  # fmt: skip
     parser.add_argument("--question", default="", help="stream one rollout of this question")
     parser.add_argument(
         "--answer", action="append", default=[], help="its right answer, so that it is graded"
     )
-    add_dry_run(parser)
-    add_key_help(parser, EvaluateConfig)
     arguments = parser.parse_intermixed_args(argv)
     check_arguments(parser, arguments)
     return arguments

@@ -19,6 +19,7 @@ from launchers.evaluation.comparison import (
     pair_up,
 )
 from launchers.evaluation.figures import Question, questions_of
+from launchers.evaluation.filled import keep_filled, num_filled
 from launchers.evaluation.report import make_scorer, write_whole
 from launchers.evaluation.scores import score_rows
 from launchers.evaluation.store import load_saved, read_rows
@@ -56,11 +57,12 @@ async def _run(arguments: argparse.Namespace, view: View) -> None:
             rows = await asyncio.to_thread(read_rows, folder)
             if not rows:
                 raise DataError(f"{folder} holds no rows of an evaluation")
+            before = num_filled(rows)
+            await score_rows(rows, scorer)
+            if scorer.is_usual and num_filled(rows) > before:
+                await asyncio.to_thread(keep_filled, folder, rows)
             sides.append(questions_of(rows))
         pairing = pair_up(*sides)
-        for side in ("first", "second"):
-            own = [row for pair in pairing.pairs for row in getattr(pair, side).done]
-            await score_rows(own, scorer)
     finally:
         await close_shared()
     tables, left = tables_of(pairing, MAX_LISTED)

@@ -35,7 +35,8 @@ class ToolUse(Struct, kw_only=True):
 
 
 class Agreement(Struct, kw_only=True):
-    """Judge against rules, over the trajectories that both graded."""
+    """Judge against rules, over the trajectories that both graded; `num_unparsed` more were asked
+    about, and the judge's reply was no verdict. Without any that both graded, `share` is 0."""
 
     both_right: int
     only_judge: int
@@ -43,6 +44,7 @@ class Agreement(Struct, kw_only=True):
     both_wrong: int
     share: float
     kappa: float | None
+    num_unparsed: int = 0
 
 
 class Figures(Struct, kw_only=True):

@@ -106,13 +106,15 @@ def failure_kind(row: EvalRow) -> str:
 
 
 def agreement_of(rows: Iterable[EvalRow]) -> Agreement | None:
-    """Of the rows whose grade holds both verdicts; None without any."""
+    """Of the rows whose grade holds both verdicts; None where no judge was asked."""
+    asked = [row.parts for row in rows if {"judge", "judge_unparsed"} & row.parts.keys()]
     both = [
-        (row.parts["judge"] >= 1, row.parts["rule"] >= 1)
-        for row in rows
-        if "judge" in row.parts and "rule" in row.parts
+        (parts["judge"] >= 1, parts["rule"] >= 1)
+        for parts in asked
+        if "judge" in parts and "rule" in parts
     ]
-    if not both:
+    num_unparsed = sum(parts.get("judge_unparsed", 0) > 0 for parts in asked)
+    if not both and not num_unparsed:
         return None
     counts = Counter(both)
     cells = [counts[True, True], counts[True, False], counts[False, True], counts[False, False]]
@@ -121,8 +123,9 @@ def agreement_of(rows: Iterable[EvalRow]) -> Agreement | None:
         only_judge=cells[1],
         only_rules=cells[2],
         both_wrong=cells[3],
-        share=(cells[0] + cells[3]) / len(both),
-        kappa=cohen_kappa(*cells),
+        share=(cells[0] + cells[3]) / max(1, len(both)),
+        kappa=cohen_kappa(*cells) if both else None,
+        num_unparsed=num_unparsed,
     )
 
 

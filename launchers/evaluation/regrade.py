@@ -9,35 +9,31 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
-import fcntl
-import os
-import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from agentenv.config import Tree, apply_overrides, build_config
+from agentenv.config import Tree, apply_overrides, build_config, to_plain
 from agentenv.errors import ConfigError
 from agentenv.shared import close_shared
 from launchers.assembly import import_from_working_directory
+from launchers.evaluation.lock import lock
 from launchers.evaluation.regrading import Change, Graders, regrade_rows, resolver
 from launchers.evaluation.report import make_scorer, report_rows, write_whole
 from launchers.evaluation.rows import EvalRow
 from launchers.evaluation.run_config import EvaluateConfig
 from launchers.evaluation.store import (
     CONFIG_FILE,
-    LOCK_FILE,
     ROWS_FILE,
     Saved,
     load_saved,
     read_rows,
+    replace_rows,
 )
 from launchers.evaluation.tables import Table, as_markdown, as_rich, plain
 from launchers.exits import to_its_end
-from launchers.rundir import explain
 from launchers.view import View
 
 BEFORE_FILE, CHANGES_FILE = "rows.before.jsonl", "regrade.md"
@@ -70,15 +66,15 @@ async def _run(arguments: argparse.Namespace, view: View) -> None:
     tree = regraded_config(saved.config, arguments.overrides)
     config = build_config(EvaluateConfig, tree, str(folder / CONFIG_FILE))
     try:
-        with locked(folder):
+        with lock(folder):
             rows = await asyncio.to_thread(read_rows, folder)
             scorer = make_scorer(view)
             changes = await regrade_rows(rows, Graders(config, resolver(saved.run)))
             after = [change.after for change in changes]
             _show(changes, folder, view)
             await report_rows(folder, after, scorer, view)  # fills in the scores, too
-            replace_rows(folder, changes)
-            new = Saved(subject=saved.subject, run=saved.run, config=tree)
+            replace_rows(folder, after, BEFORE_FILE)
+            new = Saved(subject=saved.subject, run=saved.run, config=to_plain(config))
             data = msgspec.json.format(msgspec.json.encode(new), indent=2)
             write_whole(folder / CONFIG_FILE, data + b"\n")
     finally:
@@ -91,13 +87,13 @@ def regraded_config(config: Tree, overrides: Sequence[str]) -> Tree:
     environments the rows of a set choose; `sets.NAME.grader.` ones for that set."""
     tree = copy.deepcopy(config)
     for override in overrides:
-        path = override.partition("=")[0].strip().split(".")
-        own = path[0] == "sets" and len(path) > 3
-        if "=" not in override or path[2 if own else 0] != "grader" or len(path) < 2:
+        start, is_grader, _ = override.partition("=")[0].strip().rpartition("grader.")
+        name = start.removeprefix("sets.").removesuffix(".")  # which may have dots
+        if "=" not in override or not is_grader or (start and start == name):
             raise ConfigError(
                 f"{override!r}: regrading takes grader.key=value and sets.NAME.grader.key=value"
             )
-        if own and path[1] not in tree["sets"]:
+        if start and name not in tree["sets"]:
             raise ConfigError(f"{override!r}: the sets are {sorted(tree['sets'])}")
     places = {"grader.": [tree, *tree["sets"].values()]}
     places |= {f"sets.{name}.grader.": [one] for name, one in tree["sets"].items()}
@@ -118,36 +114,6 @@ def _override(place: Tree, asked: Sequence[str]) -> None:
         grader = {} if chosen else dict(table.get("grader") or {})
         apply_overrides(grader, asked)
         table["grader"] = grader
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the directory, as a running evaluation does. Raises ConfigError if another does."""
-    try:
-        lock = (folder / LOCK_FILE).open("wb")
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {explain(error)}") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{folder}: another command is writing this evaluation") from None
-        yield
-
-
-def replace_rows(folder: Path, changes: Sequence[Change]) -> None:
-    """Put the new rows in the place of the old ones, which are kept; whenever this is cut off,
-    rows.jsonl is whole."""
-    encoder = msgspec.json.Encoder(enc_hook=str)
-    partial = folder / f"{ROWS_FILE}.partial"
-    with partial.open("wb") as file:
-        file.writelines(encoder.encode(change.after) + b"\n" for change in changes)
-        file.flush()
-        os.fsync(file.fileno())
-    kept = folder / f"{BEFORE_FILE}.partial"
-    shutil.copyfile(folder / ROWS_FILE, kept)
-    kept.replace(folder / BEFORE_FILE)
-    partial.replace(folder / ROWS_FILE)
 
 
 def changes_table(changes: Sequence[Change]) -> Table:

@@ -135,7 +135,7 @@ async def _regrade(row: EvalRow, graders: Graders) -> EvalRow:
     except GraderError as error:
         return replace(
             row, end="failed", error=f"GraderError: {error}", success=False, reward=0.0,
-            reason="", parts={}, scores={},
+            reason="", parts={}, scores={}, same_as=None,
         )  # fmt: skip
     return replace(
         row,
@@ -147,6 +147,7 @@ async def _regrade(row: EvalRow, graders: Graders) -> EvalRow:
         reason=grade.reason,
         parts=dict(grade.parts),
         scores={},
+        same_as=None,
     )
 
 

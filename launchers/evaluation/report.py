@@ -22,6 +22,7 @@ from agentenv.shared import close_shared
 from envs.grading.equivalence import shared_math
 from launchers.evaluation.figure_types import Summary
 from launchers.evaluation.figures import Question
+from launchers.evaluation.filled import keep_filled, num_filled
 from launchers.evaluation.report_plots import plots_of
 from launchers.evaluation.report_samples import samples_of
 from launchers.evaluation.report_tables import tables_of, terminal_tables_of
@@ -82,8 +83,13 @@ async def report(
 ) -> Summary:
     """`write_report` within an event loop; it closes what the process shares."""
     try:
+        load_saved(folder)  # which says what is wrong with the folder
         rows = await asyncio.to_thread(read_rows, folder)
-        return await report_rows(folder, rows, make_scorer(view, compat), view, ks=ks)
+        scorer, before = make_scorer(view, compat), num_filled(rows)
+        summary = await report_rows(folder, rows, scorer, view, ks=ks)
+        if scorer.is_usual and num_filled(rows) > before:
+            await asyncio.to_thread(keep_filled, folder, rows)
+        return summary
     finally:
         await close_shared()
 

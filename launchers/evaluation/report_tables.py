@@ -225,10 +225,18 @@ def _agreement(found: Agreement) -> Table:
     kappa = "not defined" if found.kappa is None else f"{found.kappa:.3f}"
     total = found.both_right + found.only_judge + found.only_rules + found.both_wrong
     note = f"They agree on {found.share:.1%} of the {total} both graded; Cohen's kappa {kappa}."
-    if not found.both_right + found.only_rules:  # grader.judge.when = "rules_wrong"
+    if not total:
+        note = "The judge gave no verdict."
+    elif not found.both_right + found.only_rules:
         note = (
-            f"Asked only where the rules found no right answer, the judge found {found.only_judge} "
-            f'of {total} right; grader.judge.when = "always" shows how far the two agree.'
+            "Of the answers that both graded the rules found none right, the judge "
+            f'{found.only_judge} of {total}; only grader.judge.when = "always" asks it about those '
+            "that the rules find right, too."
+        )
+    if found.num_unparsed:
+        note += (
+            f" {found.num_unparsed} replies of the judge were no verdict; where the rules did not "
+            "find the answer right, it counts as wrong."
         )
     return Table(
         title="Judge against rules",

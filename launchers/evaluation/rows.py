@@ -6,11 +6,26 @@ has to be kept.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct, field
 
+from agentenv.types import Task
+
 Key = tuple[str, str, int]
+
+
+class Wanted(NamedTuple):
+    """One trajectory to ask for: sample number `sample` of a task, in the set `dataset`."""
+
+    dataset: str
+    task: Task
+    sample: int
+
+    @property
+    def key(self) -> Key:
+        """The key of its row."""
+        return self.dataset, self.task.id, self.sample
 
 
 class EvalRow(Struct, kw_only=True, omit_defaults=True):
@@ -21,6 +36,8 @@ class EvalRow(Struct, kw_only=True, omit_defaults=True):
     one (end "failed") has an `error` and no scores: it is counted by kind, never as wrong.
     `scores` holds every metric that was computed, each in [0, 1]: em, f1, contains, math, judge;
     `success` and `reward` are those of the environment's grader, `reason` is its explanation.
+    `same_as` is the lowest number among the samples of the question that give the same wrong
+    answer. Scores and `same_as` are filled in by the first report.
     """
 
     dataset: str
@@ -49,6 +66,7 @@ class EvalRow(Struct, kw_only=True, omit_defaults=True):
     reason: str = ""
     parts: dict[str, float] = field(default_factory=dict)  # of the reward
     scores: dict[str, float] = field(default_factory=dict)
+    same_as: int | None = None
     assist: dict[str, float] = field(default_factory=dict)  # uses, successes, tokens of helpers
     abandoned: list[str] = field(default_factory=list)  # turns that the backtracer took again
     policy_versions: list[int] = field(default_factory=list)  # oldest and newest that sampled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from typing import Any
 from agentenv.actor import Actor
 from agentenv.config import to_plain
 from agentenv.evaluate import Answer, Question, ask
-from agentenv.types import Task
 from launchers.evaluation.parts import Builder, Questions
 from launchers.evaluation.progress import Progress
+from launchers.evaluation.rows import EvalRow, Wanted
 from launchers.evaluation.run_config import EvaluateConfig
 from launchers.evaluation.store import FAILED, Saved, Store
 from launchers.evaluation.subject import Subject, weights_digest
@@ -34,40 +34,53 @@ async def run_evaluation(config: EvaluateConfig, subject: Subject, out: Path, vi
         sets = await builder.questions()
         store = Store(out, saved_of(config, subject, builder))
         stack.callback(store.close)
-        wanted = [key for name, one in sets.items() for key in _keys(name, one)]
-        for name, task, sample in wanted:
-            store.check_question((name, task.id, sample), task.question)
-        missing = [key for key in wanted if not store.has((key[0], key[1].id, key[2]))]
+        wanted = [one for name, questions in sets.items() for one in _wanted(name, questions)]
+        missing = store.missing(wanted)
         if len(missing) < len(wanted):
             view.say(f"{out} holds {len(wanted) - len(missing)} of {len(wanted)} trajectories")
         if not missing:
             return 0
         engine = await builder.engine()
         actors = {name: builder.actor(name, one, engine) for name, one in sets.items()}
-        names = {id(actor): name for name, actor in actors.items()}
         stored = [row for row in store.rows.values() if row.end != FAILED]
         progress = Progress(view, engine, len(missing) + len(stored), stored)
         stack.push_async_callback(progress.close)
 
-        def keep(answer: Answer) -> None:
-            name = names[id(answer.question.actor)]
-            row = row_of(name, answer, builder.seed(sets[name].config))
-            store.add(row)
-            progress.add(row)
+        def make_row(name: str, answer: Answer) -> EvalRow:
+            return row_of(name, answer, builder.seed(sets[name].config))
 
-        await ask(_asked(missing, actors), keep, concurrency=config.concurrency)
+        await ask_into(
+            store, missing, actors, make_row, progress.add, concurrency=config.concurrency
+        )
         return progress.num_failed
 
 
-def _keys(name: str, one: Questions) -> Iterator[tuple[str, Task, int]]:
+async def ask_into(
+    store: Store,
+    missing: Sequence[Wanted],
+    actors: Mapping[str, Actor],
+    make_row: Callable[[str, Answer], EvalRow],
+    on_row: Callable[[EvalRow], None] = lambda row: None,
+    *,
+    concurrency: int,
+) -> None:
+    """Ask what `store` lacks, each set by its actor, and store each row as its trajectory ends.
+    `make_row` makes it of the set's name and the answer, `on_row` sees it."""
+    names = {id(actor): name for name, actor in actors.items()}
+
+    def keep(answer: Answer) -> None:
+        row = make_row(names[id(answer.question.actor)], answer)
+        store.add(row)
+        on_row(row)
+
+    asked = (Question(actors[one.dataset], one.task, one.sample) for one in missing)
+    await ask(asked, keep, concurrency=concurrency)
+
+
+def _wanted(name: str, one: Questions) -> Iterator[Wanted]:
     for task in one.tasks:
         for sample in range(one.config.num_samples or 1):
-            yield name, task, sample
-
-
-def _asked(missing: list[tuple[str, Task, int]], actors: dict[str, Actor]) -> Iterator[Question]:
-    for name, task, sample in missing:
-        yield Question(actors[name], task, sample)
+            yield Wanted(name, task, sample)
 
 
 def saved_of(config: EvaluateConfig, subject: Subject, builder: Builder) -> Saved:

@@ -41,7 +41,13 @@ class Scorer:
 
     def __init__(self, *, compat: Compat = "", math: bool = True) -> None:
         self.compat = compat
+        self._math = math
         self.layered = Layered(math=math)
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether the scores are those that evaluations keep."""
+        return not self.compat and self._math
 
     async def score(self, row: EvalRow) -> dict[str, float]:
         """All scores of a row that did not fail. Raises GraderError when math-verify gets no CPU

@@ -6,9 +6,9 @@ DIR/rows.jsonl     one EvalRow a line, written as each trajectory ends
 
 from __future__ import annotations
 
-import fcntl
 import os
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from msgspec import Struct
 
 from agentenv.config import Tree, changes
 from agentenv.errors import ConfigError, DataError
-from launchers.evaluation.rows import EvalRow, Key
+from launchers.evaluation.lock import LOCK_FILE, lock
+from launchers.evaluation.rows import EvalRow, Key, Wanted
 from launchers.rundir import explain
 
-CONFIG_FILE, ROWS_FILE, LOCK_FILE = "config.json", "rows.jsonl", ".lock"
+CONFIG_FILE, ROWS_FILE = "config.json", "rows.jsonl"
 FAILED = "failed"
 
 # What changes no answer: how fast it goes, how many are asked, where the same questions are.
@@ -52,13 +53,9 @@ class Store:
         self.rows: dict[Key, EvalRow] = {}
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = (path / LOCK_FILE).open("wb")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise ConfigError(f"{path}: another command is writing this evaluation") from None
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {explain(error)}") from error
+        self._lock = lock(path)
         try:
             self._claim(saved)
             self._cut_torn_line()
@@ -75,19 +72,20 @@ class Store:
             raise OSError(f"{self.path / ROWS_FILE}: a row was not written whole")
         self.rows[row.key] = row
 
-    def has(self, key: Key) -> bool:
-        """Whether the question was answered; a failed one is asked again."""
-        row = self.rows.get(key)
-        return row is not None and row.end != FAILED
-
-    def check_question(self, key: Key, question: str) -> None:
-        """Raises ConfigError if the stored row of this name is about another question."""
-        row = self.rows.get(key)
-        if row is not None and row.question != question:
-            raise ConfigError(
-                f"{self.path}: sets.{key[0]}: question {key[1]} is not the one that was asked: "
-                "the file has changed; choose another --out"
-            )
+    def missing(self, wanted: Iterable[Wanted]) -> list[Wanted]:
+        """What is still to be asked; failed ones are asked again. Raises ConfigError if a stored
+        row of the same name is about another question."""
+        found = []
+        for one in wanted:
+            row = self.rows.get(one.key)
+            if row is not None and row.question != one.task.question:
+                raise ConfigError(
+                    f"{self.path}: sets.{one.dataset}: question {one.task.id} is not the one that "
+                    "was asked: the file has changed; choose another --out"
+                )
+            if row is None or row.end == FAILED:
+                found.append(one)
+        return found
 
     def close(self) -> None:
         """Idempotent."""
@@ -135,6 +133,22 @@ class Store:
                 file.truncate(end)
 
 
+def replace_rows(folder: Path, rows: Sequence[EvalRow], keep_as: str = "") -> None:
+    """Put these rows in the place of the old ones, which are kept in the file `keep_as` if it is
+    named; whenever this is cut off, rows.jsonl is whole. The caller holds the directory."""
+    encoder = msgspec.json.Encoder(enc_hook=str)
+    partial = folder / f"{ROWS_FILE}.partial"
+    with partial.open("wb") as file:
+        file.writelines(encoder.encode(row) + b"\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+    if keep_as:
+        kept = folder / f"{keep_as}.partial"
+        shutil.copyfile(folder / ROWS_FILE, kept)
+        kept.replace(folder / keep_as)
+    partial.replace(folder / ROWS_FILE)
+
+
 def read_rows(folder: Path) -> list[EvalRow]:
     """The rows of an evaluation, the last one of each key, in the order of the keys: figures must
     not depend on which trajectory ended first. A torn last line is left out. Raises DataError
@@ -160,10 +174,17 @@ def load_saved(folder: Path) -> Saved:
     path = folder / CONFIG_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=Saved)
-    except OSError as error:
-        raise DataError(f"{folder} holds no evaluation: {path.name}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise DataError(f"{path}: not readable: {error}") from error
+    except (OSError, msgspec.DecodeError) as error:
+        within = [*folder.glob(f"*/{ROWS_FILE}"), *folder.glob(f"eval/*/{ROWS_FILE}")]
+        within.sort(key=lambda rows: rows.stat().st_mtime)
+        hint = f"; there is one in {within[-1].parent}" if within else ""
+        trained = (folder / "checkpoints").is_dir()
+        why = "it is the folder of a training run" if trained else f"{path.name}: {_reason(error)}"
+        raise DataError(f"{folder} holds no evaluation: {why}{hint}") from error
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
 
 
 def identity(saved: Saved) -> Tree:

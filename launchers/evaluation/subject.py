@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,14 +61,19 @@ def of_run(run: Path, names: Sequence[str] = ()) -> Tree:
         if name not in sets:
             raise ConfigError(f"--set {name}: {run} has the evaluation sets {sorted(sets)}")
     chosen = names or [saved["eval"]["report"] or next(iter(sets), "")]
-    keys = {"path", *RowsConfig.__struct_fields__}
+    return evaluation_of(saved, [name for name in chosen if name in sets])
+
+
+def evaluation_of(saved: Tree, names: Sequence[str], more_keys: Collection[str] = ()) -> Tree:
+    """The keys of an evaluation of the sets `names` from those of a run. Of a set it has how rows
+    are read, and `more_keys`."""
+    sets = saved["eval"]["sets"]
+    keys = {"path", *RowsConfig.__struct_fields__, *more_keys}
     return {
         "env": saved["env"],
         **{name: saved[name] for name in TABLES if saved.get(name) is not None},
         "sets": {
-            name: {key: value for key, value in sets[name].items() if key in keys}
-            for name in chosen
-            if name in sets
+            name: {key: value for key, value in sets[name].items() if key in keys} for name in names
         },
         "prompt": saved.get("prompt", {}),
         "renderer": saved.get("renderer", {"name": "tags"}),

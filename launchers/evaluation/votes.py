@@ -32,36 +32,62 @@ class Votes(NamedTuple):
 async def count_votes(rows: Sequence[EvalRow], scorer: Scorer) -> Votes:
     """Count the answers of one question. What the grader found right is one answer, since it
     equals a gold; wrong ones are the same if the layered grader says so. An expression is compared
-    with the few most frequent ones only, which decide a vote."""
-    wrong = [row.prediction for row in rows if not row.success]
-    texts = Counter(_form(text) for text in wrong if text.strip())
-    clusters: list[tuple[str, int]] = []
-    for text, number in texts.most_common():
-        place = await _place(text, [known for known, _ in clusters], scorer)
+    with the few most frequent ones only, which decide a vote.
+
+    Rows keep in `same_as` what was found, and are not compared again as long as no sample is
+    added.
+    """
+    num_right = sum(row.success for row in rows)
+    given = [row for row in rows if not row.success and row.prediction.strip()]
+    if any(row.same_as is None for row in given):
+        clusters = await _clusters(given, scorer)
+    else:
+        clusters = list(Counter(row.same_as for row in given).values())
+    return Votes(
+        num_right, tuple(sorted(clusters, reverse=True)), len(rows) - num_right - len(given)
+    )
+
+
+async def _clusters(rows: Sequence[EvalRow], scorer: Scorer) -> list[int]:
+    """How many rows give each of the answers; it is kept in the rows if every comparison could be
+    made."""
+    by_text: dict[str, list[EvalRow]] = {}
+    for row in rows:
+        by_text.setdefault(_form(row.prediction), []).append(row)
+    clusters: list[tuple[str, list[EvalRow]]] = []
+    is_sure = True
+    for text, own in sorted(by_text.items(), key=lambda item: -len(item[1])):
+        place, compared = await _place(text, [known for known, _ in clusters], scorer)
+        is_sure = is_sure and compared
         if place is None:
-            clusters.append((text, number))
+            clusters.append((text, list(own)))
         else:
-            clusters[place] = (clusters[place][0], clusters[place][1] + number)
-    counts = tuple(sorted((number for _, number in clusters), reverse=True))
-    return Votes(len(rows) - len(wrong), counts, len(wrong) - texts.total())
+            clusters[place][1].extend(own)
+    for _, members in clusters if is_sure else ():
+        lowest = min(row.sample for row in members)
+        for row in members:
+            row.same_as = lowest
+    return [len(members) for _, members in clusters]
 
 
-async def _place(text: str, known: Sequence[str], scorer: Scorer) -> int | None:
+async def _place(text: str, known: Sequence[str], scorer: Scorer) -> tuple[int | None, bool]:
+    """The place of the known answer that is the same, and whether all could be compared."""
     open_places = []
     for place, other in enumerate(known):
         same, _ = compare(text, other)
         if same:
-            return place
+            return place, True
         if same is None:
             open_places.append(place)
         await asyncio.sleep(0)  # others may want to go on: comparing takes up to a millisecond
+    compared = True
     for place in open_places[:MAX_EXPRESSIONS]:
         try:
             if await scorer.equal(text, [known[place]]):
-                return place
+                return place, True
         except GraderError:  # too busy, after several tries: counted as different
-            continue
-    return None
+            compared = False
+    return None, compared
 
 
 def _form(text: str) -> str:

@@ -27,7 +27,7 @@ class Monitor(Protocol):
         ...
 
     def trajectories(self, name: str, rows: Sequence[Row], axis: Axis) -> None:
-        """A sample of trajectories, as rows of `launchers.trajectories`."""
+        """A sample of trajectories, as rows of training or of an evaluation."""
         ...
 
     def finish(self, exit_code: int) -> None:

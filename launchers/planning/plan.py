@@ -11,6 +11,7 @@ from agentenv.engines.launch_config import LaunchConfig, RoleConfig, ServersConf
 from agentenv.engines.remote_config import RemoteConfig
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.limits import Limits
+from launchers.assembly import EngineConfig, context_length
 from launchers.checkpoints import find_checkpoint
 from launchers.planning.memory import (
     GIB,
@@ -69,6 +70,7 @@ class _Planner:
         self.path = model or getattr(getattr(config, "model", None), "path", "")
         self.plan = Plan(machine)
         self.gpus = GpuPlan([str(number) for number in range(machine.num_gpus)])
+        self.place: Path | None = None  # of the policy's model, where it is here
         self.shape = self._policy_shape() if self.path else None
         self.learner: LearnerConfig | None = getattr(config, "learner", None)
         self.engine = getattr(config, "engine", None)
@@ -102,6 +104,7 @@ class _Planner:
             except AgentEnvError as error:
                 self.plan.missing.append(f"model.path = {self.path}: {error}")
                 return None
+            self.place = place if (place / "config.json").is_file() else None
         return self._shape(place, "model.path")
 
     def _shape(self, path: Path, key: str, quantization: str = "") -> ModelShape | None:
@@ -151,6 +154,7 @@ class _Planner:
 
     def _add_engine(self) -> None:
         engine = self.engine
+        self._check_contexts()
         if isinstance(engine, RemoteConfig) and (engine.urls or engine.urls_file):
             self.plan.processes.append(Process("policy server", 0, note="runs already"))
             return
@@ -170,6 +174,17 @@ class _Planner:
         servers = engine.servers or ServersConfig()
         name, key = "policy server", "engine.servers"
         self._add_server(name, key, servers, self.shape, context or needed, self.path, policy=True)
+
+    def _check_contexts(self) -> None:
+        """Whether the model, if it is here, holds what its engines are asked for."""
+        of_eval = getattr(getattr(self.config, "eval", None), "engine", None)
+        for key, engine in (("engine", self.engine), ("eval.engine", of_eval)):
+            if self.place is None or not isinstance(engine, EngineConfig):
+                continue
+            try:
+                context_length(engine, self.place, key)
+            except AgentEnvError as error:
+                self.plan.problems.append(str(error))
 
     def _add_embedded(self, engine: EmbeddedConfig, num_tokens: int) -> None:
         on_gpu = self.machine.num_gpus > 0 and engine.device != "cpu"

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.errors import DataError
-from launchers.assembly import read_model_config
+from launchers.assembly import read_model_config, stretched
 
 GPTQ = re.compile(r"(gptq|awq|int[48])", re.IGNORECASE)
 GROUP_OVERHEAD = 1.05  # scales and zeros of groups of 128 weights beside 4 bits each
@@ -144,7 +144,7 @@ def shape_of(config: dict[str, Any], path: Path) -> ModelShape:
             head_dim=int(config.get("head_dim") or hidden // heads),
             intermediate=int(config["intermediate_size"]),
             vocabulary=int(config["vocab_size"]),
-            context=int(config.get("max_position_embeddings") or 0),
+            context=stretched(config),
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=bool(config.get("attention_bias", kind == "qwen2")),
             qk_norm=kind == "qwen3",

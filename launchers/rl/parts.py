@@ -34,7 +34,7 @@ from launchers.assembly import (
 )
 from launchers.checkpoints import find_checkpoint
 from launchers.config import TrainConfig
-from launchers.data import load_questions
+from launchers.data import check_files, load_questions
 from launchers.environments import EnvMaker, tables_of, try_env
 from launchers.rl.colocation import Colocation, sleeping_engine
 from launchers.rl.parity import ParityProbe
@@ -108,6 +108,7 @@ async def build_parts(
     check_units(config)
     adapter_rank(config)
     check_roles(config)
+    check_files(config, run.resolve, is_new=checkpoint is None)
     if config.run.setup and checkpoint is None:
         setup = load_function(config.run.setup, "run.setup")
         told = await asyncio.to_thread(setup, run.path, config.run.seed)
@@ -116,6 +117,8 @@ async def build_parts(
     model = checkpoint or find_checkpoint(run.resolve(config.model.path))
     tokenizer = await asyncio.to_thread(load_tokenizer, model)
     check_context(config.limits, context_length(config.engine, model))
+    if config.eval.engine is not None:
+        check_context(config.limits, context_length(config.eval.engine, model, "eval.engine"))
 
     renderer = make_renderer(config.renderer, config.prompt, tokenizer, model)
     factory = ServerFactory(run.path, stack, say)
@@ -188,7 +191,6 @@ async def start_overlapping(
     with equal seeds."""
     if config.eval.engine is None:
         return None
-    check_context(config.limits, context_length(config.eval.engine, model))
     engine = await start_engine(
         config.eval.engine,
         model,

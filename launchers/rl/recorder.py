@@ -7,13 +7,17 @@ import logging
 import shutil
 from typing import Any
 
+import msgspec
+
 from agentenv.actor import Actor
-from agentenv.evaluate import Report, evaluate, make_report
 from agentenv.tree import TrajectoryTree
 from launchers.config import TrainConfig
+from launchers.evaluation.brief import Report, brief_report
+from launchers.evaluation.rows import EvalRow
 from launchers.phases import PhaseClock
 from launchers.rl import report
 from launchers.rl.entropy_plot import entropy_line, write_entropy
+from launchers.rl.evaluations import FOLDER, Evaluations
 from launchers.rl.parts import Parts
 from launchers.rl.plots import write_plots
 from launchers.rl.state import Evaluating, RunState
@@ -43,6 +47,7 @@ class Recorder:
         self.parts = parts
         self._overlapping: asyncio.Task[None] | None = None
         self._weights = run.path / "evaluating"
+        self._evaluations = Evaluations(config, run.path, parts.eval_tasks)
         self.report_set = config.eval.report or next(iter(config.eval.sets), "")
 
     def log(self, row: dict[str, Any]) -> None:
@@ -51,7 +56,7 @@ class Recorder:
     async def evaluate_phase(self, phase: str) -> None:
         """Evaluate the sets that are reported around the phases of the run."""
         names = [name for name, chosen in self.config.eval.sets.items() if chosen.phases]
-        self.state.reports[phase] = {name: await self.evaluate(name, phase) for name in names}
+        self.state.reports[phase] = await self.evaluate(names, phase)
 
     async def after_step(self) -> None:
         """The evaluations and the checkpoint that are due after this step."""
@@ -61,23 +66,30 @@ class Recorder:
         if due and self.parts.overlapping is not None:
             await self._overlap(step, due)
         else:
-            for name in due:
-                await self._consider_best(step, await self.evaluate(name, f"step-{step:06d}"))
+            for result in (await self.evaluate(due, f"step-{step:06d}")).values():
+                await self._consider_best(step, result)
         every = self.config.checkpoint.every
         if every and step % every == 0:
             await self.save_checkpoint()
 
-    async def evaluate(self, name: str, when: str) -> Report:
-        """Evaluate one set. No weights are published meanwhile, so one policy version is seen."""
+    async def evaluate(self, names: list[str], when: str) -> dict[str, Report]:
+        """Evaluate these sets. No weights are published meanwhile, so one policy version is
+        seen."""
         with self.clock.phase("eval"):
-            return await self._evaluate(self.parts.eval_actor, name, when, self.state.step)
+            return await self._evaluate(self.parts.eval_actor, self._evaluating(names), when)
+
+    def _evaluating(self, names: list[str]) -> Evaluating:
+        state = self.state
+        return Evaluating(state.step, self.parts.learner.policy_version, names, state.incarnation)
 
     # evaluations that overlap the training, one at a time
 
     async def resume_overlapping(self) -> None:
         """Begin again what an interruption cut off."""
-        pending = self.state.evaluating
-        if pending is not None and self._weights.is_dir() and self.parts.overlapping is not None:
+        pending, sets = self.state.evaluating, self.config.eval.sets.keys()
+        if pending is None or not sets >= set(pending.sets):
+            return
+        if self._weights.is_dir() and self.parts.overlapping is not None:
             await self._begin_overlapping(pending)
 
     async def finish_overlapping(self) -> None:
@@ -97,7 +109,7 @@ class Recorder:
             await self.finish_overlapping()
             await asyncio.to_thread(shutil.rmtree, self._weights, ignore_errors=True)
             await learner.export(self._weights)
-        self.state.evaluating = Evaluating(step, learner.policy_version, names)
+        self.state.evaluating = self._evaluating(names)
         if self.config.checkpoint.best_metric.partition("/")[0] in names:
             await self.save_checkpoint()  # of these weights, should they be the best
         await self._begin_overlapping(self.state.evaluating)
@@ -111,27 +123,33 @@ class Recorder:
         self._overlapping = asyncio.create_task(self._evaluate_beside(actor, what))
 
     async def _evaluate_beside(self, actor: Actor, what: Evaluating) -> None:
-        for name in what.sets:
-            result = await self._evaluate(actor, name, f"step-{what.step:06d}", what.step)
+        found = await self._evaluate(actor, what, f"step-{what.step:06d}")
+        for result in found.values():
             await self._consider_best(what.step, result)
         self.state.evaluating = None
         await asyncio.to_thread(shutil.rmtree, self._weights, ignore_errors=True)
 
-    async def _evaluate(self, actor: Actor, name: str, when: str, step: int) -> Report:
-        trees = await evaluate(
-            actor,
-            self.parts.eval_tasks[name],
-            num_samples=self.config.eval.sets[name].num_samples,
-            concurrency=self.config.eval.concurrency,
-        )
-        result = make_report(name, trees)
-        await self.write_trajectories(f"eval-{name}-{when}", trees)
+    async def _evaluate(self, actor: Actor, what: Evaluating, when: str) -> dict[str, Report]:
+        if not what.sets:
+            return {}
+        found = {}
+        async with self._evaluations.begin(what, when) as evaluation:
+            for name in what.sets:
+                rows = await evaluation.ask(actor, name)
+                found[name] = brief_report(name, rows)
+                self._tell(found[name], rows, what.step, when)
+        return found
+
+    def _tell(self, result: Report, rows: list[EvalRow], step: int, when: str) -> None:
+        name = f"eval-{result.name}-{when}"
+        done = [row for row in rows if row.end != "failed"]
+        if shown := done[: self.run.monitors.num_wanted(name)]:
+            self.run.monitors.trajectories(name, [msgspec.structs.asdict(row) for row in shown])
         self.log({"step": step, "phase": when, **report.report_metrics(result)})
         self.view.say(report.report_line(result, when))
-        if when in report.PHASES and name == self.report_set:
+        if when in report.PHASES and result.name == self.report_set:
             path, append = self.run.path / "samples.txt", when != "before_sft"
-            report.write_samples(path, when, trees, self.parts.tokenizer, append=append)
-        return result
+            report.write_samples(path, when, done, append=append)
 
     # checkpoints and the end
 
@@ -174,7 +192,7 @@ class Recorder:
         last = self.run.checkpoints.path(state.step).name
         self.view.say(
             f"written to {self.run.path}: summary.json, {pictures}, entropy.csv, samples.txt, "
-            f"metrics.jsonl, trajectories/, checkpoints/{last}"
+            f"metrics.jsonl, trajectories/, {FOLDER}/, checkpoints/{last}"
         )
 
     def draw(self) -> list[str]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.table import Table
 
-from agentenv.evaluate import Report, Score
-from agentenv.tree import TrajectoryTree
+from launchers.evaluation.brief import Report, Score
+from launchers.evaluation.rows import EvalRow
 from launchers.rl.state import RunState
-from launchers.trajectories import readable, trajectory_row
+from launchers.trajectories import readable
 
 PHASES = ("before_sft", "after_sft", "after_rl")
 TITLES = {
@@ -179,18 +181,11 @@ def _phases(seconds: dict[str, float]) -> dict[str, float]:
     return phases | {"total": round(sum(seconds.values()), 2)}
 
 
-def write_samples(
-    path: Path, phase: str, trees: list[TrajectoryTree], tokenizer: Any, *, append: bool
-) -> None:
+def write_samples(path: Path, phase: str, rows: Sequence[EvalRow], *, append: bool) -> None:
     """A few complete trajectories as readable text, one of each kind of question."""
-    seen: set[str] = set()
+    firsts = {row.kind: row for row in reversed(rows)}
+    chosen = [row for row in rows if firsts[row.kind] is row][:NUM_SAMPLES]
     with path.open("a" if append else "w", encoding="utf-8") as file:
         file.write(f"{'=' * 30} {TITLES[phase]} {'=' * 30}\n\n")
-        for tree in trees:
-            if tree.task.kind in seen or len(seen) == NUM_SAMPLES:
-                continue
-            for trajectory in tree.trajectories():
-                seen.add(tree.task.kind)
-                row = trajectory_row(tree, trajectory, tokenizer)
-                file.write(readable(row) + "\n\n")
-                break
+        for row in chosen:
+            file.write(readable(msgspec.structs.asdict(row)) + "\n\n")

@@ -6,9 +6,9 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from agentenv.entropy_profile import EntropyProfile
-from agentenv.evaluate import Report
 from agentenv.metrics import Ledger, num_tool_calls
 from agentenv.tree import TrajectoryTree
+from launchers.evaluation.brief import Report
 from launchers.rl.parity import Gap
 
 
@@ -53,12 +53,13 @@ class ParityGap(Struct):
 
 
 class Evaluating(Struct, frozen=True):
-    """An evaluation of these sets that overlaps the training; its weights are in the run's
-    folder until it is done."""
+    """An evaluation of these sets that overlaps the training; its weights, which the given start
+    of the process made, are in the run's folder until it is done."""
 
     step: int
     policy_version: int
     sets: list[str]
+    incarnation: int = 0
 
 
 class RunState(Struct):

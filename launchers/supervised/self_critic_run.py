@@ -92,5 +92,4 @@ def summary(metrics: Metrics) -> str:
 
 async def evaluate_all(recorder: Recorder, when: str) -> None:
     """All evaluation sets."""
-    for name in recorder.config.eval.sets:
-        await recorder.evaluate(name, when)
+    await recorder.evaluate(list(recorder.config.eval.sets), when)

@@ -9,16 +9,13 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from agentenv.config import Tree, override_kinds, read_toml
 from launchers.assembly import import_from_working_directory
-from launchers.evaluation.run_config import merged
+from launchers.evaluation.arguments import add_arguments, given_keys
 from launchers.evaluation.subject import Subject, find_subject
 from launchers.exits import to_its_end
-from launchers.keys import add_key_help
-from launchers.planning.dry_run import add_dry_run, check_arguments, dry_run
+from launchers.planning.dry_run import check_arguments, dry_run
 from launchers.synthesis.config import Plan, SynthesisConfig, make_plan
 from launchers.synthesis.run import synthesize
-from launchers.verl_keys import refuse_verl_keys
 from launchers.view import View
 
 FOLDER = "synthesis"
@@ -54,23 +51,9 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
 
 
 def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> Plan:
-    """The subject's settings without its sets, over them the file, over both the command line."""
-    raw: Tree = {key: value for key, value in subject.raw.items() if key != "sets"}
-    source = arguments.subject
-    if arguments.config is not None:
-        source = str(arguments.config)
-        given = read_toml(arguments.config)
-        if subject.model is None:  # an endpoint: keys of another engine mean nothing to it
-            own = given.get("engine") or {}
-            engine = merged(own if own.get("name") == "openai" else {}, raw["engine"])
-            given = {**given, "engine": engine}
-        raw = merged(raw, given)
-    if any(text.startswith("data=") for text in arguments.overrides):
-        raw = {key: value for key, value in raw.items() if key != "sets"}
-    if arguments.env:
-        raw = merged(raw, {"env": {"id": arguments.env}})
-    override_kinds(SynthesisConfig, raw, arguments.overrides, view.say)
-    refuse_verl_keys(raw, source)
+    """The subject's settings are asked for, its sets are not."""
+    own = {key: value for key, value in subject.raw.items() if key != "sets"}
+    raw, source = given_keys(arguments, subject._replace(raw=own), SynthesisConfig, view.say)
     plan = make_plan(raw, source)
     if not arguments.n:
         return plan
@@ -85,24 +68,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Sample trajectories of questions with and without tools, and sort them into "
         "data for launchers/sft.py and questions for launchers/train.py.",
     )
-    parser.add_argument(
-        "subject", metavar="SUBJECT", help="run, checkpoint, model directory, or http(s)://HOST"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of a synthesis")
-    parser.add_argument("--env", default="", help="environment id; of a run: its own")
-    parser.add_argument("--n", type=int, default=0, help="first n questions of each set; 0: all")
-    parser.add_argument("--model", default="", help="of an endpoint: the model's name there")
-    parser.add_argument(
-        "--tokenizer", default="", metavar="DIR",
-        help="of a vLLM or SGLang server: its tokenizer, so that token ids go in and out"
-    )  # fmt: skip
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR",
-        help=f"where the data goes, and is taken up again; default {FOLDER}/NAME"
-    )  # fmt: skip
-    add_dry_run(parser)
-    add_key_help(parser, SynthesisConfig)
+    out = f"where the data goes, and is taken up again; default {FOLDER}/NAME"
+    add_arguments(parser, SynthesisConfig, out)
     arguments = parser.parse_intermixed_args(argv)
     check_arguments(parser, arguments)
     return arguments

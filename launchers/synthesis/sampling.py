@@ -12,11 +12,12 @@ from msgspec.structs import replace
 from agentenv.actor import Actor
 from agentenv.engine import Engine
 from agentenv.env import Env
-from agentenv.evaluate import Answer, ask
-from agentenv.evaluate import Question as Asked
+from agentenv.evaluate import Answer
 from agentenv.types import Task
 from launchers.evaluation.parts import Builder, Questions
 from launchers.evaluation.progress import Progress
+from launchers.evaluation.rows import EvalRow, Wanted
+from launchers.evaluation.run import ask_into
 from launchers.evaluation.store import FAILED, Store
 from launchers.evaluation.trajectory import row_of
 from launchers.synthesis.chains import chain_text, parts_of
@@ -28,8 +29,6 @@ from launchers.synthesis.sorting import Question
 from launchers.view import View
 
 MAX_HINTED_SHARE = 0.75  # of limits.max_response_tokens; what is left is the policy's
-
-Wanted = tuple[str, Task, int]  # set of the evaluation, task, number of the sample
 
 
 class Pair(Struct, frozen=True):
@@ -71,7 +70,7 @@ class Sampling:
         name = set_name(pair.name, way)
         task = pair.direct if way == "direct" else pair.tools
         for sample in range(self._sets[name].config.num_samples or 1):
-            yield name, task, sample
+            yield Wanted(name, task, sample)
 
     def _with_tools(self, pair: Pair) -> Iterator[Wanted]:
         is_easy = self._is_easy(pair)
@@ -90,7 +89,7 @@ class Sampling:
         assert config is not None
         count = 0
         for wanted in self._samples(pair, "direct"):
-            row = self.store.rows.get(_key(wanted))
+            row = self.store.rows.get(wanted.key)
             if row is None or row.end == FAILED or count == config.max_per_question:
                 continue
             text = chain_text(parts_of(row, self._tools[pair.tools.env_id]))
@@ -99,7 +98,7 @@ class Sampling:
             if hint is not None and self._has_room(name, hint):
                 count += 1
                 told = {**pair.tools.metadata, MARK: msgspec.to_builtins(hint)}
-                yield name, replace(pair.tools, metadata=told), row.sample
+                yield Wanted(name, replace(pair.tools, metadata=told), row.sample)
 
     def _has_room(self, name: str, hint: Hint) -> bool:
         one = self._sets[name]
@@ -110,9 +109,7 @@ class Sampling:
     # asking
 
     async def _ask(self, what: str, wanted: Sequence[Wanted]) -> None:
-        for one in wanted:
-            self.store.check_question(_key(one), one[1].question)
-        missing = [one for one in wanted if not self.store.has(_key(one))]
+        missing = self.store.missing(wanted)
         if len(missing) < len(wanted):
             held = f"{len(wanted) - len(missing)} of {len(wanted)} trajectories"
             self._view.say(f"{what}: {held} are there already")
@@ -120,19 +117,16 @@ class Sampling:
             return
         if self._engine is None:
             self._engine = await self._builder.engine()
-        names = {id(self._actor(name, self._engine)): name for name, _, _ in missing}
+        actors = {one.dataset: self._actor(one.dataset, self._engine) for one in missing}
         progress = Progress(self._view, self._engine, len(missing), [])
 
-        def keep(answer: Answer) -> None:
-            name = names[id(answer.question.actor)]
+        def make_row(name: str, answer: Answer) -> EvalRow:
             row = row_of(name, answer, self._builder.seed(self._sets[name].config))
-            row = hinted_row(row, answer) if MARK in row.metadata else row
-            self.store.add(row)
-            progress.add(row)
+            return hinted_row(row, answer) if MARK in row.metadata else row
 
-        asked = [Asked(self._actors[name], task, sample) for name, task, sample in missing]
+        many = self.plan.evaluation.concurrency
         try:
-            await ask(asked, keep, concurrency=self.plan.evaluation.concurrency)
+            await ask_into(self.store, missing, actors, make_row, progress.add, concurrency=many)
         finally:
             self.num_failed += progress.num_failed
             await progress.close()
@@ -154,25 +148,21 @@ class Sampling:
     def _gather(self, pair: Pair) -> Question:
         direct = list(self._samples(pair, "direct"))
         expected = [*direct, *self._with_tools(pair)]
-        kept = {_key(one): one for one in (*expected, *self._samples(pair, "tools"))}
+        kept = {one.key: one for one in (*expected, *self._samples(pair, "tools"))}
         judged = self._judged(kept.values())
-        is_whole = all(_key(one) in self.store.rows for one in expected)
+        is_whole = all(one.key in self.store.rows for one in expected)
         return Question(pair.name, pair.tools, judged, is_whole)
 
     def _judged(self, wanted: Iterable[Wanted]) -> list[Judged]:
         config = self.plan.config.filter
         judged = []
-        for name, task, sample in wanted:
-            row = self.store.rows.get((name, task.id, sample))
+        for one in wanted:
+            row = self.store.rows.get(one.key)
             if row is not None:
-                way: Way = next((way for way in WITH_TOOLS if name.endswith(f".{way}")), "direct")
-                judged.append(judge(row, way, self._tools[task.env_id], config))
+                ways = (way for way in WITH_TOOLS if one.dataset.endswith(f".{way}"))
+                way: Way = next(ways, "direct")
+                judged.append(judge(row, way, self._tools[one.task.env_id], config))
         return judged
-
-
-def _key(wanted: Wanted) -> tuple[str, str, int]:
-    name, task, sample = wanted
-    return name, task.id, sample
 
 
 def _language_only(env: Env) -> Env:

@@ -1,0 +1,98 @@
+"""What is wrong is told before the set-up, the learner or an engine has begun."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentenv.engines.embedded_config import EmbeddedConfig
+from agentenv.engines.remote_config import VLLMConfig
+from agentenv.engines.scripted import ScriptedConfig
+from agentenv.errors import ConfigError
+from launchers import evaluate, train
+from launchers.assembly import context_length
+from launchers.rl import parts
+from learners.deepspeed_learner import DeepSpeedLearner
+from tests.support.warehouse import ROOT
+
+QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
+
+
+def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
+    assert code == 2
+    return capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner, an engine or a set-up that starts fails the test."""
+
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("it was started")
+
+    monkeypatch.setattr(DeepSpeedLearner, "start", started)
+    monkeypatch.setattr(parts, "start_engine", started)
+    monkeypatch.setattr("launchers.quickstart.prepare", started)
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("key", "override"),
+    [
+        ("engine", "engine={name='embedded', max_model_len=2048}"),
+        ("engine", "engine={name='vllm', max_model_len=2048}"),
+        ("eval.engine", "eval.engine={name='embedded', max_model_len=2048}"),
+    ],
+)
+def test_a_context_beyond_that_of_the_model(
+    warehouse: Path,
+    capsys: pytest.CaptureFixture[str],
+    key: str,
+    override: str,
+    more: list[str],
+) -> None:
+    text = refused(capsys, train.main([str(warehouse), "run.name=long", override, *more]))
+    assert f"{key}.max_model_len = 2048: " in text
+    assert "holds 1024 tokens of prompt and response together" in text
+
+
+def test_a_context_beyond_that_of_an_evaluated_model(
+    warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--env", "me/Warehouse-v0", f"data={warehouse.parent}/a.jsonl"]
+    arguments += ["env.module=my_env", "engine={name='embedded', max_model_len=2048}"]
+    arguments += ["--out", str(tmp_path / "e")]
+    text = refused(capsys, evaluate.main([str(warehouse.parent / "model"), *arguments]))
+    assert "engine.max_model_len = 2048" in text
+
+
+def test_servers_stretch_the_positions_of_a_model_that_says_so(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    raw = {"max_position_embeddings": 1024, "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert context_length(VLLMConfig(), tmp_path) == 4096
+    assert context_length(VLLMConfig(max_model_len=3000), tmp_path) == 3000
+    assert context_length(EmbeddedConfig(), tmp_path) == 1024
+    for too_long in (VLLMConfig(max_model_len=4097), EmbeddedConfig(max_model_len=1025)):
+        with pytest.raises(ConfigError, match="max_model_len"):
+            context_length(too_long, tmp_path)
+    assert context_length(ScriptedConfig(max_model_len=9999), tmp_path) == 1024
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    "key", ["data.train", "eval.sets.heldout.path", "eval.sets.dev.path", "sft.data", "sft.gate"]
+)
+def test_a_file_that_the_set_up_does_not_make(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    override = f"{key}={tmp_path}/nowhere.jsonl"
+    code = train.main([QUICKSTART, f"run.dir={tmp_path}", override])
+    captured = capsys.readouterr()
+    assert code == 2
+    told = captured.err.replace("\n", " ")
+    assert f"{key}: {tmp_path}/nowhere.jsonl: there is no such dataset file" in told
+    assert "Made on the spot" not in captured.out
