@@ -1,0 +1,97 @@
+"""What a newcomer mistypes, and what the first evaluation of the quick start answers to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentenv import Message, Task
+from agentenv.config import load_config
+from agentenv.errors import ConfigError
+from envs.quickstart import QuickstartEnv
+from launchers import evaluate
+from launchers.config import TrainConfig
+from launchers.evaluation.figures import agreement_of
+from launchers.evaluation.report import write_report
+from launchers.view import View
+from tests.support.stored_evaluation import row, write_evaluation
+from tests.support.warehouse import ROOT
+
+CONFIG = ROOT / "configs" / "quickstart.toml"
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        (
+            "data.overlong_prompt=cutt",
+            "data.overlong_prompt: expected one of ['cut', 'error', 'skip'], got 'cutt'; "
+            "did you mean 'cut'?",
+        ),
+        ("learner.schedule=5", "learner.schedule: "),
+    ],
+)
+def test_a_value_that_is_no_choice_is_answered_with_the_choices(override: str, told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(TrainConfig, CONFIG, [override])
+    assert told in str(refused.value)
+
+
+def test_a_model_that_is_not_there_is_said_before_anything_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate.main([str(tmp_path / "nothing")]) == 2
+    assert "nothing: there is no such directory; expected a run" in capsys.readouterr().err
+
+
+def test_a_training_run_is_no_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text('{"run": {"name": "a"}}')
+    for command in ("report", "regrade"):
+        assert evaluate.main([command, str(tmp_path)]) == 2
+        assert "holds no evaluation: it is the folder of a training run" in capsys.readouterr().err
+
+
+def test_a_negative_number_of_questions_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(tmp_path), "--env", "agentenv/QAGrader-v0", "data=q.jsonl", "--n", "-1"]
+    assert evaluate.main(arguments) == 2
+    assert "--n -1: expected a number of questions, or 0 for all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("keys", "reward"), [(None, 0.0), ({"kind": "layered", "reward": "answer"}, 1.0)]
+)
+async def test_the_quick_start_can_be_graded_by_another_grader(
+    keys: dict[str, str] | None, reward: float, tmp_path: Path
+) -> None:
+    corpus = tmp_path / "kb.jsonl"
+    corpus.write_text(json.dumps({"id": "1", "title": "t", "text": "t"}) + "\n")
+    task = Task(id="1", env_id="agentenv/Quickstart-v0", question="?", answers=("Paris",))
+    env = QuickstartEnv(task, corpus=str(corpus), allow_unsafe=True, grader=keys)
+    await env.reset(seed=0)
+    said = r"<think>So.</think><answer>\boxed{Paris, France}</answer>"
+    _, given, terminated, _, _ = await env.step(Message("assistant", said))
+    await env.close()
+    assert terminated
+    assert given == reward
+
+
+def test_replies_of_a_judge_that_are_no_verdict_are_told(tmp_path: Path) -> None:
+    parts = [{"rule": 0.0, "judge_unparsed": 1.0}, {"rule": 0.0, "judge": 1.0}, {"rule": 1.0}]
+    rows = [row(str(i), success=bool(i), parts=one) for i, one in enumerate(parts)]
+    found = agreement_of(rows)
+    assert found is not None
+    assert (found.only_judge, found.both_wrong, found.num_unparsed) == (1, 0, 1)
+    alone = agreement_of(rows[:1])
+    assert alone is not None
+    assert (alone.num_unparsed, alone.kappa) == (1, None)
+    assert agreement_of(rows[2:]) is None
+    folder = write_evaluation(tmp_path / "e", rows)
+    write_report(folder, View())
+    assert "1 replies of the judge were no verdict" in (folder / "report.md").read_text()
