@@ -19,7 +19,8 @@ from agentenv.prompt import PromptConfig
 from agentenv.shared import close_shared
 from agentenv.tool import StatelessTool, tool
 from agentenv.tool_env import ToolEnv
-from agentenv.tool_limits import ToolConfig, ToolLimits, load_tools
+from agentenv.tool_limits import ToolConfig, ToolLimits
+from agentenv.tool_loading import load_tools
 from agentenv.types import Message, Task, ToolCall, ToolResult
 from launchers.config import EnvConfig, TrainConfig
 from launchers.environments import EnvMaker

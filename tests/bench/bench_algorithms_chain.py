@@ -25,7 +25,8 @@ from agentenv.tool import StatelessTool
 from agentenv.tool_env import ToolEnv
 from agentenv.types import Task, ToolResult
 from envs.qa_grader import ToolReward
-from envs.quickstart_world import PEOPLE, copy_exercise
+from envs.quickstart_demonstrations import copy_exercise
+from envs.quickstart_world import PEOPLE
 from launchers.quickstart import COPIES, GATE, build_model
 
 RELATIONS = ("founder", "price", "birthplace", "home", "birthyear")

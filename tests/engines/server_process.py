@@ -1,11 +1,11 @@
-"""An engine server that a test starts: a process group of its own, its log, readiness, its end."""
+"""An engine server that a test starts: its log, readiness, its end, also when pytest is killed."""
 
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -13,11 +13,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
+
+from launchers.serving.server_process import GUARD
+
+GUARD_S = 10.0  # for the guard itself, beyond what it gives the server
 
 
 class ServerProcess:
-    """Runs `command` with a free port; it is up when `url + ready` answers within `start_s`."""
+    """Runs `command` with a free port; it is up when `url + ready` answers within `start_s`. Its
+    guard is our child and ends it with all its processes, however this process ends."""
 
     def __init__(
         self,
@@ -35,11 +41,13 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         self._ready, self._start_s, self._stop_s = ready, start_s, stop_s
+        guard = [sys.executable, "-I", "-S", str(GUARD), str(stop_s)]
         with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                ["nice", *command, "--port", str(port)],
+            self._guard = subprocess.Popen(
+                [*guard, "nice", *command, "--port", str(port)],
                 cwd=log.parent,
                 env={**os.environ, **environment},
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -49,26 +57,37 @@ class ServerProcess:
         """Fails with the end of the log if it does not come up."""
         end = time.monotonic() + self._start_s
         while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > end:
+            if self._guard.poll() is not None or time.monotonic() > end:
                 self.kill()
                 pytest.fail(f"the server did not come up:\n{self.log.read_text()[-4000:]}")
             time.sleep(0.2)
 
+    def processes(self) -> list[psutil.Process]:
+        """Those of the server, parents first; none when it has ended."""
+        try:
+            return psutil.Process(self._guard.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
     def kill(self) -> None:
-        """kill -9 of the whole group. Idempotent."""
-        self._signal(signal.SIGKILL)
-        self._process.wait()
+        """kill -9 of all its processes. Idempotent."""
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.stop()
 
     def stop(self) -> None:
-        """Ends it in a friendly way, and otherwise."""
-        self._signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(self._stop_s)
-        self.kill()
-
-    def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+        """Ends it in a friendly way, and otherwise. Idempotent."""
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        try:
+            self._guard.wait(self._stop_s + GUARD_S)
+        except subprocess.TimeoutExpired:
+            left = self.processes()
+            self._guard.kill()
+            for process in left:
+                process.kill()
+            raise
 
     def _answers(self) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""The contract of engines on the embedded engine; test_vllm.py and test_sglang.py hold the servers
+"""The contract of engines on the embedded engine; test_vllm.py and sglang/ hold the servers
 to it."""
 
 from __future__ import annotations

@@ -13,13 +13,7 @@ from torch import Tensor
 from agentenv.engines.embedded_sampling import Sampler
 from agentenv.errors import EngineError
 from agentenv.types import SamplingParams
-from tests.engines.test_embedded import VOCAB, make, prompt, serving
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    folder = tmp_path_factory.mktemp("sampling")
-    return folder, make(folder)
+from tests.engines.small_models import VOCAB, prompt, serving
 
 
 def distribution(logits: Tensor, seen: list[int], params: SamplingParams) -> list[float]:

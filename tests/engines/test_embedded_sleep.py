@@ -17,6 +17,7 @@ from agentenv.engines.embedded_weights import Weights
 from agentenv.errors import EngineDeadError
 from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.reference import check_sampled
+from tests.engines.small_models import Steps
 from tests.engines.world import World, prompt
 
 GREEDY = SamplingParams(max_tokens=120, temperature=0.0)
@@ -44,7 +45,7 @@ async def started(world: World, **keys: int) -> AsyncIterator[EmbeddedEngine]:
 
 
 async def begin(
-    engine: EmbeddedEngine, ids: list[int], sampling: SamplingParams = GREEDY
+    engine: EmbeddedEngine, steps: Steps, ids: list[int], sampling: SamplingParams = GREEDY
 ) -> tuple[asyncio.Task[Completion], list[int]]:
     """A turn with some tokens, and those that it has reported so far."""
     enough = asyncio.Event()
@@ -56,28 +57,42 @@ async def begin(
             enough.set()
 
     asking = asyncio.create_task(engine.generate(ids, sampling, session="s", on_tokens=watch))
+    steps.let(10)
     await enough.wait()
     return asking, got
 
 
-async def test_turns_go_on_after_a_sleep_as_if_nothing_had_been(world: World) -> None:
+async def fall_asleep(engine: EmbeddedEngine, steps: Steps) -> None:
+    """In the middle of what runs."""
+    falling = asyncio.create_task(engine.sleep())
+    await asyncio.sleep(0)
+    steps.let_all()
+    await falling
+
+
+async def test_turns_go_on_after_a_sleep_as_if_nothing_had_been(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Seeded tokens too: each turn keeps its random numbers. Three turns, two places."""
     sampling = SamplingParams(max_tokens=80, seed=3)
     async with started(world, max_num_seqs=2) as engine:
         assert isinstance(engine, SleepingEngine)
         asked = [(prompt(1, 30), GREEDY), (prompt(2, 40), sampling), (prompt(2, 40), GREEDY)]
         whole = [await engine.generate(ids, s, session="w") for ids, s in asked]
-        tasks = [asyncio.create_task(engine.generate(*one, session="s")) for one in asked[1:]]
-        first, got = await begin(engine, *asked[0])
-        await engine.sleep()
+        steps = Steps(monkeypatch)
+        first, got = await begin(engine, steps, *asked[0])
+        second, _ = await begin(engine, steps, *asked[1])
+        third = asyncio.create_task(engine.generate(*asked[2], session="s"))
+        begun = asyncio.get_running_loop().time()
+        await fall_asleep(engine, steps)
         num = len(got)
         assert engine.stats()["running"] == 0
         assert engine._scheduler._cache.pools == {}
         await asyncio.sleep(0.2)
         assert len(got) == num
         await engine.wake()
-        done = [await first, *(await asyncio.gather(*tasks))]
-        assert 0.2 <= engine.outage_s < 5
+        done = await asyncio.gather(first, second, third)
+        assert 0.2 <= engine.outage_s < asyncio.get_running_loop().time() - begun
     for ours, same in zip(done, whole, strict=True):
         assert ours.token_ids == same.token_ids
         assert ours.logprobs == pytest.approx(same.logprobs, abs=1e-4)
@@ -85,11 +100,14 @@ async def test_turns_go_on_after_a_sleep_as_if_nothing_had_been(world: World) ->
     assert got == done[0].token_ids
 
 
-async def test_new_weights_wake_it_and_keys_and_values_are_theirs(world: World) -> None:
+async def test_new_weights_wake_it_and_keys_and_values_are_theirs(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = prompt(1, 30)
     async with started(world) as engine:
-        asking, _ = await begin(engine, ids)
-        await engine.sleep()
+        steps = Steps(monkeypatch)
+        asking, _ = await begin(engine, steps, ids)
+        await fall_asleep(engine, steps)
         await engine.load_weights(world.paths[1], 1)
         done = await asking
         assert [span.version for span in done.version_spans] == [0, 1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.engines.reference import MAX_LENGTH
@@ -68,5 +67,4 @@ class VLLMProcess(ServerProcess):
 
     def pid_of(self, title: str) -> int:
         """The process of the server whose title holds these words."""
-        children = psutil.Process(self._process.pid).children(recursive=True)
-        return next(c.pid for c in children if title in " ".join(c.cmdline()))
+        return next(p.pid for p in self.processes() if title in " ".join(p.cmdline()))

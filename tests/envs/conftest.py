@@ -1,4 +1,4 @@
-"""A sandbox, and a session in it, that leave nothing behind."""
+"""A sandbox, and a session in it, that leave nothing behind; a web to search."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from agentenv.shared import close_shared
 from envs.sandbox import Sandbox, SandboxLimits, SandboxSession
+from tests.envs.search_server import serving
+from tests.envs.search_site import Web
 from tests.support.sandboxes import (
     children,
     num_descriptors,
@@ -31,3 +34,12 @@ async def session(sandbox: Sandbox) -> AsyncIterator[SandboxSession]:
     one = sandbox.session(1)
     yield one
     one.close()
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Web]:
+    """A small web, and none of the services that a test shared at its end."""
+    site = Web()
+    async with serving(site) as site.url:
+        yield site
+        await close_shared()

@@ -69,7 +69,7 @@ async def test_a_missing_package_is_reported_before_the_first_question() -> None
         ({"python": {"limits": {"memory": 1}}}, r"limits.memory: unknown key"),
         ({"python": {"remote_url": "ftp://x"}}, "python.remote_url: expected http://"),
         ({"python": {"remote_url": "http://x", "preload": ["json"]}}, "its own interpreter"),
-        ({"grader": {"kind": "best"}}, "grader: kind: Invalid enum value 'best'"),
+        ({"grader": {"kind": "best"}}, "grader: kind: expected one of"),
     ],
 )
 def test_a_wrong_key_is_refused(kwargs: dict[str, Any], problem: str) -> None:

@@ -17,7 +17,7 @@ from learners.offload import Aside
 from learners.policy import Policy
 from learners.torch_backend import TorchBackend
 from learners.trainer import Trainer
-from tests.engines.test_embedded import make, prompt
+from tests.engines.small_models import make, prompt
 from tests.learners.ranks import ALGORITHM, save_tiny_model, train, uneven_trees, weights_of
 
 pytestmark = [

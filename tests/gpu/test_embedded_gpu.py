@@ -9,7 +9,7 @@ import torch
 
 from agentenv.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from agentenv.types import SamplingParams
-from tests.engines.test_embedded import check, make, prompt
+from tests.engines.small_models import check, make, prompt
 
 pytestmark = [
     pytest.mark.gpu,

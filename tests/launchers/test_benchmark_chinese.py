@@ -12,7 +12,7 @@ import pytest
 from agentenv.actor import Actor
 from agentenv.config import build_config
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.evaluate import evaluate, make_report
+from agentenv.evaluate import evaluate
 from agentenv.limits import Limits
 from agentenv.prompt import PromptConfig, preset
 from agentenv.renderer import TagRenderer
@@ -47,8 +47,6 @@ async def test_a_set_in_the_schema_of_xbench_is_asked_in_chinese_and_scored(
     first = actor.renderer.decode(trees[0].nodes[0].observation_ids)
     assert preset("chinese") in first
     assert tasks[0].question in first
-    report = make_report("xbench", trees)
-    assert (report.overall.success, report.overall.num_failed) == (1.0, 0)
 
 
 async def test_the_same_policy_is_lost_with_the_english_prompt(tmp_path: Path) -> None:

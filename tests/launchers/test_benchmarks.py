@@ -8,14 +8,11 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import agentenv
 from agentenv.config import build_config
-from agentenv.data_config import ColumnsConfig, RowsConfig
-from agentenv.errors import ConfigError, DataError
 from agentenv.limits import Limits
 from agentenv.prompt import PromptConfig, load_instruction
 from agentenv.shared import close_shared
@@ -26,19 +23,9 @@ from launchers.environments import EnvMaker
 from launchers.evaluation.benchmark_rows import encrypt
 from launchers.evaluation.benchmarks import BENCHMARKS, benchmark, groups, load_benchmark
 from launchers.evaluation.rows import EvalRow
+from tests.launchers.benchmark_files import CANARY, Row, encrypted, load, write
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "datasets"
-CANARY = "a-canary:0123-4567"
-Row = dict[str, Any]
-
-
-def write(path: Path, *rows: Row) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def load(tmp_path: Path, name: str, *rows: Row, **keys: Any) -> list[Task]:
-    return load_benchmark(name, write(tmp_path / "rows.jsonl", *rows), **keys)
 
 
 def test_the_benchmarks_of_the_papers_are_known() -> None:
@@ -172,19 +159,6 @@ def test_as_many_questions_as_the_papers_ask_unless_told_otherwise(tmp_path: Pat
     assert [task.question for task in load_benchmark("gsm8k", path, 2)] == ["0", "1"]
 
 
-# xBench is published encrypted
-
-
-def encrypted(question: str, answer: str, number: int) -> Row:
-    return {
-        "id": f"x{number}",
-        "prompt": encrypt(question, CANARY),
-        "answer": encrypt(answer, CANARY),
-        "reference_steps": encrypt("steps", CANARY),
-        "canary": CANARY,
-    }
-
-
 def test_xbench_is_read_as_it_is_published_and_in_plain_text(tmp_path: Path) -> None:
     pairs = [("\u5929\u7a7a\u662f\u4ec0\u4e48\u989c\u8272\uff1f", "\u84dd\u8272"), ("2 + 2?", "4")]
     rows = [encrypted(*pair, number) for number, pair in enumerate(pairs)]
@@ -207,90 +181,6 @@ def test_xbench_is_read_as_it_is_published_and_in_plain_text(tmp_path: Path) -> 
 def test_the_decoding_is_the_published_one() -> None:
     """Bytes of the text XORed with those of the key, over and over, then base64."""
     assert encrypt("abc", "\x01\x02") == "YGBi"
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"canary": "another key"}, "cannot be decoded with the row's 'canary'"),
-        ({"canary": None}, "encrypted, but there is no 'canary'"),
-        ({"answer": "not base64!"}, "cannot be decoded"),
-    ],
-)
-def test_a_row_that_cannot_be_decoded_is_refused(tmp_path: Path, change: Row, says: str) -> None:
-    row = encrypted("\u5929\u7a7a\u662f\u4ec0\u4e48\u989c\u8272", "\u84dd\u8272", 1)
-    with pytest.raises(DataError, match=rf"rows\.jsonl, row 1: .*{says}"):
-        load(tmp_path, "xbench", {**row, **change})
-
-
-# mistakes
-
-
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [("GAIA", "gaia"), ("math-500", "math500"), ("simpleqa", "SimpleQA"), ("2WikiMultihopQA",
-     "2wiki"), ("AIME_2024", "aime24"), ("xbench-DeepSearch", "xbench")],
-)  # fmt: skip
-def test_a_name_is_found_however_it_is_written(name: str, found: str) -> None:
-    assert benchmark(name).name == found
-
-
-def test_an_unknown_name_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="'hotpot': unknown; did you mean hotpotqa"):
-        benchmark("hotpot")
-    with pytest.raises(ConfigError, match=r"unknown; known: aime24, .*xbench"):
-        benchmark("zzz")
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_missing_file_is_answered_with_where_to_get_it(tmp_path: Path, name: str) -> None:
-    hub = BENCHMARKS[name].source.hub
-    for path in (tmp_path / "no.jsonl", str(tmp_path / "*.parquet"), ""):
-        with pytest.raises(DataError, match=f"{name}: .*huggingface.co/datasets/{hub} ") as raised:
-            load_benchmark(name, path)
-        assert f"hf download {hub} --repo-type dataset" in str(raised.value)
-    if name in ("gaia", "hle"):
-        assert "accept its terms on that page and log in" in str(raised.value)
-
-
-def test_answers_that_are_private_are_refused(tmp_path: Path) -> None:
-    row = {"task_id": "t", "Question": "q", "Level": 1, "Final answer": "?", "file_name": ""}
-    with pytest.raises(DataError, match=r"row 1: the answer is not published; .*2023/val"):
-        load(tmp_path, "gaia", row)
-
-
-@pytest.mark.parametrize(
-    ("name", "row", "says"),
-    [
-        ("gaia", {"text": "q", "answer": "a"},
-         r"expected a column question or .* of GAIA \(published columns: task_id, Question"),
-        ("gaia", {"Question": "q"}, r"a column .*Final answer.*the row has \['Question'\]"),
-        ("math", {"problem": "q", "solution": "it is 4"}, r"its answer in \\boxed"),
-        ("SimpleQA", {"problem": "q", "answer": "a", "metadata": "{'topic'"},
-         "column 'metadata': not a readable object"),
-        ("hle", {"question": " ", "answer": "a"}, "key 'question' must be a text"),
-    ],
-)  # fmt: skip
-def test_a_row_of_another_schema_is_refused(tmp_path: Path, name: str, row: Row, says: str) -> None:
-    with pytest.raises(DataError, match=rf"rows\.jsonl, row 1: .*{says}"):
-        load(tmp_path, name, row)
-
-
-def test_columns_of_other_names_can_be_given(tmp_path: Path) -> None:
-    row = {"q": "q?", "gold": {"text": "g"}, "Level": 3, "no": 7}
-    columns = ColumnsConfig(question="q", answer="gold.text", id="no", kind="Level")
-    (task,) = load(tmp_path, "gaia", row, rows=RowsConfig(columns=columns))
-    assert (task.id, task.question, task.answers, task.kind) == ("7", "q?", ("g",), "3")
-    with pytest.raises(DataError, match="expected the column 'ask' of GAIA"):
-        load(tmp_path, "gaia", row, rows=RowsConfig(columns=ColumnsConfig(question="ask")))
-
-
-def test_bad_rows_can_be_skipped(tmp_path: Path) -> None:
-    rows = [{"Question": "q", "Level": 1}, {"Question": "q", "answer": "a", "Level": 1}]
-    said: list[str] = []
-    found = load(tmp_path, "gaia", *rows, rows=RowsConfig(skip_bad_rows=True), say=said.append)
-    assert [task.id for task in found] == ["rows-2"]
-    assert "1 bad rows are left out" in said[0]
 
 
 # how they are asked

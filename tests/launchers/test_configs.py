@@ -123,7 +123,7 @@ def test_an_evaluation_is_planned_for_eight_gpus(
     assert evaluate.main([*subject, "--dry-run", "--gpus", "8"]) == 0
     told = capsys.readouterr().out
     assert "judge server" in told
-    assert "GPU 0-7: " in told
+    assert "GPU 4-7: 60.0 of 80.0 GiB" in told  # the judge has 0.75 of each, as theirs
     assert list(tmp_path.iterdir()) == []
     assert evaluate.main([*subject, "--dry-run", "--gpus", "4"]) == 2
 

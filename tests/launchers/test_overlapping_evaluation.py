@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from launchers import train
+from launchers.evaluation.store import load_saved, read_rows
 from tests.support.runs import rows_of
 from tests.support.warehouse import ROOT
 
@@ -59,11 +60,10 @@ def test_each_evaluation_sees_the_version_of_its_step_and_no_other(finished: Pat
         row["step"]: row["policy_version"] for row in rows_of(finished) if "phase" not in row
     }
     for row in evaluated(finished):
-        path = finished / "trajectories" / f"eval-a-{row['phase']}.jsonl"
-        seen = {
-            tuple(json.loads(line)["policy_versions"]) for line in path.read_text().splitlines()
-        }
-        assert seen == {(versions[row["step"]],)}
+        folder = finished / "eval" / row["phase"]
+        version = versions[row["step"]]
+        assert {tuple(one.policy_versions) for one in read_rows(folder)} == {(version, version)}
+        assert load_saved(folder).subject["policy_version"] == version
         assert row["policy_version"] == versions[row["step"]]
 
 
@@ -96,3 +96,5 @@ def test_an_evaluation_that_was_cut_off_is_repeated_with_its_own_weights(warehou
     assert train.main(quick) == 0
     (row,) = evaluated(run)
     assert (row["step"], row["policy_version"]) == (2, 2)
+    assert [path.name for path in (run / "eval").iterdir()] == ["step-000002"]
+    assert len((run / "eval" / "step-000002" / "rows.jsonl").read_text().splitlines()) == 3

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from launchers import export, train
 from launchers.checkpoints import Checkpoints
 
+pytestmark = pytest.mark.timeout(400)  # each run starts a learner: long on a busy machine
 KEPT = ["train.num_steps=3", "checkpoint.every=1", "checkpoint.keep_last=3"]
 SET = ["eval.sets.a.every=2", "eval.sets.a.max_tasks=3", "checkpoint.best_metric=a/success"]
 LORA = [

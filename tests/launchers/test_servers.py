@@ -6,34 +6,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 
 from agentenv.errors import EngineError
 from launchers.serving.server_process import GUARD, ServerProcess, ServerSpec
+from tests.support.small_server import SERVER, alive, gone, processes, script, until
 from tests.support.warehouse import ROOT
 
-# A server with a child that ignores SIGTERM and has left the process group.
-SERVER = """
-import http.server, os, signal, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c",
-    "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"],
-    start_new_session=True)
-print("child", child.pid, "server", os.getpid(), "gpus", os.environ.get("GPUS"), flush=True)
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200); self.end_headers()
-    def log_message(self, *_): pass
-http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
 HOLDER = """
 import asyncio, sys
 from pathlib import Path
@@ -49,17 +35,9 @@ asyncio.run(main())
 
 
 def free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def script(folder: Path, text: str = SERVER) -> Path:
-    path = folder / "server.py"
-    path.write_text(text)
-    return path
 
 
 def spec_of(folder: Path, text: str = SERVER, **changes: Any) -> ServerSpec:
@@ -73,31 +51,6 @@ def spec_of(folder: Path, text: str = SERVER, **changes: Any) -> ServerSpec:
         3,
     )
     return msgspec.structs.replace(spec, **changes)
-
-
-def processes(log: Path) -> list[int]:
-    """Server and child of the last start, by the server's own account."""
-    words = [line.split() for line in log.read_text().splitlines() if line.startswith("child")][-1]
-    return [int(words[1]), int(words[3])]
-
-
-def alive(pids: list[int]) -> list[int]:
-    return [
-        pid
-        for pid in pids
-        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    ]
-
-
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert condition()
-
-
-def gone(pids: list[int]) -> None:
-    until(lambda: alive(pids) == [])
 
 
 async def test_a_server_comes_up_is_logged_and_leaves_nothing(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from launchers.supervised.sft_config import LoopConfig, SFTRunConfig
 from tests.launchers.supervised import make_supervised, run_small
 from tests.support.runs import rows_of
 
+pytestmark = pytest.mark.timeout(400)  # each run starts a learner: long on a busy machine
 PNG = b"\x89PNG"
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -16,8 +14,6 @@ from agentenv.actor import Actor
 from agentenv.config import build_config
 from agentenv.data_config import RowsConfig
 from agentenv.dataset import load_tasks
-from agentenv.engines.scripted import ScriptedEngine
-from agentenv.errors import EngineError
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig, read_eos_ids
 from agentenv.tree import Trajectory
@@ -29,93 +25,27 @@ from launchers.supervised.chat_encoding import ChatEncoder
 from launchers.supervised.conversations import read_conversation
 from launchers.supervised.dataset_info import find_sources
 from launchers.synthesis.hinted import HintedActor
-from tests.support.openai_endpoint import Answer, ScriptedEndpoint, reply
-from tests.support.warehouse import ROOT, STOCK
-
-Run = Callable[..., int]
-KINDS = {"easy": "bolts", "plain": "nuts", "doubted": "rivets", "hard": "nuts", "twice": "bolts"}
-HINT = "I should look."
-HINTS = ("hints.phrases=['perhaps']", f"hints.verification=['{HINT}']", "hints.place=uncertain")
-
-
-def policy(prompt: str, rng: Random) -> str:
-    """Knows what is easy; finds what is plain with the tool, what is doubted only behind a hint;
-    asks twice for what is twice."""
-    kind = next(kind for kind in KINDS if f"({kind}" in prompt)
-    item, found = KINDS[kind], prompt.rpartition("<result>")[2].split("<")[0].strip()
-    if "solves problems" in prompt:  # the language-only prompt
-        answer = STOCK[item] if kind == "easy" else rng.randrange(9)
-        return f"<think>Some. Perhaps {answer}.</think><answer>{answer}</answer>"
-    call = f"</think><stock>{item}</stock>"
-    if HINT in prompt and "<result>" not in prompt:
-        return f" {rng.randrange(99)}{call}"
-    if kind == "doubted" and HINT not in prompt:
-        return "<think>never</think><answer>none</answer>"
-    if "<result>" not in prompt:
-        return f"<think>look {rng.randrange(99)}{call}"
-    if kind == "twice" and prompt.count("<result>") == 1:
-        return f"<think>again{call}"
-    return f"<think>so</think><answer>{'none' if kind == 'hard' else found}</answer>"
+from tests.launchers.synthesizing import (
+    HINT,
+    HINTS,
+    KINDS,
+    Run,
+    refused,
+    rows_of,
+    runner,
+    write_questions,
+)
+from tests.support.warehouse import ROOT
 
 
 @pytest.fixture
 def questions(tmp_path: Path) -> Path:
-    rows = [
-        {
-            "question": f"How many {item} are there? ({kind} {n})",
-            "answer": STOCK[item],
-            "kind": kind,
-            "level": n,
-        }
-        for kind, item in KINDS.items()
-        for n in range(2)
-    ]
-    rows.append({**rows[0], "question": rows[0]["question"].upper().replace("(EASY", "(easy")})
-    path = tmp_path / "ask.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_questions(tmp_path / "ask.jsonl")
 
 
 @pytest.fixture
 def run(warehouse: Path, tmp_path: Path, questions: Path) -> Run:
-    """Synthesizes with the scripted engine into tmp_path/NAME."""
-
-    def synthesized(name: str, *more: str) -> int:
-        arguments = [str(warehouse.parent / "model"), "--env", "me/Warehouse-v0"]
-        arguments += ["env.module=my_env", "--out", str(tmp_path / name), f"data={questions}"]
-        arguments += ["engine.name=scripted", f"engine.script={__name__}:policy"]
-        arguments += ["limits.max_prompt_tokens=640", "limits.max_response_tokens=320"]
-        arguments += ["filter.require_box=false", "num_samples=2"]
-        return synthesize.main([*arguments, *more])
-
-    return synthesized
-
-
-@pytest.fixture
-def num_asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """[0] counts the turns that the engine was asked for."""
-    count = [0]
-    generate = ScriptedEngine.generate
-
-    async def counted(self: ScriptedEngine, *rest: Any, **keys: Any) -> Any:
-        count[0] += 1
-        return await generate(self, *rest, **keys)
-
-    monkeypatch.setattr(ScriptedEngine, "generate", counted)
-    return count
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def written(out: Path) -> dict[str, str]:
-    names = ("sft.jsonl", "rl.jsonl", "rejected.jsonl", "summary.json", "dataset_info.json")
-    return {name: (out / name).read_text() for name in names}
-
-
-def refused(capsys: pytest.CaptureFixture[str]) -> str:
-    return " ".join(capsys.readouterr().err.split())
+    return runner(warehouse, tmp_path, questions)
 
 
 def test_questions_are_sorted_by_how_they_were_answered(
@@ -198,41 +128,6 @@ def test_a_dialogue_is_trained_as_the_tokens_that_were_rolled_out(
         assert renderer.decode(example.token_ids) == "".join(whole)
 
 
-def test_the_same_command_asks_nothing_and_writes_the_same(
-    run: Run, tmp_path: Path, num_asked: list[int]
-) -> None:
-    assert run("out", *HINTS) == 0
-    first, count = written(tmp_path / "out"), num_asked[0]
-    assert count > 40
-    assert run("out", *HINTS) == 0
-    assert num_asked[0] == count
-    assert written(tmp_path / "out") == first
-    assert run("out", *HINTS, "filter.drop_repeated_calls=false") == 0
-    assert num_asked[0] == count, "other filters ask nothing"
-    assert len(rows_of(tmp_path / "out" / "sft.jsonl")) == 8
-
-
-@pytest.mark.parametrize("share", [0.2, 0.7])
-def test_a_command_that_was_cut_off_goes_on(run: Run, tmp_path: Path, share: float) -> None:
-    assert run("out", *HINTS, "concurrency=1") == 0
-    first = written(tmp_path / "out")
-    path = tmp_path / "out" / "trajectories" / "rows.jsonl"
-    data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * share)])
-    assert run("out", *HINTS, "concurrency=7") == 0
-    assert written(tmp_path / "out") == first
-
-
-def test_more_samples_reuse_what_is_there(run: Run, tmp_path: Path, num_asked: list[int]) -> None:
-    assert run("out", *HINTS, "direct.num_samples=1") == 0
-    before = {row.key for row in read_rows(tmp_path / "out" / "trajectories")}
-    count = num_asked[0]
-    assert run("out", *HINTS, "--n", "4", "direct.num_samples=2") == 0
-    after = {row.key for row in read_rows(tmp_path / "out" / "trajectories")}
-    assert before < after
-    assert num_asked[0] == count + 4 + 2 * 2, "chains, and hints into two of them"
-
-
 def test_what_was_answered_directly_need_not_be_asked_with_tools(run: Run, tmp_path: Path) -> None:
     assert run("out", "skip_easy=true") == 0
     rows = read_rows(tmp_path / "out" / "trajectories")
@@ -255,30 +150,6 @@ def test_questions_of_other_files_can_be_kept_out(
     assert str(tests) in found[0]["detail"]
     assert run("none", f"exclude=['{questions}']") == 2
     assert "no question is left of 11" in refused(capsys)
-
-
-def test_failures_are_told_and_asked_again(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    generate, broken = ScriptedEngine.generate, [True]
-
-    async def failing(self: ScriptedEngine, prompt_ids: Any, *rest: Any, **keys: Any) -> Any:
-        if broken[0] and "(hard 1" in self.tokenizer.decode(list(prompt_ids)):
-            raise EngineError("out of memory")
-        return await generate(self, prompt_ids, *rest, **keys)
-
-    monkeypatch.setattr(ScriptedEngine, "generate", failing)
-    assert run("out", *HINTS, "limits.max_failures=0") == 0
-    assert "4 trajectories failed; the same command" in capsys.readouterr().out
-    out = tmp_path / "out"
-    found = rows_of(out / "rejected.jsonl")
-    assert [r["id"] for r in found if r["reason"] == "unfinished"] == ["ask-8"]
-    assert {r["detail"] for r in found if r["reason"] == "failed"} == {"EngineError: out of memory"}
-    assert len(rows_of(out / "rl.jsonl")) == 3
-    broken[0] = False
-    assert run("out", *HINTS, "limits.max_failures=0") == 0
-    assert run("whole", *HINTS, "limits.max_failures=0") == 0
-    assert written(out) == written(tmp_path / "whole")
 
 
 def test_a_hint_is_read_by_policy_and_grader_and_trained_by_nobody(
@@ -322,26 +193,6 @@ def test_a_chain_without_room_gets_no_hint(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "named"),
-    [
-        (["hints.verification=['Other.']", "hints.phrases=['perhaps']"], "hints.verification"),
-        ([*HINTS, "sampling.temperature=0.5"], "sampling.temperature: 1.0 -> 0.5"),
-        ([*HINTS, "direct.prompt.template=direct"], "prompt.template"),
-    ],
-)
-def test_trajectories_of_another_kind_are_refused(
-    run: Run, tmp_path: Path, keys: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("out", *HINTS, "--n", "2") == 0
-    before = written(tmp_path / "out")
-    assert run("out", "--n", "2", *keys) == 2
-    text = refused(capsys)
-    assert named in text
-    assert "choose another --out" in text
-    assert written(tmp_path / "out") == before
-
-
-@pytest.mark.parametrize(
     ("keys", "says"),
     [
         (["hints.plase=either"], "hints.plase: unknown key; did you mean hints.place"),
@@ -381,38 +232,3 @@ def test_the_shipped_configuration_is_planned_for_eight_gpus(
     assert "nothing was started" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
     assert synthesize.main([*subject, "--dry-run", "--gpus", "4"]) == 2
-
-
-def speaking(body: dict[str, Any], _: int) -> Answer:
-    """The policy as an endpoint gives it: without the stop string."""
-    said = "".join(str(message["content"]) for message in body["messages"])
-    return reply(policy(said, Random(body["seed"])).removesuffix("</stock>"), usage=(90, 9))
-
-
-@pytest.mark.usefixtures("warehouse")
-def test_an_endpoint_of_chat_messages_works_as_an_engine_does(
-    tmp_path: Path, questions: Path
-) -> None:
-    with ScriptedEndpoint(speaking) as endpoint:
-        arguments = [endpoint.url, "--model", "m", "--env", "me/Warehouse-v0", f"data={questions}"]
-        arguments += ["env.module=my_env", "--out", str(tmp_path / "out"), *HINTS]
-        arguments += ["engine.continuation=prefix", "filter.require_box=false", "num_samples=2"]
-        assert synthesize.main(arguments) == 0
-    sft = rows_of(tmp_path / "out" / "sft.jsonl")
-    assert Counter(row["kind"] for row in sft) == {"easy": 2, "plain": 2, "doubted": 2}
-    (text, *_) = (row["conversations"][1]["value"] for row in sft if row["way"] == "hints")
-    assert text.startswith(f"<think>Some. {HINT} ")
-    hinted = [body["messages"][-1] for body in endpoint.requests if HINT in str(body)]
-    assert {message["role"] for message in hinted} == {"assistant"}
-    assert all(message["prefix"] for message in hinted)
-
-
-@pytest.mark.usefixtures("warehouse")
-def test_an_endpoint_that_cannot_go_on_gets_no_hints(
-    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with ScriptedEndpoint(lambda body, number: 500) as endpoint:
-        arguments = [endpoint.url, "--model", "m", "--env", "me/Warehouse-v0", f"data={questions}"]
-        arguments += ["env.module=my_env", "--out", str(tmp_path / "out"), *HINTS]
-        assert synthesize.main(arguments) == 2
-    assert "does not go on with a text" in refused(capsys)

@@ -1,29 +1,20 @@
-"""The training run around the loop: cadence, files, resume, interruption, death of a part."""
+"""The training run around the loop: cadence, files, what a step holds."""
 
 from __future__ import annotations
 
 import csv
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
 from agentenv.config import load_config
-from agentenv.engines.scripted import ScriptedEngine
-from agentenv.errors import EngineDeadError, EnvError
-from agentenv.tool_env import ToolEnv
 from launchers import evaluate, train
 from launchers.config import TrainConfig
-from tests.support.runs import rows_of
+from tests.support.runs import first_turns, rows_of
 from tests.support.warehouse import ROOT
 
+pytestmark = pytest.mark.timeout(400)  # each run starts a learner: long on a busy machine
 SETS = [
     "eval.sets.a.path={folder}/a.jsonl",
     "eval.sets.a.every=1",
@@ -36,18 +27,6 @@ SETS = [
     "checkpoint.keep_last=2",
     "checkpoint.best_metric=b/success",
 ]
-
-
-def trees_of(run: Path, step: int) -> list[int]:
-    path = run / "trajectories" / f"step-{step:06d}.jsonl"
-    return sorted({json.loads(line)["tree"] for line in path.read_text().splitlines()})
-
-
-def first_turns(run: Path) -> tuple[int, int]:
-    """How many first turns entropy.csv counts, and how many the metrics of all steps do."""
-    rows = csv.DictReader((run / "entropy.csv").read_text().splitlines())
-    counted = {row["curve"]: int(row["turns"]) for row in rows if row["position"] == "0"}
-    return counted["start"], sum(int(row.get("rollout/roots", 0)) for row in rows_of(run))
 
 
 @pytest.fixture(scope="module")
@@ -153,21 +132,6 @@ def test_evaluating_a_run_and_a_checkpoint(
     assert "bolts" in capsys.readouterr().out
 
 
-def test_resume_goes_on_with_the_next_tree(warehouse: Path) -> None:
-    arguments = [str(warehouse), "run.name=resumed"]
-    assert train.main([*arguments, "train.num_steps=2"]) == 0
-    assert train.main([*arguments, "train.num_steps=4", "--resume"]) == 0
-    run = warehouse.parent / "runs" / "resumed"
-    assert [trees_of(run, step) for step in (1, 2, 3, 4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    steps = [row["step"] for row in rows_of(run) if "trees/offered" in row]
-    assert steps == [1, 2, 3, 4]
-    counted, begun = first_turns(run)
-    assert counted == begun > 0, "entropies of before the resume are kept"
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["incarnation"] == 2
-    assert summary["trees"]["offered"] == 8
-
-
 def test_epochs_count_questions(warehouse: Path) -> None:
     text = warehouse.read_text().replace("num_steps = 4", "num_epochs = 0.25")
     config = warehouse.with_name("epochs.toml")
@@ -175,56 +139,6 @@ def test_epochs_count_questions(warehouse: Path) -> None:
     assert train.main([str(config)]) == 0
     summary = json.loads((warehouse.parent / "runs" / "epochs" / "summary.json").read_text())
     assert summary["num_steps"] == 3, "a quarter of 24 questions, 2 a step"
-
-
-def start(warehouse: Path, name: str, *overrides: str) -> tuple[subprocess.Popen[str], Path]:
-    """A run of its own process, returned when its first step is done."""
-    environment = {**os.environ, "PYTHONPATH": f"{warehouse.parent}:{ROOT}"}
-    process = subprocess.Popen(
-        [sys.executable, "launchers/train.py", str(warehouse), f"run.name={name}", *overrides],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    run = warehouse.parent / "runs" / name
-    deadline = time.monotonic() + 90
-    while not (run / "trajectories" / "step-000001.jsonl").exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return process, run
-
-
-def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(warehouse: Path) -> None:
-    endless = ("train.num_steps=100000", "engine.latency_s=0.05")
-    process, run = start(warehouse, "interrupted", *endless)
-    learner = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert "--resume" in out
-    assert "Traceback" not in err
-    checkpoints = sorted((run / "checkpoints").glob("step-*"))
-    steps = int(checkpoints[-1].name.removeprefix("step-"))
-    assert steps >= 1
-    assert not any(psutil.pid_exists(pid) for pid in learner)
-    resumed = [str(warehouse), "run.name=interrupted", f"train.num_steps={steps + 1}", "--resume"]
-    assert train.main(resumed) == 0
-    assert trees_of(run, steps + 1) == [2 * steps, 2 * steps + 1]
-
-
-def test_a_killed_learner_ends_the_run_with_the_reason(warehouse: Path) -> None:
-    process, _ = start(warehouse, "killed", "train.num_steps=100000", "engine.latency_s=0.05")
-    children = psutil.Process(process.pid).children(recursive=True)
-    victims = [child for child in children if "learners" in " ".join(child.cmdline())]
-    assert victims
-    victims[0].kill()
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "the learner was killed by SIGKILL" in err.replace("\n", " ")
-    assert "Traceback (most recent call last)" not in err
 
 
 @pytest.mark.parametrize("name", ["grpo", "aepo"])
@@ -254,35 +168,9 @@ def test_trajectories_can_be_switched_off_and_are_bounded(warehouse: Path) -> No
     assert "log.max_trajectory_mb is reached" in (runs / "bounded" / "run.log").read_text()
 
 
-def test_a_dead_engine_ends_the_run_with_the_reason(
-    warehouse: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    generate = ScriptedEngine.generate
-
-    async def dying(self: ScriptedEngine, *args: Any, **kwargs: Any) -> Any:
-        if self.stats()["requests"] >= 20:
-            raise EngineDeadError("the engine thread died: out of memory")
-        return await generate(self, *args, **kwargs)
-
-    monkeypatch.setattr(ScriptedEngine, "generate", dying)
-    assert train.main([str(warehouse), "run.name=dead-engine"]) == 1
-    assert "the engine thread died: out of memory" in capsys.readouterr().err
-
-
-def test_a_step_without_any_trajectory_ends_the_run(
-    warehouse: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def broken(*_: Any) -> Any:
-        raise EnvError("the index is gone")
-
-    monkeypatch.setattr(ToolEnv, "step", broken)
-    assert train.main([str(warehouse), "run.name=broken-env"]) == 1
-    assert "EnvError: the index is gone" in capsys.readouterr().err
-
-
 def test_the_quick_start_can_be_dry_run_with_a_scripted_engine(tmp_path: Path) -> None:
     overrides = ["engine.name=scripted", "sft.stages=[]", "train.num_steps=2"]
-    overrides += ["eval.sets.heldout.max_tasks=40", "train.max_logprob_gap=1e9"]
+    overrides += ["eval.sets.heldout.max_tasks=200", "train.max_logprob_gap=1e9"]
     overrides += [f"run.dir={tmp_path}", "run.name=dry"]
     assert train.main([str(ROOT / "configs" / "quickstart.toml"), *overrides]) == 0
     summary = json.loads((tmp_path / "dry" / "summary.json").read_text())

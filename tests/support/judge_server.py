@@ -9,6 +9,9 @@ from typing import Any
 
 from aiohttp import web
 
+from envs.grading.judge import Judge
+from envs.grading.judge_config import JudgeConfig
+
 
 class Cut:
     """A reply that never comes: the connection is closed."""
@@ -62,3 +65,7 @@ async def judge_server() -> AsyncIterator[JudgeServer]:
         yield scripted
     finally:
         await runner.cleanup()
+
+
+def judge_of(server: JudgeServer, **keys: Any) -> Judge:
+    return Judge(JudgeConfig(url=server.url, model="m", **{"num_retries": 1, **keys}))

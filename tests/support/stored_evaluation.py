@@ -17,6 +17,7 @@ from launchers.evaluation.run_config import resolve_sets
 from launchers.evaluation.store import CONFIG_FILE, ROWS_FILE, Saved
 
 PAIRS = Path(__file__).parent.parent / "fixtures" / "answer_pairs.json"
+QUICK = {"kind": "layered", "math": False}  # a grader without math-verify
 FILLER = "Let us look at what is known, write it down and check each step before going on. "
 
 
@@ -108,3 +109,27 @@ def write_evaluation(
     (folder / CONFIG_FILE).write_bytes(msgspec.json.encode(saved))
     (folder / ROWS_FILE).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     return folder
+
+
+def row(task: str = "1", sample: int = 0, success: bool = True, **keys: Any) -> EvalRow:
+    """A trajectory that answered 7, which is right, unless told otherwise."""
+    answer = str(keys.pop("answer", "7"))
+    filled = {"task": task, "sample": sample, "success": success, "answers": ["7"], **keys}
+    return trajectory(answer, **filled)
+
+
+def failed(task: str, sample: int, error: str = "EngineError: down") -> EvalRow:
+    """A trajectory that infrastructure ended."""
+    return EvalRow(dataset="qa", task=task, sample=sample, end="failed", error=error)
+
+
+def rows_of(answers: dict[str, list[str]], gold: str = "Paris", **keys: Any) -> list[EvalRow]:
+    """Trajectories by question: one for each answer that it was given."""
+    return [
+        trajectory(
+            answer, task=task, sample=sample, answers=[gold], question=f"Question {task}?",
+            success=answer == gold, reward=float(answer == gold), **keys,
+        )
+        for task, given in answers.items()
+        for sample, answer in enumerate(given)
+    ]  # fmt: skip

@@ -1,0 +1,105 @@
+"""Connecting to SGLang: servers that lack what a run needs, or could do better."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from agentenv.engines.sglang import SGLangServer
+from agentenv.errors import ConfigError
+from tests.engines.proxy import Change, changed, proxy, without
+from tests.engines.reference import MAX_LENGTH
+from tests.engines.sglang.replies import PROMPT, Reply
+from tests.engines.sglang_server import SGLangProcess
+
+pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(600)]
+
+
+async def test_what_a_server_says_of_itself(server: SGLangServer) -> None:
+    info = await server.connect(0)
+    assert (info.engine, info.version) == ("sglang", "0.5.23")
+    assert MAX_LENGTH - 8 < info.max_model_len <= MAX_LENGTH
+    assert {"versions", "load_weights", "broadcast", "pause", "fingerprint"} <= info.features
+    assert not {"sleep", "seed"} & info.features  # both need a flag; without it, sleep is the end
+    assert await server.healthy()
+
+
+LACKING: dict[str, tuple[str, Change, str]] = {
+    "a route": (
+        "/openapi.json",
+        without("paths", "/abort_request"),
+        "lacks POST /abort_request; expected SGLang 0.5.23 or newer",
+    ),
+    "a field": (
+        "/openapi.json",
+        without("components", "schemas", "GenerateReqInput", "properties", "cache_salt"),
+        "does not know cache_salt; expected SGLang 0.5.23 or newer",
+    ),
+    "its version": ("/server_info", without("version"), "cannot read /server_info"),
+    "stop strings": (
+        "/server_info",
+        changed("skip_tokenizer_init", to=True),
+        "start it without --skip-tokenizer-init",
+    ),
+    "the sampling that is asked for": (
+        "/server_info",
+        changed("preferred_sampling_params", to={"frequency_penalty": 0.5}),
+        "changes requests by --preferred-sampling-params",
+    ),
+    "generation": ("/model_info", changed("is_generation", to=False), "embedding model"),
+}
+
+
+@pytest.mark.parametrize("what", LACKING)
+async def test_a_server_that_lacks_something_is_refused(
+    what: str, processes: dict[str, SGLangProcess]
+) -> None:
+    """As a proxy before the real one shows it."""
+    path, change, message = LACKING[what]
+    async with proxy([processes["untied"].url], answers={path: change}) as before:
+        await refused(before.url, message)
+
+
+async def test_a_server_with_log_probs_before_temperature_is_refused(
+    processes: dict[str, SGLangProcess],
+) -> None:
+    """SGLANG_RETURN_ORIGINAL_LOGPROB makes them those at temperature 1, whatever it is."""
+    unscaled = changed("sampling_params", "temperature", to=1.0)
+    async with proxy([processes["untied"].url], requests={"/generate": unscaled}) as before:
+        await refused(before.url, "start it without SGLANG_RETURN_ORIGINAL_LOGPROB")
+
+
+async def refused(url: str, message: str) -> None:
+    client = SGLangServer(url)
+    with pytest.raises(ConfigError, match=message):
+        await client.connect(0)
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("setting", "flag"),
+    [
+        ("enable_metrics", "--enable-metrics"),
+        ("incremental_streaming_output", "--incremental-streaming-output"),
+    ],
+)
+async def test_what_a_server_does_worse_without_a_flag_is_said(
+    setting: str, flag: str, processes: dict[str, SGLangProcess], caplog: pytest.LogCaptureFixture
+) -> None:
+    off = changed(setting, to=False)
+    async with proxy([processes["untied"].url], answers={"/server_info": off}) as before:
+        client = SGLangServer(before.url)
+        await client.connect(0)
+        await client.close()
+    assert flag in caplog.text
+
+
+async def test_a_server_that_was_left_paused_goes_on(server: SGLangServer) -> None:
+    await server._http.call("POST", "/pause_generation", {"mode": "retract"})
+    waiting = Reply(server, PROMPT, 3)
+    await asyncio.sleep(0.3)
+    assert not waiting.chunks
+    assert await server.healthy()
+    await server.connect(0)
+    assert len((await waiting.task).token_ids) == 3

@@ -1,0 +1,139 @@
+"""Turns on a real SGLang server on the CPU, held against transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from agentenv.engines.server import Request
+from agentenv.engines.sglang import SGLangServer
+from agentenv.errors import EngineError
+from agentenv.types import Chunk, SamplingParams
+from tests.engines import contract
+from tests.engines.reference import MAX_LENGTH, VOCAB, check_sampled, distribution
+from tests.engines.sglang.replies import PROMPT, STEP_S, Clients, Reply, ask
+from tests.engines.world import ServerSubject, World, prompt
+
+pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+async def test_greedy_equals_transformers_before_and_after_each_update(
+    kind: str, clients: Clients, request: pytest.FixtureRequest
+) -> None:
+    world: World = request.getfixturevalue(kind)
+    server = clients(kind)
+    await server.connect(0)
+    await contract.check_updates(ServerSubject(server), world, num_tokens=8)
+    await contract.check_streaming(ServerSubject(server))
+    await contract.check_stream_interval(server)
+
+
+async def test_an_end_of_sequence_is_the_last_token(server: SGLangServer, untied: World) -> None:
+    await contract.check_end_of_sequence(ServerSubject(server), untied, 0)
+
+
+async def test_stop_strings(server: SGLangServer, untied: World) -> None:
+    await contract.check_stop_strings(ServerSubject(server), untied, 0)
+
+
+@pytest.mark.usefixtures("slow")
+async def test_cancelling_frees_the_server_at_once(server: SGLangServer) -> None:
+    """A dropped connection alone is noticed after 4 s."""
+    await contract.check_abort(ServerSubject(server))
+
+
+async def test_concurrent_requests(server: SGLangServer, untied: World) -> None:
+    await contract.check_concurrency(ServerSubject(server), untied, 0, 64, 3)
+
+
+async def test_logprobs_are_those_of_the_distribution_sampled_from(
+    server: SGLangServer, untied: World
+) -> None:
+    """At any temperature, and also beside greedy requests in one batch."""
+    model = untied.models[0]
+    scaled = Reply(server, PROMPT, 12, temperature=0.6)
+    plain = Reply(server, PROMPT, 12)
+    check_sampled({0: model}, PROMPT, await scaled.task, temperature=0.6)
+    check_sampled({0: model}, PROMPT, await plain.task, greedy=True)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"top_k": 3}, {"top_k": 1, "temperature": 0.5}, {"top_p": 0.6}, {"min_p": 0.2, "top_k": 50}],
+    ids=str,
+)
+async def test_truncated_sampling_reports_what_is_left(
+    server: SGLangServer, untied: World, fields: dict[str, Any]
+) -> None:
+    temperature = fields.get("temperature", 1.0)
+    completion = await ask(server, PROMPT, 4, **{"temperature": 1.0} | fields)
+    found = distribution(untied.models[0], PROMPT, completion.token_ids, temperature).exp()
+    for place, token in enumerate(completion.token_ids):
+        p, order = found[place].sort(descending=True)
+        kept = p.cumsum(0) - p < fields.get("top_p", 1.0)
+        kept &= torch.arange(VOCAB) < fields.get("top_k", VOCAB)
+        kept &= p >= fields.get("min_p", 0.0) * p[0]
+        left = torch.where(kept, p, 0.0) / p[kept].sum()
+        assert completion.logprobs[place] == pytest.approx(
+            float(left[order == token].log()), abs=1e-3
+        )
+        entropy = -(left[kept] * left[kept].log()).sum()
+        assert completion.entropies[place] == pytest.approx(float(entropy), abs=1e-3)
+    assert completion.entropy_kind == "exact"
+
+
+async def test_all_log_probs_give_the_exact_entropy(
+    clients: Clients, server: SGLangServer, untied: World
+) -> None:
+    exact = clients("untied", entropy_top_k=-1, vocab_size=VOCAB)
+    await exact.connect(0)
+    whole, part = await ask(exact, PROMPT, 3), await ask(server, PROMPT, 3)
+    rows = distribution(untied.models[0], PROMPT, whole.token_ids)
+    assert whole.entropies == pytest.approx((-(rows.exp() * rows).sum(1)).tolist(), abs=1e-3)
+    assert all(low < high for low, high in zip(part.entropies, whole.entropies, strict=True))
+    assert (whole.entropy_kind, part.entropy_kind) == ("exact", "top_k")
+
+
+@pytest.mark.usefixtures("slow")
+async def test_a_failing_callback_aborts_its_request(server: SGLangServer) -> None:
+    def fail(chunk: Chunk) -> None:
+        raise KeyError("callback")
+
+    sampling = SamplingParams(max_tokens=400, temperature=0.0)
+    with pytest.raises(KeyError):
+        await server.generate(Request("test-callback", PROMPT, sampling), fail)
+    async with asyncio.timeout(400 * STEP_S - 2.0):  # before it would end by itself
+        while await ServerSubject(server).num_running():  # noqa: ASYNC110 (only it knows)
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("prompt_ids", "fields", "words"),
+    [
+        ([], {}, "empty"),
+        ([VOCAB], {}, "vocabulary"),
+        ([5], {"max_tokens": 0}, "max_tokens"),
+        ([5] * 400, {"max_tokens": MAX_LENGTH - 401}, "exceed"),
+        ([5] * 506, {"max_tokens": 1}, "exceed"),
+        ([5], {"stop": ("",)}, "stop string"),
+        ([5], {"stop": tuple(map(str, range(40)))}, "stop strings"),
+        ([5], {"repetition_penalty": 1.2}, "repetition_penalty"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+async def test_what_the_server_would_clamp_or_do_in_another_way_is_refused(
+    server: SGLangServer, prompt_ids: list[int], fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(EngineError, match=words):
+        await ask(server, prompt_ids, **{"max_tokens": 4} | fields)
+
+
+async def test_the_longest_turn_is_sampled_to_its_end(server: SGLangServer) -> None:
+    """Prompt and turn together as long as the client allows: nothing is clamped in silence."""
+    info = await server.connect(0)
+    completion = await ask(server, prompt(seed=2, size=500), info.max_model_len - 500)
+    assert len(completion.token_ids) == info.max_model_len - 500 > 1

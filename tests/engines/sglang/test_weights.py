@@ -1,0 +1,149 @@
+"""New weights on a real SGLang server: while requests run, bad ones, and its death."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from agentenv.engines.server import ServerLostError
+from agentenv.engines.sglang import SGLangServer
+from agentenv.errors import EngineError
+from agentenv.types import VersionSpan
+from tests.engines import contract
+from tests.engines.reference import check_sampled, greedy
+from tests.engines.sglang.replies import PROMPT, STEP_S, Clients, Reply, ask
+from tests.engines.sglang_server import SGLangProcess
+from tests.engines.world import ServerSubject, World
+
+pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(600)]
+
+
+async def test_fingerprints_tell_weights_apart(server: SGLangServer, untied: World) -> None:
+    first = await server.fingerprint()
+    await server.load_weights(untied.paths[1], 1)
+    second = await server.fingerprint()
+    assert first.keys() == second.keys()
+    assert first["lm_head.weight"] != second["lm_head.weight"]
+    await server.load_weights(untied.paths[0], 2)
+    assert await server.fingerprint() == first
+
+
+@pytest.mark.usefixtures("slow")
+async def test_prefixes_never_cross_versions(server: SGLangServer, untied: World) -> None:
+    await contract.check_prefixes(ServerSubject(server), untied, 0, block=16)
+
+
+@pytest.mark.usefixtures("slow")
+async def test_update_in_the_middle_of_a_request_gives_two_spans(
+    server: SGLangServer, untied: World
+) -> None:
+    """And no prefix of the old weights is used, neither by it nor by a new request."""
+    running = Reply(server, PROMPT, 200)
+    await running.started(4)
+    await server.load_weights(untied.paths[1], 1)
+    assert not running.task.done()
+    first = await ask(server, PROMPT, 4)
+    assert first.num_cached_tokens == 0
+    second = await ask(server, PROMPT, 4)
+    assert second.num_cached_tokens == len(PROMPT) - 1
+    assert not running.task.done()
+    completion = await running.task
+    assert [span.version for span in completion.version_spans] == [0, 1]
+    for reply in (completion, first, second):
+        check_sampled(untied.models, PROMPT, reply, greedy=True)
+
+
+@pytest.mark.usefixtures("slow")
+async def test_concurrent_requests_around_an_update(server: SGLangServer, untied: World) -> None:
+    """Those that run, those that wait in the server and those that come meanwhile."""
+    prompts = [[*PROMPT, 100 + index] for index in range(16)]
+    before = [Reply(server, ids, 12, temperature=1.0) for ids in prompts[:8]]
+    await before[0].started(2)
+    sent = [Reply(server, ids, 6, temperature=1.0) for ids in prompts[8:12]]
+    await asyncio.sleep(0)
+    update = asyncio.create_task(server.load_weights(untied.paths[2], 2))
+    await asyncio.sleep(0.01)
+    meanwhile = [Reply(server, ids, 6, temperature=1.0) for ids in prompts[12:]]
+    await update
+    versions: set[int] = set()
+    for reply in [*before, *sent, *meanwhile]:
+        completion = await reply.task
+        check_sampled(untied.models, reply.prompt_ids, completion)
+        versions |= {span.version for span in completion.version_spans}
+    assert versions == {0, 2}
+    for reply in meanwhile:
+        assert [span.version for span in reply.task.result().version_spans] == [2]
+
+
+def spoil(source: Path, target: Path, kind: str) -> None:
+    """A copy of a model directory that is wrong in one way."""
+    shutil.copytree(source, target)
+    weights = target / "model.safetensors"
+    tensors = load_file(weights)
+    if kind == "a layer is missing":
+        tensors = {name: t for name, t in tensors.items() if "layers.1" not in name}
+    elif kind == "another shape":
+        tensors["model.norm.weight"] = torch.ones(64)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    if kind == "cut short":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif kind == "no files":
+        shutil.rmtree(target)
+
+
+@pytest.mark.parametrize("kind", ["no files", "a layer is missing", "another shape", "cut short"])
+@pytest.mark.usefixtures("slow")
+async def test_a_bad_directory_is_refused_and_the_old_weights_go_on(
+    server: SGLangServer, untied: World, tmp_path: Path, kind: str
+) -> None:
+    """By itself SGLang would keep old layers in silence, or die of a shape."""
+    spoil(untied.paths[1], tmp_path / "bad", kind)
+    running = Reply(server, PROMPT, 30)
+    await running.started(2)
+    with pytest.raises(EngineError) as caught:
+        await server.load_weights(tmp_path / "bad", 1)
+    assert not isinstance(caught.value, ServerLostError)
+    assert server.policy_version == 0
+    completion = await running.task
+    assert completion.version_spans == [VersionSpan(0, 0, 30)]
+    check_sampled(untied.models, PROMPT, completion, greedy=True)
+
+
+async def test_a_directory_that_only_the_server_refuses(
+    server: SGLangServer, untied: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As when it does not see our files: it answers 400 before it touches a weight."""
+    layout = server._served.layout
+    assert layout is not None
+    monkeypatch.setattr("agentenv.engines.served.read_layout", lambda source: layout)
+    with pytest.raises(EngineError, match="Failed to get weights iterator") as caught:
+        await server.load_weights(tmp_path / "elsewhere", 1)
+    assert not isinstance(caught.value, ServerLostError)
+    check_sampled(untied.models, PROMPT, await ask(server, PROMPT, 4), greedy=True)
+
+
+async def test_kill_9_loses_the_server_but_no_token(
+    processes: dict[str, SGLangProcess], clients: Clients, tied: World
+) -> None:
+    """Last in this folder: the server is not started again."""
+    server = clients("tied")
+    await server.connect(0)
+    await server.load_weights(tied.paths[0], 0)
+    await server._http.call("POST", "/slow_down", {"forward_sleep_time": STEP_S})
+    reply = Reply(server, PROMPT, 400)
+    await reply.started(10)
+    processes["tied"].kill()
+    with pytest.raises(ServerLostError):
+        await reply.task
+    assert len(reply.token_ids) >= 10
+    assert reply.token_ids == greedy(tied.models[0], PROMPT, len(reply.token_ids))
+    assert not await server.healthy()
+    with pytest.raises(ServerLostError):
+        await server.load_weights(tied.paths[1], 1)
+    with pytest.raises(ServerLostError):
+        await ask(server, PROMPT, 2)

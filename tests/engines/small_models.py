@@ -1,0 +1,125 @@
+"""Random models of every supported architecture, and an embedded engine that serves them."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from agentenv.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from agentenv.engines.embedded_scheduler import Scheduler
+from agentenv.types import Completion
+
+VOCAB = 97
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS: dict[str, Callable[[], Any]] = {
+    "qwen3-tied": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)
+    ),
+    "qwen3-untied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
+    "qwen2": lambda: Qwen2ForCausalLM(
+        Qwen2Config(
+            **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e3, "factor": 2}
+        )
+    ),
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(**SIZES, rope_parameters=LLAMA3, attention_bias=True, tie_word_embeddings=True)
+    ),
+}
+
+
+def make(folder: Path, kind: str = "qwen3-tied", seed: int = 0) -> Any:
+    """A random model, also its norms and biases, saved to the folder."""
+    torch.manual_seed(seed)
+    model = MODELS[kind]().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+@asynccontextmanager
+async def serving(folder: Path, **settings: Any) -> AsyncIterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(EmbeddedConfig(device="cpu", **settings), folder)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+class Steps:
+    """From now on, embedded engines take only the steps that a test lets them take: what runs is
+    still running when the test does something to it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._allowed = threading.Semaphore(0)
+        step = Scheduler.step
+
+        def when_allowed(scheduler: Scheduler) -> None:
+            if not self._allowed.acquire(timeout=60):
+                raise TimeoutError("no test let the engine go on")
+            step(scheduler)
+
+        monkeypatch.setattr(Scheduler, "step", when_allowed)
+
+    def let(self, number: int) -> None:
+        """So many more. The first may be one that waits: commands of now come after it."""
+        self._allowed.release(number)
+
+    def let_all(self) -> None:
+        self.let(1_000_000)
+
+
+def prompt(seed: int, size: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(size)]
+
+
+def check(
+    model: Any, ids: list[int], done: Completion, temperature: float = 1.0, cache: Any = None
+) -> None:
+    """Log-probs and entropies are those of a transformers forward."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids + done.token_ids])).logits[0, len(ids) - 1 : -1]
+    logs = (logits / temperature).log_softmax(-1)
+    chosen = logs.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(done.logprobs), chosen, atol=1e-4, rtol=0)
+    entropies = torch.tensor(done.entropies)
+    torch.testing.assert_close(entropies, -(logs.exp() * logs).sum(-1), atol=1e-4, rtol=0)
+    spans = done.version_spans
+    assert [s.start for s in spans] + [len(done.token_ids)] == [0] + [s.end for s in spans]

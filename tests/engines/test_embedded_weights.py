@@ -1,0 +1,132 @@
+"""New weights in the embedded engine: while requests run, and bad ones."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache
+
+from agentenv.errors import EngineError
+from agentenv.types import SamplingParams, VersionSpan
+from tests.engines.small_models import Steps, check, make, prompt, serving
+
+
+async def test_weights_change_while_requests_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = make(tmp_path / "old"), make(tmp_path / "new", seed=1)
+    (tmp_path / "bare").mkdir()
+    weights = (tmp_path / "new" / "model.safetensors").read_bytes()
+    (tmp_path / "bare" / "model.safetensors").write_bytes(weights)
+    ids = prompt(6, 40)
+    steps = Steps(monkeypatch)
+    async with serving(tmp_path / "old") as engine:
+        first = asyncio.get_running_loop().create_future()
+        running = asyncio.create_task(
+            engine.generate(
+                ids,
+                SamplingParams(max_tokens=300),
+                session="s",
+                on_tokens=lambda _: first.done() or first.set_result(None),
+                stream_interval=20,
+            )
+        )
+        steps.let(20)
+        await first
+        assert engine.policy_version == 0
+        loading = asyncio.create_task(engine.load_weights(tmp_path / "bare", 7))
+        await asyncio.sleep(0)
+        steps.let(1)
+        await loading
+        assert engine.policy_version == 7
+        asking = asyncio.create_task(
+            engine.generate(ids, SamplingParams(max_tokens=30), session="s")
+        )
+        await asyncio.sleep(0)
+        steps.let(1 + 30)
+        fresh = await asking
+        assert not running.done()
+        assert fresh.num_cached_tokens == 0
+        assert fresh.version_spans == [VersionSpan(7, 0, 30)]
+        check(new, ids, fresh)
+        steps.let_all()
+        done = await running
+        middle = done.version_spans[0].end
+        assert middle in (20, 21)
+        assert done.version_spans == [VersionSpan(0, 0, middle), VersionSpan(7, middle, 300)]
+        # The mixed slot was not kept, the fresh one was.
+        turn = ids + done.token_ids[:50]
+        after = await engine.generate(turn, SamplingParams(max_tokens=5), session="s")
+        assert after.num_cached_tokens < len(ids) + 30
+        check(new, turn, after)
+        # Other weights under the same number meet no old columns either.
+        await engine.load_weights(tmp_path / "old", 7)
+        again = await engine.generate(turn, SamplingParams(max_tokens=5), session="s")
+        assert again.num_cached_tokens == 0
+        check(old, turn, again)
+        assert engine.stats()["cross_version_hits"] == 0
+        assert engine.stats()["weight_updates"] == 2
+    cache = DynamicCache(config=old.config)
+    with torch.no_grad():
+        before = old(
+            torch.tensor([ids + done.token_ids[: middle - 1]]), past_key_values=cache
+        ).logits[0, len(ids) - 1 :]
+        later = new(torch.tensor([done.token_ids[middle - 1 :]]), past_key_values=cache).logits[0]
+    logs = torch.cat([before, later[:-1]]).log_softmax(-1)
+    chosen = logs.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(done.logprobs), chosen, atol=1e-4, rtol=0)
+
+
+async def test_bad_update_keeps_the_old_weights(tiny: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, model = tiny
+    good = load_file(folder / "model.safetensors")
+    norm = "model.norm.weight"
+
+    def write(name: str, tensors: dict[str, torch.Tensor]) -> Path:
+        (tmp_path / name).mkdir()
+        changed = {key: value + 1 for key, value in tensors.items()}
+        save_file(changed, tmp_path / name / "model.safetensors")
+        return tmp_path / name
+
+    cases = {
+        write("missing", {k: v for k, v in good.items() if k != norm}): norm,
+        write("extra", good | {"model.more": torch.zeros(2)}): "model.more",
+        write("shape", good | {norm: torch.zeros(5)}): norm,
+        write("dtype", good | {norm: good[norm].to(torch.int32)}): "I32",
+        tmp_path / "absent": "absent",
+    }
+    (tmp_path / "torn").mkdir()
+    torn = (folder / "model.safetensors").read_bytes()[:-100]
+    (tmp_path / "torn" / "model.safetensors").write_bytes(torn)
+    cases[tmp_path / "torn"] = "torn"
+    async with serving(folder) as engine:
+        for source, word in cases.items():
+            with pytest.raises(EngineError, match=word):
+                await engine.load_weights(source, 5)
+        assert engine.policy_version == 0
+        ids = prompt(0, 10)
+        check(model, ids, await engine.generate(ids, SamplingParams(max_tokens=9), session="s"))
+        shards = tmp_path / "shards"
+        make(shards, seed=3).save_pretrained(shards, max_shard_size="20KB")
+        (shards / "model.safetensors").unlink(missing_ok=True)
+        assert len(list(shards.glob("*.safetensors"))) > 1
+        await engine.load_weights(shards, 6)
+        reference = make(tmp_path / "again", seed=3)
+        done = await engine.generate(ids, SamplingParams(max_tokens=9), session="s")
+        check(reference, ids, done)
+
+
+async def test_logits_that_are_nan_are_a_failure(tiny: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, _ = tiny
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors")
+    async with serving(folder) as engine:
+        await engine.load_weights(tmp_path, 3)
+        with pytest.raises(EngineError, match="version 3"):
+            await engine.generate([1], SamplingParams(max_tokens=1), session="s")

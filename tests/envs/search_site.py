@@ -1,0 +1,54 @@
+"""A web of two pages on one server, and a search in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from envs.search.config import SearchConfig
+from envs.search.service import Episode, SearchService
+from envs.web_search import search_config
+
+FILLER = "Nothing of interest stands in this sentence. " * 200
+SNIPPET = "Lima was founded in 1535 by Francisco Pizarro"
+ARTICLE = f"<html><body><p>{FILLER}</p><p>{SNIPPET}, it says.</p><p>{FILLER}</p></body></html>"
+
+
+class Web:
+    """A search provider, two pages, one of which fails, and a summariser, all on one server."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.summarised: list[dict[str, Any]] = []
+        self.num_searches = 0
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        if request.path == "/search":
+            self.num_searches += 1
+            rows = [
+                {"title": "Lima", "url": f"{self.url}/article", "content": SNIPPET},
+                {"title": "Lima again", "url": f"{self.url}/copy", "content": SNIPPET},
+                {"title": "Gone", "url": f"{self.url}/gone", "content": "A page that is gone."},
+            ]
+            return web.json_response({"results": [] if request.query["q"] == "?" else rows})
+        if request.path == "/article":
+            return web.Response(text=ARTICLE, content_type="text/html")
+        if request.path == "/v1/chat/completions":
+            self.summarised.append(await request.json())
+            said = "The pages say.\n**Final Information**\n\nFounded in 1535."
+            return web.json_response({"choices": [{"message": {"content": said}}]})
+        return web.Response(status=404)
+
+    def config(self, **keys: Any) -> SearchConfig:
+        pages = {"fetch": {"allow_networks": ["127.0.0.0/8"]}, "extract_timeout_s": 60.0}
+        backend = {"name": "web", "provider": "searxng", "url": self.url}
+        return search_config({"backend": backend, "pages": pages, **keys})
+
+
+async def search(config: SearchConfig, query: str, episode: Episode | None = None) -> Any:
+    service = SearchService(config)
+    try:
+        return await service.search(query, episode or Episode())
+    finally:
+        await service.close()

@@ -1,0 +1,165 @@
+"""The conformance kit passes an env of one's own and finds those that break a rule."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from typing import Any, ClassVar
+
+import pytest
+
+from agentenv.testing import check_tool_env
+from agentenv.tool import argument_schema, tool
+from agentenv.tool_env import ToolEnv
+from agentenv.types import Message, Task
+from tests.support.counting_tools import ANSWER, TASK, Counter, LastMessage, call
+
+
+@tool
+def shout(text: str) -> str:
+    """Louder."""
+    return text.upper()
+
+
+class ShoutingEnv(ToolEnv):
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, tools=[shout, Counter()], grader=LastMessage())
+
+
+async def test_an_env_of_ones_own_is_tiny_and_conforms() -> None:
+    actions = [call("shout", text="hi"), call(), call("shout"), call("no"), call(), ANSWER]
+    await check_tool_env(ShoutingEnv, TASK, actions)
+
+
+class TallyEnv(ShoutingEnv):
+    """Answers a call with a number; the tally is where a mistake lies."""
+
+    def tally(self) -> int:
+        raise NotImplementedError
+
+    async def step(self, action: Message) -> Any:
+        if not action.tool_calls:
+            return await super().step(action)
+        await asyncio.sleep(0)
+        return [Message("tool", str(self.tally()))], 0.0, False, False, {}
+
+
+class SharingEnv(TallyEnv):
+    """Its forks count in the same list as their parent."""
+
+    async def reset(self, **options: Any) -> Any:
+        self.counts = [0]
+        return await super().reset(**options)
+
+    def tally(self) -> int:
+        self.counts[0] += 1
+        return self.counts[0]
+
+
+class RandomEnv(TallyEnv):
+    num_made = 0
+
+    def tally(self) -> int:
+        RandomEnv.num_made += 1
+        return RandomEnv.num_made
+
+
+class GlobalRandomEnv(TallyEnv):
+    def tally(self) -> int:
+        random.seed(3)
+        return random.randint(0, 9)
+
+
+class StickyEnv(TallyEnv):
+    """Its second episode goes on counting where the first one ended."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.count = 0
+
+    def tally(self) -> int:
+        self.count += 1
+        return self.count
+
+
+class CrowdedEnv(TallyEnv):
+    """Episodes at the same time read each other's number."""
+
+    alive: ClassVar[set[int]] = set()
+
+    async def reset(self, **options: Any) -> Any:
+        self.alive.add(id(self))
+        await asyncio.sleep(0)
+        return await super().reset(**options)
+
+    async def close(self) -> None:
+        self.alive.discard(id(self))
+        await super().close()
+
+    def tally(self) -> int:
+        return len(self.alive)
+
+
+class StubbornEnv(ShoutingEnv):
+    """Swallows the cancellation by which a deadline ends a step."""
+
+    async def step(self, action: Message) -> Any:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+        return await super().step(action)
+
+
+class EndlessEnv(ShoutingEnv):
+    async def step(self, action: Message) -> Any:
+        return [], 0.0, False, False, {}
+
+
+class EagerEnv(ShoutingEnv):
+    async def step(self, action: Message) -> Any:
+        return [], 0.0, True, False, {}
+
+
+class LeakyEnv(ShoutingEnv):
+    tasks: ClassVar[list[asyncio.Task[None]]] = []
+
+    async def step(self, action: Message) -> Any:
+        self._open_states("step")
+        self.tasks.append(asyncio.ensure_future(asyncio.sleep(60)))
+        await asyncio.sleep(0)
+        return await super().step(action)
+
+
+class WordyEnv(ShoutingEnv):
+    async def step(self, action: Message) -> Any:
+        return "observation", *(await super().step(action))[1:]
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        (SharingEnv, "after its fork at 0 steps"),
+        (RandomEnv, "two episodes with one seed differ"),
+        (GlobalRandomEnv, "changed the state of the global random generator"),
+        (StickyEnv, "an episode and the next one of the same env"),
+        (CrowdedEnv, "an episode alone and one of several at the same time"),
+        (StubbornEnv, "went on: no deadline could end it"),
+        (EndlessEnv, "the last action does not end the episode"),
+        (EagerEnv, "action 0 already ends the episode"),
+        (LeakyEnv, "asyncio tasks left"),
+        (WordyEnv, "not a list"),
+    ],
+)
+async def test_the_kit_finds_envs_that_do_not_conform(
+    env: type[ToolEnv], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentenv.testing.SETTLE_S", 0.2)
+    with pytest.raises(AssertionError, match=says):
+        await check_tool_env(env, TASK, [call(), call(), ANSWER])
+    for task in LeakyEnv.tasks:
+        task.cancel()
+    LeakyEnv.tasks.clear()
+
+
+def test_schema_of_arguments_is_plain_json() -> None:
+    assert "$ref" not in str(argument_schema(shout._arguments))
