@@ -181,6 +181,7 @@ def _check_keys(raw: Any, kind: mi.Type, path: str, source: str) -> None:
     if chosen is None or not isinstance(raw, dict):
         return
     known = {field.encode_name: field.type for field in chosen.fields}
+    _name_defaults(raw, chosen)
     for key, value in raw.items():
         if key in known:
             _check_keys(value, known[key], _join(path, key), source)
@@ -189,6 +190,17 @@ def _check_keys(raw: Any, kind: mi.Type, path: str, source: str) -> None:
             hint = f"did you mean {_join(path, near[0])}?" if near else f"known: {sorted(known)}"
             for_kind = f" for {path}.{chosen.tag_field} = {chosen.tag!r}" if chosen.tag else ""
             raise ConfigError(f"{source}: {_join(path, key)}: unknown key{for_kind}; {hint}")
+
+
+def _name_defaults(raw: Tree, struct: mi.StructType) -> None:
+    """A table that does not say of which kind it is, is of the default one."""
+    for field in struct.fields:
+        value, structs = raw.get(field.encode_name), struct_types(field.type)
+        default = field.default
+        if default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
+            default = field.default_factory()
+        if isinstance(value, dict) and len(structs) > 1 and isinstance(default, msgspec.Struct):
+            value.setdefault(str(structs[0].tag_field), default.__struct_config__.tag)
 
 
 def _chosen(raw: Any, kind: mi.Type, path: str, source: str) -> mi.StructType | None:
@@ -202,9 +214,9 @@ def _chosen(raw: Any, kind: mi.Type, path: str, source: str) -> mi.StructType | 
     if name not in tags:
         near = difflib.get_close_matches(str(name), tags, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
+        got = "which is missing" if name is None else f"got {name!r}{hint}"
         raise ConfigError(
-            f"{source}: {_join(path, tag_field)}: expected one of {sorted(tags)}, "
-            f"got {name!r}{hint}"
+            f"{source}: {_join(path, tag_field)}: expected one of {sorted(tags)}, {got}"
         )
     return tags[name]
 

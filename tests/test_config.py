@@ -32,6 +32,7 @@ class Inner(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Outer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     queue: Inner = Inner()
     engine: Fast | Slow = Fast()
+    other: Fast | Slow | None = None
     sets: dict[str, Inner] = {}
     path: Annotated[str, Meta(description="a path")]
 
@@ -49,6 +50,14 @@ def test_file_and_overrides(tmp_path: Path) -> None:
     assert config.path == "runs/a b"
     assert config.engine == Slow()
     assert config.sets["dev"].max_staleness == 5
+
+
+def test_a_table_without_a_name_is_of_the_default_kind(tmp_path: Path) -> None:
+    assert load(tmp_path, 'path = "x"\n[engine]\nspeed = 7').engine == Fast(speed=7)
+    with pytest.raises(ConfigError, match=r"engine.patience: unknown key for engine.name = 'fast'"):
+        load(tmp_path, 'path = "x"', "engine.patience=2.0")
+    with pytest.raises(ConfigError, match=r"other.name: expected one of .*, which is missing"):
+        load(tmp_path, 'path = "x"\n[other]\nspeed = 7')
 
 
 @pytest.mark.parametrize(
