@@ -32,7 +32,7 @@ READS = {
     "agentenv/CodeInterpreter-v0": ("python", "grader"),
     "agentenv/DeepSearch-v0": ("python", "search", "grader"),
     "agentenv/QAGrader-v0": ("grader",),
-    "agentenv/Quickstart-v0": (),
+    "agentenv/Quickstart-v0": ("grader",),
     "agentenv/WebSearch-v0": ("search", "grader"),
 }
 
@@ -73,9 +73,7 @@ async def test_a_table_reaches_the_environment_or_is_refused(env_id: str, tmp_pa
         with pytest.raises(ConfigError, match=rf"\[{name}\]: not read by {env_id}"):
             make.check_read([task(env_id)])
     read = {name: given[name] for name in READS[env_id]}
-    if not read:
-        return
-    make = maker({"id": env_id}, tmp_path, **read)
+    make = maker({"id": env_id, "kwargs": kwargs}, tmp_path, **read)
     make.check_read([task(env_id)])
     env = make(task(env_id))
     await env.reset(seed=1)

@@ -45,7 +45,7 @@ def test_another_grader_flips_verdicts_and_says_which(tmp_path, capsys):
     assert [row.success for row in read_rows(folder)] == [False, False, True]
     assert (folder / "rows.before.jsonl").read_bytes() == before
     saved = json.loads((folder / "config.json").read_text())["config"]
-    assert saved["sets"]["qa"]["grader"] == {"kind": "exact"}
+    assert saved["sets"]["qa"]["grader"]["kind"] == "exact"
     assert "qa/2/0" in (folder / "regrade.md").read_text()
 
 
