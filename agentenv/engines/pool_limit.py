@@ -3,8 +3,9 @@
 The engine's own figures decide (Chiu and Jain 1989, "Analysis of the increase and decrease
 algorithms for congestion avoidance"): while it admits what it gets, it gets more; when requests
 queue up in it, are preempted, or its cache is full, it gets fewer. A short queue is wanted, since
-it keeps the engine's batch full. Until the first congestion the limit doubles, as in the slow
-start of TCP, so that a large server is not left idle for minutes.
+it keeps the engine's batch full: no queue is a reason to go far below what runs. Until the first
+congestion the limit doubles, as in the slow start of TCP, so that a large server is not left idle
+for minutes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 from agentenv.engines.server import ServerLoad
 
 STEP = 8  # requests that a look without congestion adds, once there has been any
-FACTOR = 0.7  # what one with congestion leaves
+FACTOR = 0.7  # what one with congestion leaves at least
+SPARE = 1.125  # of what runs, what a queue that is too long leaves
 IN_USE = 0.8  # share of the limit from which on more room is of use
 FULL = 0.95  # share of the cache above which a waiting request will not be admitted soon
 QUEUE = 4  # of so many that run, one may wait: turns are short, new ones wait for the next step
@@ -44,7 +46,9 @@ class ConcurrencyLimit:
         if preempted or full or self._num_queued >= PATIENCE:
             self._congested = True
             if in_flight <= self._limit:  # otherwise the last decrease is still taking effect
-                self._limit = max(1.0, min(self._limit, in_flight) * FACTOR)
+                runs = load.num_running / max(1, load.num_running + load.num_waiting)
+                left = FACTOR if preempted or full else max(FACTOR, runs * SPARE)
+                self._limit = max(1.0, min(self._limit, in_flight) * left)
         elif not queued and in_flight >= self._limit * IN_USE:
             step = STEP if self._congested else self._limit
             self._limit = min(float(self._maximum), self._limit + step)

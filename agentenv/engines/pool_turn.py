@@ -53,14 +53,15 @@ class Turn:
         """What the next part is asked for: the rest of the turn, with random numbers of its own."""
         self.num_parts += 1
         interval = UNHEARD_INTERVAL if self._on_tokens is None else self._stream_interval
+        stops = self._matcher.whole if self._matcher is not None else ()
         if not self.token_ids:
-            return Request(request_id, self._prompt_ids, self._sampling, interval)
+            return Request(request_id, self._prompt_ids, self._sampling, interval, stops)
         sampling, done = self._sampling, len(self.token_ids)
         seed = None
         if sampling.seed is not None:
             seed = Random(f"{sampling.seed}/{done}").getrandbits(63)
         rest = replace(sampling, max_tokens=sampling.max_tokens - done, seed=seed)
-        return Request(request_id, [*self._prompt_ids, *self.token_ids], rest, interval)
+        return Request(request_id, [*self._prompt_ids, *self.token_ids], rest, interval, stops)
 
     def receive(self, chunk: Chunk, version: int) -> None:
         """Tokens of the current part, sampled by `version` as far as anyone knows."""

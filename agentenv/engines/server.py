@@ -57,13 +57,18 @@ class ServerLoad(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
-    """One turn to sample. `id` is ours and unique, so that the request can be aborted. After the
-    first token, `stream_interval` of them may come together: each event costs both sides time."""
+    """One turn to sample. `id` is ours and unique, so that the request can be aborted.
+
+    After the first token, `stream_interval` of them may come together: each event costs both sides
+    time. `stop_token_ids` hold a stop string of `sampling` whole: a server whose engine does not
+    look for stop strings itself may stop at them.
+    """
 
     id: str
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     stream_interval: int = 1
+    stop_token_ids: tuple[int, ...] = ()
 
 
 class Server(Protocol):

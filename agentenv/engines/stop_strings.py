@@ -10,11 +10,16 @@ from tokenizers import Tokenizer
 from agentenv.errors import EngineError
 
 PARTIAL = "\ufffd"  # what bytes decode to that are not (yet) a whole character
+MAX_WHOLE = 64  # stop tokens of a request: each request carries them
 MARGIN = 8  # tokens decoded beyond the longest stop, since a cut may spoil the first ones
 
 
 class StopMatcher:
-    """The stop strings of a request, and the tokens with which one of them can end."""
+    """The stop strings of a request, and the tokens with which one of them can end.
+
+    `whole` are the tokens that hold a stop string by themselves, unless they are many: an engine
+    can stop at them without decoding anything.
+    """
 
     def __init__(self, tokenizer: Tokenizer, texts: Sequence[str], stops: tuple[str, ...]) -> None:
         self._tokenizer, self._stops = tokenizer, stops
@@ -26,6 +31,9 @@ class StopMatcher:
         self.candidates = frozenset(
             index for index, text in enumerate(texts) if not marks.isdisjoint(text)
         )
+        twice = [i for i in sorted(self.candidates) if any(stop in texts[i] for stop in stops)]
+        whole = tuple(i for i in twice if any(stop in self._decode([i]) for stop in stops))
+        self.whole = whole if len(whole) <= MAX_WHOLE else ()
 
     def match(self, token_ids: list[int]) -> str | None:
         """The stop string that comes first in the text of the sampled tokens, if there is one.

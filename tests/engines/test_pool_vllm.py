@@ -52,6 +52,7 @@ async def test_a_pool_of_one_real_server_and_its_death(tmp_path: Path) -> None:
         stack.push_async_callback(pool.close)
         await pool.start(fresh=True)
         subject = EngineSubject(pool)
+        await contract.check_stop_strings(subject, world, 0)
         await contract.check_updates(subject, world)
         await _check_death(pool, factory, world)
         assert pool.stats()["retries"] == pool.stats()["continuations"] > 0

@@ -35,6 +35,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TORCHDYNAMO_DISABLE": "1",  # saves 15 s of compiling at the first request
     "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no worker process that spins
 }
 
 
