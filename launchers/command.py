@@ -35,7 +35,11 @@ def make_parser(
     parser = argparse.ArgumentParser(prog=prog, description=purpose)
     parser.add_argument("config", type=Path, help=f"TOML file{example and ', e.g. '}{example}")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key.sub=value", help="values that replace the file's"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key.sub=value",
+        help="values that replace the file's",
     )
     parser.add_argument(
         "--resume",

@@ -23,7 +23,7 @@ def add_arguments(
     parser.add_argument(
         "subject", metavar="SUBJECT", help="run, checkpoint, model directory, or http(s)://HOST"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of its settings")
     parser.add_argument("--env", default="", help="environment id; of a run: its own")
     parser.add_argument("--n", type=int, default=0, help="first n questions of each set; 0: all")

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         "any, the same grader grades again.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("overrides", nargs="*", metavar="grader.key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="grader.key=value")
     arguments = parser.parse_args(argv)
     import_from_working_directory()
     view = View()

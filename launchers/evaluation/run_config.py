@@ -131,6 +131,8 @@ def resolve_sets(raw: Tree, source: str) -> EvaluateConfig:
         first = data[0] if isinstance(data, list) else data
         sets = {Path(str(first)).stem: {"path": data, **(rows or {})}}
     if not sets:
+        others = {key: value for key, value in raw.items() if key not in ("data", "rows", "sets")}
+        build_config(EvaluateConfig, others, source)  # a misspelt key first: it may be their table
         raise ConfigError(f"{source}: no questions; give data=FILE or [sets.NAME] with a path")
     raw = {key: value for key, value in raw.items() if key not in ("data", "rows")}
     raw["sets"] = {name: _own_tables(raw, one) for name, one in sets.items()}

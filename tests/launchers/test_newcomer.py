@@ -95,3 +95,13 @@ def test_replies_of_a_judge_that_are_no_verdict_are_told(tmp_path: Path) -> None
     folder = write_evaluation(tmp_path / "e", rows)
     write_report(folder, View())
     assert "1 replies of the judge were no verdict" in (folder / "report.md").read_text()
+
+
+def test_a_misspelt_key_is_told_before_missing_questions(
+    warehouse: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(warehouse.parent / "model")
+    assert evaluate.main([model, "--env", "agentenv/QAGrader-v0", "set.a.path=x"]) == 2
+    assert "set: unknown key; did you mean sets?" in capsys.readouterr().err
+    assert evaluate.main([model, "--env", "agentenv/QAGrader-v0"]) == 2
+    assert "no questions; give data=FILE" in capsys.readouterr().err
