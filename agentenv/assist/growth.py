@@ -12,20 +12,18 @@ and `TrajectoryTree.history` is the whole way there.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
 from agentenv.assist.counts import Counts, add, count_calls
+from agentenv.assist.helpers import Assist
 from agentenv.assist.refine import ask_refiner, fresh_prompt
 from agentenv.branch import Branch
 from agentenv.env import Env
 from agentenv.errors import EnvError, InfraError
 from agentenv.growth import Growth, Outcome
 from agentenv.types import Info, Message, SamplingParams
-
-if TYPE_CHECKING:
-    from agentenv.assist.actor import Assist
 
 logger = logging.getLogger(__name__)
 

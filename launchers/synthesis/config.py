@@ -13,7 +13,7 @@ from agentenv.native import NativeConfig
 from agentenv.prompt import PromptConfig
 from launchers.config import Sampling
 from launchers.evaluation.run_config import EvaluateConfig, QuestionSet, resolve_sets
-from launchers.synthesis.hints import PHRASES, REFLECTION, VERIFICATION
+from launchers.synthesis.hint_texts import PHRASES, REFLECTION, VERIFICATION
 
 Way = Literal["direct", "tools", "hints"]
 WAYS: tuple[Way, ...] = ("direct", "tools", "hints")
