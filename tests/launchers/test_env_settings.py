@@ -62,7 +62,7 @@ def test_a_base_model_reads_plain_text(warehouse: Path, tmp_path: Path) -> None:
     [
         (["renderer.name=native"], "neither Hermes' <tool_call> nor Llama's"),
         (["renderer.name=native", "renderer.style=hermes"], "no place for tools"),
-        (["renderer.style=hermes"], "renderer.name: expected one of"),
+        (["renderer.style=hermes"], "renderer.style: unknown key for renderer.name = 'tags'"),
         (["renderer.name=tags", "renderer.style=hermes"], "renderer.style: unknown key"),
         (["prompt.template=serch"], "did you mean 'search'"),
         (['env.tools=[{name = "stok"}]'], "has no tool 'stok'"),
