@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from agentenv.engines.server import Request, Server
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, check_sampled, greedy, processed
+from tests.engines.traffic import LONG, Traffic, start_many
 from tests.engines.world import END, Subject, World, prompt
 
-LONG = 400  # tokens of a turn that is still running when the test does something to it
 GREEDY = 0.0
 
 
@@ -160,10 +159,11 @@ async def check_update_within_a_request(
     new weights also compute the keys and values of the tokens before them."""
     ids = prompt(10, 16)
     for version in (1, 2, 3):
-        running = start_many(subject, ids, 8 * version)
+        traffic = Traffic(subject, ids, 8 * version)
         await asyncio.sleep(0.1)
         await subject.load_weights(world.paths[version], version)
-        for done in await asyncio.gather(*running):
+        completions = await traffic.finish()
+        for done in completions:
             assert len(done.token_ids) == LONG
             spans = done.version_spans
             assert [s.version for s in spans] in ([version - 1, version], [version - 1], [version])
@@ -172,22 +172,14 @@ async def check_update_within_a_request(
             old = spans[0].end
             lists = (done.token_ids[:old], done.logprobs[:old], done.entropies[:old])
             check_sampled(world.models, ids, Completion(*lists, "abort", spans[:1]))
-        if any(len(task.result().version_spans) == 2 for task in running):
+        if any(len(done.version_spans) == 2 for done in completions):
             return
     raise AssertionError("no request was running while the weights were loaded")
 
 
 async def check_abort(subject: Subject, num_requests: int = 1) -> None:
-    """Cancelled calls free the engine in half the time that they would still have taken, by the
-    speed seen until then."""
-    for attempt in range(1, 4):
-        if await _abort(subject, num_requests * attempt):
-            return
-    raise AssertionError("no request was running when the calls were cancelled")
-
-
-async def _abort(subject: Subject, num_requests: int) -> bool:
-    """Whether one was running; that they ended in time is asserted."""
+    """Cancelled calls free the engine in half the time that a long turn takes by the speed seen
+    until then."""
     loop = asyncio.get_running_loop()
     total, received, begin = num_requests * LONG, 0, loop.time()
 
@@ -195,20 +187,15 @@ async def _abort(subject: Subject, num_requests: int) -> bool:
         nonlocal received
         received += len(chunk.token_ids)
 
-    running = start_many(subject, prompt(11, 16), num_requests, count)
-    while received < total // 20:  # noqa: ASYNC110 (tokens come in chunks)
-        await asyncio.sleep(0.01)
-    known = await subject.num_running()  # the engine itself says so
-    left_s = (total - received) * (loop.time() - begin) / received
-    for task in running:
-        task.cancel()
-    outcomes = await asyncio.gather(*running, return_exceptions=True)
-    if not known or not any(isinstance(done, asyncio.CancelledError) for done in outcomes):
-        return False
-    async with asyncio.timeout(max(left_s / 2, 2.0)):
+    traffic = Traffic(subject, prompt(11, 16), num_requests, count)
+    async with asyncio.timeout(60.0):
+        while received < total // 20 or not await subject.num_running():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    long_s = total * (loop.time() - begin) / received
+    await traffic.cancel()
+    async with asyncio.timeout(max(long_s / 2, 2.0)):
         while await subject.num_running():  # noqa: ASYNC110 (only the engine knows)
             await asyncio.sleep(0.05)
-    return True
 
 
 async def check_concurrency(
@@ -256,15 +243,3 @@ async def check_bad_directories(
         with pytest.raises(EngineError, match=source.name):
             await subject.load_weights(source, version + 1)
     await check_greedy(subject, world, version, 4)
-
-
-def start_many(
-    subject: Subject,
-    ids: list[int],
-    number: int,
-    on_chunk: Callable[[Chunk], None] | None = None,
-) -> list[asyncio.Task[Completion]]:
-    """Long requests that run side by side: some are still running when the test goes on, also
-    where the server's own processes have to wait for a processor."""
-    long = SamplingParams(max_tokens=LONG)
-    return [asyncio.create_task(subject.generate(ids, long, on_chunk)) for _ in range(number)]

@@ -18,6 +18,7 @@ from agentenv.types import Chunk, SamplingParams, VersionSpan
 from launchers.serving.servers import ServerFactory
 from tests.engines import contract
 from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, check_sampled
+from tests.engines.traffic import LONG
 from tests.engines.vllm_server import PYTHON, require_vllm
 from tests.engines.world import EngineSubject, World, prompt
 
@@ -70,7 +71,7 @@ async def _check_death(pool: EnginePool, factory: ServerFactory, world: World) -
         if len(received) > 60:
             enough.set()
 
-    sampling = SamplingParams(max_tokens=contract.LONG, temperature=0.0)
+    sampling = SamplingParams(max_tokens=LONG, temperature=0.0)
     asking = asyncio.create_task(pool.generate(ids, sampling, session="long", on_tokens=on_tokens))
     others = [
         asyncio.create_task(pool.generate(prompt(n, 30), sampling, session=str(n)))
@@ -81,7 +82,7 @@ async def _check_death(pool: EnginePool, factory: ServerFactory, world: World) -
     os.kill(server.pid, signal.SIGKILL)
     before = len(received)
     done = await asking
-    assert 60 < before < contract.LONG
+    assert 60 < before < LONG
     assert received == done.token_ids  # each token once, the break does not show
     assert done.version_spans == [VersionSpan(3, 0, len(done.token_ids))]
     check_sampled({3: world.models[3]}, ids, done, greedy=True)

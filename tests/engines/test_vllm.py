@@ -19,6 +19,7 @@ from agentenv.errors import ConfigError, EngineError
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 from tests.engines import contract
 from tests.engines.reference import VOCAB, check_sampled, distribution
+from tests.engines.traffic import LONG, start_many
 from tests.engines.vllm_server import (
     BLOCK,
     EXTENSION,
@@ -162,7 +163,7 @@ async def test_a_request_that_waits_in_the_server_starts_on_the_new_weights(
     ids = prompt(12, 3 * BLOCK + 5)
     few = SamplingParams(max_tokens=3, temperature=0.0)
     await plain.generate(ids, few)
-    others = contract.start_many(plain, ids, 8 * NUM_SEQS)
+    others = start_many(plain, ids, 8 * NUM_SEQS)
     while (await plain.server.load()).num_waiting < 2 * NUM_SEQS:  # noqa: ASYNC110 (it knows)
         await asyncio.sleep(0.02)
     waiting = asyncio.create_task(plain.generate(ids, few))
@@ -271,7 +272,7 @@ async def test_a_load_that_breaks_half_way(
     world = servers.tied_world
     (tmp_path / "weights").symlink_to(world.paths[1])
     monkeypatch.chdir(tmp_path)
-    running = contract.start_many(tied, prompt(1, 9), 32)
+    running = start_many(tied, prompt(1, 9), 32)
     await asyncio.sleep(0.3)
     with pytest.raises(ServerLostError, match="not completed"):
         await tied.load_weights(Path("/proc/self/cwd/weights"), 1)
@@ -291,7 +292,7 @@ async def test_an_engine_that_dies(tied: ServerSubject, servers: Servers) -> Non
     """kill -9 of the engine process: a lost request has reported its tokens, later ones are lost
     at once. The last test, since the server does not come back."""
     chunks: list[list[Chunk]] = [[] for _ in range(2 * NUM_SEQS)]
-    long = SamplingParams(contract.LONG)
+    long = SamplingParams(LONG)
     calls = [asyncio.create_task(tied.generate(prompt(1, 9), long, c.append)) for c in chunks]
     http = HttpClient(servers.tied.url)
     while not any(c and not call.done() for c, call in zip(chunks, calls, strict=True)):  # noqa: ASYNC110
