@@ -48,7 +48,7 @@ class Attempts:
         return turn.complete(part), ""
 
     async def _attempt(self, member: Member, turn: Turn) -> Completion | None:
-        """One request on one server; None if a stop string across parts ended it."""
+        """One request on one server; None if it ended in a stop string that only the turn sees."""
         if not member.serving and member.asleep:  # since the place was given
             raise BrokenOffError(member.reason)
         self._counts["attempts"] += 1
@@ -60,9 +60,7 @@ class Attempts:
         member.attempts.add(attempt)
         problem: BaseException | None = None
         try:
-            watched: set[asyncio.Future[Any]] = {attempt}
-            if turn.num_parts > 1:
-                watched.add(turn.stopped)
+            watched: set[asyncio.Future[Any]] = {attempt, turn.stopped}
             await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not attempt.done():

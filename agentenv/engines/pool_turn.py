@@ -21,9 +21,11 @@ class Turn:
     """Tokens received so far. A part is what one server gives; when it is lost, the next one
     continues behind the tokens of all parts before.
 
-    The server of a continuation does not know the text before its part, so stop strings are also
-    looked for here. Versions of a lost part are those its server had when the chunks came in: the
-    server itself tells only with the end of a request.
+    Stop strings are looked for here in two cases: the server of a continuation does not know the
+    text before its part; and where each stop string has a token, the server is only told to end at
+    these tokens, which spares it decoding all that it samples. Versions of a part that is lost or
+    cut here are those its server had when the chunks came in: the server itself tells only with
+    the end of a request.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Turn:
         self._logprobs: list[float] = []
         self._entropies: list[float] = []
         self._spans: list[VersionSpan] = []
+        self._has_tokens = matcher is not None and matcher.has_tokens
         self._base = 0  # tokens of the parts before this one
         self._observed: list[VersionSpan] = []  # versions of this part, as far as it is seen
         self._num_reported = 0
@@ -54,9 +57,11 @@ class Turn:
         self.num_parts += 1
         interval = UNHEARD_INTERVAL if self._on_tokens is None else self._stream_interval
         stops = self._matcher.whole if self._matcher is not None else ()
-        if not self.token_ids:
-            return Request(request_id, self._prompt_ids, self._sampling, interval, stops)
         sampling, done = self._sampling, len(self.token_ids)
+        if self._has_tokens:
+            sampling = replace(sampling, stop=())
+        if not done:
+            return Request(request_id, self._prompt_ids, sampling, interval, stops)
         seed = None
         if sampling.seed is not None:
             seed = Random(f"{sampling.seed}/{done}").getrandbits(63)
@@ -71,7 +76,7 @@ class Turn:
         self.token_ids += chunk.token_ids
         self._logprobs += chunk.logprobs
         self._entropies += chunk.entropies
-        if self._base:
+        if self._base or self._has_tokens:
             self._find_stop(start)
         extend_spans(self._observed, VersionSpan(version, start, len(self.token_ids)))
         self._report()
@@ -81,7 +86,10 @@ class Turn:
         if self.stopped.done():
             return self.cut(part.entropy_kind)
         self._adopt(part)
-        return self._completion(part.finish_reason, part.stop, part.entropy_kind, part)
+        stop = part.stop
+        if stop is None and part.finish_reason == "stop":
+            stop = self._match(len(self.token_ids))  # it has ended at a token
+        return self._completion(part.finish_reason, stop, part.entropy_kind, part)
 
     def cut(self, entropy_kind: EntropyKind) -> Completion:
         """The turn after a stop string that began in an earlier part."""
@@ -129,13 +137,18 @@ class Turn:
     def _find_stop(self, start: int) -> None:
         for length in range(start + 1, len(self.token_ids) + 1):
             stop = self._match(length)
-            # One that is whole in this part is found by the server too, which then ends by itself.
-            if stop is not None and not self._match(length, self._base):
+            if stop is not None and not self._ends_by_itself(length):
                 self._stop = stop
                 for tokens in (self.token_ids, self._logprobs, self._entropies):
                     del tokens[length:]
                 self.stopped.set_result(None)
                 return
+
+    def _ends_by_itself(self, length: int) -> bool:
+        """Whether the server also finds the stop string that ends here."""
+        if self._matcher is not None and self._has_tokens:
+            return self.token_ids[length - 1] in self._matcher.whole
+        return self._match(length, self._base) is not None
 
     def _match(self, length: int, start: int = 0) -> str | None:
         """The stop string that the tokens from `start` to `length` end in."""

@@ -60,8 +60,8 @@ class Request(Struct, frozen=True):
     """One turn to sample. `id` is ours and unique, so that the request can be aborted.
 
     After the first token, `stream_interval` of them may come together: each event costs both sides
-    time. `stop_token_ids` hold a stop string of `sampling` whole: a server whose engine does not
-    look for stop strings itself may stop at them.
+    time. The turn also ends with one of `stop_token_ids`, tokens that hold a stop string whole: an
+    engine can stop at them without decoding anything.
     """
 
     id: str

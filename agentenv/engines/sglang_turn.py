@@ -110,6 +110,7 @@ def request_body(
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
         "stop": list(sampling.stop),
+        "stop_token_ids": list(request.stop_token_ids),
         "no_stop_trim": True,
         "n": 1,
         "stream_interval": request.stream_interval,

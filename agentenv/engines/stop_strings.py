@@ -18,7 +18,8 @@ class StopMatcher:
     """The stop strings of a request, and the tokens with which one of them can end.
 
     `whole` are the tokens that hold a stop string by themselves, unless they are many: an engine
-    can stop at them without decoding anything.
+    can stop at them without decoding anything. `has_tokens`: each stop string has one, and a
+    model that knows it will hardly ever spell it in other tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, texts: Sequence[str], stops: tuple[str, ...]) -> None:
@@ -34,6 +35,8 @@ class StopMatcher:
         twice = [i for i in sorted(self.candidates) if any(stop in texts[i] for stop in stops)]
         whole = tuple(i for i in twice if any(stop in self._decode([i]) for stop in stops))
         self.whole = whole if len(whole) <= MAX_WHOLE else ()
+        held = [self._decode([index]) for index in self.whole]
+        self.has_tokens = all(any(stop in text for text in held) for stop in stops)
 
     def match(self, token_ids: list[int]) -> str | None:
         """The stop string that comes first in the text of the sampled tokens, if there is one.

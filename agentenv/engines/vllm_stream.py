@@ -91,6 +91,9 @@ def request_body(
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,
         }
+    else:
+        # Otherwise the API server decodes each token and its `logprobs` largest rivals.
+        params["detokenize"] = False
     if request.stop_token_ids:
         # The engine stops at these by itself. Stop strings are found by the API server, and until
         # its abort arrives the engine samples on for nothing.

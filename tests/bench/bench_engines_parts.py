@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from typing import Any
@@ -70,6 +71,23 @@ class Clock:
             flush=True,
         )
         return tokens / wall
+
+
+class Apart:
+    """The server on one half of the cores, this process and the tools on the other one, as where
+    an engine has a machine of its own. To be made before anything is started."""
+
+    def __init__(self) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) < 2:
+            raise SystemExit("--apart needs at least two cores")
+        self._served, own = cores[: len(cores) // 2], cores[len(cores) // 2 :]
+        os.sched_setaffinity(0, own)  # what is started from here on inherits it
+
+    def move(self, server: psutil.Process) -> None:
+        for process in (server, *server.children(recursive=True)):
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, self._served)
 
 
 async def in_tasks(works: Iterable[Coroutine[Any, Any, None]]) -> None:

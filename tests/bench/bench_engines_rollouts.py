@@ -1,11 +1,13 @@
-"""Rollouts on a real vLLM server against the same server driven flat out, and the embedded engine.
+r"""Rollouts on a real vLLM server against the same server driven flat out, and the embedded engine.
 
-    python tests/bench/bench_engines_rollouts.py RUN [--trees 128] [--rounds 2] [--extra-layers N]
+    python tests/bench/bench_engines_rollouts.py RUN [--trees 128] [--rounds 2] [--extra-layers N] \
+        [--apart]
 
 RUN is a finished run of the quick start (`make train`): its environment, limits, plan and number
 of trees in flight unless --in-flight says another, and its last weights unless --model names
 others. `--extra-layers` makes the model deeper without changing an answer: the one of the quick
-start, half a million parameters, costs less than what is around it.
+start, half a million parameters, costs less than what is around it. `--apart` gives the server one
+half of the cores and all else the other one, as where engines have machines of their own.
 The launcher starts the server, as for a run. In each round:
 
 rollouts   the actor grows trees against the server, tools and forks included, until the last tree
@@ -17,8 +19,8 @@ embedded   the same turns through the embedded engine in this process
 
 Sampled tokens per second of wall time, and per second of CPU time: of this process, and for vLLM
 also of the server's processes. Log-probs are asked for in all of them. Prefix caches start empty
-in each. Everything shares the machine's cores, so the share of the rollouts includes what the
-environment and the controller take from the server.
+in each. Without `--apart` everything shares the machine's cores, so the share of the rollouts
+includes what the environment, its tools and the controller take from the server.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ from launchers.environments import EnvMaker, tables_of
 from launchers.rundir import CONFIG_FILE
 from launchers.serving.engines import start_engine
 from launchers.serving.servers import ServerFactory
-from tests.bench.bench_engines_parts import Clock, Recorder, Turn, in_tasks
+from tests.bench.bench_engines_parts import Apart, Clock, Recorder, Turn, in_tasks
 from tests.bench.deeper_model import deepened
 
 
@@ -147,6 +149,7 @@ async def run_all(args: argparse.Namespace) -> None:
     raw = msgspec.json.decode((run / CONFIG_FILE).read_bytes())
     config = build_config(TrainConfig, raw, str(run))
     model = find_checkpoint(args.model or run)
+    apart = Apart() if args.apart else None
     tokenizer = load_tokenizer(model)
 
     def resolve(text: str) -> Path:
@@ -168,7 +171,10 @@ async def run_all(args: argparse.Namespace) -> None:
         sampling = config.sampling.train.params()
         actor = Actor(pool, renderer, make_env, config.limits, sampling, f"{config.run.seed}/bench")
         bench = Bench(config, actor, tasks, model, args.in_flight)
-        clock = Clock(psutil.Process(factory.processes[0].pid))
+        server = psutil.Process(factory.processes[0].pid)
+        if apart is not None:
+            apart.move(server)
+        clock = Clock(server)
         url = factory.processes[0].spec.url
         await bench.rollouts(Recorder(pool), 10**6, 8)  # warm
         await bench.growing
@@ -209,6 +215,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--in-flight", type=int, help="trees that grow at a time")
     parser.add_argument("--extra-layers", type=int, default=0)
+    parser.add_argument("--apart", action="store_true", help="half of the cores for the server")
     args = parser.parse_args()
     args.run = args.run.absolute()
     asyncio.run(run_all(args))

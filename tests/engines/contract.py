@@ -105,11 +105,25 @@ async def check_stop_strings(subject: Subject, world: World, version: int) -> No
     tokens = greedy(world.models[version], ids, 40)
     for size in (2, 1):
         end, stop = _find_stop(world.tokenizer, tokens, size)
-        sampling = SamplingParams(max_tokens=40, temperature=GREEDY, stop=("no such text", stop))
-        done = await subject.generate(ids, sampling)
-        assert done.token_ids == tokens[:end]
-        assert (done.finish_reason, done.stop) == ("stop", stop)
-        assert len(done.logprobs) == len(done.entropies) == end
+        for stops in (("no such text", stop), (stop,)):  # which no token holds, and which may be
+            sampling = SamplingParams(max_tokens=40, temperature=GREEDY, stop=stops)
+            done = await subject.generate(ids, sampling)
+            assert done.token_ids == tokens[:end]
+            assert (done.finish_reason, done.stop) == ("stop", stop)
+            assert len(done.logprobs) == len(done.entropies) == end
+
+
+async def check_stop_tokens(server: Server, world: World, version: int) -> None:
+    """The turn ends with the first of them, which belongs to it."""
+    ids = prompt(8, 20)
+    tokens = greedy(world.models[version], ids, 40)
+    end = next(n for n in range(4, 40) if tokens[n] not in tokens[:n])
+    sampling = SamplingParams(max_tokens=40, temperature=GREEDY)
+    request = Request(f"tokens-{id(ids):x}", ids, sampling, 16, (tokens[end], END))
+    done = await server.generate(request, lambda chunk: None)
+    assert done.token_ids == tokens[: end + 1]
+    assert (done.finish_reason, done.stop) == ("stop", None)
+    assert len(done.logprobs) == len(done.entropies) == end + 1
 
 
 def _find_stop(tokenizer: Any, tokens: list[int], size: int) -> tuple[int, str]:

@@ -8,22 +8,27 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from agentenv.engine import Engine
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.engines.server import Request, ServerInfo, ServerLoad, ServerLostError
 from agentenv.errors import EngineError
-from agentenv.types import Chunk, Completion
+from agentenv.types import Chunk, Completion, SamplingParams
 
 EOS = 256
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+UNSPELT = {"</b>": 257}  # a token that encoding does not produce: the text spells it byte by byte
+VOCAB_SIZE = 258
 TOKENS_PER_S = 10.0
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One token a byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    """One token a byte, and UNSPELT."""
+    tokenizer = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(ALPHABET)} | UNSPELT, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -129,7 +134,7 @@ class FaultyServer:
         death = self._death
         work = asyncio.ensure_future(
             self._engine.generate(
-                request.prompt_ids, request.sampling, session=request.id, on_tokens=report
+                request.prompt_ids, self._sampling(request), session=request.id, on_tokens=report
             )
         )
         dying = asyncio.ensure_future(death.wait())
@@ -139,7 +144,8 @@ class FaultyServer:
                 raise ServerLostError(f"{self.name}: connection lost")
             if self.hanging:
                 await asyncio.Event().wait()
-            return await work
+            done = await work
+            return done if done.stop in request.sampling.stop else replace(done, stop=None)
         except asyncio.CancelledError:
             self.num_aborted += 1
             raise
@@ -191,6 +197,11 @@ class FaultyServer:
 
     async def close(self) -> None:
         self.num_closed += 1
+
+    def _sampling(self, request: Request) -> SamplingParams:
+        """Stop tokens of one printable byte are stop strings to the engine in this process."""
+        stops = [ALPHABET[index] for index in request.stop_token_ids if index < EOS]
+        return replace(request.sampling, stop=(*request.sampling.stop, *stops))
 
     def _check(self) -> None:
         if self._death.is_set():

@@ -11,7 +11,14 @@ from typing import Any
 from agentenv.engines.pool import EnginePool
 from agentenv.engines.pool_config import PoolConfig
 from agentenv.types import Completion, SamplingParams
-from tests.engines.faulty_server import EOS, ByteTokenizer, FaultyServer, reciter, write_tokenizer
+from tests.engines.faulty_server import (
+    EOS,
+    VOCAB_SIZE,
+    ByteTokenizer,
+    FaultyServer,
+    reciter,
+    write_tokenizer,
+)
 from tests.support.virtual_clock import run_virtual
 
 TEXT = "the quick brown fox</a>"
@@ -61,7 +68,7 @@ class Bench:
 async def bench(folder: Path, count: int, **settings: Any) -> AsyncIterator[Bench]:
     servers = [FaultyServer(f"server{n}", reciter(folder)) for n in range(count)]
     pool = EnginePool(
-        servers, folder, 0, vocab_size=256, eos_ids={EOS}, config=PoolConfig(**settings)
+        servers, folder, 0, vocab_size=VOCAB_SIZE, eos_ids={EOS}, config=PoolConfig(**settings)
     )
     await pool.start(fresh=True)
     try:

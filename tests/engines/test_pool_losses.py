@@ -40,17 +40,19 @@ async def test_a_turn_goes_on_elsewhere_from_the_tokens_received(b: Bench) -> No
     assert stats["sampled_tokens"] == len(TEXT)
 
 
+@pytest.mark.parametrize("stop", ["</a>", "</b>"])  # which no token holds, and which one does
 @pytest.mark.parametrize("cut", range(1, len(TEXT)))
-def test_a_stop_string_across_the_break_still_stops(folder: Path, cut: int) -> None:
+def test_a_stop_string_across_the_break_still_stops(folder: Path, cut: int, stop: str) -> None:
     """The second server sees only a part of the stop string, and would go on behind it."""
+    text = TEXT.replace("</a>", stop)
 
     async def main() -> None:
         async with bench(folder, 2) as b:
             b.servers[0].die_after = cut
-            done = await b.ask(TEXT + " and more, much more")
-            assert b.text(done) == TEXT
-            assert (done.finish_reason, done.stop) == ("stop", "</a>")
-            within = cut > TEXT.index("</a>")
+            done = await b.ask(text + " and more, much more", stop=(stop,))
+            assert b.text(done) == text
+            assert (done.finish_reason, done.stop) == ("stop", stop)
+            within = cut > TEXT.index("</a>") or stop == "</b>"
             assert b.servers[1].num_aborted == within  # the pool cut it
 
     run_virtual(main())

@@ -147,6 +147,7 @@ async def test_end_of_sequence(plain: ServerSubject, servers: Servers) -> None:
 
 async def test_stop_strings(plain: ServerSubject, servers: Servers) -> None:
     await contract.check_stop_strings(plain, servers.untied_world, 0)
+    await contract.check_stop_tokens(plain.server, servers.untied_world, 0)
 
 
 async def test_prefixes_are_reused_and_never_across_versions(

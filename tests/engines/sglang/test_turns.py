@@ -38,6 +38,7 @@ async def test_an_end_of_sequence_is_the_last_token(server: SGLangServer, untied
 
 async def test_stop_strings(server: SGLangServer, untied: World) -> None:
     await contract.check_stop_strings(ServerSubject(server), untied, 0)
+    await contract.check_stop_tokens(server, untied, 0)
 
 
 @pytest.mark.usefixtures("slow")
