@@ -17,7 +17,8 @@ Change = Callable[[Any], Any]  # takes decoded JSON or text, returns what goes o
 
 class Proxy:
     """Requests go to `urls` in turn; answers stream back as they come. `requests` and `answers`
-    change what a path gets and gives."""
+    change what a path gets and gives. A server does not notice that a client has gone: its answer
+    is read to the end."""
 
     def __init__(
         self,
@@ -52,9 +53,10 @@ class Proxy:
                 return web.Response(body=text.encode(), status=answer.status, headers=headers)
             response = web.StreamResponse(status=answer.status, headers=headers)
             await response.prepare(request)
-            with suppress(ConnectionResetError):  # the client has gone
-                async for piece in answer.content.iter_any():
+            async for piece in answer.content.iter_any():
+                with suppress(ConnectionResetError):
                     await response.write(piece)
+            with suppress(ConnectionResetError):
                 await response.write_eof()
             return response
 
@@ -72,7 +74,7 @@ async def proxy(
         made = Proxy(urls, session, requests or {}, answers or {})
         app = web.Application(client_max_size=2**30)
         app.router.add_route("*", "/{path:.*}", made.handle)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1)
+        runner = web.AppRunner(app, shutdown_timeout=1)
         await runner.setup()
         try:
             site = web.TCPSite(runner, "127.0.0.1", 0)
