@@ -3,7 +3,7 @@
 What an environment of your own needs is here; the rest lives in the modules that name it.
 """
 
-from agentenv.env import Env, envs, make, register
+from agentenv.env import Env, envs, make, register, shared
 from agentenv.errors import (
     AgentEnvError,
     ConfigError,
@@ -15,14 +15,11 @@ from agentenv.errors import (
     LearnerError,
     ToolError,
 )
-from agentenv.grader import Grade, Grader
-from agentenv.shared import shared
-from agentenv.tool import StatelessTool, Tool, tool
-from agentenv.tool_env import ToolEnv
-from agentenv.tool_limits import ToolLimits
+from agentenv.gym import VectorEnv
+from agentenv.tool_env import Grade, Grader, ToolEnv
+from agentenv.tools import StatelessTool, Tool, ToolLimits, tool
 from agentenv.tree import Trajectory, TrajectoryTree
 from agentenv.types import Limit, Message, Task, ToolCall, ToolResult
-from agentenv.vector import VectorEnv
 
 __all__ = [
     "AgentEnvError",

@@ -9,24 +9,79 @@ is the only module that imports gymnasium.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from itertools import cycle
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from random import Random
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import gymnasium
 from gymnasium.spaces import Text
 
 import agentenv.env
-from agentenv.dataset import load_tasks
-from agentenv.env import Env
-from agentenv.errors import ConfigError, EnvError
-from agentenv.loop_thread import LoopThread
+from agentenv.data.dataset import load_tasks
+from agentenv.env import Env, close_shared
+from agentenv.errors import AgentEnvError, ConfigError, EnvError
+from agentenv.native import Parser, hermes_calls, llama_calls
 from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN, first_argument
-from agentenv.tool_syntax import Parser, hermes_calls, llama_calls
 from agentenv.types import Info, Message, Task, ToolCall
 
+# An event loop in a thread, for callers that are not asynchronous.
+
 T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop in a thread, which all envs of the process share while there are any."""
+
+    _current: ClassVar[LoopThread | None] = None
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self) -> None:
+        self._num_users = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="agentenv-gym")
+        self._thread.daemon = True  # an env that nobody closes must not keep the process alive
+        self._thread.start()
+
+    @classmethod
+    def acquire(cls) -> LoopThread:
+        """The running loop, or a new one."""
+        with cls._lock:
+            if cls._current is None:
+                cls._current = cls()
+            cls._current._num_users += 1
+            return cls._current
+
+    def release(self) -> None:
+        """The last user closes what the episodes shared, and stops the loop."""
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users:
+                return
+            type(self)._current = None
+            try:
+                self.run(close_shared(), 60.0)
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop.close()
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run it in the loop and wait for it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout_s)
+        except FutureTimeoutError as error:
+            if future.done():
+                raise
+            future.cancel()
+            raise EnvError(f"the environment did not answer within {timeout_s:g} s") from error
+
 
 GAP_MARKER = " ... "
 
@@ -199,3 +254,140 @@ def _register(env_id: str) -> None:
 
 
 agentenv.env.on_register(_register)
+
+
+# Many environments in one process: a coroutine each, where Gymnasium's vector envs need a
+# process each.
+#
+#     async with VectorEnv(make_env, tasks, num_envs=1000) as vector:
+#         observations, infos = await vector.reset(seed=0)
+#         while ...:
+#             observations, rewards, terminated, truncated, infos = await vector.step(actions)
+
+Step = tuple[list[Message], float, bool, bool, Info]
+
+
+class VectorEnv:
+    """Steps `num_envs` environments at once; each goes through tasks of its own.
+
+    An environment that ended is reset by the next step, with the next task and whatever its
+    action, as in Gymnasium's next-step autoreset. One that fails, or takes over `timeout_s`, ends
+    as truncated with info["error"]; the others go on. At most `max_concurrency` environments are
+    at work at a time.
+    """
+
+    def __init__(
+        self,
+        make_env: Callable[[Task], Env],
+        tasks: Sequence[Task],
+        num_envs: int,
+        *,
+        timeout_s: float = 120.0,
+        max_concurrency: int | None = None,
+    ) -> None:
+        if num_envs < 1 or not tasks:
+            raise ConfigError(
+                f"VectorEnv: needs at least one env and one task, got {num_envs} and {len(tasks)}"
+            )
+        self.num_envs = num_envs
+        self.timeout_s = timeout_s
+        self._make_env = make_env
+        self._tasks = tasks
+        self._upcoming: Iterator[Task] = cycle(tasks)
+        self._envs: list[Env | None] = [None] * num_envs
+        self._ended = [True] * num_envs
+        self._num_resets = 0
+        self._seed: int | None = None
+        self._places = asyncio.Semaphore(max_concurrency or num_envs)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        await self.close()
+
+    async def reset(self, *, seed: int | None = None) -> tuple[list[list[Message]], list[Info]]:
+        """Start all environments, from the first task on; equal seeds give equal episodes."""
+        await self.close()
+        self._upcoming, self._num_resets, self._seed = cycle(self._tasks), 0, seed
+        steps = await self._all(self._restart(place) for place in range(self.num_envs))
+        return [step[0] for step in steps], [step[4] for step in steps]
+
+    async def step(
+        self, actions: Sequence[Message]
+    ) -> tuple[list[list[Message]], list[float], list[bool], list[bool], list[Info]]:
+        """One action an environment; lists in the order of the environments."""
+        if len(actions) != self.num_envs:
+            raise ConfigError(f"VectorEnv.step: {len(actions)} actions for {self.num_envs} envs")
+        steps = await self._all(
+            self._restart(place) if self._ended[place] else self._step(place, action)
+            for place, action in enumerate(actions)
+        )
+        observations, rewards, terminated, truncated, infos = zip(*steps, strict=True)
+        return (
+            list(observations),
+            list(rewards),
+            list(terminated),
+            list(truncated),
+            list(infos),
+        )
+
+    async def close(self) -> None:
+        """Close every environment, also after one of them fails to; idempotent."""
+        closing = [self._close(place) for place in range(self.num_envs) if self._envs[place]]
+        for outcome in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    # inner workings
+
+    async def _all(self, steps: Iterable[Coroutine[Any, Any, Step]]) -> list[Step]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(step) for step in steps]
+        return [task.result() for task in tasks]
+
+    def _restart(self, place: int) -> Coroutine[Any, Any, Step]:
+        """Its task and seed are drawn now, in the order of the environments."""
+        task, number = next(self._upcoming), self._num_resets
+        self._num_resets += 1
+        seed = None if self._seed is None else Random(f"{self._seed}/{number}").getrandbits(31)
+        return self._start(place, task, seed)
+
+    async def _start(self, place: int, task: Task, seed: int | None) -> Step:
+        try:
+            await self._close(place)
+            env = self._envs[place] = self._make_env(task)
+            messages, info = await self._within(env.reset(seed=seed))
+        except AgentEnvError as error:
+            return self._failed(place, error)
+        self._ended[place] = False
+        return messages, 0.0, False, False, info
+
+    async def _step(self, place: int, action: Message) -> Step:
+        env = self._envs[place]
+        assert env is not None
+        try:
+            step = await self._within(env.step(action))
+        except AgentEnvError as error:
+            return self._failed(place, error)
+        self._ended[place] = step[2] or step[3]
+        return step
+
+    async def _within(self, awaitable: Awaitable[T]) -> T:
+        async with self._places:
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    return await awaitable
+            except TimeoutError as error:
+                raise AgentEnvError(f"no answer within {self.timeout_s:g} s") from error
+
+    def _failed(self, place: int, error: AgentEnvError) -> Step:
+        self._ended[place] = True
+        return [], 0.0, False, True, {"error": f"{type(error).__name__}: {error}"}
+
+    async def _close(self, place: int) -> None:
+        env, self._envs[place] = self._envs[place], None
+        self._ended[place] = True
+        if env is not None:
+            async with asyncio.timeout(self.timeout_s):
+                await env.close()

@@ -15,18 +15,61 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from typing import Any, Self
+from typing import Any, Protocol, Self
+
+from msgspec import Struct
 
 from agentenv.env import ForkMode
 from agentenv.errors import EnvError, InfraError, ToolError
-from agentenv.grader import Grader, start_grader
 from agentenv.prompt import Instruction
-from agentenv.tool import Tool, ToolSource
-from agentenv.tool_call import run_call
-from agentenv.tool_limits import CallBudget, OnLimit, ToolLimits
-from agentenv.tool_states import close_states, wait_out
-from agentenv.toolbox import ChosenTool, Toolbox
+from agentenv.tools import (
+    CallBudget,
+    ChosenTool,
+    OnLimit,
+    Tool,
+    Toolbox,
+    ToolLimits,
+    ToolSource,
+    close_states,
+    run_call,
+    wait_out,
+)
 from agentenv.types import MALFORMED_CALL, Info, Limit, Message, Task, ToolCall
+
+# The seam of grading: from what the policy wrote to a reward and its parts.
+
+
+class Grade(Struct, frozen=True):
+    """A verdict: the reward, whether the answer counts as right, the parts of the reward
+    (metric name -> value), and why."""
+
+    reward: float
+    success: bool
+    parts: dict[str, float] = {}
+    reason: str = ""
+
+
+class Grader(Protocol):
+    """Grades a finished or cut-off episode. Must be quick or do its work off the event loop.
+
+    A grader may have a method `async def start(self)`, awaited before each episode, that gets it
+    ready once and raises ConfigError when it cannot work.
+    """
+
+    async def grade(
+        self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
+    ) -> Grade:
+        """`written` holds only the policy's own messages; `calls` counts, by tool, the calls
+        that really ran without error. Raises GraderError."""
+        ...
+
+
+async def start_grader(grader: Grader) -> None:
+    """Get a grader ready, if it has to be. Raises ConfigError."""
+    start = getattr(grader, "start", None)
+    if start is not None:
+        await start()
+
 
 Prompt = Callable[[Task], Sequence[Message]] | str | None
 

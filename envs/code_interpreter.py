@@ -16,13 +16,12 @@ import msgspec
 from msgspec import Meta, Struct, ValidationError, convert, field
 
 from agentenv.config import build_config
-from agentenv.env import ForkMode
+from agentenv.env import ForkMode, shared
 from agentenv.errors import ConfigError, ToolError
-from agentenv.shared import shared
-from agentenv.tool import argument_schema
 from agentenv.tool_env import Prompt, ToolEnv
+from agentenv.tools import argument_schema
 from agentenv.types import Info, Message, Task, ToolResult
-from envs.grading.config import GraderConfig, make_grader
+from envs.grading.reward import GraderConfig, make_grader
 from envs.sandbox import InterpreterSession, RemoteSandbox, Sandbox, SandboxLimits
 
 NO_OUTPUT = "(no output)"

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from agentenv.errors import ConfigError
 from agentenv.prompt import preset
 from agentenv.tool_env import Prompt
-from agentenv.tool_limits import ToolLimits
+from agentenv.tools import ToolLimits
 from agentenv.types import Info, Message, Task
 from envs.code_interpreter import (
     REPLAY_ALLOWANCE,
@@ -18,7 +18,7 @@ from envs.code_interpreter import (
     python_config,
     shared_sandbox,
 )
-from envs.grading.config import GraderConfig
+from envs.grading.reward import GraderConfig
 from envs.search.config import SearchConfig
 from envs.web_search import WebSearchEnv
 

@@ -19,10 +19,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TextIO, cast
 
-from agentenv.env import ForkMode
+from agentenv.env import ForkMode, shared
 from agentenv.errors import ConfigError, InfraError, ToolError
-from agentenv.shared import shared
-from agentenv.tool import StatelessTool
+from agentenv.tools import StatelessTool
 from agentenv.types import ToolResult
 
 START_TIMEOUT_S = 30.0

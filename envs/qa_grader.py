@@ -11,11 +11,10 @@ from typing import Any
 
 from agentenv.tool_env import Prompt, ToolEnv
 from agentenv.types import Task
-from envs.grading.answer import check_format, final_answer, last_boxed
-from envs.grading.config import GraderConfig, make_grader
 from envs.grading.exact import same_answer
-from envs.grading.numerals import as_number
-from envs.grading.reward import AnswerReward, ExactMatch, ToolReward
+from envs.grading.numbers import as_number
+from envs.grading.reward import AnswerReward, ExactMatch, GraderConfig, ToolReward, make_grader
+from envs.grading.verdict import check_format, final_answer, last_boxed
 
 __all__ = [
     "AnswerReward",

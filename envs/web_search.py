@@ -12,17 +12,22 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.config import build_config
+from agentenv.env import shared
 from agentenv.errors import ToolError
-from agentenv.shared import shared
-from agentenv.tool import StatelessTool, argument_schema
 from agentenv.tool_env import Prompt, ToolEnv
+from agentenv.tools import StatelessTool, argument_schema
 from agentenv.types import Info, Message, Task, ToolResult
-from envs.grading.config import GraderConfig, make_grader
+from envs.grading.reward import GraderConfig, make_grader
 from envs.search.bm25 import MAX_ON_LOOP, BM25Index
 from envs.search.config import Mode, SearchConfig
 from envs.search.corpus import Passage, read_corpus, words
-from envs.search.service import SearchService, shared_service
-from envs.search.tools import OpenPageTool, SearchPagesTool, tell_tools
+from envs.search.service import (
+    OpenPageTool,
+    SearchPagesTool,
+    SearchService,
+    shared_service,
+    tell_tools,
+)
 
 __all__ = ["BM25Index", "Passage", "SearchTool", "WebSearchEnv", "read_corpus", "words"]
 
@@ -36,7 +41,7 @@ class SearchTool(StatelessTool):
 
     The policy reads the texts of the `top_k` best passages, a line each and cut to
     `max_chars_per_result`, or "No results.". For large corpora and everything else there is
-    `envs.search.tools.SearchPagesTool`: this one builds its index when it is made.
+    `envs.search.service.SearchPagesTool`: this one builds its index when it is made.
     """
 
     name = "search"

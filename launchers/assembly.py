@@ -13,14 +13,14 @@ from typing import Any
 
 import msgspec
 
-from agentenv.engines.embedded_config import EmbeddedConfig
-from agentenv.engines.remote_config import SGLANG_RESERVED, SGLangConfig, VLLMConfig
+from agentenv.engines.embedded.engine import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
+from agentenv.engines.server_config import SGLANG_RESERVED, SGLangConfig, VLLMConfig
 from agentenv.errors import ConfigError, DataError
-from agentenv.limits import Limits
 from agentenv.native import NativeConfig, NativeRenderer
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import Renderer, TagRenderer, TagsConfig, read_eos_ids
+from agentenv.types import Limits
 
 EngineConfig = EmbeddedConfig | ScriptedConfig | VLLMConfig | SGLangConfig
 

@@ -22,7 +22,7 @@ if __name__ == "__main__":  # run by its path: the repository root is what holds
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 from agentenv.errors import AgentEnvError, ConfigError
-from launchers.view import View
+from launchers.terminal import View
 
 
 def main(argv: Sequence[str] | None = None) -> int:

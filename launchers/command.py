@@ -13,15 +13,12 @@ import msgspec
 
 from agentenv.config import load_config, to_plain
 from launchers.assembly import import_from_working_directory
-from launchers.checkpoints import LATEST
-from launchers.exits import EXIT_FAILED, EXIT_INTERRUPTED, to_its_end
-from launchers.keys import add_key_help
-from launchers.monitor.config import MonitorConfig
-from launchers.monitor.monitors import Monitors
+from launchers.help import add_key_help
+from launchers.monitors import MonitorConfig, Monitors
 from launchers.planning.dry_run import add_dry_run, check_arguments, dry_run
-from launchers.rundir import RunDirectory
+from launchers.rundir import LATEST, RunDirectory
+from launchers.terminal import EXIT_FAILED, EXIT_INTERRUPTED, View, to_its_end
 from launchers.verl_keys import refuse_verl_keys
-from launchers.view import View
 
 T = TypeVar("T", bound=msgspec.Struct)
 Work = Callable[[Any, RunDirectory, View, str], Awaitable[None]]

@@ -1,31 +1,300 @@
-"""The configuration of a run, composed of the parts' own structs. `{run}` in a path stands for
-the run's directory."""
+"""What configures evaluation during a training run, the table [eval]."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
-from agentenv.data_config import MixPart, RowsConfig
-from agentenv.engines.embedded_config import EmbeddedConfig
-from agentenv.engines.launch_config import RoleConfig
-from agentenv.engines.remote_config import SGLangConfig, VLLMConfig
+from agentenv.data.rows import MixPart, RowsConfig
+from agentenv.engines.embedded.engine import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
+from agentenv.engines.server_config import (
+    RemoteConfig,
+    RoleConfig,
+    ServersConfig,
+    SGLangConfig,
+    VLLMConfig,
+)
 from agentenv.errors import ConfigError
-from agentenv.limits import Limits
 from agentenv.native import NativeConfig
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig
-from agentenv.types import SamplingParams
-from launchers.env_config import EnvConfig, GraderTable, PythonTable, SearchTable
-from launchers.evaluation.config import EvalConfig
-from launchers.monitor.config import RolloutMonitorConfig
-from launchers.rl.cold_start_config import SFTConfig
-from launchers.rl.self_critic_config import SelfCriticConfig
-from launchers.serving.resources import ResourcesConfig
+from agentenv.tools import ToolConfig
+from agentenv.types import Limits, SamplingParams
+from envs.code_interpreter import PythonConfig
+from envs.grading.reward import GraderConfig
+from envs.search.config import SearchConfig
+from launchers.monitors import RolloutMonitorConfig
+from launchers.serving.gpus import GpuPlan
 from learners.algorithms import AnyAlgorithm
-from learners.learner import LearnerConfig
+from learners.learner import LearnerConfig, OptimizerConfig
+
+# The keys that choose environments: by row if need be, and their interpreter, search, grader.
+
+# tables of a run and of a variant, passed to environments that take such a keyword
+PythonTable = Annotated[PythonConfig | None, Meta(description="the Python interpreter")]
+SearchTable = Annotated[SearchConfig | None, Meta(description="search and pages")]
+GraderTable = Annotated[GraderConfig | None, Meta(description="how answers are graded")]
+TABLES = ("python", "search", "grader")
+
+_Id = Annotated[str, Meta(description="registered environment id")]
+_Kwargs = Annotated[
+    dict[str, Any], Meta(description="keyword arguments of the environment's class")
+]
+_Tools = Annotated[
+    list[ToolConfig],
+    Meta(description="all tools of an episode, [[env.tools]]; empty: those of the environment"),
+]
+
+
+class EnvVariant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An environment under a name that rows can choose. Its tables take the place of the run's."""
+
+    id: _Id
+    kwargs: _Kwargs = field(default_factory=dict)
+    tools: _Tools = field(default_factory=list)
+    python: PythonTable = None
+    search: SearchTable = None
+    grader: GraderTable = None
+
+
+class EnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The environment of rows that name none themselves. `kwargs` and `tools` are only its own;
+    a row that names another id meets that environment as it is registered."""
+
+    id: _Id
+    module: Annotated[
+        str, Meta(description="module to import first, which registers environments of your own")
+    ] = "envs"
+    kwargs: _Kwargs = field(default_factory=dict)
+    tools: _Tools = field(default_factory=list)
+    variants: Annotated[
+        dict[str, EnvVariant],
+        Meta(description="[env.variants.NAME]: a NAME for rows' env_id, data.env_by, data.mix"),
+    ] = field(default_factory=dict)
+
+
+class EvalSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One named evaluation set."""
+
+    path: Annotated[
+        str | list[str], Meta(description="file, folder or pattern of questions, or a list of them")
+    ]
+    every: Annotated[
+        int, Meta(ge=0, description="steps between evaluations; 0: only around the phases")
+    ] = 0
+    phases: Annotated[
+        bool, Meta(description="evaluate before the cold start, after it, and at the end")
+    ] = True
+    max_tasks: Annotated[int, Meta(ge=0, description="first n questions; 0: all")] = 0
+    num_samples: Annotated[int, Meta(ge=1, description="trajectories a question")] = 1
+
+
+class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Evaluation during the run."""
+
+    sets: Annotated[
+        dict[str, EvalSet], Meta(description="evaluation sets by name, [eval.sets.NAME]")
+    ] = field(default_factory=dict)
+    report: Annotated[
+        str, Meta(description="the set that the summary reports; empty: the first")
+    ] = ""
+    concurrency: Annotated[int, Meta(ge=1, description="questions in flight")] = 256
+    engine: Annotated[
+        EmbeddedConfig | ScriptedConfig | VLLMConfig | SGLangConfig | None,
+        Meta(
+            description="an engine of its own, on which evaluations of single steps overlap the "
+            "training; none: the policy's engine, and updates wait for them"
+        ),
+    ] = None
+
+
+# What configures the cold start of a training run, the table [sft].
+
+
+class SFTStage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One stage of the cold start."""
+
+    rows: Annotated[
+        str, Meta(description="use the rows whose key 'stage' has this value; empty: all")
+    ] = ""
+    num_steps: Annotated[int, Meta(ge=1, description="optimizer steps, at most")]
+    until_gate: Annotated[
+        bool, Meta(description="end the stage as soon as every kind of question passes the gate")
+    ] = False
+    batch_size: Annotated[int, Meta(ge=1, description="demonstrations a step")] = 8
+    lr_scale: Annotated[
+        tuple[float, float], Meta(description="factor on both rates, from first to last step")
+    ] = (1.0, 1.0)
+
+
+class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The cold start: imitate demonstrations, stage by stage."""
+
+    data: Annotated[str, Meta(description="JSONL file of demonstrations")]
+    gate: Annotated[
+        str, Meta(description="JSONL file of clean demonstrations that measure the skill")
+    ]
+    stages: Annotated[list[SFTStage], Meta(description="stages in order, [[sft.stages]]")]
+    gate_every: Annotated[int, Meta(ge=1, description="steps between two measurements")] = 25
+    gate_threshold: Annotated[
+        float,
+        Meta(ge=0, le=1, description="teacher-forced exact match that every kind must reach"),
+    ] = 0.9
+    kind_boost: Annotated[
+        float,
+        Meta(ge=0, description="draw a kind without any skill 1 + kind_boost times as often"),
+    ] = 2.0
+    warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up")] = 20
+    optimizer: Annotated[OptimizerConfig, Meta(description="optimizer of the cold start")] = (
+        OptimizerConfig()
+    )
+
+
+# The keys of the self-critic loop, a table of a training run: [self_critic].
+
+
+class SelfCriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every so many updates the policy answers training questions several times; answers that the
+    reward finds right are preferred to the others (launchers/rl/self_critic.py)."""
+
+    every: Annotated[int, Meta(ge=1, description="updates between two rounds")] = 20
+    num_questions: Annotated[
+        int, Meta(ge=1, description="training questions of a round, drawn at random")
+    ] = 32
+    num_samples: Annotated[int, Meta(ge=2, description="answers a question")] = 8
+    threshold: Annotated[
+        float, Meta(description="answers with at least this reward are chosen, others rejected")
+    ] = 1.0
+    pairs_per_question: Annotated[
+        int, Meta(ge=1, description="random pairs of a chosen and a rejected answer, at most")
+    ] = 4
+    beta: Annotated[
+        float, Meta(gt=0, description="weight of staying near the policy before the round")
+    ] = 0.1
+    batch_size: Annotated[int, Meta(ge=1, description="pairs an optimizer step")] = 16
+    num_epochs: Annotated[int, Meta(ge=1, description="passes over the pairs of a round")] = 1
+    optimizer: Annotated[
+        OptimizerConfig,
+        Meta(description="optimizer of a round, new for each; that of the updates keeps its state"),
+    ] = OptimizerConfig(optimizer="adamw", learning_rate=5e-6, weight_decay=0.0)
+
+
+# Which GPUs the policy's servers get and which the learner.
+
+T = TypeVar("T")
+
+ENGINE, LEARNER = "resources.engine_gpus", "resources.learner_gpus"
+COLOCATED = "resources.colocated"
+MAX_SHARE = 0.9  # of a GPU's memory, for servers beside the CUDA context of a learner
+
+
+class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The split of a machine's GPUs; numbers count the visible ones from 0."""
+
+    engine_gpus: Annotated[
+        list[int],
+        Meta(
+            description="of the servers in [engine.servers], in place of its key gpus; empty: "
+            "those that nobody else has"
+        ),
+    ] = field(default_factory=list)
+    colocated: Annotated[
+        bool,
+        Meta(
+            description="engine and learner have the same GPUs in turn: all serve, sleep, all "
+            "train, wake with the new weights; rollouts wait with their tokens meanwhile"
+        ),
+    ] = False
+    learner_gpus: Annotated[
+        list[int],
+        Meta(
+            description="one a rank of the learner; empty: the first ones, when servers are "
+            "started for the run beside it"
+        ),
+    ] = field(default_factory=list)
+
+
+def divide(
+    resources: ResourcesConfig, engine: T, learner: LearnerConfig, plan: GpuPlan
+) -> tuple[T, list[str]]:
+    """The engine's configuration with its GPUs, and the learner's as values of
+    CUDA_VISIBLE_DEVICES, empty for all. Without GPUs nothing is divided.
+
+    Raises ConfigError for keys that nobody reads, and for GPUs that are missing or claimed twice;
+    servers and learner may claim the same ones where they are colocated.
+    """
+    if resources.colocated:
+        _check_colocated(engine)
+    starts = isinstance(engine, RemoteConfig) and not (engine.urls or engine.urls_file)
+    local = learner.launch == "local"
+    for key, asked, read, why in (
+        (ENGINE, resources.engine_gpus, starts, "this run starts no servers for the policy"),
+        (LEARNER, resources.learner_gpus, local, "the ranks are started elsewhere"),
+    ):
+        if asked and not read:
+            raise ConfigError(f"{key}: {why}; remove it")
+        if asked and not plan.visible:
+            raise ConfigError(f"{key}: {asked} are named, but no GPU is visible")
+        both = set(asked) & set(resources.learner_gpus if key == ENGINE else ())
+        if both and not resources.colocated:
+            raise ConfigError(
+                f"{key}: {sorted(both)} are the learner's ({LEARNER}); with {COLOCATED} = true "
+                "they have them in turn"
+            )
+    if isinstance(engine, RemoteConfig) and resources.engine_gpus:
+        servers = engine.servers or ServersConfig()
+        if servers.gpus:
+            raise ConfigError(f"give only one of {ENGINE} and engine.servers.gpus")
+        engine = replace(engine, servers=replace(servers, gpus=resources.engine_gpus))
+    gpus: list[str] = []
+    if resources.learner_gpus or (plan.visible and starts and local):
+        asked = resources.learner_gpus or _first(engine, learner, plan, resources.colocated)
+        gpus = plan.assign(LEARNER, asked, learner.num_ranks)
+        if resources.colocated:
+            plan.lend(LEARNER)
+    return engine, gpus
+
+
+def _check_colocated(engine: object) -> None:
+    if isinstance(engine, ScriptedConfig):
+        raise ConfigError(f"{COLOCATED}: engine.name = 'scripted' has no memory to give back")
+    if not isinstance(engine, RemoteConfig):
+        return
+    if engine.weights == "broadcast":
+        raise ConfigError(
+            f'{COLOCATED}: engine.weights = "broadcast" needs servers that are awake while the '
+            'learner sends; use "directory"'
+        )
+    share = (engine.servers or ServersConfig()).gpu_memory_share
+    if share > MAX_SHARE:
+        raise ConfigError(
+            f"engine.servers.gpu_memory_share = {share:g}: beside a learner that sleeps on the "
+            f"same GPU at most {MAX_SHARE:g} is left, since its CUDA context stays there"
+        )
+
+
+def _first(engine: object, learner: LearnerConfig, plan: GpuPlan, colocated: bool) -> list[int]:
+    """The first GPUs that the servers do not name; colocated: those that they name first."""
+    named: list[int] = []
+    if isinstance(engine, RemoteConfig) and engine.servers is not None and colocated:
+        rest = [n for n in range(len(plan.visible)) if n not in engine.servers.gpus]
+        return [*engine.servers.gpus, *rest][: learner.num_ranks]
+    if isinstance(engine, RemoteConfig) and engine.servers is not None:
+        named = engine.servers.gpus
+    left = [number for number in range(len(plan.visible)) if number not in named]
+    if len(left) < learner.num_ranks:
+        raise ConfigError(
+            f"{LEARNER}: {learner.num_ranks} are needed, {len(left)} of {len(plan.visible)} are "
+            "left beside the servers of the engine"
+        )
+    return left[: learner.num_ranks]
+
+
+# The configuration of a run, composed of the parts' own structs. `{run}` in a path stands for
+# the run's directory.
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -3,23 +3,225 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from agentenv.data_config import RowsConfig
-from agentenv.data_files import find_files
-from agentenv.dataset import TaskMix, load_mix, load_tasks
-from agentenv.errors import DataError
-from agentenv.limits import Limits
-from agentenv.prompt_fit import PromptFitter
+import msgspec
+
+import agentenv.env
+from agentenv.data.dataset import PromptFitter, TaskMix, load_mix, load_tasks
+from agentenv.data.files import find_files
+from agentenv.data.rows import RowsConfig
+from agentenv.env import Env
+from agentenv.errors import ConfigError, DataError
+from agentenv.prompt import PromptConfig, load_instruction
 from agentenv.renderer import Renderer
-from agentenv.types import Task
-from launchers.config import DataConfig, TrainConfig
-from launchers.environments import EnvMaker, check_graders
+from agentenv.tools import ChosenTool, load_tools
+from agentenv.types import Info, Limits, Message, Task
+from envs.grading.reward import NUM_CHECKED_ROWS, check_grader
+from launchers.config import TABLES, DataConfig, EnvConfig, EnvVariant, TrainConfig
+
+# From the configuration to the environment of a task, with everything that it names refused at
+# the start if it cannot work or would not be read.
+
+Resolve = Callable[[str], Path]
+Tables = Mapping[str, msgspec.Struct | None]
+
+
+class Recipe(NamedTuple):
+    """How the environment of some rows is made. `read` names the tables of the run it takes."""
+
+    env_id: str
+    kwargs: dict[str, Any]
+    tools: Sequence[ChosenTool]
+    read: frozenset[str]
+
+
+class EnvMaker:
+    """Makes the env of a task: a variant, `env.id`, or another registered id that its row names.
+
+    `tables` are the run's [python], [search] and [grader], for the environments that take such a
+    keyword. "{run}" in texts stands for the run's directory.
+    """
+
+    def __init__(
+        self,
+        config: EnvConfig,
+        tables: Tables,
+        resolve: Resolve,
+        limits: Limits,
+        prompt: PromptConfig,
+    ) -> None:
+        import_envs(config.module)
+        self.config = config
+        self._tables = tables
+        self._resolve = resolve
+        self._told = limits.on_limit == "result"  # the env answers calls beyond the limit
+        self._asked = bool(self._told or prompt.template)
+        self._settings: dict[str, Any] = {
+            "on_limit": limits.on_limit,
+            "max_tool_calls": limits.max_tool_calls if self._told else None,
+            "instruction": load_instruction(prompt, resolve),
+        }
+        own = {config.id: EnvVariant(id=config.id, kwargs=config.kwargs, tools=config.tools)}
+        self._recipes = {
+            name: self._recipe(
+                variant, f"env.variants.{name}" if name in config.variants else "env"
+            )
+            for name, variant in {**own, **config.variants}.items()
+        }
+
+    def __call__(self, task: Task) -> Env:
+        """A new env for one episode. Raises ConfigError."""
+        recipe = self._recipe_of(task.env_id)
+        env = agentenv.env.make(recipe.env_id, task, **recipe.kwargs)
+        configure = getattr(env, "configure", None)
+        if configure is not None:
+            configure(tools=recipe.tools, **self._settings)
+        elif self._asked or recipe.tools:
+            raise ConfigError(
+                f"env.tools, prompt.template and limits.on_limit = 'result' need a ToolEnv; "
+                f"{recipe.env_id} is none"
+            )
+        return env
+
+    def check_known(self, env_id: str, key: str) -> None:
+        """Raises ConfigError, which names `key`, unless there is such an env or variant."""
+        if env_id not in self._recipes:
+            try:
+                agentenv.env.spec(env_id)
+            except ConfigError as error:
+                known = sorted(self.config.variants)
+                hint = f"; env.variants are {known}" if known else ""
+                raise ConfigError(f"{key}: {error}{hint}") from error
+
+    def check_read(self, tasks: Iterable[Task], *, all_rows: bool = False) -> None:
+        """Refuse an environment that is not known, a table that none reads and, if the tasks are
+        `all_rows` of a run, keys of an environment that no row meets."""
+        used = {task.env_id: task.id for task in reversed(list(tasks))}
+        for env_id, task_id in used.items():
+            self.check_known(env_id, f"task {task_id}")
+        recipes = [*self._recipes.values(), *map(self._recipe_of, used)]
+        for name, table in self._tables.items():
+            if table is not None and not any(name in recipe.read for recipe in recipes):
+                ids = ", ".join(sorted({recipe.env_id for recipe in recipes}))
+                raise ConfigError(f"[{name}]: not read by {ids}; take the table out")
+        if not all_rows:
+            return
+        for name in self.config.variants:
+            if name not in used:
+                raise ConfigError(
+                    f"env.variants.{name}: no row chooses it; they choose {sorted(used)}"
+                )
+        if (self.config.kwargs or self.config.tools) and self.config.id not in used:
+            raise ConfigError(
+                f"env.kwargs, env.tools: no row meets {self.config.id}, but {sorted(used)}"
+            )
+
+    def reads(self, tasks: Iterable[Task]) -> frozenset[str]:
+        """The tables that the environments read, those of the tasks and of all variants."""
+        recipes = [*self._recipes.values(), *(self._recipe_of(task.env_id) for task in tasks)]
+        return frozenset(name for recipe in recipes for name in recipe.read)
+
+    # inner workings
+
+    def _recipe_of(self, env_id: str) -> Recipe:
+        if env_id not in self._recipes:
+            self._recipes[env_id] = self._recipe(EnvVariant(id=env_id), f"env {env_id}")
+        return self._recipes[env_id]
+
+    def _recipe(self, variant: EnvVariant, key: str) -> Recipe:
+        taken = _keywords(agentenv.env.spec(variant.id).load())
+        kwargs = _substituted(variant.kwargs, self._resolve)
+        read = set()
+        for name in TABLES:
+            own, table = getattr(variant, name), self._tables.get(name)
+            if own is not None and not _takes(taken, name):
+                raise ConfigError(f"{key}.{name}: not read by {variant.id}; take the table out")
+            if not _takes(taken, name) or (own is None and table is None):
+                continue
+            if name in kwargs:
+                raise ConfigError(f"{key}.kwargs.{name} and the table {name!r}: give one of them")
+            read.add(name)
+            kwargs[name] = _resolved(own if own is not None else table, self._resolve)
+        tools = load_tools(variant.tools, self._resolve)
+        return Recipe(variant.id, kwargs, tools, frozenset(read))
+
+
+def tables_of(config: Any) -> Tables:
+    """The tables of a configuration that has them at its top."""
+    return {name: getattr(config, name) for name in TABLES}
+
+
+def import_envs(module: str) -> None:
+    """Import the module that registers the user's environments; `envs` is always there."""
+    importlib.import_module("envs")
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"env.module: {module!r} cannot be imported: {error}; it must be installed or lie in "
+            "the directory that the command is run from"
+        ) from error
+
+
+async def try_env(make_env: Callable[[Task], Env], task: Task) -> tuple[list[Message], Info]:
+    """Make and reset one env, so that what it needs is found missing before the run starts."""
+    env = make_env(task)
+    try:
+        return await env.reset(seed=0)
+    finally:
+        await env.close()
+
+
+async def check_graders(make_env: Callable[[Task], Env], tasks: Iterable[Task]) -> None:
+    """Have the grader of each environment grade the golds of three of its rows; an environment
+    without an attribute `grader` is left alone. Raises ConfigError."""
+    rows: dict[str, list[Task]] = {}
+    for task in tasks:
+        kept = rows.setdefault(task.env_id, [])
+        if len(kept) < NUM_CHECKED_ROWS:
+            kept.append(task)
+    for own in rows.values():
+        env = make_env(own[0])
+        try:
+            grader = getattr(env, "grader", None)
+            if grader is not None:
+                await check_grader(grader, own)
+        finally:
+            await env.close()
+
+
+def _keywords(factory: Any) -> set[str]:
+    """The keywords that a class or function takes; "**" among them if it takes any."""
+    parameters = inspect.signature(factory).parameters.values()
+    named = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD}
+    return named if len(named) == len(parameters) else {*named, "**"}
+
+
+def _takes(keywords: set[str], name: str) -> bool:
+    return name in keywords or "**" in keywords
+
+
+def _substituted(value: Any, resolve: Resolve) -> Any:
+    """The value with "{run}" replaced in all of its texts."""
+    if isinstance(value, str):
+        return str(resolve(value)) if "{run}" in value else value
+    if isinstance(value, dict):
+        return {key: _substituted(one, resolve) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_substituted(one, resolve) for one in value]
+    return value
+
+
+def _resolved(table: Any, resolve: Resolve) -> Any:
+    return msgspec.convert(_substituted(msgspec.to_builtins(table), resolve), type(table))
+
 
 Say = Callable[[str], None]
-Resolve = Callable[[str], Path]
 
 
 class Questions(NamedTuple):

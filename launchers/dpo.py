@@ -24,13 +24,12 @@ from agentenv.errors import DataError
 from launchers.command import make_parser, parse, run_command
 from launchers.config import TrainConfig
 from launchers.rundir import RunDirectory
-from launchers.supervised.chat_data import load_pairs
-from launchers.supervised.dpo_config import DPOLoopConfig, DPORunConfig
-from launchers.supervised.parts import begin, check_lengths, scored_in_parts
-from launchers.supervised.run import Supervised
-from launchers.view import View
-from learners.dpo_pairs import PairTokens, preference_metrics, preference_sums, with_reference
-from learners.encoding import EncodedTree
+from launchers.supervised.config import DPOLoopConfig, DPORunConfig
+from launchers.supervised.data import load_pairs
+from launchers.supervised.run import Supervised, begin, check_lengths, scored_in_parts
+from launchers.terminal import View
+from learners.batch import EncodedTree
+from learners.dpo import PairTokens, preference_metrics, preference_sums, with_reference
 from learners.learner import Learner, Metrics
 
 REFERENCE = "reference.npz"
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(parser, argv)
     if not arguments.self_critic:
         return run_command(arguments, DPORunConfig, prefer)
-    from launchers.supervised.self_critic_run import criticise
+    from launchers.rl.self_critic_run import criticise
 
     return run_command(arguments, TrainConfig, criticise(arguments.self_critic))
 
@@ -112,7 +111,7 @@ class Preferring:
         return await self.learner.prefer([self.pairs[row] for row in rows], self.beta, lr_scale)
 
     async def measure(self) -> Metrics:
-        """See `learners.dpo_pairs.preference_metrics`."""
+        """See `learners.dpo.preference_metrics`."""
         if not self.held_out:
             return {}
         parts, rest = [], iter(self.held_out)

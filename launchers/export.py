@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentenv.errors import AgentEnvError, DataError
-from launchers.checkpoints import BEST, find_checkpoint
-from launchers.view import View
+from launchers.rundir import BEST, find_checkpoint
+from launchers.terminal import View
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     view = View()
     try:
         checkpoint = find_checkpoint(arguments.checkpoint, best=arguments.best)
-        from learners.export_offline import export
+        from learners.export import export
 
         export(
             checkpoint,

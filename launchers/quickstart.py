@@ -12,8 +12,15 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from envs.quickstart_demonstrations import HABITS, Demonstration, copy_exercise, demonstration
-from envs.quickstart_world import KINDS, make_world, vocabulary
+from envs.quickstart import (
+    HABITS,
+    KINDS,
+    Demonstration,
+    copy_exercise,
+    demonstration,
+    make_world,
+    vocabulary,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

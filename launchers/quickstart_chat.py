@@ -13,8 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from envs.quickstart_demonstrations import HABITS, demonstration
-from envs.quickstart_world import KINDS, make_world
+from envs.quickstart import HABITS, KINDS, demonstration, make_world
 from launchers.quickstart import build_model, write_data
 
 DIALOGUES = 600  # of each kind

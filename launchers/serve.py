@@ -12,14 +12,14 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from agentenv.engines.launch_config import ROLES, RoleConfig
+from agentenv.engines.server_config import ROLES, RoleConfig
 from agentenv.errors import ConfigError
 from launchers.command import make_parser, parse, run_command
 from launchers.config import RunConfig
 from launchers.rundir import RunDirectory
-from launchers.serving.roles import start_servers
+from launchers.serving.engines import start_servers
 from launchers.serving.servers import ServerFactory
-from launchers.view import View
+from launchers.terminal import View
 
 
 class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,13 +20,11 @@ import numpy as np
 
 from launchers.command import make_parser, parse, run_command
 from launchers.rundir import RunDirectory
-from launchers.supervised.chat_data import load_examples
-from launchers.supervised.examples import Example
-from launchers.supervised.packing import fill_rows
-from launchers.supervised.parts import begin, check_lengths, scored_in_parts
-from launchers.supervised.run import Supervised
-from launchers.supervised.sft_config import SFTRunConfig
-from launchers.view import View
+from launchers.supervised.config import SFTRunConfig
+from launchers.supervised.data import load_examples
+from launchers.supervised.encoding import Example
+from launchers.supervised.run import Supervised, begin, check_lengths, fill_rows, scored_in_parts
+from launchers.terminal import View
 from learners.learner import Learner, Metrics
 
 

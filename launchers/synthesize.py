@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve o
 import sys
 from collections.abc import Sequence
 
-from launchers.synthesis import command
+from launchers.synthesis import run as command
 
 
 def main(argv: Sequence[str] | None = None) -> int:

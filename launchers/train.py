@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from launchers.command import make_parser, parse, run_command
 from launchers.config import TrainConfig
 from launchers.rundir import RunDirectory
-from launchers.view import View
+from launchers.terminal import View
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ Loading this module loads neither torch nor deepspeed; only `loss` needs torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
@@ -18,14 +18,6 @@ from agentenv.errors import ConfigError
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.tree import Trajectory, TrajectoryTree
 from agentenv.types import Limit
-from learners.aggregation import KLKind
-from learners.algorithm_keys import (
-    TRUNCATED,
-    AggregationKey,
-    ClipHigh,
-    ClipLow,
-    TruncatedKey,
-)
 from learners.credit import (
     Floats,
     Sharing,
@@ -35,12 +27,47 @@ from learners.credit import (
     soft_length_penalty,
     tree_credit,
 )
-from learners.off_policy import Band
+from learners.off_policy import Aggregation, Band, KLKind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from learners.losses import LossBatch
+
+
+# Keys that algorithms share but give other defaults, with their descriptions.
+
+TRUNCATED: dict[Limit, Truncated] = {
+    limit: "mask" if limit is Limit.SECONDS else "score" for limit in Limit
+}
+
+AggregationKey = Annotated[
+    Aggregation, Meta(description="how token losses become the mini-batch's mean")
+]
+ClipLow = Annotated[
+    float, Meta(gt=0, le=1, description="ratios below 1 - clip_low are clipped; 1: none")
+]
+ClipHigh = Annotated[
+    float, Meta(gt=0, description="ratios above 1 + clip_high are clipped (DAPO: clip-higher)")
+]
+TruncatedKey = Annotated[
+    dict[Limit, Truncated],
+    Meta(
+        description="by limit: score a truncated trajectory, count its return as zero, or mask it "
+        "(in no group, not trained); limits left out keep the default"
+    ),
+]
+DualClip = Annotated[
+    float,
+    Meta(gt=1, description="bound on the loss of negative advantages, in units of |A|; or inf"),
+]
+NormalizeByStd = Annotated[
+    bool, Meta(description="divide advantages by the group's deviation; false is Dr. GRPO's")
+]
+Compat = Annotated[
+    Literal["none", "reference"],
+    Meta(description="reference: do what the released code does where it differs from the paper"),
+]
 
 
 class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"):
@@ -52,7 +79,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         min(rho, cap) * l(r, A),   r = current / proximal,   rho = proximal / behaviour
 
     rho is detached. The tree form is l(r, adv_pos) + l(r, adv_neg), which equals the sum over the
-    flat trajectories; how tokens become a mean is `aggregation`, see `learners.aggregation`.
+    flat trajectories; how tokens become a mean is `aggregation`, see `learners.off_policy`.
     Options, off by default: kl_loss * KL(policy || reference) and -entropy_bonus * H join the
     loss, kl_reward * (log-ratio to the reference) leaves the return; without either KL no
     reference model is built.
@@ -213,7 +240,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         logprobs, entropies: [tokens] of the current weights, with gradient.
         Metrics of the micro-batches add up, except those ending in _max, which take the maximum.
         """
-        from learners.objective import objective
+        from learners.losses import objective
 
         return objective(self, batch, logprobs, entropies)
 
@@ -226,3 +253,35 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     def advantage_scale(self, batch: LossBatch, entropies: Tensor) -> Tensor | float:
         """A factor per token on the advantages; not negative. `entropies` are the current ones."""
         return 1.0
+
+
+# What algorithms with PPO's clipping share.
+
+
+class Clipped(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """PPO's clipping with dual clip."""
+
+    dual_clip: DualClip = 3.0
+
+    @property
+    def negative_bound(self) -> float:
+        return self.dual_clip
+
+
+class Grouped(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Group-normalised advantages, as in GRPO, and the switch to the released code.
+
+    compat = "reference" keeps what the released code of ARPO does: the only member of a group
+    keeps its reward, equal rewards leave rounding noise, the log-ratio is not bounded. It does
+    not bring back that code's weighting of micro-batches, which depends on the packing.
+    """
+
+    normalize_by_std: NormalizeByStd = True
+    compat: Compat = "none"
+
+    @property
+    def is_compat(self) -> bool:
+        return self.compat == "reference"
+
+    def advantages(self, returns: Floats) -> Floats:
+        return group_advantages(returns, norm_by_std=self.normalize_by_std, compat=self.is_compat)

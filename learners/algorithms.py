@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from learners.aepo import AEPO
 from learners.arpo import ARPO
-from learners.cispo import CISPO
-from learners.dapo import DAPO
-from learners.dr_grpo import DrGRPO
-from learners.grpo import GRPO
-from learners.gspo import GSPO
-from learners.reinforce_pp import ReinforcePP
-from learners.rloo import RLOO
+from learners.baselines import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforcePP
 
 AnyAlgorithm = GRPO | DrGRPO | DAPO | RLOO | ReinforcePP | GSPO | CISPO | ARPO | AEPO

@@ -7,10 +7,9 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from agentenv.errors import ConfigError
-from agentenv.fork_criterion import Criterion
-from agentenv.plan import ARPOPlan, RolloutPlan
+from agentenv.plan import ARPOPlan, Criterion, RolloutPlan
 from agentenv.reference_plan import ReferencePlan
-from learners.clipped import Grouped
+from learners.algorithm import Grouped
 from learners.credit import Sharing
 
 

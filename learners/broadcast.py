@@ -1,4 +1,4 @@
-"""Weights from rank 0 to engine servers: the trainer's side of `agentenv.engines.transfer`.
+"""Weights from rank 0 to engine servers: the trainer's side of `agentenv.engines.weights`.
 
     all ranks   gather a bucket (ZeRO stage 3) --> rank 0 merges adapters, broadcasts each tensor
 
@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from agentenv.engines.transfer import Address, Bucket, Group
+from agentenv.engines.weights import Address, Bucket, Group
 from learners.export import BUCKET_BYTES, buckets, entries, gathered
 
 POLL_S = 0.0005  # between two looks at a tensor that is on its way

@@ -14,6 +14,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +28,203 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agentenv.errors import DataError, LearnerError
-from learners.fragments import MASTER, REFERENCE, fragments, moments
 from learners.lora import LoRAConfig
-from learners.reference import Reference
+
+# Where a rank keeps its float32 weights and its optimizer state, under every ZeRO stage.
+#
+# A fragment is a run of elements of one parameter, flattened. At stage 0 it is the whole parameter,
+# at stages 1 and 2 what falls into the rank's part of a flat group of parameters, at stage 3 the
+# rank's part of each parameter. The names are the model's own, so that what one number of ranks or
+# stage has written another can read.
+
+MASTER = "master"  # float32 weights
+REFERENCE = "reference"  # weights of the reference policy; other kinds are the optimizer's names
+
+Reader = Callable[[str, str, int, int], Tensor]  # name, kind, start, number of elements
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements start to start + size of parameter `name`; `owner` is what the optimizer holds
+    state for, in which they begin at `offset`."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+    owner: Tensor
+    offset: int
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """This fragment in a tensor laid out as the owner."""
+        return tensor.detach().view(-1)[self.offset : self.offset + self.size]
+
+
+def fragments(backend: Any) -> Iterator[Fragment]:
+    """The fragments of this rank, of parameters that are trained."""
+    stage = backend.stage
+    params = [
+        (name, param)
+        for name, param in backend.policy.model.named_parameters()
+        if param.requires_grad
+    ]
+    if stage == 0:
+        for name, param in params:
+            yield Fragment(name, tuple(param.shape), 0, param.numel(), param, 0)
+    elif stage < 3:
+        yield from _of_flat_groups(backend.optimizer, {id(param): name for name, param in params})
+    else:
+        for name, param in params:
+            group, offset, size = backend.optimizer.grad_position[
+                backend.optimizer.get_param_id(param)
+            ]
+            start = backend.rank * size
+            size = min(size, param.ds_numel - start)  # the last part is padded
+            if size > 0:
+                owner = backend.optimizer.fp32_partitioned_groups_flat[group]
+                yield Fragment(name, tuple(param.ds_shape), start, size, owner, offset)
+
+
+def _of_flat_groups(optimizer: Any, names: dict[int, str]) -> Iterator[Fragment]:
+    for group, owner in zip(
+        optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True
+    ):
+        for param in group:
+            mapping = param._hp_mapping
+            if mapping is not None:
+                place, source = mapping.hp_fragment_address, mapping.lp_fragment_address
+                shape = tuple(param.shape)
+                name = names[id(param)]
+                yield Fragment(name, shape, source.start, place.numel, owner, place.start)
+
+
+def moments(backend: Any, fragment: Fragment) -> tuple[dict[str, Tensor], float | None]:
+    """Optimizer state of a fragment by kind, and its step count; empty before the first step."""
+    state = backend.base_optimizer.state.get(fragment.owner, {})
+    tensors = {
+        kind: fragment.view(value)
+        for kind, value in state.items()
+        if isinstance(value, Tensor) and value.numel() == fragment.owner.numel() and value.ndim
+    }
+    step = state.get("step")
+    return tensors, None if step is None else float(step)
+
+
+@torch.no_grad()
+def restore(
+    backend: Any,
+    read: Reader,
+    kinds: Callable[[str], list[str]],
+    step_of: Callable[[str], float | None],
+) -> None:
+    """Set float32 weights, optimizer state and the weights in use from a checkpoint.
+
+    `kinds` names the states that there are for a parameter, `step_of` its step count.
+    """
+    state = backend.base_optimizer.state
+    state.clear()
+    for fragment in fragments(backend):
+        name, start, size = fragment.name, fragment.start, fragment.size
+        fragment.view(fragment.owner).copy_(read(name, MASTER, start, size))
+        for kind in kinds(name):
+            if kind not in state[fragment.owner]:
+                state[fragment.owner][kind] = torch.zeros_like(fragment.owner, requires_grad=False)
+            fragment.view(state[fragment.owner][kind]).copy_(read(name, kind, start, size))
+        step = step_of(name)
+        if step is not None:
+            state[fragment.owner]["step"] = torch.tensor(step, dtype=torch.float32)
+    if backend.stage:
+        with changing(backend):  # the weights in use: the float32 ones, rounded to their dtype
+            for name, start, elements in held(backend):
+                elements.copy_(read(name, MASTER, start, elements.numel()))
+
+
+def held(backend: Any) -> Iterator[tuple[str, int, Tensor]]:
+    """Name, first element and elements of what this rank stores of each trained weight to compute
+    with: all of it at stages 0 to 2, its part at stage 3."""
+    for name, param in backend.policy.model.named_parameters():
+        if not param.requires_grad:
+            continue
+        if not hasattr(param, "ds_tensor"):
+            yield name, 0, param.detach().view(-1)
+            continue
+        start = backend.rank * param.ds_tensor.ds_numel
+        size = min(param.ds_tensor.ds_numel, param.ds_numel - start)  # the last part is padded
+        if size > 0:
+            yield name, start, param.ds_tensor.detach().view(-1)[:size]
+
+
+@contextmanager
+def changing(backend: Any) -> Iterator[None]:
+    """Around writes to what `held` gives. Copies that stage 3 has gathered from all ranks are
+    dropped; the next forward pass gathers anew. Takes no part in any collective."""
+    if backend.stage == 3:
+        backend.optimizer.checkpoint_event_prologue()
+    yield
+    if backend.stage == 3:
+        backend.optimizer.invalidate_secondary_tensor()
+
+
+# The reference policy of a KL term: weights that the policy had once, kept when one is asked for.
+#
+# There is no second model. A rank keeps what it stores of the trained weights: all of them at ZeRO
+# stages 0 to 2, its part at stage 3, only the adapter with LoRA. While the reference scores, they
+# are exchanged with the policy's.
+
+
+class Reference:
+    """Kept from the first use on, so that it is the policy that RL starts from, and renewed every
+    `every` updates (0: never)."""
+
+    def __init__(self, backend: Any, every: int) -> None:
+        self.backend = backend
+        self.every = every
+        self.num_updates = 0
+        self.weights: dict[str, tuple[int, Tensor]] | None = None  # first element, flat elements
+
+    def begin_update(self) -> None:
+        """To be called while the policy has the weights at the start of the update."""
+        due = self.every and self.num_updates % self.every == 0
+        if self.weights is None or due:
+            self.weights = {
+                name: (start, elements.clone()) for name, start, elements in held(self.backend)
+            }
+        self.num_updates += 1
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The backend computes with the reference's weights; no step may be taken inside."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        assert self.weights is not None
+        with changing(self.backend):
+            for name, _, elements in held(self.backend):
+                kept = self.weights[name][1]
+                other = elements.clone()
+                elements.copy_(kept)
+                kept.copy_(other)
+
+    def piece(self, fragment: Fragment) -> Tensor:
+        """The reference's elements of a fragment that this rank holds."""
+        assert self.weights is not None
+        start, elements = self.weights[fragment.name]
+        return elements[fragment.start - start :][: fragment.size]
+
+    def load(self, num_updates: int, read: Reader) -> None:
+        """Go on from a checkpoint, before whose first use there is no reference."""
+        self.num_updates, self.weights = num_updates, None
+        if num_updates:
+            self.weights = {
+                name: (start, read(name, REFERENCE, start, elements.numel()).to(elements))
+                for name, start, elements in held(self.backend)
+            }
+
 
 META = "learner.json"
 SEPARATOR = "|"
@@ -35,7 +232,7 @@ SEPARATOR = "|"
 
 class Meta(Struct, kw_only=True):
     """What a checkpoint is of. `base_model`: directory of the frozen weights, with `lora`.
-    `reference_updates`: see `learners.reference.Reference`."""
+    `reference_updates`: see `learners.checkpoint.Reference`."""
 
     num_ranks: int
     zero_stage: int

@@ -3,26 +3,111 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.errors import ConfigError
+from agentenv.engines.weights import Address, Group, Manifest, TransferError
+from agentenv.errors import ConfigError, EngineError, LearnerError
 from agentenv.tree import TrajectoryTree
 from learners import messages as wire
-from learners.dealing import deal
-from learners.deepspeed_settings import deepspeed_settings
-from learners.encoding import EncodedTree, encode
-from learners.evidence import Evidence
-from learners.learner import LearnerConfig, Metrics, OptimizerConfig, Score
+from learners.batch import EncodedTree, encode
+from learners.deepspeed import deepspeed_settings
+from learners.learner import LearnerConfig, Metrics, OptimizerConfig, Score, optimizer_of
 from learners.lora import check_installed
-from learners.optimizer_config import optimizer_of
-from learners.rank_group import RankGroup
+from learners.ranks import RankGroup
+
+# Which rank trains which tree: whole trees, balanced by what they cost.
+
+PAIR_COST = 1e-4  # of an attention pair, in tokens outside attention: a model of about 1e9 weights
+
+
+def cost(tree: EncodedTree) -> float:
+    """Work that a tree is, in tokens: each token, and each pair of a token and one it sees."""
+    depth = tree.ints("depth")
+    return tree.num_tokens + PAIR_COST * float(depth.sum(dtype="int64") + len(depth))
+
+
+def deal(trees: Sequence[EncodedTree], num_ranks: int) -> list[list[int]]:
+    """Places of the trees of each rank, in their order: the largest first, each to the rank with
+    the least so far (Graham 1969). A rank may get none."""
+    if num_ranks == 1:
+        return [list(range(len(trees)))]
+    costs = [cost(tree) for tree in trees]
+    ranks = [(0.0, rank) for rank in range(num_ranks)]
+    hands: list[list[int]] = [[] for _ in range(num_ranks)]
+    for place in sorted(range(len(trees)), key=lambda i: (-costs[i], i)):
+        total, rank = heapq.heappop(ranks)
+        hands[rank].append(place)
+        heapq.heappush(ranks, (total + costs[place], rank))
+    return [sorted(hand) for hand in hands]
+
+
+# What is kept of an optimizer step that was skipped since it was not finite.
+
+MAX_SAVED = 20
+
+logger = logging.getLogger(__name__)
+
+
+class Evidence:
+    """Writes DIR/skipped-00001.json (the step's figures and its trees) and skipped-00001.msgpack
+    (the trees as the ranks got them: a list of `learners.batch.EncodedTree`)."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def save(
+        self,
+        step: dict[str, float],
+        policy_version: int,
+        trees: Sequence[TrajectoryTree],
+        encoded: Sequence[EncodedTree],
+    ) -> None:
+        """Keep one step; beyond MAX_SAVED of a run only a warning is left."""
+        number = len(list(self.directory.glob("skipped-*.json"))) + 1
+        if number > MAX_SAVED:
+            logger.warning("an optimizer step was skipped: loss or gradient was not finite")
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory / f"skipped-{number:05d}.json"
+        row = {
+            "policy_version": policy_version,
+            "metrics": {name: repr(value) for name, value in step.items()},
+            "trees": [
+                {
+                    "tree": tree.index,
+                    "task": tree.task.id,
+                    "num_tokens": one.num_tokens,
+                    "trained_tokens": one.num_action_tokens,
+                    "not_finite": _not_finite(one),
+                }
+                for tree, one in zip(trees, encoded, strict=True)
+            ],
+        }
+        path.with_suffix(".msgpack").write_bytes(msgspec.msgpack.encode(list(encoded)))
+        path.write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
+        logger.warning(
+            "an optimizer step was skipped: loss or gradient was not finite; the batch is in %s",
+            path,
+        )
+
+
+def _not_finite(tree: EncodedTree) -> list[str]:
+    """Which figures of a tree are to blame, if it is the batch and not the weights."""
+    import numpy as np
+
+    names = ("behaviour", "entropies", "adv_pos", "adv_neg", "weight")
+    return [name for name in names if not np.isfinite(tree.floats(name)).all()]
 
 
 class DeepSpeedLearner:
@@ -231,3 +316,66 @@ def _check(config: LearnerConfig, model_dir: Path) -> None:
 
 def _absolute(path: Path) -> str:
     return os.path.abspath(path)
+
+
+# The controller's handle on the trainer's side of a broadcast; see `agentenv.engines.weights`.
+
+SLACK_S = 60.0  # the ranks end by themselves before they are ended
+
+
+class LearnerSender:
+    """A Sender. `publish` comes first, once an update; directories go below `folder`."""
+
+    def __init__(self, learner: DeepSpeedLearner, folder: Path, timeout_s: float) -> None:
+        self.learner = learner
+        self.folder = folder.absolute()
+        self.timeout_s = timeout_s
+        self._manifest = Manifest([])
+        self._written: Path | None = None
+        self._writing = asyncio.Lock()
+
+    async def publish(self) -> int:
+        """Make the learner's weights its next policy version; the number."""
+        reply = (await self.learner.call_all(wire.Announce()))[0]
+        self._manifest = Manifest(reply.buckets)
+        self._written = None
+        return reply.policy_version
+
+    async def manifest(self) -> Manifest:
+        return self._manifest
+
+    async def open(self) -> Address:
+        reply = (await self.learner.call_all(wire.OpenGroup(self.timeout_s)))[0]
+        assert reply.address is not None
+        return reply.address
+
+    async def join(self, group: Group) -> None:
+        limit = 2 * self.timeout_s + SLACK_S  # the store's deadline, then the group's
+        replies = await self.learner.call_all(wire.JoinGroup(group), limit)
+        _check_answers(replies[0])
+
+    async def send(self) -> None:
+        _check_answers((await self.learner.call_all(wire.SendWeights()))[0])
+
+    async def leave(self) -> None:
+        await self.learner.call_all(wire.LeaveGroup())
+
+    async def abort(self) -> None:
+        self.learner.ranks.interrupt()
+
+    async def write(self) -> Path:
+        async with self._writing:
+            if self._written is None:
+                path = self.folder / f"v{self.learner.policy_version}"
+                command = wire.WriteModel(str(path), publish=False, unmoved=True)
+                try:
+                    await self.learner.call_all(command)
+                except LearnerError as error:  # whoever trains will see it if it is gone
+                    raise EngineError(f"the learner wrote no directory: {error}") from error
+                self._written = path
+            return self._written
+
+
+def _check_answers(reply: wire.Done) -> None:
+    if reply.problem:
+        raise TransferError(reply.problem)

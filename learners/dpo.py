@@ -13,19 +13,157 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from agentenv.errors import ConfigError
-from learners.batch import MicroBatch
-from learners.dpo_pairs import Floats, Longs, PairTokens, preference_metrics, preference_sums
-from learners.encoding import EncodedTree
+from agentenv.errors import ConfigError, DataError
+from learners.batch import EncodedTree, MicroBatch
 from learners.learner import Metrics
 from learners.lora import ADAPTER
 from learners.trainer import Trainer
+
+# Pairs of a better and a worse answer as trees, and the figures of preferences (numpy only).
+#
+# A pair is one tree: what both answers share is stored and computed once, prompt and common first
+# turns alike. On a token of the chosen answer adv_pos is 1, on one of the rejected answer adv_neg
+# is -1; a token of both has both, so that it cancels out of every difference. `behaviour` holds the
+# log-probs of the reference policy.
+
+Floats = NDArray[np.float64]
+Longs = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Answer = tuple[ArrayLike, ArrayLike]  # token ids from the prompt on, mask of the policy's tokens
+
+
+def encode_pair(chosen: Answer, rejected: Answer) -> EncodedTree:
+    """Each answer holds the prompt too; `mask` is True on the tokens that the policy wrote.
+
+    Raises DataError if an answer has no token of the policy or the two are the same.
+    """
+    ids, mask = _arrays(chosen)
+    other_ids, other_mask = _arrays(rejected)
+    shorter = min(len(ids), len(other_ids))
+    differs = (ids[:shorter] != other_ids[:shorter]) | (mask[:shorter] != other_mask[:shorter])
+    shared = int(np.argmax(differs)) if differs.any() else shorter
+    if shared == len(ids) == len(other_ids):
+        raise DataError("the chosen and the rejected answer are the same")
+    shared = min(shared, len(ids) - 1, len(other_ids) - 1)  # both branches have a token
+    if shared < 1:
+        raise DataError("the chosen and the rejected answer begin with different prompts")
+    rest, other = len(ids) - shared, len(other_ids) - shared
+    total = shared + rest + other
+    place = np.arange(total, dtype=np.int32)
+    pred = place - 1
+    pred[shared + rest] = shared - 1
+    depth = np.where(place < shared + rest, place, place - rest).astype(np.int32)
+    end = np.where((place < shared) | (place >= shared + rest), total, shared + rest)
+    action = np.concatenate([mask, other_mask[shared:]])
+    is_chosen, is_rejected = place < shared + rest, (place < shared) | (place >= shared + rest)
+    zeros = np.zeros(total)
+    return EncodedTree(
+        token_ids=np.concatenate([ids, other_ids[shared:]]).tobytes(),
+        pred=pred.tobytes(),
+        depth=depth.tobytes(),
+        end=end.astype(np.int32).tobytes(),
+        staleness=np.zeros(total, np.int32).tobytes(),
+        action=action.tobytes(),
+        behaviour=zeros.tobytes(),
+        entropies=b"",
+        adv_pos=(action * is_chosen * 1.0).tobytes(),
+        adv_neg=(action * is_rejected * -1.0).tobytes(),
+        weight=(action * (is_chosen * 1.0 + is_rejected)).tobytes(),
+        starts=np.array([0, shared, shared + rest], np.int32).tobytes(),
+        parents=np.array([-1, 0, 0], np.int32).tobytes(),
+    )
+
+
+def with_reference(pair: EncodedTree, logprobs: Sequence[float]) -> EncodedTree:
+    """The pair with the reference policy's log-probs of its trained tokens, in their order."""
+    behaviour = np.zeros(pair.num_tokens)
+    behaviour[pair.actions()] = logprobs
+    return replace(pair, behaviour=behaviour.tobytes())
+
+
+@dataclass(frozen=True)
+class PairTokens:
+    """The trained tokens of pairs, pair after pair; [tokens].
+
+    pair: number of the pair; reference: log-probs, nats; chosen, rejected: 1 on the tokens of
+    that answer, else 0.
+    """
+
+    num_pairs: int
+    pair: Longs
+    reference: Floats
+    chosen: Floats
+    rejected: Floats
+
+    @classmethod
+    def of(cls, pairs: Sequence[EncodedTree]) -> PairTokens:
+        def gather(name: str) -> Floats:
+            parts = [pair.floats(name)[pair.actions()] for pair in pairs]
+            return np.concatenate([np.zeros(0), *parts])
+
+        counts = [pair.num_action_tokens for pair in pairs]
+        owner = np.repeat(np.arange(len(pairs)), counts)
+        return cls(len(pairs), owner, gather("behaviour"), gather("adv_pos"), -gather("adv_neg"))
+
+    @property
+    def sign(self) -> Floats:
+        """What a token's log-prob counts in the margin of its pair: 1, -1, or 0 if shared."""
+        return self.chosen - self.rejected
+
+    def sums(self, values: Floats) -> Floats:
+        """[tokens] -> [pairs]"""
+        return np.bincount(self.pair, values, minlength=self.num_pairs).astype(np.float64)
+
+    def margins(self, logprobs: Floats) -> Floats:
+        """[pairs], of log(policy / reference): chosen less rejected, in nats."""
+        return self.sums(self.sign * (logprobs - self.reference))
+
+
+def preference_sums(tokens: PairTokens, logprobs: Floats, beta: float) -> dict[str, float]:
+    """Sums over pairs of what `preference_metrics` averages."""
+    ratio = logprobs - tokens.reference
+    chosen, rejected = tokens.sums(tokens.chosen * ratio), tokens.sums(tokens.rejected * ratio)
+    margin = beta * tokens.margins(logprobs)
+    return {
+        "num_pairs": float(tokens.num_pairs),
+        "num_tokens": float(len(logprobs)),
+        "loss": float(np.logaddexp(0.0, -margin).sum()),
+        "accuracy": float((margin > 0).sum()),
+        "margin": float(margin.sum()),
+        "reward_chosen": float(beta * chosen.sum()),
+        "reward_rejected": float(beta * rejected.sum()),
+        "logprob_chosen": float((tokens.chosen * logprobs).sum()),
+        "logprob_rejected": float((tokens.rejected * logprobs).sum()),
+        "preferred": float((tokens.sums(tokens.sign * logprobs) > 0).sum()),
+    }
+
+
+def preference_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Means over all pairs from the sums of parts.
+
+    accuracy: share of pairs with a positive margin; margin, reward_*: beta * log(policy /
+    reference) of whole answers; logprob_*: of the policy, nats an answer; preferred: share of
+    pairs whose chosen answer the policy finds likelier, whatever the reference says.
+    """
+    totals = {name: sum(part[name] for part in parts) for name in parts[0]}
+    count = max(1.0, totals["num_pairs"])
+    return {n: value if n.startswith("num_") else value / count for n, value in totals.items()}
+
+
+def _arrays(answer: Answer) -> tuple[NDArray[np.int32], Bools]:
+    ids, mask = np.asarray(answer[0], np.int32), np.asarray(answer[1], np.bool_)
+    if len(ids) != len(mask) or not mask.any() or mask[0]:
+        raise DataError("an answer needs a mask of its length, with a True, not at its start")
+    return ids, mask
 
 
 def preference_loss(margins: Tensor, beta: float) -> Tensor:

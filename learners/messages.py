@@ -13,9 +13,9 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from agentenv.engines.transfer import Address, Bucket, Group
+from agentenv.engines.weights import Address, Bucket, Group
 from learners.algorithms import AnyAlgorithm as AnyAlgorithm
-from learners.encoding import EncodedTree
+from learners.batch import EncodedTree
 from learners.learner import LearnerConfig, OptimizerConfig, Score
 
 ADDRESS_VARIABLE = "AGENTENV_LEARNER_ADDRESS"  # host:port of the controller
@@ -57,7 +57,7 @@ class Imitate(Struct, tag=True, tag_field="type"):
 
 
 class Prefer(Struct, tag=True, tag_field="type"):
-    """One optimizer step of DPO on pairs (`learners.dpo_pairs`)."""
+    """One optimizer step of DPO on pairs (`learners.dpo`)."""
 
     pairs: list[EncodedTree]
     beta: float

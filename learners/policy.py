@@ -6,11 +6,178 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from agentenv.errors import ConfigError
 from learners.attention import NO_MASK, TreeLayout, use_tree_attention
 from learners.batch import MicroBatch
-from learners.logprob_head import LogprobHead
+
+# Log-probs, entropies and arg-max of given tokens, without logits of the whole batch.
+#
+# For a token with logits z = (W h + b) / T, target y, p = softmax(z), H = -sum p log p:
+#
+#     d log p(y) / dz = onehot(y) - p          d H / dz = -p (log p + H)
+#
+# Logits exist for a chunk of tokens only. Backward computes them again, unless they fit into one
+# chunk, which keeps its probabilities.
+
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of one [tokens, vocabulary] tensor
+TILE_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}  # of a float32 copy of some of the weight's rows
+
+
+class LogprobHead(nn.Linear):
+    """An output head that can also answer with figures of chosen tokens.
+
+    It holds the parameters of the linear layer that it replaces, so tied weights stay tied and
+    hooks of the module, which gather the weight under ZeRO-3, see every use of it.
+    """
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> LogprobHead:
+        """A head with the same parameters."""
+        has_bias = linear.bias is not None
+        head = cls(linear.in_features, linear.out_features, has_bias, device="meta")
+        head.weight, head.bias = linear.weight, linear.bias
+        return head.train(linear.training)
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, targets: Tensor | None = None, temperature: float = 1.0
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """Logits; with targets log-probs, entropies and likeliest ids, each [tokens].
+
+        hidden: [tokens, width], targets: int64 [tokens]. Log-probs and entropies (nats, of
+        softmax(logits / temperature)) are at least float32 and both differentiable; a gradient
+        that nobody asks for costs nothing.
+        """
+        if targets is None:
+            return super().forward(hidden)
+        figures: tuple[Tensor, Tensor, Tensor] = SelectedLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden, self.weight, self.bias, targets, temperature
+        )
+        return figures
+
+
+class SelectedLogprobs(torch.autograd.Function):
+    """See `LogprobHead.forward`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        num_tokens, dtype = len(targets), torch.promote_types(hidden.dtype, torch.float32)
+        chunks = torch.split(hidden, chunk_tokens(weight, dtype))
+        logprobs, entropy, log_total = hidden.new_empty(3, num_tokens, dtype=dtype)
+        likeliest = torch.empty_like(targets)
+        kept = None
+        start = 0
+        for chunk in chunks:
+            span = slice(start, start + len(chunk))
+            logits = _logits(chunk, weight, bias, temperature, dtype)
+            highest, likeliest[span] = logits.max(-1)
+            chosen = logits.gather(-1, targets[span, None])[:, 0]
+            probabilities = torch.softmax(logits, -1)
+            top = probabilities.gather(-1, likeliest[span, None])[:, 0]
+            log_total[span] = highest - top.log()
+            logprobs[span] = chosen - log_total[span]
+            entropy[span] = log_total[span] - torch.linalg.vecdot(probabilities, logits)
+            kept = probabilities if len(chunks) == 1 else None
+            start = span.stop
+        ctx.temperature, ctx.dtype = temperature, dtype
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(likeliest)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_total, entropy, kept)
+        return logprobs, entropy, likeliest
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, log_total, entropy, kept = ctx.saved_tensors
+        if grad is None and grad_entropy is None:
+            return None, None, None, None, None
+        grad_hidden = torch.empty_like(hidden)
+        # Sums over chunks are float32 at least, whatever the weight is.
+        grad_weight = torch.zeros_like(weight, dtype=ctx.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=ctx.dtype) if ctx.needs_input_grad[2] else None
+        start = 0
+        for chunk in torch.split(hidden, chunk_tokens(weight, ctx.dtype)):
+            span = slice(start, start + len(chunk))
+            start = span.stop
+            probabilities = kept
+            if probabilities is None:
+                probabilities = _logits(chunk, weight, bias, ctx.temperature, ctx.dtype)
+                probabilities.sub_(log_total[span, None]).exp_()
+            of_logits = torch.zeros_like(probabilities)
+            if grad is not None:
+                torch.mul(probabilities, -grad[span, None], out=of_logits)
+                of_logits.scatter_add_(-1, targets[span, None], grad[span, None])
+            if grad_entropy is not None:
+                rise = torch.special.xlogy(probabilities, probabilities)
+                rise.addcmul_(probabilities, entropy[span, None])
+                of_logits.addcmul_(rise, grad_entropy[span, None], value=-1.0)
+            if ctx.temperature != 1.0:
+                of_logits /= ctx.temperature
+            if grad_bias is not None:
+                grad_bias += of_logits.sum(0)
+            grad_hidden[span] = _back(of_logits, chunk, weight, grad_weight)
+        found = (
+            None if one is None else one.to(hidden.dtype)
+            for one in (grad_hidden, grad_weight, grad_bias)
+        )
+        return *found, None, None
+
+
+def chunk_tokens(weight: Tensor, dtype: torch.dtype) -> int:
+    """Tokens of a chunk: as many as fit into CHUNK_BYTES."""
+    return max(1, CHUNK_BYTES[weight.device.type] // (weight.shape[0] * dtype.itemsize))
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype
+) -> Tensor:
+    """[tokens, vocabulary] in dtype; half precision is multiplied and summed in float32."""
+    if weight.dtype == dtype:
+        logits = hidden @ weight.T
+    else:
+        logits = hidden.new_empty(len(hidden), len(weight), dtype=dtype)
+        for rows in _tiles(weight):
+            logits[:, rows] = _product(hidden, weight[rows].T)
+    if bias is not None:
+        logits += bias
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _back(of_logits: Tensor, hidden: Tensor, weight: Tensor, grad_weight: Tensor | None) -> Tensor:
+    """The gradient of hidden; adds that of the weight to grad_weight."""
+    if weight.dtype == of_logits.dtype:
+        if grad_weight is not None:
+            grad_weight.addmm_(of_logits.T, hidden)
+        return of_logits @ weight
+    of_hidden = torch.zeros_like(hidden, dtype=of_logits.dtype)
+    for rows in _tiles(weight):
+        of_hidden += _product(of_logits[:, rows], weight[rows])
+        if grad_weight is not None:
+            grad_weight[rows] += _product(of_logits[:, rows].T, hidden)
+    return of_hidden
+
+
+def _tiles(weight: Tensor) -> list[slice]:
+    """Rows of the weight, so few at a time that a float32 copy of them stays small."""
+    step = max(1, TILE_BYTES[weight.device.type] // (4 * weight.shape[1]))
+    return [slice(start, start + step) for start in range(0, len(weight), step)]
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right in float32, where right is half precision; tensor cores sum in float32."""
+    if right.device.type == "cuda":
+        return torch.mm(left.to(right.dtype), right, out_dtype=torch.float32)
+    return left.float() @ right.float()
 
 
 class Policy(nn.Module):

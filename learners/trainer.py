@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from learners.algorithm import Algorithm
-from learners.batch import ActionTokens, Floats, MicroBatch, pack
-from learners.encoding import EncodedTree
+from learners.batch import ActionTokens, EncodedTree, Floats, MicroBatch, pack
+from learners.checkpoint import Reference
 from learners.learner import LearnerConfig, Metrics, Score
-from learners.minibatch import MiniBatch, prepare
+from learners.minibatch import MiniBatch, behaviour_ratios, means, over_ranks, over_steps, prepare
 from learners.policy import Policy
-from learners.reference import Reference
-from learners.step_metrics import behaviour_ratios, means, over_ranks, over_steps
 
 T = TypeVar("T")
 

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from agentenv.env import close_shared
 from agentenv.errors import GraderError
-from agentenv.shared import close_shared
-from envs.grading.equivalence import shared_math
 from envs.grading.layers import Layered
+from envs.grading.math import shared_math
 from envs.grading.reference import reference_f1
 
 NUM_SLOWEST = 10

@@ -16,12 +16,11 @@ from agentenv.actor import Actor
 from agentenv.aepo_plan import AEPOPlan
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.errors import DataError, EngineDeadError
-from agentenv.limits import Limits
 from agentenv.plan import ARPOPlan, Independent, RolloutPlan
 from agentenv.reference_plan import ReferencePlan
 from agentenv.renderer import TagRenderer
 from agentenv.tree import TrajectoryTree
-from agentenv.types import Limit, SamplingParams, Task
+from agentenv.types import Limit, Limits, SamplingParams, Task
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.support.virtual_clock import run_virtual
 

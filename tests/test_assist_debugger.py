@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from agentenv.assist.config import DebuggerConfig
-from agentenv.assist.debugger import corrected_code, debugged
-from agentenv.assist.model import HelperModel
+from agentenv.assist.helpers import DebuggerConfig, HelperModel, corrected_code, debugged
+from agentenv.env import close_shared
 from agentenv.errors import ConfigError, EnvError, InfraError, ToolError
-from agentenv.shared import close_shared
-from agentenv.tool import StatelessTool
 from agentenv.tool_env import ToolEnv
+from agentenv.tools import StatelessTool
 from agentenv.types import Message, Task, ToolCall, ToolResult
 from envs.code_interpreter import CodeInterpreterEnv
 from tests.support.openai_endpoint import Answer, Json, ScriptedEndpoint, reply

@@ -11,9 +11,8 @@ import pytest
 
 from agentenv.errors import ConfigError
 from agentenv.evaluate import evaluate
-from agentenv.limits import Limits
 from agentenv.plan import ARPOPlan
-from agentenv.types import Limit
+from agentenv.types import Limit, Limits
 from tests.support.assisted import ANSWER, TASK, Rollout, Turns, look, search_env
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 

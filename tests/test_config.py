@@ -9,8 +9,8 @@ import pytest
 from msgspec import Meta, Struct
 
 from agentenv.config import changes, load_config
-from agentenv.config_keys import describe
 from agentenv.errors import ConfigError
+from launchers.help import describe
 
 
 class Fast(

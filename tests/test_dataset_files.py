@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from agentenv.data_config import RowsConfig
-from agentenv.dataset import load_tasks
+from agentenv.data.dataset import load_tasks
+from agentenv.data.rows import RowsConfig
 from agentenv.errors import ConfigError, DataError
 from tests.support.parquet import arpo_rows, write_arrow, write_parquet
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentenv.data_config import ColumnsConfig, MixPart, RowsConfig
-from agentenv.dataset import TaskMix, TaskStream, load_mix
+from agentenv.data.dataset import TaskMix, TaskStream, load_mix
+from agentenv.data.rows import ColumnsConfig, MixPart, RowsConfig
 from agentenv.errors import ConfigError
 from agentenv.types import Task
 

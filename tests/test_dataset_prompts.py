@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from agentenv.data_config import Overlong
+from agentenv.data.dataset import BATCH, PromptFitter
+from agentenv.data.rows import Overlong
 from agentenv.env import Env
 from agentenv.errors import ConfigError, DataError, EnvError
-from agentenv.limits import Limits
-from agentenv.prompt_fit import BATCH, PromptFitter
 from agentenv.renderer import TagRenderer
-from agentenv.types import Info, Message, Task
+from agentenv.types import Info, Limits, Message, Task
 from tests.support.toy import CharTokenizer
 
 LIMIT = 40  # tokens; one a character, and one for the end of the line after each message

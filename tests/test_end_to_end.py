@@ -12,7 +12,7 @@ from agentenv.config import load_config
 from launchers.config import TrainConfig
 from launchers.rl.training import Training
 from launchers.rundir import RunDirectory
-from launchers.view import View
+from launchers.terminal import View
 
 CONFIG = Path(__file__).parent / "support" / "small_quickstart.toml"
 

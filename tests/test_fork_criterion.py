@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from agentenv.fork_criterion import relative_rise, rise_score, seen_rises
-from agentenv.plan import ARPOPlan
+from agentenv.plan import ARPOPlan, relative_rise, rise_score, seen_rises
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
 

@@ -9,14 +9,12 @@ import pytest
 
 from agentenv.actor import Actor
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.grader import Grade
-from agentenv.limits import Limits
 from agentenv.native import NativeRenderer
 from agentenv.plan import Independent
-from agentenv.tool import tool
-from agentenv.tool_env import ToolEnv
+from agentenv.tool_env import Grade, ToolEnv
+from agentenv.tools import tool
 from agentenv.tree import TrajectoryTree
-from agentenv.types import Message, SamplingParams, Task
+from agentenv.types import Limits, Message, SamplingParams, Task
 from tests.support import chat_models
 from tests.support.virtual_clock import run_virtual
 

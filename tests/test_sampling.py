@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from agentenv.branch import Patience
 from agentenv.config import override_kinds
 from agentenv.errors import ConfigError
-from agentenv.patience import Patience
 from agentenv.plan import Independent
 from agentenv.types import Completion, SamplingParams
 from launchers.config import Sampling, TrainConfig

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import pytest
 
 from agentenv.testing import check_tool_env
-from agentenv.tool import argument_schema, tool
 from agentenv.tool_env import ToolEnv
+from agentenv.tools import argument_schema, tool
 from agentenv.types import Message, Task
 from tests.support.counting_tools import ANSWER, TASK, Counter, LastMessage, call
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentenv.errors import ConfigError, ToolError
-from agentenv.tool import tool
+from agentenv.tools import tool
 from agentenv.types import ToolResult
 
 

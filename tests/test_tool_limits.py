@@ -11,19 +11,14 @@ from typing import Any
 import pytest
 
 from agentenv.config import build_config
-from agentenv.env import register
+from agentenv.env import close_shared, register
 from agentenv.errors import ConfigError, EnvError, InfraError
-from agentenv.grader import Grade
-from agentenv.limits import Limits
 from agentenv.prompt import PromptConfig
-from agentenv.shared import close_shared
-from agentenv.tool import StatelessTool, tool
-from agentenv.tool_env import ToolEnv
-from agentenv.tool_limits import ToolConfig, ToolLimits
-from agentenv.tool_loading import load_tools
-from agentenv.types import Message, Task, ToolCall, ToolResult
+from agentenv.tool_env import Grade, ToolEnv
+from agentenv.tools import StatelessTool, ToolConfig, ToolLimits, load_tools, tool
+from agentenv.types import Limits, Message, Task, ToolCall, ToolResult
 from launchers.config import EnvConfig, TrainConfig
-from launchers.environments import EnvMaker
+from launchers.data import EnvMaker
 from tests.support.virtual_clock import run_virtual
 
 TASK = Task("t", "test/Tools-v0", "how many?", ("2",))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from agentenv.errors import ConfigError, EnvError
+from agentenv.gym import VectorEnv
 from agentenv.types import Message, Task, ToolCall
-from agentenv.vector import VectorEnv
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual
 

@@ -8,8 +8,7 @@ The browser agent is `search.mode = "summaries"` (envs/search/summary.py). An `A
 actor with these; it needs no other env, renderer or engine.
 """
 
-from agentenv.assist.actor import AssistedActor
-from agentenv.assist.config import AssistConfig
-from agentenv.assist.helpers import Assist
+from agentenv.assist.helpers import Assist, AssistConfig
+from agentenv.assist.rollout import AssistedActor
 
 __all__ = ["Assist", "AssistConfig", "AssistedActor"]

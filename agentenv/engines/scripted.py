@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from agentenv.engines.request_check import check_request
+from agentenv.engines.client import check_request
 from agentenv.engines.server import Request
 from agentenv.errors import ConfigError, EngineDeadError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
@@ -31,7 +31,7 @@ class ScriptedConfig(
     script: Annotated[
         str,
         Meta(description="'module:function' called with (prompt text, Random), returns the turn"),
-    ] = "envs.quickstart_script:scripted_turn"
+    ] = "envs.quickstart:scripted_turn"
     max_model_len: Annotated[int, Meta(ge=1, description="tokens of prompt and turn")] = 4096
     tokens_per_s: Annotated[
         float, Meta(ge=0, description="sampling speed of one request; 0 is at once")

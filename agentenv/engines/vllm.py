@@ -12,24 +12,247 @@ load_weights:  check the directory --> pause --> reload --> drop prefixes --> na
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from agentenv.engines.adapter_layout import is_adapter
-from agentenv.engines.background import Background
-from agentenv.engines.entropy import check_top_k
-from agentenv.engines.http import HttpClient, RefusedError, Timeouts
-from agentenv.engines.request_check import check_request
-from agentenv.engines.served import Served
-from agentenv.engines.server import Request, ServerInfo, ServerLoad, ServerLostError
-from agentenv.engines.vllm_adapter import FEATURE, VLLMAdapters, with_features
-from agentenv.engines.vllm_broadcast import VLLMReceiver
-from agentenv.engines.vllm_control import Control
-from agentenv.engines.vllm_probe import Facts, check_tied, probe
-from agentenv.engines.vllm_requests import VLLMRequests
-from agentenv.errors import EngineError
+from msgspec.structs import replace
+
+from agentenv.engines.client import (
+    Background,
+    FailedError,
+    HttpClient,
+    RefusedError,
+    Replace,
+    Running,
+    Served,
+    Timeouts,
+    all_of,
+    check_request,
+)
+from agentenv.engines.server import (
+    BrokenOffError,
+    Request,
+    ServerInfo,
+    ServerLoad,
+    ServerLostError,
+    check_top_k,
+)
+from agentenv.engines.vllm_wire import (
+    GENERATE,
+    TRIAL,
+    Answer,
+    Control,
+    Facts,
+    check_tied,
+    check_trial,
+    entropy_kind,
+    probe,
+    request_body,
+)
+from agentenv.engines.weights import Group, Manifest, check_adapter, check_manifest, is_adapter
+from agentenv.errors import ConfigError, EngineError
 from agentenv.types import Chunk, Completion
+
+# Requests on a vLLM server: each can be broken off, and is aborted there unless it has ended.
+
+
+class VLLMRequests:
+    """`adapter` is the name that requests ask for; empty: the model itself."""
+
+    def __init__(
+        self,
+        http: HttpClient,
+        control: Control,
+        served: Served,
+        background: Background,
+        entropy_top_k: int,
+    ) -> None:
+        self.adapter = ""
+        self._http, self._control, self._served = http, control, served
+        self._background, self._top_k = background, entropy_top_k
+        self._running = Running()
+
+    async def sample(
+        self, request_id: str, request: Request, facts: Facts, on_chunk: Callable[[Chunk], None]
+    ) -> Answer | None:
+        """One request to the server; None if other weights came before its first token."""
+        answer = Answer(self._http.name, entropy_kind(self._top_k, facts.vocab_size))
+        body = request_body(request_id, request, self._top_k, self._served.salt, self.adapter)
+        whole = False
+        with self._running.watch(request_id) as broken_off:
+            try:
+                async with broken_off:
+                    async with self._http.stream(GENERATE, body) as events:
+                        async for event in events:
+                            chunk = answer.add(event)
+                            if chunk is not None and broken_off.when() is None:
+                                self._running.unstarted.discard(request_id)
+                                on_chunk(chunk)
+                    whole = True
+            except TimeoutError:
+                if not broken_off.expired():
+                    raise
+                if request_id in self._running.unstarted:
+                    return None
+                if self._running.was_on_purpose(request_id):
+                    raise BrokenOffError(f"{self._http.name} got another adapter") from None
+                raise ServerLostError(f"{self._http.name}: {self._served.doubt}") from None
+            finally:
+                if not whole:
+                    self._background.spawn(self._control.abort(facts, [request_id]))
+        return answer
+
+    async def try_out(self, facts: Facts) -> None:
+        """Sample one token, since routes and settings do not tell all."""
+        salt, version = self._served.salt, self._served.policy_version
+        try:
+            answer = await self.sample(f"probe-{salt}", TRIAL, facts, lambda chunk: None)
+        except RefusedError as error:
+            cure = ": start it with --enable-scale-out" if error.status == 403 else ""
+            raise ConfigError(f"{error}{cure}") from error
+        assert answer is not None
+        check_trial(self._http.name, facts, answer, version)
+
+    def break_off_unstarted(self) -> None:
+        """End those that have no token yet; they are sent again."""
+        self._running.break_off(self._running.unstarted)
+
+    async def break_off_all(self, facts: Facts, *, on_purpose: bool = False) -> None:
+        """End all, also on the server. `on_purpose`: they may be sent again at once."""
+        ids = self._running.ids
+        self._running.break_off(ids, on_purpose=on_purpose)
+        await self._control.abort(facts, ids)
+
+
+# LoRA adapters on a vLLM server: one at a time, each version under a name of its own.
+#
+# The name is part of the key of vLLM's prefix cache, and requests name the adapter that they want,
+# so that versions cannot mix. Running requests are broken off, since one cannot change its adapter;
+# they go on from their tokens under the new one.
+
+FEATURE = "adapters"
+ROUTES = {"POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter"}
+SLEEP_ROUTES = {"POST /sleep", "POST /wake_up"}
+
+
+class VLLMAdapters:
+    """Serves one after the other."""
+
+    def __init__(
+        self, control: Control, requests: VLLMRequests, served: Served, replace: Replace
+    ) -> None:
+        self._control, self._requests = control, requests
+        self._served, self._replace = served, replace
+
+    async def load(self, source: Path, facts: Facts, policy_version: int) -> None:
+        """Serve an adapter, or the model that the server was started from without one; errors as
+        of Server.load_weights."""
+        served = self._served.layout
+        old, directory = self._requests.adapter, await asyncio.to_thread(source.absolute)
+        if is_adapter(source):
+            await asyncio.to_thread(check_adapter, source, served)
+            new = f"{facts.model}-v{policy_version}-{secrets.token_hex(4)}"
+        else:
+            new = ""
+            if served is None or directory != served.directory:
+                raise EngineError(
+                    f"this server was started with --enable-lora: it takes adapters of its model, "
+                    f"not the weights in {source}"
+                )
+        await self._replace(partial(self._change, new, directory, facts), policy_version)
+        if old:
+            await self._control.unload_adapter(old)
+
+    async def _change(self, name: str, directory: Path, facts: Facts) -> None:
+        if name:
+            await self._control.load_adapter(name, directory)
+        await self._requests.break_off_all(facts, on_purpose=True)
+        self._requests.adapter = name
+
+
+def with_features(facts: Facts) -> ServerInfo:
+    """What the server can do beyond what the probe found: load adapters, and sleep on the CPU,
+    where it gives no memory back but takes part in every other way."""
+    found = set(facts.features)
+    if facts.cpu and facts.routes >= SLEEP_ROUTES:
+        found.add("sleep")
+    if facts.routes >= ROUTES:
+        found.add(FEATURE)
+    return replace(facts.info(), features=frozenset(found))
+
+
+# Weights by broadcast into a vLLM server whose workers have the backend `agentenv`
+# (vllm_plugin/agentenv_vllm_broadcast.py, an entry point of vLLM that is installed beside it).
+
+JOIN, LEAVE = "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"
+START, RECEIVE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
+SLACK_S = 15.0  # an HTTP call outlives the collective call behind it by this
+
+
+class VLLMReceiver:
+    """See Receiver."""
+
+    def __init__(self, control: Control, served: Served, replace: Replace) -> None:
+        self._control, self._served, self._replace = control, served, replace
+
+    async def num_ranks(self) -> int:
+        return sum([await _num_workers(server) for server in self._control.servers])
+
+    async def join(self, group: Group, first_rank: int) -> None:
+        calls = []
+        for server in self._control.servers:
+            info = {
+                "master_address": group.address.host,
+                "master_port": group.address.port,
+                "rank_offset": first_rank,
+                "world_size": group.world_size,
+                "group_name": group.name,
+                "backend": group.address.backend,
+                "timeout_s": group.timeout_s,
+            }
+            first_rank += await _num_workers(server)
+            timeout_s = group.timeout_s + SLACK_S
+            calls.append(server.call("POST", JOIN, {"init_info": info}, timeout_s=timeout_s))
+        await all_of(calls)
+
+    async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
+        async with self._served.lock:
+            check_manifest(manifest, self._served.layout)
+            await self._replace(partial(self._receive, group, manifest), policy_version)
+
+    async def leave(self, group: Group) -> None:
+        with suppress(EngineError):
+            await self._control.post(LEAVE, timeout_s=SLACK_S)
+
+    async def _receive(self, group: Group, manifest: Manifest) -> None:
+        try:
+            await self._control.post(START)
+        except FailedError:  # an earlier update was broken off between two buckets
+            with suppress(EngineError):
+                await self._control.post(FINISH)
+            await self._control.post(START)
+        try:
+            for bucket in manifest.buckets:
+                update = {
+                    "names": bucket.names,
+                    "dtype_names": bucket.dtypes,
+                    "shapes": bucket.shapes,
+                }
+                timeout_s = group.timeout_s * len(bucket.names) + SLACK_S
+                await self._control.post(RECEIVE, {"update_info": update}, timeout_s=timeout_s)
+            timeout_s = self._control.servers[0].timeouts.load_s
+            await self._control.post(FINISH, timeout_s=timeout_s)
+        except RefusedError as error:
+            raise ServerLostError(f"nobody knows what weights it has: {error}") from error
+
+
+async def _num_workers(server: HttpClient) -> int:
+    found = await server.call_json("GET", "/get_world_size", params={"include_dp": "true"})
+    return int(found["world_size"])
+
 
 HEALTH_S = 5.0
 SETTLE_S = 0.02  # after a pause: tokens that were sampled before it are on their way

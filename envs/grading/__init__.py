@@ -1,1 +1,1 @@
-"""Grading of short answers: `make_grader` of `envs.grading.config` makes a grader of keys."""
+"""Grading of short answers: `make_grader` of `envs.grading.reward` makes a grader of keys."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _LETTER = re.compile(r"[(\[]?\s*([A-J])\s*[)\].:]?", re.IGNORECASE)
-_NAMED = re.compile(
+_NAMED_CHOICE = re.compile(
     r"(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)(?:\s+is)?:?\s*"
     r"|(?:i\s+)?(?:choose|pick)\s+|\u9009\u9879?\s*)[(\[]?\s*([A-J])\s*[)\]]?(?![A-Za-z])(.*)",
     re.IGNORECASE | re.DOTALL,
@@ -42,7 +42,7 @@ def chosen(answer: str) -> frozenset[str]:
     several = _several(answer)
     if several is not None:
         return several
-    match = _NAMED.fullmatch(answer)
+    match = _NAMED_CHOICE.fullmatch(answer)
     if match is not None:
         if re.match(r"\s*(?:,|/|or|and)\s*[(\[]?[A-J][)\]]?\b", match[2]):
             return frozenset()  # hedged between two options

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from envs.grading.normalise import MAX_ANSWER_CHARS, words_of
-from envs.grading.numerals import as_number
+from envs.grading.numbers import as_number
 from envs.grading.verdict import Verdict, shown
 from envs.grading.words import f1
 

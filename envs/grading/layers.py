@@ -8,21 +8,270 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Literal
+
+from msgspec import Struct
 
 from envs.grading import choice, dates
-from envs.grading.answer import final_answer
-from envs.grading.equivalence import MathEquivalence, shared_math
-from envs.grading.lists import same_list, several, without_name
-from envs.grading.names import without_class
+from envs.grading.math import MathEquivalence, shared_math
 from envs.grading.normalise import MAX_ANSWER_CHARS, clean, squashed
-from envs.grading.notations import in_base, in_radians, same_range
-from envs.grading.quantities import quantity, same_quantity
-from envs.grading.sentences import says
-from envs.grading.special import special, truth, truth_of
-from envs.grading.verdict import Verdict, shown
-from envs.grading.words import f1, has_cjk, same_words
+from envs.grading.numbers import quantity, same_quantity
+from envs.grading.verdict import Verdict, final_answer, shown
+from envs.grading.words import f1, has_cjk, same_words, tokens, without_class
+
+# Several answers in one: 1, 2 and 3; {1, 2}; (3, 4); x = 1 or x = -1; \pm 2.
+
+MAX_ELEMENTS = 40
+
+Compare = Callable[[str, str], bool | None]
+
+_AND = re.compile(
+    "\\s*[\u3001\u548c\u4e0e\u53ca]\\s*"
+    r"|\s*(?:,|;)\s*(?:and|or)\s+|\s+(?:and|or|\\text\{and\})\s+|\s*;\s*",
+    re.IGNORECASE,
+)
+_NAMED_VALUE = re.compile(r"[A-Za-z](?:_\{?\w{1,3}\}?)?(?:\([a-z]\))?\s*=\s*(.*)", re.DOTALL)
+_OPEN = {"(": ")", "[": "]", "{": "}"}
+
+
+class Several(Struct, frozen=True):
+    """Elements, and the brackets round them: braces and none mean that order does not count."""
+
+    elements: tuple[str, ...]
+    opening: Literal["", "{", "(", "["] = ""
+    closing: Literal["", "}", ")", "]"] = ""
+
+    @property
+    def ordered(self) -> bool:
+        return self.opening in ("(", "[")
+
+
+def several(text: str) -> Several | None:
+    """The elements of a list, set, tuple or interval; None for a single value."""
+    text = (
+        re.sub(r"\\([{}])", r"\1", text.strip()).replace(r"\lbrace", "{").replace(r"\rbrace", "}")
+    )
+    opening = closing = ""
+    if len(text) > 1 and text[0] in _OPEN and text[-1] in ")]}" and _wraps(text):
+        opening, closing, text = text[0], text[-1], text[1:-1]
+    parts = _split(_AND.sub(",", text))
+    parts = [both for part in parts for both in _both_signs(part)]
+    if len(parts) > MAX_ELEMENTS or not all(parts) or (len(parts) < 2 and opening != "{"):
+        return None
+    return Several(tuple(parts), opening, closing)  # type: ignore[arg-type]
+
+
+def same_list(answer: Several, gold: Several, same: Compare) -> bool | None:
+    """Whether the elements agree; None when a pair of elements cannot be decided."""
+    if len(answer.elements) != len(gold.elements):
+        return False
+    if answer.ordered and gold.ordered:
+        if (answer.opening, answer.closing) != (gold.opening, gold.closing):
+            return False
+    elif (answer.ordered and gold.opening == "{") or (gold.ordered and answer.opening == "{"):
+        return False
+    if answer.ordered or gold.ordered:
+        outcomes = [same(*pair) for pair in zip(answer.elements, gold.elements, strict=True)]
+        return False if False in outcomes else None if None in outcomes else True
+    return _same_set(list(answer.elements), list(gold.elements), same)
+
+
+def without_name(text: str) -> str:
+    """The right side of x = 5 or f(x) = x + 1; the text itself when it is no such equation."""
+    match = _NAMED_VALUE.fullmatch(text)
+    return match[1] if match is not None and "=" not in match[1] else text
+
+
+def _same_set(answers: list[str], golds: list[str], same: Compare) -> bool | None:
+    undecided = False
+    for gold in golds:
+        outcomes = [same(answer, gold) for answer in answers]
+        if True in outcomes:
+            del answers[outcomes.index(True)]
+        elif None in outcomes:
+            undecided = True
+        else:
+            return False
+    return None if undecided else True
+
+
+def _wraps(text: str) -> bool:
+    """Whether the first bracket closes only at the end."""
+    depth = 0
+    for place, sign in enumerate(text):
+        depth += (sign in "([{") - (sign in ")]}")
+        if depth == 0:
+            return place == len(text) - 1
+    return False
+
+
+def _split(text: str) -> list[str]:
+    """Parts between commas that stand in no bracket and group no thousands."""
+    parts, depth, start = [], 0, 0
+    for place, sign in enumerate(text):
+        depth += (sign in "([{") - (sign in ")]}")
+        if sign == "," and depth == 0:
+            parts.append(text[start:place].strip())
+            start = place + 1
+    return [*parts, text[start:].strip()]
+
+
+def _both_signs(part: str) -> list[str]:
+    if part.count(r"\pm") != 1:
+        return [part]
+    before, _, after = part.partition(r"\pm")
+    after = after.strip()
+    if before.strip() and not before.strip().endswith("="):
+        return [f"{before.strip()} + {after}", f"{before.strip()} - {after}"]
+    return [before + after, f"{before}-{after}"]
+
+
+# Numbers in a base, ranges and ratios, degrees under a sine.
+
+_BASE = re.compile(r"([0-9A-Z]+)\s*_\s*\{?\s*(\w+)\s*\}?")
+_RANGE = re.compile(r"(?:from\s+|between\s+)?([\d.]+)\s*(-|:|to|and)\s*([\d.]+)")
+
+
+def in_base(found: str, wanted: str) -> bool | None:
+    """Digits with a base as subscript; an answer may leave the base out."""
+    gold = _BASE.fullmatch(wanted)
+    if gold is None:
+        return None
+    answer = _BASE.fullmatch(found)
+    if answer is None:
+        return found == gold[1]
+    return answer[1] == gold[1] and tokens(answer[2]) == tokens(gold[2])
+
+
+def same_range(found: str, wanted: str) -> bool | None:
+    """1939-1945 and from 1939 to 1945; 3:2 and 3 to 2. None when either is no such pair."""
+    answer, gold = _RANGE.fullmatch(found), _RANGE.fullmatch(wanted)
+    if answer is None or gold is None:
+        return None
+    if answer[2] != gold[2] and "to" not in (answer[2], gold[2]):
+        return None
+    return (answer[1], answer[3]) == (gold[1], gold[3])
+
+
+def in_radians(text: str) -> str:
+    """Degrees under a trigonometric function as radians; elsewhere the sign is dropped."""
+    if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
+        return re.sub(r"(\d+(?:\.\d+)?)\s*\N{DEGREE SIGN}", r"(\\frac{\1\\pi}{180})", text)
+    return text.replace("\N{DEGREE SIGN}", "")
+
+
+# An answer in a sentence: what its last clause says, if the sentence denies and hedges nothing.
+
+MAX_WORDS = 60
+
+_VERB = re.compile(
+    r"\b(?:is|are|was|were|be|equals?|makes?|gives?|has|had|have|went|goes|won|died|born|took"
+    r"|opened|arrived|says?|found|happened|occurred|located|called|named|hence|therefore|\w{3,}ed)\b"
+)
+_CLAUSE = re.compile(
+    r".*\b(?:is|are|was|were|equals|in|on|by|to|as|of|=)\s+(?:(?:the|a|an|called|named)\s+)?(.+)",
+    re.DOTALL,
+)
+_NEGATION = re.compile(
+    r"\b(?:not|never|no|neither|nor|or|either|unless|maybe|perhaps|possibly|instead|rather|wrong"
+    r"|incorrect|false|except|without|near|than|if)\b|n't\b",
+    re.IGNORECASE,
+)
+_APPOSITION = re.compile(r",\s+(?:an?|the|who|which|whose|where)\s.*", re.DOTALL)
+_MATH = re.compile(r"\$([^$]*[\\=^_][^$]*)\$")
+_NUMBER = re.compile(r"[$\u20ac\u00a3]?-?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
+_DATE = re.compile(r"(?:\w+ )?\d{1,2},? \w+,? \d{4}|[A-Z]\w+ \d{1,2}, \d{4}")
+
+
+def says(found: str, wanted: str, same: Callable[[str], bool]) -> bool:
+    """Whether the last clause of `found` ends in, or names, what `same` accepts."""
+    found = _APPOSITION.sub("", found)
+    if same(found):
+        return True
+    clause = re.split(r";\s+|(?<=[a-z\d])[.:]\s+", found)[-1]
+    if len(clause.split()) > MAX_WORDS or _NEGATION.search(clause):
+        return False
+    if clause != found and same(clause):
+        return True
+    math = _MATH.findall(clause)
+    if math:
+        return same(math[-1])
+    if not _VERB.search(clause) or len(clause.split()) < 3:
+        return False
+    if any(same(date) for date in _DATE.findall(clause)[-1:]):
+        return True
+    match = _CLAUSE.fullmatch(clause)
+    if match is not None and same(match[1]):
+        return True
+    numbers = _NUMBER.findall(clause)
+    if numbers and re.fullmatch(r"[\d.,/$%-]+", wanted):
+        return same(numbers[-1].rstrip(","))
+    return _names(clause, wanted)
+
+
+def _names(clause: str, wanted: str) -> bool:
+    """Whether the clause holds the words of the gold together, and no other name or number."""
+    words = clause.split()
+    gold = tokens(wanted)
+    if not gold or not any(map(str.isalpha, gold)):
+        return False
+    others = tokens(" ".join([words[0].lower(), *words[1:]]))
+    for place in range(len(others) - len(gold) + 1):
+        if others[place : place + len(gold)] == gold:
+            break
+    else:
+        return False
+    capitals = {token for word in words[1:] if word[:1].isupper() for token in tokens(word)}
+    numbers = {token for token in others if token.isdigit()}
+    return (capitals | numbers) <= set(gold) and (wanted != wanted.lower() or len(gold) > 1)
+
+
+# Answers that are no values: yes and no, no solution, undefined, infinity.
+
+_TRUTH = {
+    "yes": True, "true": True, "no": False, "false": False,
+    "\u662f": True, "\u5bf9": True, "\u6b63\u786e": True, "\u5426": False, "\u9519": False,
+    "\u4e0d\u662f": False, "\u9519\u8bef": False,
+}  # fmt: skip
+_SPECIAL = (
+    ("nothing",
+     r"(?:there (?:is|are) )?no (?:real |valid |integer )?(?:solutions?|roots?)(?: exists?)?"
+     r"|no such \w+(?: exists?)?|(?:the )?empty set|\\emptyset|\\?\{\s*\\?\}|\\phi|none"),
+    ("absent", r"(?:it )?does not exist|(?:it )?doesn't exist|dne|(?:the )?limit does not exist"),
+    ("undefined", r"(?:it is )?(?:undefined|not defined)"),
+    ("infinity", r"\+?\s*\\infty|\+?\s*(?:positive )?infinity|infinite|inf"),
+    ("minus infinity", r"-\s*\\infty|(?:-\s*|negative |minus )infinity"),
+    ("infinitely many", r"infinitely many(?: solutions)?|infinite (?:number of )?solutions"),
+    ("all reals", r"all real(?:s| numbers)?|\\mathbb\s*\{?R\}?|\(-\s*\\infty,\s*\\infty\)"
+     r"|\(-\s*\\infty,\s*\+\s*\\infty\)|(?:the )?real numbers"),
+)  # fmt: skip
+_SPECIAL_FORMS = [(name, re.compile(form, re.IGNORECASE)) for name, form in _SPECIAL]
+_CLAIM = re.compile(r"^(?:the|this|that) (?:claim|statement|answer|proposition) is ")
+
+
+def truth(text: str) -> bool | None:
+    """True for yes, False for no, None for anything else."""
+    return _TRUTH.get(text.lower())
+
+
+def truth_of(found: str) -> bool | None:
+    """What an answer says, alone or as the first word of a sentence that does not say both."""
+    low = found.lower()
+    if low in _TRUTH:
+        return _TRUTH[low]
+    words = tokens(_CLAIM.sub("", low))
+    first = _TRUTH.get(words[0]) if words else None
+    if first is None or any(_TRUTH.get(word) is (not first) for word in words[1:]):
+        return None
+    return first
+
+
+def special(text: str) -> str:
+    """The name of the special value that the text is; "" if none."""
+    return next((name for name, form in _SPECIAL_FORMS if form.fullmatch(text)), "")
+
 
 QUICK_CHARS = 300
 

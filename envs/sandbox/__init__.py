@@ -1,9 +1,8 @@
 """A warm Python sandbox: sessions cost milliseconds, calls a fraction of one."""
 
+from envs.sandbox.launch import Rung, SandboxLimits
 from envs.sandbox.remote import RemoteSandbox
-from envs.sandbox.sandbox import Sandbox
-from envs.sandbox.session import InterpreterSession, RunResult, SandboxSession
-from envs.sandbox.settings import Rung, SandboxLimits
+from envs.sandbox.sandbox import InterpreterSession, RunResult, Sandbox, SandboxSession
 
 __all__ = [
     "InterpreterSession",

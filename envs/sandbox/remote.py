@@ -9,19 +9,53 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
 
 from agentenv.errors import ConfigError, EnvError, InfraError
-from envs.sandbox.remote_script import MARK, RUNNER, SCRIPT
-from envs.sandbox.sandbox import SandboxCounters
-from envs.sandbox.session import CODE_TOO_LONG, MAX_CODE_CHARS, RunResult
-from envs.sandbox.settings import SandboxLimits
+from envs.sandbox.launch import SandboxLimits
+from envs.sandbox.sandbox import CODE_TOO_LONG, MAX_CODE_CHARS, RunResult, SandboxCounters
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
+
+
+# The program that a session on another machine sends with each call.
+
+MARK = "\n@@agentenv-answer@@"
+RUNNER = Path(__file__).with_name("cells.py")
+# What runs there: the cells before, whose words must not have changed, then the new one.
+SCRIPT = """
+import hashlib, json, random, sys, types
+request = json.loads({request!r})
+cells = types.ModuleType("cells")
+exec(compile(request["runner"], "cells.py", "exec"), cells.__dict__)
+random.seed(request["seed"])
+if any("numpy" in code for code in request["codes"]):
+    try:
+        import numpy
+        numpy.random.seed(request["seed"] % 2**32)
+    except ImportError:
+        pass
+stdout = sys.stdout
+main = types.ModuleType("__main__")
+sys.modules["__main__"] = main
+answer = {{}}
+for number, code in enumerate(request["codes"]):
+    output, problem = cells.run_cell(code, main.__dict__, number + 1, request["max_chars"])
+    said = [cells._printable(output), cells._printable(problem)]
+    digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    answer = {{"output": said[0], "problem": said[1], "digest": digest, "differs": -1}}
+    if number < len(request["digests"]) and digest != request["digests"][number]:
+        answer["differs"] = number
+        break
+stdout.write({mark!r} + json.dumps(answer))
+stdout.flush()
+"""
+
 
 HTTP_PATIENCE_S = 15.0  # beside the time that the code may take
 START_TIMEOUT_S = 30.0

@@ -9,9 +9,8 @@ import tempfile
 from pathlib import Path
 
 from agentenv.errors import InfraError
-from envs.sandbox.channel import ChannelClosedError
+from envs.sandbox.launch import ChannelClosedError, ZygoteProcess
 from envs.sandbox.preload import ONE_THREAD
-from envs.sandbox.zygote_process import ZygoteProcess
 
 TIMEOUT_S = 10.0
 

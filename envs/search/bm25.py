@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.search.backend import Hit, Query
-from envs.search.corpus import Passage, read_corpus, words
-from envs.search.extras import wanted
+from envs.search.corpus import Hit, Passage, Query, read_corpus, wanted, words
 
 CORPUS_SCHEME = "corpus:"
 NUM_THREADS = 2

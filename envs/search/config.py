@@ -8,18 +8,16 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from agentenv.errors import ConfigError
-from envs.search.backend import Backend
 from envs.search.bm25 import BM25Backend
-from envs.search.cache import ResultCache
-from envs.search.cached import CachedBackend
-from envs.search.cassette import Cassette, CassetteMode
-from envs.search.corpus import SHIPPED_CORPUS
+from envs.search.cache import CachedBackend, ResultCache
+from envs.search.corpus import SHIPPED_CORPUS, Backend
 from envs.search.faiss_index import FaissBackend, FaissConfig
 from envs.search.pages import PagesConfig
 from envs.search.providers import WebConfig
 from envs.search.remote import RemoteBackend, RemoteConfig, WebBackend
 from envs.search.summary import SummarizerConfig
 from envs.search.tantivy_index import TantivyBackend
+from envs.search.upstream import Cassette, CassetteMode
 
 Mode = Literal["snippets", "pages", "summaries"]
 Repeated = Literal["search", "tell"]

@@ -10,10 +10,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from agentenv.errors import ConfigError, DataError, InfraError
-from envs.search.backend import Hit, Query
 from envs.search.bm25 import CORPUS_SCHEME
-from envs.search.corpus import Passage, read_corpus
-from envs.search.extras import needed
+from envs.search.corpus import Hit, Passage, Query, needed, read_corpus
 
 MAX_BATCH = 64  # queries that are encoded together
 

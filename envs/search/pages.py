@@ -3,19 +3,339 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
+import re
+import socket
+import struct
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from math import log
+from pathlib import Path
 from typing import Annotated, Literal
 
-from aiohttp.abc import AbstractResolver
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.resolver import ThreadedResolver
 from msgspec import Meta, Struct
+from yarl import URL
 
-from agentenv.errors import ToolError
+from agentenv.errors import ConfigError, InfraError, ToolError
 from envs.search.cache import ResultCache
-from envs.search.cassette import Cassette
-from envs.search.extract import TextExtractor
-from envs.search.fetch import FetchConfig, PageFetcher
-from envs.search.flight import SingleFlight
-from envs.search.upstream import HttpRequest, TrafficConfig, Upstream
+from envs.search.corpus import words
+from envs.search.upstream import Cassette, HttpRequest, Reply, SingleFlight, TrafficConfig, Upstream
+
+# Which network addresses a page may come from: public ones, and networks that are named.
+
+
+class RefusedAddress(OSError):
+    """The address is private, loopback, or otherwise not of the public internet."""
+
+
+class AddressRule:
+    """Lets public addresses through, and those of `allow_networks` (e.g. "10.1.0.0/16")."""
+
+    def __init__(self, allow_networks: Sequence[str] = ()) -> None:
+        try:
+            self._allowed = [ipaddress.ip_network(network) for network in allow_networks]
+        except ValueError as error:
+            raise ConfigError(
+                f'pages.allow_networks: {error}; expected networks such as "10.1.0.0/16"'
+            ) from error
+
+    def check(self, address: str) -> None:
+        """Raises RefusedAddress. IPv4 inside IPv6 (mapped, 6to4, NAT64, Teredo) counts as IPv4."""
+        try:
+            found = ipaddress.ip_address(address.partition("%")[0])
+        except ValueError:  # an unusual spelling hides where it leads
+            raise RefusedAddress(f"{address} is not in the usual form") from None
+        if any(found in network for network in self._allowed):
+            return
+        inner = _embedded(found)
+        if not found.is_global or found.is_multicast or (inner and not inner.is_global):
+            raise RefusedAddress(f"{address} is not a public address")
+
+
+def _embedded(
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address,
+) -> ipaddress.IPv4Address | None:
+    if isinstance(address, ipaddress.IPv4Address):
+        return None
+    if address in ipaddress.ip_network("64:ff9b::/96"):
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    teredo = address.teredo
+    return address.ipv4_mapped or address.sixtofour or (teredo[1] if teredo else None)
+
+
+class GuardedResolver(AbstractResolver):
+    """Resolves names and refuses addresses; the connection is made to what was checked here.
+
+    So a name that resolves differently the second time gains nothing.
+    """
+
+    def __init__(self, rule: AddressRule, inner: AbstractResolver | None = None) -> None:
+        self._rule = rule
+        self._inner = inner
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        """The addresses of `host`; RefusedAddress if one of them must not be reached."""
+        if self._inner is None:
+            self._inner = ThreadedResolver()
+        found = await self._inner.resolve(host, port, family)
+        for result in found:
+            self._rule.check(result["host"])
+        return found
+
+    async def close(self) -> None:
+        """Close the resolver behind."""
+        if self._inner is not None:
+            await self._inner.close()
+
+
+# From a page to its text, in worker processes that are killed when a page makes them hang.
+
+WORKER = Path(__file__).with_name("extract_worker.py")
+START_TIMEOUT_S = 60.0  # importing trafilatura on a busy machine
+
+
+class TextExtractor:
+    """A pool of at most `num_workers` processes, started when needed.
+
+    A page that takes over `timeout_s` is a ToolError, and its worker is replaced.
+    """
+
+    def __init__(self, num_workers: int = 2, timeout_s: float = 5.0, worker: Path = WORKER) -> None:
+        self.timeout_s = timeout_s
+        self.num_killed = 0
+        self._worker = worker
+        self._slots = asyncio.Semaphore(num_workers)
+        self._idle: list[asyncio.subprocess.Process] = []
+        self._closed = False
+
+    async def extract(self, page: Reply) -> str:
+        """The text of a fetched page; plain texts come back as they are, decoded."""
+        async with self._slots:
+            fresh = not self._idle
+            process = await self._start() if fresh else self._idle.pop()
+            healthy = False
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S if fresh else None):
+                    if fresh:  # its imports are no fault of the page
+                        await _ask(process, "text/html", b"<p>warm</p>")
+                async with asyncio.timeout(self.timeout_s):
+                    found = await _ask(process, page.content_type, page.body)
+                healthy = not self._closed
+            except TimeoutError:
+                self.num_killed += 1
+                raise ToolError(f"{page.url} could not be read: its text takes too long.") from None
+            except (OSError, asyncio.IncompleteReadError) as error:
+                self.num_killed += 1
+                raise ToolError(f"{page.url} could not be read.") from error
+            finally:
+                if healthy:
+                    self._idle.append(process)
+                else:
+                    await _kill(process)
+        return found
+
+    async def close(self) -> None:
+        """Kill the workers; idempotent."""
+        self._closed = True
+        while self._idle:
+            await _kill(self._idle.pop())
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        try:
+            return await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-I",
+                str(self._worker),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env={},
+                limit=1 << 20,
+            )
+        except OSError as error:
+            raise InfraError(f"no process for text extraction: {error}") from error
+
+
+async def _ask(process: asyncio.subprocess.Process, kind: str, body: bytes) -> str:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    content = kind.replace("\n", " ").encode() + b"\n" + body
+    process.stdin.write(struct.pack(">I", len(content)) + content)
+    await process.stdin.drain()
+    (length,) = struct.unpack(">I", await process.stdout.readexactly(4))
+    return (await process.stdout.readexactly(length)).decode("utf-8", "replace")
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    """Kill, and wait until the process is gone, also when cancelled meanwhile."""
+    with suppress(ProcessLookupError):
+        process.kill()
+    if process.stdin is not None:
+        process.stdin.close()
+    await asyncio.shield(process.wait())
+
+
+# Fetching pages that the policy names: nothing private is reached, nothing endless is read.
+
+MAX_REDIRECTS = 5
+_REDIRECTS = (301, 302, 303, 307, 308)
+_TEXT_TYPES = ("text/", "application/xhtml", "application/xml", "application/json")
+
+
+# such a host is an address and no name, in one of the many ways to write one: 127.1, 0x7f.1
+_ENDS_IN_NUMBER = re.compile(r"(?:^|\.)(?:\d+|0[xX][0-9a-fA-F]*)\.?$")
+
+
+class FetchConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """How pages are fetched. Private and loopback addresses are refused."""
+
+    max_bytes: Annotated[int, Meta(ge=1000, description="of a page; the rest is not read")] = (
+        2_000_000
+    )
+    timeout_s: Annotated[float, Meta(gt=0, description="for a page, with its redirects")] = 20.0
+    max_concurrency: Annotated[int, Meta(ge=1, description="pages fetched at once")] = 64
+    num_retries: Annotated[int, Meta(ge=0, description="after 429 and 5xx")] = 2
+    allow_networks: Annotated[
+        tuple[str, ...], Meta(description='networks to allow though private, as "10.1.0.0/16"')
+    ] = ()
+    user_agent: Annotated[str, Meta(description="how the fetcher names itself")] = (
+        "Mozilla/5.0 (compatible; agentenv)"
+    )
+
+
+class PageFetcher:
+    """Fetches pages, over connections that only go to permitted addresses."""
+
+    def __init__(
+        self,
+        config: FetchConfig,
+        cassette: Cassette | None = None,
+        resolver: AbstractResolver | None = None,
+    ) -> None:
+        self.config = config
+        self._cassette = cassette
+        self._rule = AddressRule(config.allow_networks)
+        self._resolver = GuardedResolver(self._rule, resolver)
+        self._slots = asyncio.Semaphore(config.max_concurrency)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def fetch(self, url: str) -> Reply:
+        """The page, after redirects, cut at `max_bytes`.
+
+        Raises ToolError for what is a fact of the address (refused, unknown, 404, too slow, not a
+        text), and InfraError when it still answers 429 or 5xx after the retries.
+        """
+        if self._cassette is not None:
+            reply = await self._cassette.through(f"page {url}", lambda: self._recorded(url))
+            if reply.status != 200:
+                raise ToolError(reply.body.decode())
+            return reply
+        return await self._fetch(url)
+
+    async def close(self) -> None:
+        """Close the connections; idempotent."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _recorded(self, url: str) -> Reply:
+        """What the policy would read about a page that cannot be had is recorded too."""
+        try:
+            return await self._fetch(url)
+        except ToolError as error:
+            return Reply(404, str(error).encode("utf-8", "replace"))
+
+    async def _fetch(self, url: str) -> Reply:
+        status = 0
+        async with self._slots:
+            for attempt in range(self.config.num_retries + 1):
+                if attempt:
+                    await asyncio.sleep(0.5 * 2.0**attempt)
+                try:
+                    async with asyncio.timeout(self.config.timeout_s):
+                        reply = await self._follow(url)
+                except TimeoutError:
+                    limit = self.config.timeout_s
+                    raise ToolError(f"{url} did not answer within {limit:g} seconds.") from None
+                except (aiohttp.ClientError, OSError, UnicodeError) as error:
+                    raise ToolError(_problem(url, error)) from error
+                status = reply.status
+                if status == 429 or status >= 500:
+                    continue
+                if status != 200:
+                    raise ToolError(f"{url} answered with status {status}.")
+                return reply
+        raise InfraError(f"page {url}: status {status} after {self.config.num_retries} retries")
+
+    async def _follow(self, url: str) -> Reply:
+        """One try, through the redirects; each address on the way is checked."""
+        target = self._checked(url, url)
+        for _ in range(MAX_REDIRECTS + 1):
+            headers = {"User-Agent": self.config.user_agent, "Accept": "text/html,text/*;q=0.9"}
+            async with self._client().get(
+                target, headers=headers, allow_redirects=False
+            ) as response:
+                location = response.headers.get("Location")
+                if response.status in _REDIRECTS and location:
+                    target = self._checked(str(target.join(URL(location))), url)
+                    continue
+                if response.status != 200:
+                    return Reply(response.status, b"")
+                kind = response.content_type
+                if not kind.startswith(_TEXT_TYPES):
+                    raise ToolError(f"{url} is not a text but {kind}.")
+                body = await self._read(response)
+                return Reply(200, body, response.headers.get("Content-Type", ""), str(target))
+        raise ToolError(f"{url} redirects more than {MAX_REDIRECTS} times.")
+
+    def _checked(self, address: str, asked: str) -> URL:
+        """The address as a URL; literal addresses are checked here, since no name is resolved."""
+        try:
+            url = URL(address)
+            host, port = url.raw_host or "", url.port
+        except ValueError as error:
+            raise ToolError(f"{asked} is not an address: {error}.") from error
+        if url.scheme not in ("http", "https") or not host or port is None:
+            raise ToolError(f"{asked} is not an http or https address.")
+        if ":" in host or _ENDS_IN_NUMBER.search(host):
+            self._rule.check(host)
+        return url.with_user(None)
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(
+                resolver=self._resolver, limit=0, use_dns_cache=False, force_close=True
+            )
+            self._session = aiohttp.ClientSession(
+                connector=connector, cookie_jar=aiohttp.DummyCookieJar()
+            )
+        return self._session
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        body = bytearray()
+        async for part in response.content.iter_chunked(65_536):
+            body += part
+            if len(body) >= self.config.max_bytes:
+                break
+        return bytes(body[: self.config.max_bytes])
+
+
+def _problem(url: str, error: BaseException) -> str:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RefusedAddress):
+            return f"{url} may not be opened: it is not a public address."
+        cause = cause.__cause__ or cause.__context__
+    return f"{url} could not be reached."
+
 
 JINA_KEY = "JINA_API_KEY"  # optional: without one the reader is slower
 
@@ -89,3 +409,72 @@ class PageReader:
         if reply.status != 200:
             raise ToolError(f"{url} could not be read: status {reply.status}.")
         return reply.body.decode("utf-8", "replace")
+
+
+# Parts of a long page: around the snippet that led to it, or around the words of a query.
+
+CHUNK_CHARS = 500
+MIN_OVERLAP = 0.3  # share of the snippet's words below which the page's beginning is taken
+
+
+def window(text: str, snippet: str, max_chars: int) -> str:
+    """`max_chars` of the text round the place most like the snippet; the beginning if none is."""
+    if len(text) <= max_chars:
+        return text
+    wanted = set(words(snippet))
+    chunks = _chunks(text)
+    overlaps = [len(wanted.intersection(words(text[a:b]))) for a, b in chunks]
+    best = max(overlaps)
+    if not wanted or best < MIN_OVERLAP * len(wanted):
+        return text[:max_chars]
+    start, end = chunks[overlaps.index(best)]
+    first = max(0, min((start + end - max_chars) // 2, len(text) - max_chars))
+    return text[first : first + max_chars]
+
+
+def passages(text: str, query: str, max_chars: int) -> str:
+    """The chunks that best match the query, in their order, at most `max_chars` in all.
+
+    Without a query, or when no word of it occurs, the beginning.
+    """
+    if len(text) <= max_chars:
+        return text
+    chunks = _chunks(text)
+    contents = [Counter(words(text[a:b])) for a, b in chunks]
+    wanted = set(words(query))
+    rarity = {
+        word: log(1 + len(chunks) / (1 + sum(word in found for found in contents)))
+        for word in wanted
+    }
+    scores = [sum(rarity[word] for word in wanted if word in found) for found in contents]
+    if not any(scores):
+        return text[:max_chars]
+    chosen: list[int] = []
+    room = max_chars
+    for place in sorted(range(len(chunks)), key=lambda place: (-scores[place], place)):
+        start, end = chunks[place]
+        if not scores[place] or room < min(end - start, CHUNK_CHARS // 4) + 5:
+            break
+        chosen.append(place)
+        room -= end - start + 5
+    pieces = []
+    previous = None
+    for place in sorted(chosen):
+        joint = "" if previous in (None, place - 1) else " ... "
+        pieces.append(joint + text[slice(*chunks[place])])
+        previous = place
+    return "".join(pieces)[:max_chars].strip()
+
+
+def _chunks(text: str) -> list[tuple[int, int]]:
+    """Consecutive pieces of about CHUNK_CHARS that end at white space where they can."""
+    found: list[tuple[int, int]] = []
+    start = 0
+    while start < len(text):
+        end = min(len(text), start + CHUNK_CHARS)
+        if end < len(text):
+            space = max(text.rfind(mark, start + CHUNK_CHARS // 2, end) for mark in ("\n", " "))
+            end = space + 1 if space > 0 else end
+        found.append((start, end))
+        start = end
+    return found

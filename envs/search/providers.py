@@ -15,9 +15,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agentenv.errors import ConfigError, InfraError
-from envs.search.backend import Hit, Query
-from envs.search.cassette import Reply
-from envs.search.upstream import HttpRequest, TrafficConfig
+from envs.search.corpus import Hit, Query
+from envs.search.upstream import HttpRequest, Reply, TrafficConfig
 
 ProviderName = Literal["brightdata", "serper", "serpapi", "tavily", "brave", "searxng"]
 

@@ -8,9 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agentenv.errors import InfraError
-from envs.search.backend import Hit, Query
-from envs.search.cassette import Cassette, Reply
-from envs.search.corpus import split_contents
+from envs.search.corpus import Hit, Query, split_contents
 from envs.search.providers import (
     WebConfig,
     provider_hint,
@@ -18,7 +16,7 @@ from envs.search.providers import (
     provider_key,
     provider_request,
 )
-from envs.search.upstream import HttpRequest, TrafficConfig, Upstream
+from envs.search.upstream import Cassette, HttpRequest, Reply, TrafficConfig, Upstream
 
 Dialect = Literal["search_r1", "skyrl"]
 

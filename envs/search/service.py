@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct, field
 
+from agentenv.env import ForkMode, shared
 from agentenv.errors import InfraError, ToolError
-from agentenv.shared import shared
-from agentenv.types import Info, ToolResult
-from envs.search.backend import Hit, Query, market_of
+from agentenv.tools import argument_schema
+from agentenv.types import Info, Message, ToolResult
 from envs.search.bm25 import CORPUS_SCHEME
-from envs.search.cache import ResultCache
-from envs.search.cached import CachedBackend
-from envs.search.cassette import Cassette
+from envs.search.cache import CachedBackend, ResultCache
 from envs.search.config import SearchConfig, build_backend
-from envs.search.pages import PageReader
-from envs.search.passages import passages, window
+from envs.search.corpus import Hit, Query, market_of
+from envs.search.pages import PageReader, passages, window
 from envs.search.summary import Summarizer
+from envs.search.upstream import Cassette
 
 NO_RESULTS = "No search results found."
 REPEATED = "You have searched for this before; the results are in an earlier answer."
@@ -166,3 +167,78 @@ def shared_service(config: SearchConfig) -> SearchService:
 
 def _distinct(hits: list[Hit]) -> list[Hit]:
     return list({hit.text: hit for hit in reversed(hits)}.values())[::-1]
+
+
+# The tools of web search: `search` and `open_page`.
+
+
+def tell_tools(states: Iterable[Any], question: str, action: Message) -> None:
+    """Note in the states of these tools what the episode asks and what the policy wrote.
+
+    An environment calls it at the start of each step; the states of other tools are left alone.
+    """
+    for state in states:
+        if isinstance(state, Episode):
+            state.question = question
+            state.written.append(action.content)
+
+
+class _SearchArguments(Struct, forbid_unknown_fields=True):
+    query: str
+
+
+class _OpenPageArguments(Struct, forbid_unknown_fields=True):
+    url: str
+    query: str = ""
+
+
+class _EpisodeTool:
+    """Base: the state is the Episode, which the environment keeps up to date."""
+
+    fork_mode: ForkMode = "pure"
+
+    def __init__(self, service: SearchService) -> None:
+        self.service = service
+
+    def start(self, seed: int | None) -> Episode:
+        """An episode of which nothing is known yet."""
+        return Episode()
+
+    async def fork(self, state: Episode) -> Episode:
+        """An independent copy."""
+        return state.copy()
+
+    async def close(self, state: Episode) -> None:
+        """Nothing to free."""
+
+
+class SearchPagesTool(_EpisodeTool):
+    """Search by the configured backend, in the configured mode."""
+
+    name = "search"
+    description = "Search for information; returns the best matching passages or pages."
+    schema = argument_schema(_SearchArguments)
+
+    async def call(self, arguments: dict[str, Any], state: Episode) -> ToolResult:
+        """Search; "no results" is a result, a failure of the machinery an InfraError."""
+        try:
+            query = msgspec.convert(arguments, _SearchArguments).query
+        except msgspec.ValidationError as error:
+            raise ToolError(f"search: {error}") from error
+        return await self.service.search(query, state)
+
+
+class OpenPageTool(_EpisodeTool):
+    """Open a page that a search has found, or any public address."""
+
+    name = "open_page"
+    description = "Open a page by its address; returns the passages that fit the query."
+    schema = argument_schema(_OpenPageArguments)
+
+    async def call(self, arguments: dict[str, Any], state: Episode) -> ToolResult:
+        """Open; private addresses and unreadable pages are a ToolError."""
+        try:
+            asked = msgspec.convert(arguments, _OpenPageArguments)
+        except msgspec.ValidationError as error:
+            raise ToolError(f"open_page: {error}") from error
+        return await self.service.open_page(asked.url.strip(), asked.query, state)

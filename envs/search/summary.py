@@ -10,12 +10,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agentenv.errors import InfraError
-from agentenv.tool_syntax import after_thoughts
+from agentenv.native import after_thoughts
 from envs.search.cache import ResultCache
-from envs.search.cassette import Cassette
-from envs.search.flight import SingleFlight
 from envs.search.providers import api_key
-from envs.search.upstream import HttpRequest, TrafficConfig, Upstream
+from envs.search.upstream import Cassette, HttpRequest, SingleFlight, TrafficConfig, Upstream
 
 MARK = "**Final Information**"
 _TOOL_STEP = re.compile("</?(?:search|python|result|open_page)>")

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.errors import ConfigError, DataError
-from envs.search.backend import Hit, Query
 from envs.search.bm25 import CORPUS_SCHEME
-from envs.search.corpus import each_passage, words
-from envs.search.extras import needed
+from envs.search.corpus import Hit, Query, each_passage, needed, words
 
 NUM_THREADS = 2
 DONE = "agentenv_complete"  # a file that says the index was built to its end

@@ -7,18 +7,240 @@ then raised as InfraError, and never come back as a reply.
 from __future__ import annotations
 
 import asyncio
+import base64
 import email.utils
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from random import Random
-from typing import Annotated, Any
+from typing import IO, Annotated, Any, Generic, Literal, TypeVar
 
 import aiohttp
 import msgspec
 from msgspec import Meta, Struct, field
 
-from agentenv.errors import ConfigError, InfraError
-from envs.search.cassette import Cassette, Reply
-from envs.search.limits import CircuitBreaker, TokenBucket
+from agentenv.errors import ConfigError, DataError, InfraError
+
+# Cassettes: replies of the outside world, recorded once and replayed without a network.
+#
+# A cassette is a JSONL file of {"key", "status", "body"}. Keys never hold a secret.
+
+CassetteMode = Literal["record", "replay"]
+
+
+class Reply(Struct, frozen=True, omit_defaults=True):
+    """What came back: HTTP status, body, and for pages their type and final address."""
+
+    status: int
+    body: bytes
+    content_type: str = ""
+    url: str = ""
+
+
+class _Row(Struct, omit_defaults=True):
+    key: str
+    status: int
+    body: str
+    base64: bool = False
+    content_type: str = ""
+    url: str = ""
+
+
+class Cassette:
+    """`record` fetches what is not on the cassette yet and appends it; `replay` fetches nothing.
+
+    In replay, what was not recorded is an InfraError: it can never look like "no results". The
+    file is read by `start`, or by the first call, in a thread.
+    """
+
+    def __init__(self, path: Path, mode: CassetteMode) -> None:
+        self.path = path
+        self.mode = mode
+        self._replies: dict[str, Reply] = {}
+        self._file: IO[bytes] | None = None
+        self._loading: asyncio.Task[None] | None = None
+        if mode == "replay" and not path.is_file():
+            raise DataError(f"cassette {path} cannot be read: there is no such file")
+
+    async def start(self) -> None:
+        """Read the file, once. Raises DataError."""
+        if self._loading is None:
+            self._loading = asyncio.ensure_future(asyncio.to_thread(self._load))
+        await asyncio.shield(self._loading)
+
+    async def through(self, key: str, fetch: Callable[[], Awaitable[Reply]]) -> Reply:
+        """The recorded reply, else (in record mode) the fetched one, which is recorded."""
+        await self.start()
+        reply = self._replies.get(key)
+        if reply is not None:
+            return reply
+        if self.mode == "replay":
+            raise InfraError(f"cassette {self.path} holds no reply for {key[:200]}")
+        reply = await fetch()
+        if key not in self._replies:
+            self._append(key, reply)
+        return reply
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _load(self) -> None:
+        if self.mode == "record" and not self.path.exists():
+            return
+        decoder = msgspec.json.Decoder(_Row)
+        try:
+            lines = self.path.read_bytes().splitlines()
+        except OSError as error:
+            raise DataError(f"cassette {self.path} cannot be read: {error.strerror}") from error
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = decoder.decode(line)
+                body = base64.b64decode(row.body) if row.base64 else row.body.encode()
+            except (msgspec.DecodeError, ValueError) as error:
+                raise DataError(
+                    f"cassette {self.path}, row {number}: {error}; expected "
+                    '{"key": text, "status": number, "body": text}'
+                ) from error
+            self._replies[row.key] = Reply(row.status, body, row.content_type, row.url)
+
+    def _append(self, key: str, reply: Reply) -> None:
+        self._replies[key] = reply
+        try:
+            text, encoded = reply.body.decode(), False
+        except UnicodeDecodeError:
+            text, encoded = base64.b64encode(reply.body).decode(), True
+        row = _Row(key, reply.status, text, encoded, reply.content_type, reply.url)
+        try:
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self.path.open("ab")
+            self._file.write(msgspec.json.encode(row) + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise ConfigError(
+                f"search.cassette: {self.path} cannot be written: {error.strerror}"
+            ) from error
+
+
+# Single flight: equal calls that are in the air at once share one fetch.
+
+T = TypeVar("T")
+
+
+class SingleFlight(Generic[T]):
+    """Runs one fetch a key at a time; whoever asks meanwhile waits for the same one.
+
+    A waiter that is cancelled leaves the fetch alone: others wait for it, and its result is
+    cached. `close` cancels what is still in the air.
+    """
+
+    def __init__(self) -> None:
+        self._flying: dict[str, asyncio.Task[T]] = {}
+
+    async def run(self, key: str, fetch: Callable[[], Awaitable[T]]) -> T:
+        """The result of `fetch`, or of an equal call's; all waiters see the same exception."""
+        flight = self._flying.get(key)
+        if flight is None:
+            flight = asyncio.get_running_loop().create_task(_await(fetch))
+            self._flying[key] = flight
+            flight.add_done_callback(lambda done: self._landed(key, done))
+        return await asyncio.shield(flight)
+
+    async def close(self) -> None:
+        """Cancel every fetch and wait until each is gone."""
+        flights = list(self._flying.values())
+        for flight in flights:
+            flight.cancel()
+        await asyncio.gather(*flights, return_exceptions=True)
+
+    def _landed(self, key: str, done: asyncio.Task[T]) -> None:
+        del self._flying[key]
+        if not done.cancelled():
+            done.exception()  # looked at: all waiters may be gone
+
+
+async def _await(fetch: Callable[[], Awaitable[T]]) -> T:
+    return await fetch()
+
+
+# What protects a provider: a token bucket, and a circuit breaker.
+
+
+class TokenBucket:
+    """At most `rate_per_s` requests a second in the long run, and `burst` at once.
+
+    Callers are served in order of arrival. A rate of 0 means no limit.
+    """
+
+    def __init__(self, rate_per_s: float, burst: int) -> None:
+        self._rate = rate_per_s
+        self._burst = max(1, burst)
+        self._free_at = 0.0  # loop time at which the bucket has refilled to the full
+        self._paused_until = 0.0
+
+    async def take(self) -> None:
+        """Wait for a token, and for the end of a pause."""
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._paused_until:
+            await asyncio.sleep(self._paused_until - loop.time())
+        if self._rate <= 0:
+            return
+        now = loop.time()
+        # a full bucket lies `burst` tokens of time in the past of the next free slot
+        self._free_at = max(self._free_at, now) + 1 / self._rate
+        delay = self._free_at - now - self._burst / self._rate
+        if delay > 0:
+            await asyncio.sleep(delay)
+
+    def pause(self, seconds: float) -> None:
+        """Give nobody a token for so long: the provider has asked for it."""
+        until = asyncio.get_running_loop().time() + seconds
+        self._paused_until = max(self._paused_until, until)
+
+
+class CircuitBreaker:
+    """After `max_failures` failures in a row calls fail at once for `cool_down_s`.
+
+    Then one call is let through as a probe: its success closes the circuit, its failure opens it
+    for another `cool_down_s`.
+    """
+
+    def __init__(self, name: str, max_failures: int, cool_down_s: float) -> None:
+        self._name = name
+        self._max_failures = max_failures
+        self._cool_down_s = cool_down_s
+        self._num_failures = 0
+        self._open_until: float | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls are refused, but for probes."""
+        return self._open_until is not None
+
+    def check(self) -> None:
+        """Raises InfraError while the circuit is open."""
+        if self._open_until is None:
+            return
+        now = asyncio.get_running_loop().time()
+        if now < self._open_until:
+            raise InfraError(
+                f"{self._name}: not called for {self._open_until - now:.1f} s more, after "
+                f"{self._num_failures} failures in a row"
+            )
+        self._open_until = now + self._cool_down_s  # this caller is the probe
+
+    def succeeded(self) -> None:
+        """Close the circuit."""
+        self._num_failures, self._open_until = 0, None
+
+    def failed(self) -> None:
+        """Count a failure, and open the circuit if there are too many."""
+        self._num_failures += 1
+        if self._num_failures >= self._max_failures:
+            self._open_until = asyncio.get_running_loop().time() + self._cool_down_s
+
 
 MAX_REPLY_BYTES = 8_000_000
 

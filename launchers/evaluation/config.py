@@ -1,47 +1,172 @@
-"""What configures evaluation during a training run, the table [eval]."""
+"""What `launchers/evaluate.py` reads: one or several named sets of questions, and for each of them
+where it is asked differently."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
-from agentenv.data_config import RowsConfig
-from agentenv.engines.embedded_config import EmbeddedConfig
-from agentenv.engines.remote_config import SGLangConfig, VLLMConfig
+from agentenv.assist import AssistConfig
+from agentenv.config import Tree, build_config
+from agentenv.data.rows import RowsConfig
+from agentenv.engines.embedded.engine import EmbeddedConfig
+from agentenv.engines.openai import OpenAIConfig
 from agentenv.engines.scripted import ScriptedConfig
+from agentenv.engines.server_config import RoleConfig, SGLangConfig, VLLMConfig
+from agentenv.errors import ConfigError
+from agentenv.native import NativeConfig
+from agentenv.prompt import PromptConfig
+from agentenv.renderer import TagsConfig
+from agentenv.types import Limits
+from launchers.config import TABLES, EnvConfig, GraderTable, PythonTable, Sampling, SearchTable
+from launchers.evaluation.benchmarks import benchmark
+
+# tables of a set: keys that it does not give are those of the evaluation
+OWN_TABLES = ("env", *TABLES, "prompt", "limits", "sampling")
+_AsAbove = Meta(description="keys in which this set differs from the evaluation's table")
 
 
-class EvalSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One named evaluation set."""
+class QuestionSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One named set of questions."""
 
     path: Annotated[
         str | list[str], Meta(description="file, folder or pattern of questions, or a list of them")
-    ]
-    every: Annotated[
-        int, Meta(ge=0, description="steps between evaluations; 0: only around the phases")
-    ] = 0
-    phases: Annotated[
-        bool, Meta(description="evaluate before the cold start, after it, and at the end")
-    ] = True
-    max_tasks: Annotated[int, Meta(ge=0, description="first n questions; 0: all")] = 0
-    num_samples: Annotated[int, Meta(ge=1, description="trajectories a question")] = 1
-
-
-class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Evaluation during the run."""
-
-    sets: Annotated[
-        dict[str, EvalSet], Meta(description="evaluation sets by name, [eval.sets.NAME]")
-    ] = field(default_factory=dict)
-    report: Annotated[
-        str, Meta(description="the set that the summary reports; empty: the first")
     ] = ""
-    concurrency: Annotated[int, Meta(ge=1, description="questions in flight")] = 256
-    engine: Annotated[
-        EmbeddedConfig | ScriptedConfig | VLLMConfig | SGLangConfig | None,
+    benchmark: Annotated[
+        str,
         Meta(
-            description="an engine of its own, on which evaluations of single steps overlap the "
-            "training; none: the policy's engine, and updates wait for them"
+            description="name of a known benchmark, whose schema, environment, prompt and size are "
+            "then known; empty: rows as in training"
         ),
+    ] = ""
+    max_tasks: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="first n questions; 0: all; none: all, or the benchmark's usual number"),
     ] = None
+    num_samples: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="trajectories a question; none: that of the evaluation"),
+    ] = None
+    env: Annotated[EnvConfig | None, _AsAbove] = None
+    python: PythonTable = None
+    search: SearchTable = None
+    grader: GraderTable = None
+    prompt: Annotated[PromptConfig | None, _AsAbove] = None
+    limits: Annotated[Limits | None, _AsAbove] = None
+    sampling: Annotated[Sampling | None, _AsAbove] = None
+
+
+class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an evaluation reads; of a run, everything comes from the run."""
+
+    env: Annotated[
+        EnvConfig | None, Meta(description="the environment; none: each set has its own")
+    ] = None
+    python: PythonTable = None
+    search: SearchTable = None
+    grader: GraderTable = None
+    sets: Annotated[
+        dict[str, QuestionSet], Meta(description="the questions, sets by name, [sets.NAME]")
+    ] = field(default_factory=dict)
+    data: Annotated[
+        str | list[str],
+        Meta(
+            description="file, folder or pattern of questions, or a list of them, in place of "
+            "[sets]: one set that has the file's name"
+        ),
+    ] = ""
+    rows: Annotated[RowsConfig | None, Meta(description="how the rows of `data` are read")] = None
+    prompt: PromptConfig = PromptConfig()
+    renderer: TagsConfig | NativeConfig = TagsConfig()
+    limits: Limits = Limits()
+    sampling: Sampling = Sampling()
+    engine: EmbeddedConfig | ScriptedConfig | VLLMConfig | SGLangConfig | OpenAIConfig = (
+        EmbeddedConfig()
+    )
+    assist: Annotated[
+        AssistConfig | None,
+        Meta(description="Tool-Star's inference-time tools, for all sets; none: plain rollouts"),
+    ] = None
+    roles: Annotated[
+        dict[str, RoleConfig],
+        Meta(description="models beside the policy by name, [roles.judge]"),
+    ] = field(default_factory=dict)
+    num_samples: Annotated[int, Meta(ge=1, description="trajectories a question")] = 1
+    concurrency: Annotated[int, Meta(ge=1, description="trajectories in flight")] = 256
+    seed: Annotated[int, Meta(ge=0, description="seed of sampling")] = 0
+
+
+class Settings(NamedTuple):
+    """How a set is asked, nothing left open."""
+
+    env: EnvConfig
+    prompt: PromptConfig
+    limits: Limits
+    sampling: Sampling
+
+
+def settings(one: QuestionSet) -> Settings:
+    """Those of a set that `resolve_sets` has filled up."""
+    found = Settings(one.env, one.prompt, one.limits, one.sampling)  # type: ignore[arg-type]
+    assert None not in found
+    return found
+
+
+def resolve_sets(raw: Tree, source: str) -> EvaluateConfig:
+    """The configuration in which every set has all its tables. Raises ConfigError."""
+    data, sets, rows = raw.get("data"), raw.get("sets") or {}, raw.get("rows")
+    if not isinstance(sets, dict) or not all(isinstance(one, dict) for one in sets.values()):
+        build_config(EvaluateConfig, raw, source)  # which says what is wrong
+    if data and sets:
+        raise ConfigError(f"{source}: data and [sets]: give one of them")
+    if rows and not data:
+        raise ConfigError(f"{source}: rows belongs to data; give the keys to the sets themselves")
+    if data:
+        first = data[0] if isinstance(data, list) else data
+        sets = {Path(str(first)).stem: {"path": data, **(rows or {})}}
+    if not sets:
+        others = {key: value for key, value in raw.items() if key not in ("data", "rows", "sets")}
+        build_config(EvaluateConfig, others, source)  # a misspelt key first: it may be their table
+        raise ConfigError(f"{source}: no questions; give data=FILE or [sets.NAME] with a path")
+    raw = {key: value for key, value in raw.items() if key not in ("data", "rows")}
+    raw["sets"] = {name: _own_tables(raw, one) for name, one in sets.items()}
+    config = build_config(EvaluateConfig, raw, source)
+    for name, one in config.sets.items():
+        if not one.path and not one.benchmark:
+            raise ConfigError(f"{source}: sets.{name}.path: no file of questions is given")
+        if one.env is None:
+            raise ConfigError(f"{source}: sets.{name}: no environment; give --env ID or env.id")
+    return replace(config, sets={name: _filled(config, one) for name, one in config.sets.items()})
+
+
+def _own_tables(raw: Tree, one: Tree) -> Tree:
+    """A set's keys, its tables filled up from those of the evaluation, those of its benchmark
+    below all."""
+    above = merged({name: raw[name] for name in OWN_TABLES if raw.get(name) is not None}, one)
+    if not one.get("benchmark"):
+        return above
+    return merged(benchmark(str(one["benchmark"])).usual_keys(above), above)
+
+
+def _filled(config: EvaluateConfig, one: QuestionSet) -> QuestionSet:
+    return replace(
+        one,
+        prompt=one.prompt or config.prompt,
+        limits=one.limits or config.limits,
+        sampling=one.sampling or config.sampling,
+        num_samples=one.num_samples or config.num_samples,
+    )
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
+    """Both trees in one; where both have a value, that of `above`."""
+    tree = dict(below)
+    for key, value in above.items():
+        old = tree.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        tree[key] = merged(old, value) if both else value  # type: ignore[arg-type]
+    return tree

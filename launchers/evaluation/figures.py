@@ -2,17 +2,317 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from statistics import fmean
+from typing import Literal
 
 import numpy as np
 from msgspec import Struct, field
+from numpy.typing import NDArray
 
 from agentenv.metrics import wilson_interval
-from launchers.evaluation.figure_types import Agreement, Estimate, Figures, Spread, ToolUse
-from launchers.evaluation.rows import EvalRow
-from launchers.evaluation.statistics import bootstrap, cohen_kappa, majority_at_k, pass_at_k
-from launchers.evaluation.votes import Votes
+from launchers.evaluation.benchmarks import groups as benchmark_groups
+from launchers.evaluation.scores import CONCURRENCY, Scorer, Votes, count_votes, score_rows
+from launchers.evaluation.store import EvalRow
+
+# The few figures of an evaluation that a training run follows; the report has all.
+
+
+class Score(Struct, frozen=True):
+    """Figures of one group of questions. `success` is the share of trajectories whose answer is
+    right, with its 95 % Wilson interval; failed trajectories are counted apart, never as wrong."""
+
+    num_trajectories: int
+    num_failed: int
+    success: float
+    interval: tuple[float, float]
+    reward: float
+    tool_calls: float
+    action_tokens: float
+
+
+class Report(Struct, frozen=True):
+    """The result of one evaluation: over all questions and by their kind. `policy_versions` are
+    the oldest and newest that sampled."""
+
+    name: str
+    policy_versions: tuple[int, int]
+    overall: Score
+    by_kind: dict[str, Score]
+
+
+def brief_report(name: str, rows: Sequence[EvalRow]) -> Report:
+    """The figures of the rows of one set."""
+    kinds = sorted({row.kind for row in rows})
+    versions = [version for row in rows for version in row.policy_versions]
+    return Report(
+        name=name,
+        policy_versions=(min(versions, default=0), max(versions, default=0)),
+        overall=_score(rows),
+        by_kind={kind: _score([row for row in rows if row.kind == kind]) for kind in kinds},
+    )
+
+
+def _score(rows: Sequence[EvalRow]) -> Score:
+    done = [row for row in rows if row.end != "failed"]
+    num_right = sum(row.success for row in done)
+    return Score(
+        num_trajectories=len(done),
+        num_failed=len(rows) - len(done),
+        success=num_right / len(done) if done else 0.0,
+        interval=wilson_interval(num_right, len(done)),
+        reward=fmean(row.reward for row in done) if done else 0.0,
+        tool_calls=fmean(len(row.tool_calls) for row in done) if done else 0.0,
+        action_tokens=fmean(row.action_tokens for row in done) if done else 0.0,
+    )
+
+
+# What an evaluation reports: estimates with intervals, spreads, tool use, agreement.
+
+
+class Estimate(Struct, kw_only=True):
+    """A mean over questions with its 95 % interval: by bootstrap over questions, or Wilson's for a
+    share with one sample a question. None where no question has the figure."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+    num_questions: int
+    interval: Literal["bootstrap", "wilson"] = "bootstrap"
+
+
+class Spread(Struct, kw_only=True):
+    """A figure of single trajectories."""
+
+    mean: float
+    median: float
+    p95: float
+    total: float
+
+
+class ToolUse(Struct, kw_only=True):
+    """Calls of one tool; an error is one that the policy read as such."""
+
+    calls: int
+    errors: int
+
+
+class Agreement(Struct, kw_only=True):
+    """Judge against rules, over the trajectories that both graded; `num_unparsed` more were asked
+    about, and the judge's reply was no verdict. Without any that both graded, `share` is 0."""
+
+    both_right: int
+    only_judge: int
+    only_rules: int
+    both_wrong: int
+    share: float
+    kappa: float | None
+    num_unparsed: int = 0
+
+
+class Figures(Struct, kw_only=True):
+    """The figures of one group of questions. Failed trajectories are in none of them but
+    `num_failed`, `failures` and `success_if_failed_wrong`.
+
+    `estimates` holds success (of the environment's grader), reward, the scores, tool_calls (a
+    trajectory), tool_productivity (right ones / tool calls), tool_efficiency (right ones among
+    those that used a tool), action_tokens, tool_tokens, seconds. `pass_at` and `majority_at` are
+    by k, over the questions with at least k samples that ended.
+    """
+
+    num_questions: int
+    num_trajectories: int
+    num_failed: int
+    failures: dict[str, int]
+    estimates: dict[str, Estimate]
+    success_if_failed_wrong: float
+    pass_at: dict[int, Estimate]
+    majority_at: dict[int, Estimate]
+    arpo_tool_productivity: float  # success * calls / (calls + 0.1) * 100, calls a trajectory
+    spreads: dict[str, Spread]
+    truncations: dict[str, int]
+    tools: dict[str, ToolUse]
+    agreement: Agreement | None
+    assist: dict[str, float] = {}  # totals of EvalRow.assist
+
+
+class Summary(Struct, kw_only=True):
+    """The content of summary.json. `groups` are figures by field and value: dataset, kind, and what
+    a benchmark is split by, e.g. groups["gaia level"]["1"]. `average` is the plain mean of the
+    datasets' success, as the papers average their tables.
+
+    `num_unscored` counts trajectories without scores, since the machine was too busy for
+    math-verify: their scores are missing, their success is not.
+    """
+
+    name: str
+    compat: str
+    num_samples: int
+    policy_versions: list[int]
+    num_unscored: int
+    average: float | None
+    overall: Figures
+    groups: dict[str, dict[str, Figures]]
+
+
+# Statistics of an evaluation: pass@k, maj@k, intervals over questions, paired tests.
+#
+# A question is what is drawn at random, its samples are not independent of each other: so intervals
+# come from resampling whole questions (cluster bootstrap).
+
+NUM_RESAMPLES = 2000
+NUM_FLIPS = 20_000
+MAX_EXACT_FLIPS = 14  # differences; up to 2 ** 14 sign patterns are all counted
+_CHUNK = 1_000_000  # drawn indices at a time
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Chance that k of the samples, drawn without replacement, hold a right one, without bias:
+    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1)."""
+    _check_k(num_samples, k)
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+@lru_cache(maxsize=100_000)
+def majority_at_k(
+    num_right: int, wrong: tuple[int, ...], num_blank: int, ks: tuple[int, ...]
+) -> tuple[float, ...]:
+    """Chance that a vote among k of the samples, drawn without replacement, elects the right
+    answer, for each of `ks`; the exact mean over all subsets.
+
+    `wrong` counts the samples of each wrong answer. The `num_blank` samples without an answer do
+    not vote. Of answers with equally many votes one is drawn at random; a vote that nobody casts
+    elects none.
+    """
+    total = num_right + sum(wrong) + num_blank
+    for k in ks:
+        _check_k(total, k)
+    chances = [Fraction(0)] * len(ks)
+    for votes in range(1, min(num_right, max(ks, default=0)) + 1):
+        ways = _ways_below(wrong, num_blank, votes, max(ks) - votes)
+        for place, k in enumerate(ks):
+            if k < votes:
+                continue
+            shared = sum(
+                (Fraction(count, 1 + ties) for ties, count in ways[k - votes].items()),
+                Fraction(0),
+            )
+            chances[place] += math.comb(num_right, votes) * shared
+    return tuple(float(chance / math.comb(total, k)) for chance, k in zip(chances, ks, strict=True))
+
+
+def _ways_below(
+    wrong: tuple[int, ...], num_blank: int, votes: int, room: int
+) -> list[dict[int, int]]:
+    """[drawn][ties]: ways to draw so many samples with no wrong answer above `votes`, and as many
+    of them at `votes`."""
+    ways: list[dict[int, int]] = [{} for _ in range(room + 1)]
+    for blank in range(min(num_blank, room) + 1):
+        ways[blank][0] = math.comb(num_blank, blank)
+    for count in wrong:
+        longer: list[dict[int, int]] = [{} for _ in range(room + 1)]
+        for drawn, by_ties in enumerate(ways):
+            for more in range(min(count, votes, room - drawn) + 1):
+                choices, tie = math.comb(count, more), more == votes
+                into = longer[drawn + more]
+                for ties, number in by_ties.items():
+                    into[ties + tie] = into.get(ties + tie, 0) + number * choices
+        ways = longer
+    return ways
+
+
+def _check_k(num_samples: int, k: int) -> None:
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k = {k} of {num_samples} samples")
+
+
+def resamples(num_questions: int, num_resamples: int, seed: int) -> Iterator[Ints]:
+    """Drawn question numbers, with replacement: blocks of shape [resample, question]."""
+    rng = np.random.default_rng(seed)
+    step = max(1, _CHUNK // max(1, num_questions))
+    for start in range(0, num_resamples, step):
+        size = (min(step, num_resamples - start), num_questions)
+        yield rng.integers(0, num_questions, size=size)
+
+
+def bootstrap(
+    numerators: Floats,
+    denominators: Floats,
+    *,
+    num_resamples: int = NUM_RESAMPLES,
+    seed: int = 0,
+) -> Floats:
+    """95 % percentile intervals [figure, 2] of sum(numerators) / sum(denominators), both of shape
+    [question, figure], over questions drawn with replacement (Efron 1979).
+
+    A mean over questions is a ratio with denominators 1; a question that has no such figure has 0
+    and 0. A figure without any question gives nan.
+    """
+    num_questions, num_figures = numerators.shape
+    if not num_questions:
+        return np.full((num_figures, 2), np.nan)
+    found = []
+    for indices in resamples(num_questions, num_resamples, seed):
+        rows = np.arange(len(indices))[:, None] * num_questions
+        times = np.bincount((indices + rows).ravel(), minlength=indices.size)
+        weights = times.reshape(indices.shape).astype(np.float64)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            found.append((weights @ numerators) / (weights @ denominators))
+    values = np.concatenate(found)
+    values[~np.isfinite(values)] = np.nan
+    intervals = np.full((num_figures, 2), np.nan)
+    known = ~np.isnan(values).all(axis=0)
+    if known.any():
+        intervals[known] = np.nanpercentile(values[:, known], [2.5, 97.5], axis=0).T
+    return intervals
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Two-sided exact p-value of McNemar's test (1947): of the questions that only one of two got
+    right, half would be expected of each."""
+    total, least = only_first + only_second, min(only_first, only_second)
+    tail = sum(math.comb(total, number) for number in range(least + 1))
+    return min(1.0, float(Fraction(2 * tail, 2**total)))
+
+
+def sign_flip(differences: Sequence[float], *, seed: int = 0) -> float:
+    """Two-sided p-value of the paired permutation test (Fisher 1935): how often the mean is as far
+    from 0 when the sign of each difference is drawn at random. Exact for few differences."""
+    values = np.array([value for value in differences if value], dtype=np.float64)
+    if not len(values):
+        return 1.0
+    found = abs(values.sum()) * (1 - 1e-9)  # sums in another order differ by rounding
+    if len(values) <= MAX_EXACT_FLIPS:
+        patterns = np.arange(2 ** len(values))[:, None] >> np.arange(len(values)) & 1
+        return float(np.mean(np.abs((2 * patterns - 1) @ values) >= found))
+    rng = np.random.default_rng(seed)
+    num_as_far = 0
+    step = max(1, _CHUNK // len(values))
+    for start in range(0, NUM_FLIPS, step):
+        size = (min(step, NUM_FLIPS - start), len(values))
+        flips = 2 * rng.integers(0, 2, size=size) - 1
+        num_as_far += int(np.sum(np.abs(flips @ values) >= found))
+    return (1 + num_as_far) / (1 + NUM_FLIPS)
+
+
+def cohen_kappa(both: int, only_first: int, only_second: int, neither: int) -> float | None:
+    """Agreement of two raters beyond chance (Cohen 1960); None where chance alone agrees fully,
+    and without cases."""
+    total = both + only_first + only_second + neither
+    if not total:
+        return None
+    first, second = (both + only_first) / total, (both + only_second) / total
+    chance = first * second + (1 - first) * (1 - second)
+    return None if chance == 1 else ((both + neither) / total - chance) / (1 - chance)
+
 
 SCORES = ("em", "f1", "contains", "math", "rule", "judge")
 CALLS_OFFSET = 0.1  # of ARPO's tool productivity
@@ -217,3 +517,95 @@ def _total(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 def _counted(names: Iterable[str]) -> dict[str, int]:
     return dict(Counter(names).most_common())
+
+
+# From the rows of an evaluation to its summary: scores, votes, figures by group.
+
+FALLBACK_FIELDS = ("level", "type", "category")  # of metadata, without a known benchmark
+MAX_GROUPS = 40  # values of a fallback field; with more it is no group but a number or a name
+
+
+async def summarise(
+    name: str,
+    rows: Sequence[EvalRow],
+    scorer: Scorer,
+    *,
+    ks: Sequence[int] = (),
+    again: bool = False,
+    seed: int = 0,
+) -> tuple[Summary, list[Question]]:
+    """The summary of an evaluation, and its questions. `ks` are those of pass@k and maj@k, by
+    default powers of two; `again` computes scores that the rows have already."""
+    num_unscored = await score_rows(rows, scorer, again=again)
+    questions = questions_of(rows)
+    await _vote(questions, scorer)
+    for question in questions:
+        question.groups = list(_groups_of(question.rows[0]))
+    ks = tuple(sorted(set(ks))) or default_ks(questions)
+    by_group = _by_group(questions)
+    groups = {
+        field: {value: figures_of(own, ks, seed=seed) for value, own in values.items()}
+        for field, values in by_group.items()
+    }
+    versions = [version for row in rows for version in row.policy_versions]
+    return Summary(
+        name=name,
+        compat=scorer.compat,
+        num_samples=max((len(question.rows) for question in questions), default=0),
+        policy_versions=[min(versions), max(versions)] if versions else [],
+        num_unscored=num_unscored,
+        average=_average(groups),
+        overall=figures_of(questions, ks, seed=seed),
+        groups=groups,
+    ), questions
+
+
+async def _vote(questions: Sequence[Question], scorer: Scorer) -> None:
+    slots = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(question: Question) -> None:
+        async with slots:
+            question.votes = await count_votes(question.done, scorer)
+
+    async with asyncio.TaskGroup() as group:
+        for question in questions:
+            if len(question.done) > 1:
+                group.create_task(one(question))
+
+
+def _groups_of(row: EvalRow) -> Iterator[tuple[str, str]]:
+    """(field, value) of a question; fields of a dataset bear its name."""
+    yield "dataset", row.dataset
+    yield "kind", row.kind
+    own = benchmark_groups(row)
+    if not own:
+        metadata = {key.lower(): value for key, value in row.metadata.items()}
+        own = [
+            (name, str(metadata[name]))
+            for name in FALLBACK_FIELDS
+            if isinstance(metadata.get(name), str | int)
+        ]
+    for name, value in own:
+        yield f"{row.dataset} {name}", value
+
+
+def _by_group(questions: Sequence[Question]) -> dict[str, dict[str, list[Question]]]:
+    """Questions by name and value; of kinds, only if they are not the datasets over again."""
+    found: dict[str, dict[str, list[Question]]] = {}
+    for question in questions:
+        for name, value in question.groups:
+            found.setdefault(name, {}).setdefault(value, []).append(question)
+    pairs = {(question.rows[0].dataset, question.rows[0].kind) for question in questions}
+    if len(pairs) == len(found.get("dataset", {})) == len(found.get("kind", {})):
+        found.pop("kind", None)
+    return {
+        name: dict(sorted(values.items()))
+        for name, values in found.items()
+        if name == "dataset" or 1 < len(values) <= MAX_GROUPS
+    }
+
+
+def _average(groups: dict[str, dict[str, Figures]]) -> float | None:
+    estimates = [one.estimates.get("success") for one in groups.get("dataset", {}).values()]
+    values = [one.value for one in estimates if one is not None and one.value is not None]
+    return fmean(values) if values else None

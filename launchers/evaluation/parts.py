@@ -1,11 +1,13 @@
 """What an evaluation is made of, built from its configuration; what cannot work is refused before
-an engine starts."""
+an engine starts.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -17,29 +19,118 @@ from msgspec.structs import replace
 
 from agentenv.actor import Actor
 from agentenv.assist import Assist, AssistedActor
-from agentenv.chat import ChatRenderer, Pieces
 from agentenv.engine import Engine
-from agentenv.engines.openai_chat import ChatEngine
-from agentenv.engines.openai_config import OpenAIConfig
-from agentenv.engines.openai_tokens import TokensEngine
+from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces
+from agentenv.engines.openai import OpenAIConfig, TokensEngine
+from agentenv.env import Env, close_shared
 from agentenv.errors import ConfigError
 from agentenv.native import NativeConfig
 from agentenv.renderer import Renderer
-from agentenv.shared import close_shared
 from agentenv.types import Task
 from launchers.assembly import check_context, context_length, load_tokenizer, make_renderer
-from launchers.data import check_environments, fit_prompts
-from launchers.env_config import TABLES
-from launchers.environments import EnvMaker, check_graders, try_env
-from launchers.evaluation.assisted import check_envs
-from launchers.evaluation.question_files import read_questions
-from launchers.evaluation.run_config import EvaluateConfig, QuestionSet, settings
+from launchers.config import TABLES
+from launchers.data import (
+    EnvMaker,
+    check_environments,
+    check_graders,
+    fit_prompts,
+    load_set,
+    said,
+    try_env,
+)
+from launchers.evaluation.benchmarks import load_benchmark
+from launchers.evaluation.config import EvaluateConfig, QuestionSet, settings
 from launchers.evaluation.subject import Subject
-from launchers.serving.engines import start_engine
-from launchers.serving.roles import check_roles, fill_roles, start_servers
+from launchers.serving.engines import check_roles, fill_roles, start_engine, start_servers
 from launchers.serving.servers import ServerFactory
 
+# What is refused about [assist] before anything is asked.
+
+
+def check_assist(config: EvaluateConfig) -> None:
+    """Raises ConfigError for a table without any helper, and for a refiner that no limit lets
+    begin."""
+    if config.assist is None:
+        return
+    if config.assist == type(config.assist)():
+        raise ConfigError(
+            "assist: no helper is given; expected [assist.debugger], [assist.backtracer] or "
+            "[assist.refiner]"
+        )
+    refiner = config.assist.refiner
+    if refiner is None:
+        return
+    rooms = {
+        name: one.limits.max_response_tokens
+        for name, one in config.sets.items()
+        if one.limits is not None
+    }
+    if all(room <= refiner.min_response_tokens for room in rooms.values()):
+        raise ConfigError(
+            f"assist.refiner.min_response_tokens = {refiner.min_response_tokens} is never reached: "
+            f"limits.max_response_tokens is {max(rooms.values())}; expected less than that"
+        )
+
+
+async def check_envs(assist: Assist, envs: Mapping[str, Env]) -> None:
+    """Raises ConfigError where a set's env cannot go back, or none has the tool that the debugger
+    is for. Closes the envs."""
+    modes = {name: env.fork_mode for name, env in envs.items()}
+    fitting = [name for name, env in envs.items() if assist.fits(env)]
+    for env in envs.values():
+        await env.close()
+    config = assist.config
+    if config.backtracer is not None:
+        for name, mode in modes.items():
+            if mode == "none":
+                raise ConfigError(
+                    f"assist.backtracer: the environment of sets.{name} cannot be forked, so no "
+                    "turn can be taken again; take the table out"
+                )
+    if config.debugger is not None and not fitting:
+        raise ConfigError(
+            f"assist.debugger: no set's environment has a tool {config.debugger.tool!r}; name "
+            "the one that runs code with assist.debugger.tool, or take the table out"
+        )
+
+
+# The questions of a set, read from its files.
+
 Say = Callable[[str], None]
+
+
+async def read_questions(
+    name: str, one: QuestionSet, resolve: Callable[[str], Path], say: Say
+) -> list[Task]:
+    """Tasks with names of their own. Raises DataError."""
+    key, env_id = f"sets.{name}", settings(one).env.id
+    if one.benchmark:
+        paths = [
+            resolve(path)
+            for path in ([one.path] if isinstance(one.path, str) else one.path)
+            if path  # without any, load_benchmark says where to get it
+        ]
+        tasks = await asyncio.to_thread(
+            load_benchmark, one.benchmark, paths, one.max_tasks, env_id=env_id, rows=one,
+            say=said(say, key),
+        )  # fmt: skip
+    else:
+        tasks = await load_set(one.path, env_id, one, resolve, say, key, one.max_tasks or 0)
+    return _with_own_names(tasks, said(say, key))
+
+
+def _with_own_names(tasks: Sequence[Task], say: Say) -> list[Task]:
+    """The tasks; a name that returns gets a number, since rows are kept by name."""
+    seen: Counter[str] = Counter()
+    named = []
+    for task in tasks:
+        seen[task.id] += 1
+        again = seen[task.id] > 1
+        named.append(replace(task, id=f"{task.id}#{seen[task.id]}") if again else task)
+    twice = sum(count - 1 for count in seen.values())
+    if twice:
+        say(f"{twice} questions have the name of an earlier one; they are told apart by a number")
+    return named
 
 
 class Questions(NamedTuple):

@@ -9,30 +9,260 @@ import argparse
 import asyncio
 import base64
 import importlib.util
+import json
 from collections.abc import Sequence
 from importlib import resources
+from io import BytesIO
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import jinja2
 import msgspec
+import numpy as np
+from msgspec import Struct
 
+from agentenv.env import close_shared
 from agentenv.errors import DataError
-from agentenv.shared import close_shared
-from envs.grading.equivalence import shared_math
-from launchers.evaluation.figure_types import Summary
-from launchers.evaluation.figures import Question
-from launchers.evaluation.filled import keep_filled, num_filled
-from launchers.evaluation.report_plots import plots_of
-from launchers.evaluation.report_samples import samples_of
-from launchers.evaluation.report_tables import tables_of, terminal_tables_of
-from launchers.evaluation.rows import EvalRow
+from envs.grading.math import shared_math
+from launchers.evaluation.figures import Estimate, Question, Summary, summarise
 from launchers.evaluation.scores import Compat, Scorer
-from launchers.evaluation.store import load_saved, read_rows
-from launchers.evaluation.summary import summarise
-from launchers.evaluation.tables import Table, as_rich, interval, lines_of, markdown, number
-from launchers.exits import to_its_end
-from launchers.view import View
+from launchers.evaluation.store import EvalRow, keep_filled, load_saved, num_filled, read_rows
+from launchers.evaluation.tables import (
+    Table,
+    as_rich,
+    groups_of,
+    interval,
+    lines_of,
+    markdown,
+    number,
+    plain,
+    tables_of,
+    terminal_tables_of,
+)
+from launchers.terminal import View, to_its_end
+
+# The plots of a report, as PNG.
+
+MAX_BARS = 40
+MAX_LABEL = 32
+RIGHT, WRONG, LINE = "#2a7f62", "#c8553d", "#33658a"
+
+
+def plots_of(summary: Summary, questions: Sequence[Question]) -> dict[str, bytes]:
+    """PNG files by name: accuracy by group, pass@k, tool calls, tokens, latency."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    plots = {"groups": _groups(summary)}
+    if summary.num_samples > 1:
+        plots["pass_at_k"] = _pass_at_k(summary)
+    if summary.overall.num_trajectories:
+        plots["tool_calls"] = _tool_calls(questions)
+        plots["tokens"] = _histogram(questions, "action_tokens", "sampled tokens")
+        plots["seconds"] = _histogram(questions, "seconds", "seconds")
+    return plots
+
+
+def _figure(height: float) -> tuple[Any, Any]:
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, height), layout="constrained")
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _png(figure: Any) -> bytes:
+    from matplotlib import pyplot as plt
+
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=110)
+    plt.close(figure)
+    return file.getvalue()
+
+
+def _label(text: str) -> str:
+    """Text that is not ours: no control characters, no formulas, not too long."""
+    text = plain(text).replace("$", r"\$")
+    return text if len(text) <= MAX_LABEL else text[: MAX_LABEL - 3] + "..."
+
+
+def _groups(summary: Summary) -> bytes:
+    bars = [
+        (_label(value if name in ("", "dataset", "kind") else f"{name} {value}"), estimate)
+        for name, value, figures in groups_of(summary)
+        if (estimate := figures.estimates.get("success")) is not None
+    ]
+    bars = [*bars[: MAX_BARS - 1], bars[-1]] if len(bars) > MAX_BARS else bars
+    figure, axes = _figure(max(3.8, 1.2 + 0.32 * len(bars)))
+    for place, (label, estimate) in enumerate(reversed(bars)):
+        value, low, high = _bounds(estimate)
+        axes.barh(place, value, color=LINE if label == "all" else "#86bbd8", height=0.7)
+        axes.plot([low, high], [place, place], color="black", linewidth=1.2)
+        axes.text(min(high, 1.0) + 0.015, place, f"{value:.3f}", va="center", fontsize=8)
+    axes.set_yticks(range(len(bars)), [label for label, _ in reversed(bars)], fontsize=9)
+    axes.set(xlim=(0, 1.1), xlabel="success, 95 % interval", title="success by group")
+    return _png(figure)
+
+
+def _pass_at_k(summary: Summary) -> bytes:
+    figure, axes = _figure(3.8)
+    overall = summary.overall
+    for label, estimates, colour, style in (
+        ("pass@k", overall.pass_at, LINE, "o-"),
+        ("maj@k", overall.majority_at, WRONG, "s--"),
+    ):
+        ks = list(estimates)
+        bounds = np.array([_bounds(estimates[k]) for k in ks]).reshape(len(ks), 3)
+        axes.plot(ks, bounds[:, 0], style, color=colour, label=label)
+        axes.fill_between(ks, bounds[:, 1], bounds[:, 2], color=colour, alpha=0.18, linewidth=0)
+    ks = list(overall.pass_at)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ks, [str(k) for k in ks])
+    axes.minorticks_off()
+    axes.set(ylim=(0, 1.02), xlabel="k", title="right within k samples; by a vote among k")
+    axes.legend(loc="lower right")
+    return _png(figure)
+
+
+def _tool_calls(questions: Sequence[Question]) -> bytes:
+    done = [row for question in questions for row in question.done]
+    calls = {
+        "right": [len(row.tool_calls) for row in done if row.success],
+        "wrong": [len(row.tool_calls) for row in done if not row.success],
+    }
+    most = max((len(row.tool_calls) for row in done), default=0)
+    edges = np.arange(most + 2) - 0.5 if most <= 40 else np.linspace(-0.5, most + 0.5, 41)
+    figure, axes = _figure(3.8)
+    axes.hist(
+        list(calls.values()), bins=edges.tolist(), stacked=True, color=[RIGHT, WRONG],
+        label=[f"{name} ({len(values)})" for name, values in calls.items()],
+    )  # fmt: skip
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set(xlabel="tool calls", ylabel="trajectories", title="tool calls of a trajectory")
+    axes.legend()
+    return _png(figure)
+
+
+def _histogram(questions: Sequence[Question], name: str, unit: str) -> bytes:
+    done = [row for question in questions for row in question.done]
+    values = [
+        [getattr(row, name) for row in done if row.success is right] for right in (True, False)
+    ]
+    figure, axes = _figure(3.8)
+    axes.hist(values, bins=40, stacked=True, color=[RIGHT, WRONG], label=["right", "wrong"])
+    for percent, label, style in ((50, "median", "-"), (95, "95th percentile", ":")):
+        place = float(np.percentile([value for own in values for value in own], percent))
+        axes.axvline(place, color="black", linestyle=style, linewidth=1.2, label=label)
+    axes.set(xlabel=unit, ylabel="trajectories", title=f"{unit} of a trajectory")
+    axes.legend(fontsize="small")
+    return _png(figure)
+
+
+def _bounds(estimate: Estimate) -> tuple[float, float, float]:
+    value = estimate.value or 0.0
+    return value, estimate.low or 0.0, estimate.high or 0.0
+
+
+# Which trajectories a report shows, and in what form.
+
+MAX_SAMPLES = 40
+MAX_TEXT_CHARS = 6000  # of one segment; the middle of a longer one is left out
+Outcome = Literal["right", "wrong", "cut off", "failed"]
+PER_DATASET: dict[Outcome, int] = {"wrong": 4, "right": 2, "cut off": 1, "failed": 1}
+
+
+class Segment(Struct):
+    """One piece of a trajectory: who wrote it (prompt, policy, env), and what."""
+
+    author: str
+    text: str
+
+
+class Sample(Struct, kw_only=True):
+    """A trajectory as the report shows it. Texts are as they came: whoever shows them escapes."""
+
+    title: str
+    question: str
+    answers: str
+    prediction: str
+    outcome: str
+    reason: str
+    figures: str
+    segments: list[Segment]
+    calls: list[dict[str, str]]
+
+
+def samples_of(questions: Sequence[Question]) -> list[Sample]:
+    """A few of each outcome from each dataset, in the order of the questions."""
+    left: dict[str, dict[Outcome, int]] = {}
+    found: dict[str, list[EvalRow]] = {}
+    for question in questions:
+        taken: set[Outcome] = set()  # of each question one of a kind
+        for row in question.rows:
+            quota = left.setdefault(row.dataset, dict(PER_DATASET))
+            outcome = outcome_of(row)
+            if quota[outcome] and outcome not in taken:
+                quota[outcome] -= 1
+                taken.add(outcome)
+                found.setdefault(row.dataset, []).append(row)
+    each = max(1, MAX_SAMPLES // max(1, len(found)))
+    return [_sample(row) for rows in found.values() for row in rows[:each]]
+
+
+def outcome_of(row: EvalRow) -> Outcome:
+    """A trajectory that a limit cut off is only told apart when it is wrong."""
+    if row.end == "failed":
+        return "failed"
+    if row.success:
+        return "right"
+    return "cut off" if row.end == "truncated" else "wrong"
+
+
+def _sample(row: EvalRow) -> Sample:
+    figures = [f"reward {row.reward:g}", f"{row.num_turns} turns", f"{row.action_tokens} tokens"]
+    figures.append(f"{row.seconds:.1f} s")
+    figures += [f"{name} {value:.3g}" for name, value in row.scores.items()]
+    end = f"{row.end} by {row.limit}" if row.limit else row.end
+    return Sample(
+        title=plain(f"{row.dataset} / {row.task} / sample {row.sample}"),
+        question=_cut(row.question),
+        answers=_cut(" | ".join(row.answers)),
+        prediction=_cut(row.prediction),
+        outcome=outcome_of(row),
+        reason=_cut(row.error or row.reason),
+        figures=", ".join([end, *figures]),
+        segments=[_segment(part, place == 0) for place, part in enumerate(row.segments)],
+        calls=[_call(call) for call in row.tool_calls],
+    )
+
+
+def _segment(part: dict[str, str], first: bool) -> Segment:
+    if "policy" in part:
+        return Segment("policy", _cut(part["policy"]))
+    return Segment("prompt" if first else "env", _cut(part.get("env", "")))
+
+
+def _call(call: dict[str, Any]) -> dict[str, str]:
+    arguments = call.get("arguments", {})
+    seconds = call.get("duration_s")
+    return {
+        "name": _cut(str(call.get("name", ""))),
+        "arguments": _cut(json.dumps(arguments, ensure_ascii=False, default=str)),
+        "outcome": "ok" if call.get("ok", True) else "error",
+        "error": _cut(str(call.get("error") or "")),
+        "seconds": f"{seconds:.2f}" if isinstance(seconds, int | float) else "",
+    }
+
+
+def _cut(text: str) -> str:
+    text = plain(text)
+    if len(text) <= MAX_TEXT_CHARS:
+        return text
+    half = MAX_TEXT_CHARS // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
 
 SUMMARY_FILE, MARKDOWN_FILE, HTML_FILE, PLOTS = (
     "summary.json", "report.md", "report.html", "plots",

@@ -4,22 +4,158 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from agentenv.actor import Actor
+from agentenv.assist.helpers import count_calls
 from agentenv.config import to_plain
+from agentenv.engine import Engine
+from agentenv.engines.chat import ChatRenderer
 from agentenv.evaluate import Answer, Question, ask
+from agentenv.renderer import Renderer
+from agentenv.tree import Node, Trajectory
+from envs.grading.verdict import final_answer
+from launchers.evaluation.config import EvaluateConfig
 from launchers.evaluation.parts import Builder, Questions
-from launchers.evaluation.progress import Progress
-from launchers.evaluation.rows import EvalRow, Wanted
-from launchers.evaluation.run_config import EvaluateConfig
-from launchers.evaluation.store import FAILED, Saved, Store
+from launchers.evaluation.store import FAILED, EvalRow, Saved, Store, Wanted
 from launchers.evaluation.subject import Subject, weights_digest
-from launchers.evaluation.trajectory import row_of
-from launchers.view import View
+from launchers.terminal import View
+
+# What a person sees while an evaluation goes on; nothing where there is no terminal.
+
+INTERVAL_S = 1.0
+
+
+class Progress:
+    """Trajectories done, success so far, tokens a second, failures, time left."""
+
+    def __init__(self, view: View, engine: Engine, total: int, stored: Iterable[EvalRow]) -> None:
+        self.num_done = self.num_right = self.num_failed = 0
+        self._view, self._engine = view, engine
+        self._loop = asyncio.get_running_loop()
+        self._since, self._tokens = self._loop.time(), engine.stats().get("sampled_tokens", 0.0)
+        self._rate = 0.0
+        for row in stored:
+            self.num_done += 1
+            self.num_right += row.success
+        view.begin("evaluation", total, self.num_done)
+        self._ticking = asyncio.create_task(self._tick())
+
+    def add(self, row: EvalRow) -> None:
+        """One more trajectory ended."""
+        if row.end == FAILED:
+            self.num_failed += 1
+        else:
+            self.num_done += 1
+            self.num_right += row.success
+        self._show()
+
+    async def close(self) -> None:
+        """Take the line away."""
+        self._ticking.cancel()
+        self._view.end()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            now, tokens = self._loop.time(), self._engine.stats().get("sampled_tokens", 0.0)
+            self._rate = (tokens - self._tokens) / (now - self._since)
+            self._since, self._tokens = now, tokens
+            self._show()
+
+    def _show(self) -> None:
+        success = self.num_right / self.num_done if self.num_done else 0.0
+        failed = f"  {self.num_failed} failed" if self.num_failed else ""
+        note = f"success {success:.3f}  {self._rate:.0f} tok/s{failed}"
+        self._view.advance(self.num_done + self.num_failed, note)
+
+
+# From a tree with one leaf to the row that is stored of it.
+
+
+def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
+    """The row; of a failed trajectory too, as far as it came."""
+    question, tree = answer.question, answer.tree
+    task, renderer = question.task, question.actor.renderer
+    (leaf,) = tree.leaves()
+    trajectory = Trajectory(tree.history(leaf))
+    segments = _segments(trajectory.path, renderer)
+    said = [segment["policy"] for segment in segments if "policy" in segment]
+    failed = leaf.end == "failed"
+    prompt_tokens, tool_tokens = _counts(trajectory, renderer)
+    calls = [call for node in trajectory.path for call in node.info.get("tool_calls", ())]
+    assist: dict[str, float] = leaf.info.get("assist") or {}
+    if not assist:  # the browser agent belongs to the env, whoever the actor is
+        count_calls(assist, calls)
+    versions = [span.version for node in trajectory.path for span in node.version_spans]
+    return EvalRow(
+        dataset=dataset,
+        task=task.id,
+        sample=question.sample,
+        kind=task.kind,
+        env_id=task.env_id,
+        question=task.question,
+        answers=list(task.answers),
+        metadata=task.metadata,
+        seed=seed,
+        segments=segments,
+        prediction=final_answer(said[-1]) if said and not failed else "",
+        tool_calls=calls,
+        num_turns=sum(bool(node.action_ids) for node in trajectory.path),
+        num_retries=answer.num_retries,
+        prompt_tokens=prompt_tokens,
+        action_tokens=trajectory.num_action_tokens,
+        tool_tokens=tool_tokens,
+        seconds=round(answer.seconds, 4),
+        end=str(leaf.end),
+        limit=str(leaf.limit) if leaf.limit is not None else None,
+        error=leaf.error,
+        reward=0.0 if failed else trajectory.reward,
+        success=trajectory.success and not failed,
+        reason=str(leaf.info.get("reason", "")),
+        parts=dict(leaf.info.get("parts", {})),
+        assist=assist,
+        abandoned=[
+            renderer.decode(node.action_ids) + renderer.decode(node.observation_ids)
+            for node in tree.nodes
+            if "abandoned" in node.info
+        ],
+        policy_versions=[min(versions), max(versions)] if versions else [],
+    )
+
+
+def _segments(path: list[Node], renderer: Renderer) -> list[dict[str, str]]:
+    """The text in order with who wrote it; an end-of-sequence token apart."""
+    segments: list[dict[str, str]] = []
+    eos_ids: Any = getattr(getattr(renderer, "codec", None), "eos_ids", ())
+    for node in path:
+        ids = node.action_ids
+        if ids:
+            ended = ids[-1] in eos_ids
+            segment = {"policy": renderer.decode(ids[:-1] if ended else ids)}
+            segments.append({**segment, "eos": renderer.decode(ids[-1:])} if ended else segment)
+        if node.observation_ids:
+            segments.append({"env": renderer.decode(node.observation_ids)})
+    return segments
+
+
+def _counts(trajectory: Trajectory, renderer: Renderer) -> tuple[int, int]:
+    """Tokens of the prompt and of what the env wrote after it; where pieces of text stand for
+    tokens, as the endpoint counted them, if it did."""
+    turns = trajectory.turns
+    prompt = len(trajectory.path[0].observation_ids)
+    tools = sum(len(node.observation_ids) for node in turns if node.parent is not None)
+    asked = [node for node in turns if node.action_ids]
+    one_context = all(node.parent is not None for node in turns)
+    if isinstance(renderer, ChatRenderer) and asked and one_context:
+        before = [renderer.num_prompt_tokens(node.action_ids) for node in asked]
+        if all(before):
+            sampled = sum(len(node.action_ids) for node in asked[:-1])
+            return before[0], max(0, before[-1] - before[0] - sampled)
+    return prompt, tools
 
 
 async def run_evaluation(config: EvaluateConfig, subject: Subject, out: Path, view: View) -> int:

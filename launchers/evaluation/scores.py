@@ -14,19 +14,18 @@ published evaluation of ARPO and Tool-Star computes them, still with the best go
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from agentenv.errors import GraderError
 from envs.grading.exact import same_answer
-from envs.grading.layers import Layered, is_wordy
-from envs.grading.normalise import MAX_ANSWER_CHARS, clean, words_of
+from envs.grading.layers import Layered, compare, is_wordy
+from envs.grading.normalise import MAX_ANSWER_CHARS, clean, squashed, words_of
 from envs.grading.reference import reference_extract, reference_metrics
 from envs.grading.words import f1, has_cjk
-from launchers.evaluation.benchmark_rows import BENCHMARK_KEY
-from launchers.evaluation.benchmarks import BENCHMARKS
-from launchers.evaluation.rows import EvalRow
-from launchers.evaluation.transcript import prediction, whole_text, written
+from launchers.evaluation.benchmarks import BENCHMARK_KEY, BENCHMARKS
+from launchers.evaluation.store import EvalRow, prediction, whole_text, written
 
 Compat = Literal["", "reference"]
 
@@ -141,3 +140,88 @@ def _reference_scores(row: EvalRow) -> dict[str, float]:
     scores = {"em": best.get("em", 0.0), "f1": best.get("f1", 0.0)}
     scores["contains"], scores["rule"] = best.get("acc", 0.0), best.get("math_equal", 0.0)
     return {**scores, "math": scores["rule"]} if task == "math" else scores
+
+
+# The vote behind maj@k: which samples of a question give the same answer.
+
+MAX_EXPRESSIONS = 4  # of the most frequent answers, which math-verify compares the others with
+
+
+class Votes(NamedTuple):
+    """Samples of one question that ended: how many are right, how many give each wrong answer, in
+    falling order, and how many give none."""
+
+    num_right: int
+    wrong: tuple[int, ...]
+    num_blank: int
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_right + sum(self.wrong) + self.num_blank
+
+
+async def count_votes(rows: Sequence[EvalRow], scorer: Scorer) -> Votes:
+    """Count the answers of one question. What the grader found right is one answer, since it
+    equals a gold; wrong ones are the same if the layered grader says so. An expression is compared
+    with the few most frequent ones only, which decide a vote.
+
+    Rows keep in `same_as` what was found, and are not compared again as long as no sample is
+    added.
+    """
+    num_right = sum(row.success for row in rows)
+    given = [row for row in rows if not row.success and row.prediction.strip()]
+    if any(row.same_as is None for row in given):
+        clusters = await _clusters(given, scorer)
+    else:
+        clusters = list(Counter(row.same_as for row in given).values())
+    return Votes(
+        num_right, tuple(sorted(clusters, reverse=True)), len(rows) - num_right - len(given)
+    )
+
+
+async def _clusters(rows: Sequence[EvalRow], scorer: Scorer) -> list[int]:
+    """How many rows give each of the answers; it is kept in the rows if every comparison could be
+    made."""
+    by_text: dict[str, list[EvalRow]] = {}
+    for row in rows:
+        by_text.setdefault(_form(row.prediction), []).append(row)
+    clusters: list[tuple[str, list[EvalRow]]] = []
+    is_sure = True
+    for text, own in sorted(by_text.items(), key=lambda item: -len(item[1])):
+        place, compared = await _place(text, [known for known, _ in clusters], scorer)
+        is_sure = is_sure and compared
+        if place is None:
+            clusters.append((text, list(own)))
+        else:
+            clusters[place][1].extend(own)
+    for _, members in clusters if is_sure else ():
+        lowest = min(row.sample for row in members)
+        for row in members:
+            row.same_as = lowest
+    return [len(members) for _, members in clusters]
+
+
+async def _place(text: str, known: Sequence[str], scorer: Scorer) -> tuple[int | None, bool]:
+    """The place of the known answer that is the same, and whether all could be compared."""
+    open_places = []
+    for place, other in enumerate(known):
+        same, _ = compare(text, other)
+        if same:
+            return place, True
+        if same is None:
+            open_places.append(place)
+        await asyncio.sleep(0)  # others may want to go on: comparing takes up to a millisecond
+    compared = True
+    for place in open_places[:MAX_EXPRESSIONS]:
+        try:
+            if await scorer.equal(text, [known[place]]):
+                return place, True
+        except GraderError:  # too busy, after several tries: counted as different
+            compared = False
+    return None, compared
+
+
+def _form(text: str) -> str:
+    """One text for answers that differ in writing only."""
+    text = text[:MAX_ANSWER_CHARS]
+    return squashed(clean(text)).casefold() if len(text) < 200 else text

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from agentenv.config import Tree
-from agentenv.data_config import RowsConfig
+from agentenv.data.rows import RowsConfig
 from agentenv.errors import ConfigError, DataError
-from launchers.checkpoints import find_checkpoint
-from launchers.env_config import TABLES
-from launchers.rundir import CONFIG_FILE
+from launchers.config import TABLES
+from launchers.rundir import CONFIG_FILE, find_checkpoint
 
 SAMPLE_BYTES = 1 << 20  # of both ends of a file of weights; training changes all of them
 

@@ -5,19 +5,220 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
+from rich.table import Table
+
+from agentenv.engines.server_config import LaunchConfig, RemoteConfig, ServersConfig, VLLMConfig
 from agentenv.errors import ConfigError
+from envs.search.config import SearchConfig
+from envs.search.providers import PROVIDERS, WebConfig
 from launchers.config import TrainConfig
-from launchers.planning.files import missing_files
+from launchers.help import values_of
 from launchers.planning.memory import GIB
-from launchers.planning.plan import make_plan
-from launchers.planning.processes import Machine
-from launchers.planning.show import show_plan, show_sizes, show_values
+from launchers.planning.plan import Machine, Plan, Process, make_plan
 from launchers.rl.units import check_units
 from launchers.serving.gpus import visible_gpus
-from launchers.view import View
+from launchers.serving.server_commands import EngineName, find_python
+from launchers.supervised.config import DPORunConfig, SFTRunConfig
+from launchers.terminal import View
+
+# What a configuration reads and is not there: files, folders, keys, environments of engines.
+
+Resolve = Callable[[str], Path]
+
+
+def missing_files(config: Any, resolve: Resolve) -> Iterator[str]:
+    """Lines "key = value", with what is wrong where that is not plain absence."""
+    made = bool(getattr(getattr(config, "run", None), "setup", ""))
+    registry = str(getattr(getattr(config, "data", None), "dataset_info", ""))
+    for key, path in _paths(config):
+        if not path or (made and "{run}" in path):
+            continue
+        if registry and key.startswith("data.") and key != "data.dataset_info":
+            continue  # names in the registry
+        if not _is_there(resolve(path)):
+            yield f"{key} = {path}"
+    yield from _missing_keys(config)
+    yield from _missing_engines(config)
+
+
+def _paths(config: Any) -> Iterator[tuple[str, str]]:
+    data = getattr(config, "data", None)
+    for name in ("train", "eval", "dataset_info"):
+        yield from _each(f"data.{name}", getattr(data, name, ""))
+    if isinstance(data, str | list):
+        yield from _each("data", data)
+    for number, part in enumerate(getattr(data, "mix", ())):
+        yield from _each(f"data.mix[{number}].path", part.path)
+    sets = getattr(getattr(config, "eval", None), "sets", {})
+    for key, table in (("eval.sets", sets), ("sets", getattr(config, "sets", {}))):
+        for name, one in table.items():
+            yield from _each(f"{key}.{name}.path", one.path)
+    for table, names in (
+        ("sft", ("data", "gate")),
+        ("learner", ("deepspeed_config",)),
+        ("grader", ("path",)),
+        ("python", ("interpreter",)),
+        ("search", ("arpo_cache",)),
+    ):
+        for name in names:
+            value = getattr(getattr(config, table, None), name, "") or ""
+            yield from _each(f"{table}.{name}", os.path.expanduser(value))
+    backend = getattr(getattr(config, "search", None), "backend", None)
+    yield from _each("search.backend.corpus", getattr(backend, "corpus", ""))
+
+
+def _each(key: str, paths: str | list[str]) -> Iterator[tuple[str, str]]:
+    for path in [paths] if isinstance(paths, str) else paths:
+        yield key, path
+
+
+def _is_there(path: Path) -> bool:
+    if path.exists():
+        return True
+    return any(mark in path.name for mark in "*?[") and any(path.parent.glob(path.name))
+
+
+def _missing_keys(config: Any) -> Iterator[str]:
+    search = getattr(config, "search", None)
+    if isinstance(search, SearchConfig) and isinstance(search.backend, WebConfig):
+        variable = PROVIDERS[search.backend.provider].key_variable
+        if variable and not os.environ.get(variable):
+            yield f"the environment variable {variable} ({search.backend.provider})"
+
+
+def _missing_engines(config: Any) -> Iterator[str]:
+    engine = getattr(config, "engine", None)
+    wanted: list[tuple[EngineName, LaunchConfig, str]] = []
+    if isinstance(engine, RemoteConfig) and not (engine.urls or engine.urls_file):
+        name: EngineName = "vllm" if isinstance(engine, VLLMConfig) else "sglang"
+        wanted.append((name, engine.servers or ServersConfig(), "engine.servers"))
+    for role_name, role in getattr(config, "roles", {}).items():
+        if not role.url:
+            wanted.append((role.engine, role, f"roles.{role_name}"))
+    for name, servers, key in wanted:
+        try:
+            find_python(name, servers, key)
+        except ConfigError as error:
+            yield str(error)
+
+
+# A dry run in print.
+
+
+def show_values(config: Any, view: View) -> None:
+    """What differs from the defaults first, then all the rest."""
+    values = list(values_of(config))
+    view.say("configuration, what is not the default:")
+    for value in values:
+        if value.chosen:
+            view.say(f"  {value.key} = {value.text}")
+    view.say("\nconfiguration, the defaults:")
+    for value in values:
+        if not value.chosen:
+            view.say(f"  {value.key} = {value.text}")
+
+
+def show_sizes(config: Any, view: View) -> None:
+    """What an update, a step or an evaluation takes."""
+    view.say("\nsizes:")
+    for line in _sizes(config):
+        view.say(f"  {line}")
+
+
+def _sizes(config: Any) -> Iterator[str]:
+    if isinstance(config, TrainConfig):
+        groups, size = config.queue.groups_per_step, config.algorithm.group_size
+        steps = groups // config.learner.groups_per_minibatch * config.learner.num_epochs_per_batch
+        yield (
+            f"an update takes {groups} prompts x {size} = {groups * size} trajectories in "
+            f"{steps} optimizer steps; at most {config.queue.max_staleness} versions old"
+        )
+        most = groups * (config.queue.max_staleness + 1)
+        yield f"up to {most} prompts = {most * size} trajectories are under way at a time"
+        passes = f"{config.train.num_epochs} passes over the questions"
+        yield passes if config.train.num_steps is None else f"{config.train.num_steps} updates"
+    elif isinstance(config, SFTRunConfig | DPORunConfig):
+        loop = config.sft if isinstance(config, SFTRunConfig) else config.dpo
+        length = f"{loop.num_steps} steps" if loop.num_steps else f"{loop.num_epochs or 3} passes"
+        yield (
+            f"a step takes {loop.batch_size} rows x {loop.gradient_accumulation} = "
+            f"{loop.rows_per_step} rows; {length}"
+        )
+    for name, one in getattr(config, "sets", {}).items():
+        number = f"at most {one.max_tasks} questions" if one.max_tasks else "all questions"
+        if one.max_tasks is None and one.benchmark:
+            number = "the benchmark's number of questions"
+        yield f"{name}: {number} of {one.path}, {one.num_samples} times each"
+
+
+def show_plan(plan: Plan, view: View) -> None:
+    """Processes with their GPUs and memory, each GPU, and what is missing."""
+    view.say("")
+    table = Table(title=f"processes on {plan.machine.told}", title_justify="left", box=SIMPLE)
+    for name in ("process", "number", "GPUs"):
+        table.add_column(name)
+    for name in ("GiB on each", "main memory, GiB"):
+        table.add_column(name, justify="right")
+    for process in plan.processes:
+        table.add_row(*_row(process))
+    view.show(table)
+    for process in plan.processes:
+        for line in _details(process):
+            view.say(line)
+    alike: dict[float, list[str]] = {}
+    for gpu, needed in plan.gpu_bytes.items():
+        alike.setdefault(needed, []).append(gpu)
+    for needed, gpus in alike.items():
+        view.say(f"GPU {span(gpus)}: {needed / GIB:.1f} of {plan.machine.gpu_bytes / GIB:.1f} GiB")
+    if plan.missing:
+        view.say("\nmissing here:")
+        for line in dict.fromkeys(plan.missing):
+            view.say(f"  {line}")
+
+
+def span(gpus: Sequence[str]) -> str:
+    """0-3, 6"""
+    numbers = sorted(map(int, gpus))
+    parts = []
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        parts.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else f"{members[0]}")
+    return ", ".join(parts)
+
+
+def _row(process: Process) -> tuple[str, ...]:
+    on_gpu = process.room.budget if process.room is not None else process.memory.gpu_bytes
+    main = process.main_bytes
+    return (
+        process.name,
+        str(process.count or "runs already"),
+        span(process.gpus),
+        f"{on_gpu / GIB:.1f}" if process.gpus else "",
+        f"{main / GIB:.1f}" if main else "",
+    )
+
+
+def _details(process: Process) -> list[str]:
+    what = ", ".join(filter(None, (process.model, process.note)))
+    lines = [f"{process.name}: {what}"]
+    memory = process.memory
+    for sizes, place in ((memory.gpu, "GiB"), (memory.host, "GiB in main memory")):
+        parts = [f"{name} {size / GIB:.1f}" for name, size in sizes.items() if size > 0.05 * GIB]
+        if parts:
+            lines.append(f"    {' + '.join(parts)} {place}")
+    if process.room is not None:
+        lines.append(
+            f"    keys and values of {process.room.tokens} tokens, {process.room.sequences:.1f} "
+            "requests of full length"
+        )
+    return lines
+
 
 ASSUMED_GPU_GIB = 80.0
 NOT_ALL = "what is known of it fits, but not every model's size is known"
@@ -107,7 +308,7 @@ def _memory_of(gpu: str) -> float:
 
 
 def _check(config: TrainConfig) -> None:
-    from launchers.serving.roles import check_roles  # brings an HTTP client along
+    from launchers.serving.engines import check_roles  # brings an HTTP client along
 
     check_units(config)
     check_roles(config)

@@ -6,29 +6,122 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agentenv.engines.embedded_config import EmbeddedConfig
-from agentenv.engines.launch_config import LaunchConfig, RoleConfig, ServersConfig
-from agentenv.engines.remote_config import RemoteConfig
+from msgspec import Struct, field
+
+from agentenv.engines.embedded.engine import EmbeddedConfig
+from agentenv.engines.server_config import LaunchConfig, RemoteConfig, RoleConfig, ServersConfig
 from agentenv.errors import AgentEnvError, ConfigError
-from agentenv.limits import Limits
+from agentenv.types import Limits
 from launchers.assembly import EngineConfig, context_length
-from launchers.checkpoints import find_checkpoint
+from launchers.config import divide
 from launchers.planning.memory import (
     GIB,
+    KNOWN,
     RESERVE_BYTES,
     SERVER_BYTES,
+    CacheRoom,
     Memory,
+    ModelShape,
     bytes_of,
     embedded_memory,
+    find_shape,
     learner_memory,
     model_states,
     server_room,
 )
-from launchers.planning.processes import Machine, Plan, Process, check_memory
-from launchers.planning.shapes import KNOWN, ModelShape, find_shape
+from launchers.rundir import find_checkpoint
 from launchers.serving.gpus import GpuPlan
-from launchers.serving.resources import divide
 from learners.learner import LearnerConfig
+
+# What a plan is made of: a machine, processes on it, and what does not fit.
+
+
+class Process(Struct, frozen=True):
+    """One line of the plan: what is started `count` times, on which GPUs, and its memory."""
+
+    name: str
+    count: int
+    gpus: list[str] = field(default_factory=list)
+    model: str = ""
+    memory: Memory = Memory()
+    room: CacheRoom | None = None
+    note: str = ""
+
+    @property
+    def main_bytes(self) -> float:
+        """Main memory of all of them; without GPUs, all of it is there."""
+        on_gpu = 0.0 if self.gpus else self.memory.gpu_bytes
+        return self.count * (self.memory.host_bytes + on_gpu)
+
+
+class Machine(Struct, frozen=True):
+    """What the run is planned for. `main_bytes` of main memory, 0 where nobody knows; `told` is
+    the machine in words."""
+
+    num_gpus: int
+    gpu_bytes: float
+    main_bytes: float
+    told: str
+
+
+class Plan(Struct):
+    """Processes, and why they cannot run; `missing` is what is not here yet."""
+
+    machine: Machine
+    processes: list[Process] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    serving: dict[str, float] = field(default_factory=dict)  # bytes by GPU, while rollouts run
+    training: dict[str, float] = field(default_factory=dict)  # and while the learner trains
+
+    @property
+    def gpu_bytes(self) -> dict[str, float]:
+        """The most that each GPU has to hold; both phases are one unless engine and learner are
+        colocated."""
+        return {gpu: max(self.serving[gpu], self.training[gpu]) for gpu in self.serving}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the memory of every process with a model is estimated."""
+        return all(p.memory.gpu or p.memory.host for p in self.processes if p.model)
+
+    def add(self, process: Process, *, serving: float, training: float) -> None:
+        """With so many bytes on every GPU of the process in each phase."""
+        self.processes.append(process)
+        for gpu in process.gpus:
+            self.serving[gpu] = self.serving.get(gpu, 0.0) + serving
+            self.training[gpu] = self.training.get(gpu, 0.0) + training
+
+
+def check_memory(plan: Plan) -> None:
+    """Note as problems where a GPU or the main memory is too small."""
+    _check_gpus(plan)
+    _check_main_memory(plan)
+
+
+def _check_gpus(plan: Plan) -> None:
+    size = plan.machine.gpu_bytes
+    for gpu, needed in sorted(plan.gpu_bytes.items()):
+        if needed <= size:
+            continue
+        names = [process.name for process in plan.processes if gpu in process.gpus]
+        advice = "lower learner.max_tokens_per_microbatch, raise learner.num_ranks or "
+        advice += "learner.zero_stage, set learner.activation_checkpointing or learner.offload"
+        plan.problems.append(
+            f"GPU {gpu} needs {needed / GIB:.1f} of {size / GIB:.0f} GiB ({' and '.join(names)})"
+            + (f"; {advice}" if "learner rank" in names else "")
+        )
+        return  # the others are alike
+
+
+def _check_main_memory(plan: Plan) -> None:
+    needed = sum(process.main_bytes for process in plan.processes)
+    if plan.machine.main_bytes and needed > plan.machine.main_bytes:
+        plan.problems.append(
+            f"main memory: {needed / GIB:.1f} of {plan.machine.main_bytes / GIB:.1f} GiB are "
+            "needed" + ("" if plan.machine.num_gpus else "; --gpus N plans for a machine with GPUs")
+        )
+
 
 Resolve = Callable[[str], Path]
 NO_SHAPE = (

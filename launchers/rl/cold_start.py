@@ -8,6 +8,8 @@ stage may go on until teacher-forced exact match on clean demonstrations about u
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -16,15 +18,20 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.data_files import read_rows
+from agentenv.data.files import read_rows
 from agentenv.errors import DataError
 from agentenv.renderer import Renderer
-from launchers.rl.cold_start_config import SFTConfig, SFTStage
-from launchers.supervised.chat_config import RowFormat
-from launchers.supervised.chat_encoding import ChatEncoder
-from launchers.supervised.conversations import read_conversation
-from learners.encoding import EncodedTree
-from learners.learner import Learner
+from launchers.config import SFTConfig, SFTStage, TrainConfig
+from launchers.rl.parts import Parts
+from launchers.rl.recorder import Recorder
+from launchers.rl.state import RunState
+from launchers.rundir import RunDirectory
+from launchers.supervised.config import RowFormat
+from launchers.supervised.dialogues import read_conversation
+from launchers.supervised.encoding import ChatEncoder
+from launchers.terminal import View
+from learners.batch import EncodedTree
+from learners.learner import Learner, optimizer_of
 
 Demonstrations = dict[str, dict[str, list[EncodedTree]]]  # by stage, then by kind
 OnGate = Callable[[int, float, dict[str, float]], None]
@@ -131,7 +138,7 @@ def load_demonstrations(
     path: Path, renderer: Renderer, tools: list[dict[str, Any]]
 ) -> Demonstrations:
     """Read dialogues with the keys "kind" and "stage" beside them, encoded: rows {"question",
-    "turns": [{"action", "result"}, ...]} or any other form of `launchers.supervised.conversations`.
+    "turns": [{"action", "result"}, ...]} or any other form of `launchers.supervised.dialogues`.
 
     The stage "" holds all rows. Only what the policy writes is trained: actions and, after the
     last, the end-of-sequence token. Raises DataError with file and row.
@@ -163,3 +170,45 @@ def check_stages(config: SFTConfig, demonstrations: Demonstrations) -> None:
                 f"{config.data}: sft.stages[{number}] wants rows with stage {stage.rows!r}; the "
                 f"file has {known}"
             )
+
+
+# The cold start as a phase of a training run: data in, progress told, weights published.
+
+logger = logging.getLogger(__name__)
+
+
+async def cold_start_phase(
+    config: TrainConfig,
+    run: RunDirectory,
+    view: View,
+    state: RunState,
+    parts: Parts,
+    recorder: Recorder,
+) -> None:
+    """Imitate the demonstrations of [sft], with an optimizer of its own; RL's begins anew."""
+    sft = config.sft
+    assert sft is not None
+    demos, gate = [
+        await asyncio.to_thread(load_demonstrations, run.resolve(path), parts.renderer, parts.tools)
+        for path in (sft.data, sft.gate)
+    ]
+    check_stages(sft, demos)
+    view.begin("cold start", sum(stage.num_steps for stage in sft.stages))
+
+    def on_gate(step: int, loss: float, exact: dict[str, float]) -> None:
+        kinds = "  ".join(f"{kind} {share:.2f}" for kind, share in exact.items())
+        view.say(f"cold start step {step}: loss {loss:.3f}, exact match {kinds}")
+        view.advance(step)
+        row = {f"sft/exact_match/{kind}": share for kind, share in exact.items()}
+        recorder.log({"step": 0, "sft/step": step, "sft/loss": loss, **row})
+
+    async with parts.learner_turn():
+        await parts.learner.reset_optimizer(sft.optimizer)
+        rng = Random(f"{config.run.seed}/sft")
+        result = await cold_start(sft, parts.learner, demos, gate[""], rng, on_gate)
+        view.end()
+        state.totals.sft_tokens = result.num_tokens
+        if not result.passed:
+            logger.warning("the cold start ended without passing its gate: %s", result.exact_match)
+        await parts.learner.reset_optimizer(optimizer_of(config.learner))
+        await parts.publish()

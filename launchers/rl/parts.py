@@ -1,5 +1,6 @@
 """The parts of a training run, built from its configuration in the order that finds mistakes
-first: data and environment before engine and learner."""
+first: data and environment before engine and learner.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +8,22 @@ import asyncio
 import copy
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
 from agentenv.actor import Actor
-from agentenv.engine import Engine
-from agentenv.engines.pool import EnginePool
-from agentenv.engines.remote_config import SGLangConfig, VLLMConfig
+from agentenv.engine import Engine, SleepingEngine
+from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.server_config import SGLangConfig, VLLMConfig
+from agentenv.env import close_shared
+from agentenv.errors import ConfigError, LearnerError
 from agentenv.plan import RolloutPlan
 from agentenv.renderer import Renderer
-from agentenv.shared import close_shared
 from agentenv.types import Task
 from launchers.assembly import (
     EngineConfig,
@@ -32,21 +34,162 @@ from launchers.assembly import (
     make_renderer,
     vocab_size,
 )
-from launchers.checkpoints import find_checkpoint
-from launchers.config import TrainConfig
-from launchers.data import check_files, load_questions
-from launchers.environments import EnvMaker, tables_of, try_env
-from launchers.rl.colocation import Colocation, sleeping_engine
-from launchers.rl.parity import ParityProbe
-from launchers.rl.start import adapter_rank, start_both
+from launchers.config import TrainConfig, divide
+from launchers.data import EnvMaker, check_files, load_questions, tables_of, try_env
+from launchers.rl.state import ParityProbe
 from launchers.rl.units import check_units, count_steps
-from launchers.rundir import RunDirectory
-from launchers.serving.engines import start_engine
-from launchers.serving.resources import divide
-from launchers.serving.roles import check_roles, start_roles
+from launchers.rundir import RunDirectory, find_checkpoint
+from launchers.serving.engines import check_roles, start_engine, start_roles
 from launchers.serving.servers import ServerFactory
-from learners.deepspeed_learner import DeepSpeedLearner
-from learners.sender import LearnerSender
+from learners.checkpoint import saved_version
+from learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
+from learners.lora import ADAPTER_FOLDER, frozen_model
+
+# GPUs that engine and learner have in turn.
+#
+#     all serve --> sleep --> all train --> wake --> all serve
+#                             publish -----^  with the new weights
+#
+# Rollouts that are under way wait with their tokens while the learner trains, and their deadlines
+# with them; so do those that start meanwhile.
+
+
+class Colocation:
+    """Who has the GPUs. Every command to the learner takes them for itself; `turn` keeps them for
+    several. `settle` is awaited before the engine sleeps: what only it can still do."""
+
+    def __init__(
+        self,
+        engine: SleepingEngine,
+        learner: DeepSpeedLearner,
+        settle: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.owner: Literal["engine", "learner"] = "engine"
+        self._engine, self._learner, self._settle = engine, learner, settle
+        self._depth = 0
+        self._moving = asyncio.Lock()
+        learner.turn = self.turn
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """The learner has the GPUs inside, whether or not it had them already."""
+        self._depth += 1
+        gone = False
+        try:
+            await self._to_learner()
+            yield
+        except LearnerError:
+            gone = True  # there may be nobody left to sleep, and the reason must not be hidden
+            raise
+        finally:
+            self._depth -= 1
+            if not (self._depth or gone):
+                await self._to_engine()
+
+    async def release(self) -> None:
+        """Within a turn: the learner sleeps from now on, the engine is about to be woken up by
+        `load_weights`."""
+        async with self._moving:
+            await self._learner.sleep()
+            self.owner = "engine"
+
+    async def _to_learner(self) -> None:
+        async with self._moving:
+            if self.owner == "engine":
+                await self._settle()
+                await self._engine.sleep()
+                await self._learner.wake()
+                self.owner = "learner"
+
+    async def _to_engine(self) -> None:
+        async with self._moving:
+            if self.owner == "learner":
+                await self._learner.sleep()
+                await self._engine.wake()
+                self.owner = "engine"
+
+
+def sleeping_engine(engine: Engine) -> SleepingEngine:
+    """The engine as one that can sleep. Raises ConfigError if it, or one of its servers, cannot."""
+    if not isinstance(engine, SleepingEngine):
+        raise ConfigError(
+            "resources.colocated: this engine cannot sleep; choose engine.name = 'embedded', "
+            "'vllm' or 'sglang'"
+        )
+    if isinstance(engine, EnginePool):
+        engine.check_sleep()
+    return engine
+
+
+# Learner and engine of a run, started side by side or one after the other.
+
+
+async def start_both(
+    config: TrainConfig,
+    run: RunDirectory,
+    model: Path,
+    checkpoint: Path | None,
+    tokenizer: Any,
+    gpus: Sequence[str],
+    factory: ServerFactory,
+    stack: AsyncExitStack,
+) -> tuple[DeepSpeedLearner, Engine]:
+    """Learner and engine, both at the version of the checkpoint; side by side, or one after the
+    other where they share GPUs."""
+    base, rank = frozen_model(checkpoint) or model, adapter_rank(config)
+    colocated = config.resources.colocated
+
+    async def learner() -> DeepSpeedLearner:
+        started = await DeepSpeedLearner.start(
+            config.learner,
+            config.algorithm,
+            base,
+            run.path / "learner.log",
+            seed=config.run.seed,
+            gpus=gpus,
+        )
+        stack.push_async_callback(started.close)
+        if checkpoint is not None:
+            await started.load(checkpoint / "trainer")
+        if colocated:
+            await started.sleep()
+        return started
+
+    async def engine() -> Engine:
+        return await start_engine(
+            config.engine,
+            base if rank else model,
+            tokenizer,
+            0 if checkpoint is None else saved_version(checkpoint / "trainer"),
+            config.limits,
+            factory,
+            stack,
+            config.run.seed,
+            colocated=colocated,
+            lora_rank=rank,
+            adapter=checkpoint / ADAPTER_FOLDER if rank and checkpoint is not None else None,
+        )
+
+    if colocated:
+        return await learner(), await engine()
+    first, second = asyncio.create_task(learner()), asyncio.create_task(engine())
+    try:
+        return await asyncio.gather(first, second)
+    finally:  # where one fails, the other ends too
+        for task in (first, second):
+            task.cancel()
+        await asyncio.wait((first, second))
+
+
+def adapter_rank(config: TrainConfig) -> int:
+    """Rank of the adapters that the engine loads; 0 if it gets whole models. Raises ConfigError if
+    it should load what the learner does not train."""
+    if not isinstance(config.engine, VLLMConfig) or config.engine.lora == "merged":
+        return 0
+    if config.learner.lora is None:
+        raise ConfigError('engine.lora = "adapter" needs [learner.lora], which trains one')
+    return config.learner.lora.r
+
 
 NUM_PROBE_PROMPTS = 8
 

@@ -3,26 +3,178 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
 import logging
 import shutil
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from agentenv.actor import Actor
+from agentenv.config import to_plain
+from agentenv.errors import DataError
+from agentenv.evaluate import Answer
 from agentenv.tree import TrajectoryTree
+from agentenv.types import Task
 from launchers.config import TrainConfig
-from launchers.evaluation.brief import Report, brief_report
-from launchers.evaluation.rows import EvalRow
-from launchers.phases import PhaseClock
+from launchers.evaluation.config import EvaluateConfig, resolve_sets
+from launchers.evaluation.figures import Report, brief_report
+from launchers.evaluation.run import ask_into, row_of
+from launchers.evaluation.store import EvalRow, Saved, Store, Wanted, identity, load_saved
+from launchers.evaluation.subject import evaluation_of
 from launchers.rl import report
-from launchers.rl.entropy_plot import entropy_line, write_entropy
-from launchers.rl.evaluations import FOLDER, Evaluations
 from launchers.rl.parts import Parts
-from launchers.rl.plots import write_plots
+from launchers.rl.report import entropy_line, write_entropy, write_plots
 from launchers.rl.state import Evaluating, RunState
 from launchers.rundir import RunDirectory, save_state
-from launchers.view import View
+from launchers.terminal import View
+
+# Wall and CPU seconds of the phases of a run, all its processes counted.
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of all below it, ended ones included."""
+    total = 0.0
+    me = psutil.Process()
+    for process in [me, *me.children(recursive=True)]:
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+class Stopwatch:
+    """Wall seconds of named parts since they were taken last."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
+
+    def take(self) -> dict[str, float]:
+        """The seconds as metrics, time/NAME_s; the parts begin anew."""
+        taken, self._seconds = self._seconds, {}
+        return {f"time/{name}_s": seconds for name, seconds in taken.items()}
+
+
+class PhaseClock:
+    """Adds up seconds by phase; a phase may be entered many times, also from a resumed run."""
+
+    def __init__(self, wall_s: dict[str, float], cpu_s: dict[str, float]) -> None:
+        self.wall_s = wall_s
+        self.cpu_s = cpu_s
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        wall, cpu = time.monotonic(), cpu_seconds()
+        try:
+            yield
+        finally:
+            self.wall_s[name] = self.wall_s.get(name, 0.0) + time.monotonic() - wall
+            self.cpu_s[name] = self.cpu_s.get(name, 0.0) + cpu_seconds() - cpu
+
+
+# Evaluations of a run, as `launchers/evaluate.py` asks and stores them.
+#
+# RUN/eval/step-000040/           a whole evaluation, for `evaluate.py report`, `compare`, `regrade`
+# RUN/eval/step-000040.partial/   one that goes on, or was cut off
+
+FOLDER, PARTIAL = "eval", ".partial"
+SET_KEYS = ("max_tasks", "num_samples")
+
+
+class Evaluation:
+    """One that goes on: the sets are asked one after the other."""
+
+    def __init__(
+        self, store: Store, config: EvaluateConfig, tasks: Mapping[str, Sequence[Task]]
+    ) -> None:
+        self._store, self._config, self._tasks = store, config, tasks
+
+    async def ask(self, actor: Actor, name: str) -> list[EvalRow]:
+        """All rows of a set, in the order of its questions; those that are stored are not asked.
+        The seed is that of the set, as in `launchers/evaluate.py`: equal seeds, equal samples."""
+        config, own = self._config, self._config.sets[name]
+        seed = own.sampling.seed if own.sampling is not None else None
+        number = config.seed if seed is None else seed
+        asking = copy.copy(actor)
+        asking.seed = f"{number}/eval/{name}"
+
+        def make_row(name: str, answer: Answer) -> EvalRow:
+            return row_of(name, answer, number)
+
+        samples = range(own.num_samples or 1)
+        wanted = [Wanted(name, task, sample) for task in self._tasks[name] for sample in samples]
+        missing, many = self._store.missing(wanted), config.concurrency
+        await ask_into(self._store, missing, {name: asking}, make_row, concurrency=many)
+        return [self._store.rows[one.key] for one in wanted]
+
+
+class Evaluations:
+    """Begins the evaluations of the run in the folder `run`."""
+
+    def __init__(self, config: TrainConfig, run: Path, tasks: Mapping[str, Sequence[Task]]) -> None:
+        self._config, self._run, self._tasks = config, run, tasks
+
+    @asynccontextmanager
+    async def begin(self, what: Evaluating, when: str) -> AsyncIterator[Evaluation]:
+        """The evaluation of a policy in RUN/eval/WHEN, whole when the context ends well. One of
+        the same weights that was cut off is taken up; another one in its place is removed."""
+        config = self._configuration(what.sets)
+        subject = {
+            "name": self._run.name,
+            "step": what.step,
+            "policy_version": what.policy_version,
+            "incarnation": what.incarnation,
+        }
+        saved = Saved(subject=subject, run=str(self._run.absolute()), config=to_plain(config))
+        folder = self._run / FOLDER / when
+        partial = folder.with_name(folder.name + PARTIAL)
+        store = await asyncio.to_thread(_take_up, partial, saved)
+        try:
+            yield Evaluation(store, config, self._tasks)
+        finally:
+            store.close()
+        await asyncio.to_thread(_replace, partial, folder)
+
+    def _configuration(self, names: Sequence[str]) -> EvaluateConfig:
+        """That of the run, as `launchers/evaluate.py RUN` has it."""
+        config = self._config
+        plain = json.loads(json.dumps(to_plain(config)))
+        raw = evaluation_of(plain, names, SET_KEYS)
+        raw["concurrency"] = config.eval.concurrency
+        raw["engine"] = plain["eval"]["engine"] or raw["engine"]
+        return resolve_sets(raw, "eval")
+
+
+def _take_up(path: Path, saved: Saved) -> Store:
+    try:
+        is_same = identity(load_saved(path)) == json.loads(json.dumps(identity(saved)))
+    except DataError:
+        is_same = False
+    if not is_same:
+        shutil.rmtree(path, ignore_errors=True)
+    return Store(path, saved)
+
+
+def _replace(partial: Path, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
 
 logger = logging.getLogger(__name__)
 

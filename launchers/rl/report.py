@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import csv
+import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,10 +13,276 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
-from launchers.evaluation.brief import Report, Score
-from launchers.evaluation.rows import EvalRow
+from agentenv.engine import Engine
+from agentenv.metrics import EntropyProfile
+from agentenv.replay import ReplayQueue
+from launchers.evaluation.figures import Report, Score
+from launchers.evaluation.store import EvalRow
 from launchers.rl.state import RunState
+from launchers.rl.training import Throughput
+from launchers.terminal import View
 from launchers.trajectories import readable
+
+# Entropy after tool results, as table and picture of a run.
+#
+# ARPO (arXiv 2507.19849) and AEPO (arXiv 2510.14545) rest on a rise of entropy in the
+# first tokens after a tool result; these files show whether the user's own policy has one.
+
+COLUMNS = ("curve", "position", "entropy", "turns")
+WINDOW = 20  # tokens of the line that is said
+SHOWN_SHARE = 0.05  # of a curve's turns; means over fewer are noise and are only in the table
+
+
+def write_entropy(profile: EntropyProfile, folder: Path, name: str) -> None:
+    """entropy.csv and entropy.png: mean entropy (nats) by token position from the start of a turn,
+    of first turns and of turns after a tool result, by tool; beside it how many turns each point
+    is the mean of."""
+    with (folder / "entropy.csv").open("w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, COLUMNS)
+        table.writeheader()
+        table.writerows(profile.rows())
+    _plot(profile, folder / "entropy.png", name)
+
+
+def entropy_line(profile: EntropyProfile) -> str:
+    """The means of the first tokens, for terminal and log."""
+    means = {name: curve.window(WINDOW) for name, curve in profile.curves().items()}
+    if math.isnan(means["start"]) or math.isnan(means["after_result"]):
+        return ""
+    tools = ", ".join(f"{tool} {means[f'after/{tool}']:.3f}" for tool in profile.after)
+    return (
+        f"entropy of a turn's first {WINDOW} tokens, nats: first turn {means['start']:.3f}, after "
+        f"a tool result {means['after_result']:.3f} ({tools})"
+    )
+
+
+def _plot(profile: EntropyProfile, target: Path, name: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    # Wide and pale below its tools, of which there may be but one.
+    styles: dict[str, dict[str, Any]] = {
+        "start": {"color": "black", "linestyle": "--"},
+        "after_result": {"color": "black", "linewidth": 4, "alpha": 0.3},
+    }
+    titles = {"start": "first turn", "after_result": "after any tool result"}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for label, curve in profile.curves().items():
+        if not curve.count:
+            continue
+        style = styles.get(label, {})
+        length = sum(count >= SHOWN_SHARE * curve.count[0] for count in curve.count)
+        for axes, values in ((left, curve.mean[:length]), (right, curve.count)):
+            axes.plot(values, label=titles.get(label, label.replace("/", " ")), **style)
+    left.set(
+        title="mean entropy, nats, while 5 % of the turns are that long",
+        xlabel="token of the turn",
+        ylim=(0, None),
+    )
+    right.set(title="turns that were that long", xlabel="token of the turn", ylim=(0, None))
+    if left.lines:
+        left.legend(fontsize="small")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"{name}: entropy by position, rollouts of the whole run")
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+
+
+# What a terminal shows while a run trains: the last step, what is in flight, the tools.
+
+INTERVAL_S = 0.5
+
+Row = dict[str, Any]
+Lines = list[tuple[str, str]]
+
+
+class LiveFigures:
+    """Keeps the figures below the progress bar fresh, also during a long step."""
+
+    def __init__(self, view: View, state: RunState, queue: ReplayQueue, engine: Engine) -> None:
+        self.view = view
+        self.state = state
+        self.queue = queue
+        self.engine = engine
+        self.row: Row = {}  # of the last step
+        self._throughput = Throughput()
+
+    async def run(self) -> None:
+        """Refresh until cancelled; returns at once where nobody looks."""
+        while self.view.is_live:
+            self.view.figures(self.lines())
+            await asyncio.sleep(INTERVAL_S)
+
+    def lines(self) -> Lines:
+        """A title and figures a line."""
+        row, stats, ledger = self.row, self.engine.stats(), self.state.ledger
+        failed = sum(ledger.failed.values())
+        rate = self._throughput.rate(stats)
+        lines = [
+            (
+                "now",
+                f"{self.queue.num_waiting} trees in flight, {self.queue.num_ready} ready; engine "
+                f"{rate:,.0f} tok/s, {stats.get('running', 0):.0f} running, "
+                f"{stats.get('waiting', 0):.0f} waiting",
+            ),
+            (
+                "trees",
+                f"{ledger.trained} trained, {ledger.filtered} without signal, {failed} failed"
+                + "".join(f", {count} {kind}" for kind, count in ledger.failed.items()),
+            ),
+        ]
+        return lines + (step_lines(row) if row else [])
+
+
+def step_lines(row: Row) -> Lines:
+    """Figures of one row of metrics."""
+    lines = [
+        (
+            "step",
+            f"reward {row.get('reward/mean', 0.0):.3f}  success "
+            f"{row.get('reward/success', 0.0):.3f}  staleness {row.get('staleness/max', 0):.0f}  "
+            f"entropy {row.get('rollout/entropy', 0.0):.3f}  "
+            f"{row.get('rollout/response_tokens', 0.0):.0f} tokens  "
+            f"{row.get('rollout/turns', 0.0):.1f} turns  {row.get('rollout/forks', 0):.0f} forks",
+        ),
+        (
+            "learner",
+            f"loss {row.get('learner/loss', 0.0):.4f}  grad norm "
+            f"{row.get('learner/grad_norm', 0.0):.3f}  ratio max "
+            f"{row.get('learner/ratio_max', 0.0):.2f}  wait {row.get('time/wait_s', 0.0):.1f} s  "
+            f"update {row.get('time/update_s', 0.0):.1f} s  publish "
+            f"{row.get('time/publish_s', 0.0):.1f} s",
+        ),
+    ]
+    tools = sorted({key.split("/")[1] for key in row if key.startswith("tool/")})
+    shown = [
+        f"{name} {row[f'tool/{name}/calls']:.0f} calls, {row[f'tool/{name}/errors']:.0f} errors, "
+        f"{row[f'tool/{name}/mean_s'] * 1000:.0f} ms"
+        for name in tools
+    ]
+    return [*lines, ("tools", "; ".join(shown))] if shown else lines
+
+
+# Pictures of a run, drawn from metrics.jsonl at its end, also when it was interrupted.
+
+
+PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "queue: trees, and staleness in versions",
+        ("queue/ready", "trees/in_flight", "staleness/max"),
+    ),
+    ("lengths, tokens", ("rollout/response_tokens", "rollout/response_tokens_max")),
+    ("turns and calls of a trajectory", ("rollout/turns", "rollout/calls_per_trajectory")),
+    ("shares of trained tokens clipped", ("learner/clipped_high", "learner/clipped_low")),
+    ("KL, nats", ("learner/kl_to_proximal", "learner/kl_to_reference")),
+    ("gradient norm", ("learner/grad_norm",)),
+    ("entropy of sampled tokens, nats", ("rollout/entropy", "learner/entropy")),
+)
+
+
+def write_plots(metrics: Path, folder: Path, name: str) -> list[str]:
+    """curve.png and training.png in `folder`; returns their names, none without a row."""
+    if not metrics.is_file():
+        return []
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    learning_curve(rows, folder / "curve.png", name)
+    return ["curve.png", *_training(_steps(rows), folder / "training.png", name)]
+
+
+def learning_curve(rows: Sequence[Row], target: Path, name: str) -> None:
+    """Plot training reward and success by step, and the evaluations."""
+    plt, steps = _pyplot(), _steps(rows)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for key, label in (("reward/success", "success"), ("reward/mean", "reward")):
+        left.plot([r["step"] for r in steps], [r.get(key) for r in steps], label=label)
+    left.set(title="training rollouts (sampled)", xlabel="update", ylim=(-1.05, 1.15))
+    left.legend(loc="lower right")
+    eval_keys = _eval_keys(rows)
+    for key, style in eval_keys:
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        label = key.removeprefix("eval/").removesuffix("/success")
+        right.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+    right.set(title="evaluation success (sampled)", xlabel="update", ylim=(-0.02, 1.02))
+    if eval_keys:
+        right.legend(loc="lower right", fontsize="small")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.suptitle(name)
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+
+
+def _eval_keys(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Success keys with a line style: whole sets solid, kinds of questions dotted."""
+    keys = sorted({k for row in rows for k in row if k.startswith("eval/")})
+    keys = [key for key in keys if key.endswith("/success")]
+    return [(key, "o-" if key.count("/") == 2 else "o:") for key in keys]
+
+
+def _training(steps: Sequence[Row], target: Path, name: str) -> list[str]:
+    """Everything beside the reward, by step: queue, lengths, tools, learner, seconds."""
+    if not steps:
+        return []
+    plt = _pyplot()
+    figure, axes = plt.subplots(3, 3, figsize=(13, 9.5), layout="constrained")
+    places = iter(axes.flat)
+    calls = sorted({key for row in steps for key in row if _is_tool(key, ("calls", "errors"))})
+    for title, keys in (*PANELS, ("tool calls a step", calls)):
+        _panel(next(places), title, steps, keys)
+    _seconds(next(places), steps)
+    figure.suptitle(f"{name}: by update")
+    figure.savefig(target, dpi=100)
+    plt.close(figure)
+    return [target.name]
+
+
+def _panel(axes: Any, title: str, steps: Sequence[Row], keys: Sequence[str]) -> None:
+    for key in keys:
+        points = [(row["step"], row[key]) for row in steps if key in row]
+        if points:
+            label = key.removeprefix("tool/")
+            dotted = ":" if key.endswith("/errors") else "-"
+            marker = "." if len(points) < 3 else ""
+            axes.plot(*zip(*points, strict=True), dotted + marker, label=label)
+    axes.set_title(title, fontsize="medium")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend(fontsize="small")
+
+
+def _seconds(axes: Any, steps: Sequence[Row]) -> None:
+    """Wall seconds of a step, stacked by what the learner did."""
+    parts = sorted({k for row in steps for k in row if k.startswith("time/") and k.endswith("_s")})
+    parts = [key for key in parts if key != "time/sampled_tokens_per_s"]
+    values = [[row.get(key, 0.0) for row in steps] for key in parts]
+    labels = [key.removeprefix("time/").removesuffix("_s") for key in parts]
+    if parts:
+        axes.stackplot([row["step"] for row in steps], values, labels=labels)
+        axes.legend(fontsize="small", loc="upper left")
+    axes.set_title("seconds of a step, by part", fontsize="medium")
+    axes.grid(alpha=0.3)
+
+
+def _is_tool(key: str, figures: Sequence[str]) -> bool:
+    return key.startswith("tool/") and key.rpartition("/")[2] in figures
+
+
+def _steps(rows: Sequence[Row]) -> list[Row]:
+    """The rows of updates."""
+    return [row for row in rows if "trees/offered" in row]
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
 
 PHASES = ("before_sft", "after_sft", "after_rl")
 TITLES = {

@@ -24,17 +24,17 @@ from agentenv.actor import Actor
 from agentenv.evaluate import evaluate
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
-from launchers.rl.self_critic_config import SelfCriticConfig
+from launchers.config import SelfCriticConfig
 from launchers.rundir import RunDirectory
-from launchers.supervised.pair_rows import PairRow, num_kinds, pairs_of
-from learners.dpo_pairs import (
+from launchers.supervised.data import PairRow, num_kinds, pairs_of
+from learners.batch import EncodedTree
+from learners.dpo import (
     PairTokens,
     encode_pair,
     preference_metrics,
     preference_sums,
     with_reference,
 )
-from learners.encoding import EncodedTree
 from learners.learner import Learner, Metrics, OptimizerConfig
 
 SCORED_AT_ONCE = 64  # pairs

@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from agentenv.engines.launch_config import LaunchConfig
-from agentenv.engines.remote_config import SGLANG_RESERVED
+from agentenv.engines.server_config import SGLANG_RESERVED, LaunchConfig
 from agentenv.errors import ConfigError
 from launchers.assembly import read_model_config
 

@@ -7,15 +7,21 @@ that died, and no process left over, even after kill -9 of the run (see server_g
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import signal
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import aiohttp
+from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.engines.launch_config import LaunchConfig, ServersConfig
-from agentenv.errors import ConfigError
+from agentenv.engines.server_config import LaunchConfig, ServersConfig
+from agentenv.errors import ConfigError, EngineError
 from launchers.serving.gpus import GpuPlan
 from launchers.serving.server_commands import (
     EngineName,
@@ -25,7 +31,166 @@ from launchers.serving.server_commands import (
     environment,
     find_python,
 )
-from launchers.serving.server_process import ServerProcess, ServerSpec
+
+# One engine server as a process: started, waited for, restarted when it dies, never left over.
+
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
+POLL_S = 0.5
+TELL_EVERY_S = 20.0
+NUM_TAIL_LINES = 25
+MAX_LINE = 300  # characters of a log line that a message shows
+GUARD = Path(__file__).resolve().parent / "server_guard.py"
+
+logger = logging.getLogger(__name__)
+
+
+class ServerSpec(Struct, frozen=True):
+    """What to start. `name` names the log file; `url` is where it will answer."""
+
+    name: str
+    command: Sequence[str]
+    env: dict[str, str]
+    url: str
+    start_timeout_s: float
+    max_restarts: int
+
+
+class ServerProcess:
+    """A server, the guard that holds it, and its log in `folder`."""
+
+    def __init__(self, spec: ServerSpec, folder: Path, say: Callable[[str], None]) -> None:
+        self.spec = spec
+        self.log = folder / f"{spec.name}.log"
+        self.num_restarts = 0
+        self._say = say
+        self._guard: asyncio.subprocess.Process | None = None
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start it and wait until it answers. EngineError says why it does not come up."""
+        self._say(f"{self.spec.name}: starting on {self.spec.url}, log in {self.log}")
+        await self._spawn()
+        await self._until_ready()
+        self._keeper = asyncio.create_task(self._keep())
+
+    @property
+    def pid(self) -> int:
+        """Of the guard; the server is its child."""
+        assert self._guard is not None
+        return self._guard.pid
+
+    async def close(self) -> None:
+        """Stop the server with all its processes. Idempotent."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+        await self._stop()
+
+    async def _spawn(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            log.write(f"$ {' '.join(self.spec.command)}\n".encode())
+            log.flush()
+            self._guard = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(GUARD), str(GRACE_S), *self.spec.command),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.spec.env},
+                cwd=self.log.parent,  # a folder without modules that could shadow the engine's
+                start_new_session=True,
+            )
+
+    async def _stop(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is None or guard.returncode is not None:
+            return
+        assert guard.stdin is not None
+        guard.stdin.close()
+        try:
+            async with asyncio.timeout(GRACE_S + 10):
+                await guard.wait()
+        except TimeoutError:
+            logger.warning("%s: its guard hangs and is killed", self.spec.name)
+            guard.send_signal(signal.SIGKILL)
+            await guard.wait()
+
+    async def _until_ready(self) -> None:
+        assert self._guard is not None
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        told = begin
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+            while not await _answers(session, self.spec.url):
+                now = loop.time()
+                if self._guard.returncode is not None:
+                    raise EngineError(self._failure(f"ended with status {self._guard.returncode}"))
+                if now - begin > self.spec.start_timeout_s:
+                    await self._stop()
+                    raise EngineError(
+                        self._failure(
+                            f"did not come up within {self.spec.start_timeout_s:g} s "
+                            "(start_timeout_s)"
+                        )
+                    )
+                if now - told >= TELL_EVERY_S:
+                    told = now
+                    last = (self.tail(1) or ["nothing in its log yet"])[0]
+                    self._say(f"{self.spec.name}: {now - begin:.0f} s: {last}")
+                await asyncio.sleep(POLL_S)
+        self._say(f"{self.spec.name}: ready after {loop.time() - begin:.0f} s")
+
+    async def _keep(self) -> None:
+        """Start it again when it dies, as often as is allowed."""
+        while True:
+            assert self._guard is not None
+            status = await self._guard.wait()
+            logger.warning("%s", self._failure(f"died with status {status}"))
+            if self.num_restarts == self.spec.max_restarts:
+                logger.error("%s: not started again (max_restarts)", self.spec.name)
+                return
+            self.num_restarts += 1
+            await asyncio.sleep(min(30.0, 2.0 ** (self.num_restarts - 1)))
+            await self._spawn()
+            try:
+                await self._until_ready()
+            except EngineError as error:
+                logger.warning("%s", error)
+                await self._stop_dead()
+
+    async def _stop_dead(self) -> None:
+        """After a start that failed, so that the next one finds its port free."""
+        guard = self._guard
+        await self._stop()
+        self._guard = guard
+
+    def tail(self, count: int) -> list[str]:
+        """The last lines of its log."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, self.log.stat().st_size - 65536))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return []
+        return [line[:MAX_LINE] for line in text.splitlines() if line.strip()][-count:]
+
+    def _failure(self, what: str) -> str:
+        """What happened, the line of the log that most likely says why, and the lines around."""
+        lines = self.tail(200)
+        telling = [line for line in lines if "Error" in line or "error:" in line]
+        why = f"\n{telling[-1].strip()}\n" if telling else "\n"
+        tail = "\n".join(f"    {line}" for line in lines[-NUM_TAIL_LINES:])
+        return f"{self.spec.name} {what}:{why}the end of {self.log}:\n{tail}"
+
+
+async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/health") as response:
+            return response.status == 200
+    except (aiohttp.ClientError, OSError):
+        return False
+
 
 LOG_FOLDER = "servers"  # in the run's directory
 

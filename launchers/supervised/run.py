@@ -9,20 +9,178 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct
 
 from agentenv.config import changes, to_plain
-from launchers.rundir import CONFIG_FILE, RunDirectory, load_state, save_state
-from launchers.supervised.loss_plot import plot_losses
-from launchers.supervised.sft_config import LoopConfig, SavingConfig
-from launchers.view import View
-from learners.learner import Learner, LearnerConfig, Metrics
-from learners.optimizer_config import lr_factor
+from agentenv.errors import DataError
+from agentenv.prompt import load_instruction
+from agentenv.renderer import read_eos_ids
+from launchers.assembly import load_function, load_tokenizer, make_renderer, read_model_config
+from launchers.rundir import CONFIG_FILE, RunDirectory, find_checkpoint, load_state, save_state
+from launchers.supervised.config import (
+    ChatDataConfig,
+    DPORunConfig,
+    LoopConfig,
+    SavingConfig,
+    SFTRunConfig,
+)
+from launchers.supervised.encoding import ChatEncoder
+from launchers.terminal import View
+from learners.baselines import GRPO
+from learners.batch import EncodedTree
+from learners.deepspeed_learner import DeepSpeedLearner
+from learners.learner import Learner, LearnerConfig, Metrics, Score, lr_factor
+
+# The curves of a supervised run, from its metrics.jsonl to loss.png.
+
+SMOOTHING = 0.9  # of the running mean that is drawn over the steps
+
+
+def plot_losses(run: Path, name: str, keys: tuple[str, ...]) -> None:
+    """One panel a key: each step, their running mean, and the held-out rows."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    figure, panels = plt.subplots(
+        1, len(keys), figsize=(5.5 * len(keys), 4.2), layout="constrained", squeeze=False
+    )
+    for axes, key in zip(panels[0], keys, strict=True):
+        steps, values = _series(rows, f"{name}/{key}")
+        axes.plot(steps, values, alpha=0.35, label="steps")
+        axes.plot(steps, smoothed(values), color="C0", label="running mean")
+        steps, values = _series(rows, f"eval/{key}")
+        if steps:
+            axes.plot(steps, values, "o-", color="C1", markersize=4, label="held out")
+        axes.set(title=key, xlabel="step")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.suptitle(run.name)
+    figure.savefig(run / "loss.png", dpi=110)
+    plt.close(figure)
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """Exponential running mean, corrected for its beginning."""
+    mean, weight, means = 0.0, 0.0, []
+    for value in values:
+        mean = SMOOTHING * mean + (1 - SMOOTHING) * value
+        weight = SMOOTHING * weight + 1 - SMOOTHING
+        means.append(mean / weight)
+    return means
+
+
+def _series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    found = [(row["step"], row[key]) for row in rows if key in row]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+# Several sequences in one row, so that every step has about the same number of tokens.
+#
+# Rows cost nothing to see through: the learner's attention keeps sequences apart and pads nothing,
+# so packing changes only which sequences share an optimizer step.
+
+
+def fill_rows(lengths: Sequence[int], size: int, seed: int) -> list[list[int]]:
+    """Places of the sequences of each row of at most `size` tokens; a longer one is a row itself.
+
+    Best fit by decreasing length; equal lengths, and so the sequences that meet, by the seed.
+    """
+    order = list(range(len(lengths)))
+    Random(f"{seed}/packing").shuffle(order)
+    order.sort(key=lambda place: -lengths[place])
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # what is left in each row, sorted, and its number
+    for place in order:
+        length = lengths[place]
+        found = bisect_left(room, (length, -1))
+        if found < len(room):
+            left, number = room.pop(found)
+        else:
+            left, number = size, len(rows)
+            rows.append([])
+        rows[number].append(place)
+        if left > length:
+            insort(room, (left - length, number))
+    return rows
+
+
+# What supervised runs begin with: set-up, model, renderer, learner.
+
+SCORED_AT_ONCE = 64  # sequences
+
+
+@dataclass
+class Start:
+    """`model` is where the weights begin, also of a resumed run, whose `checkpoint` is loaded
+    over them: adapters are of that model."""
+
+    run: RunDirectory
+    model: Path
+    encoder: ChatEncoder
+    checkpoint: Path | None
+
+    async def learner(
+        self, config: LearnerConfig, seed: int, stack: AsyncExitStack
+    ) -> DeepSpeedLearner:
+        """The learner, with the weights of the model; `stack` closes it."""
+        learner = await DeepSpeedLearner.start(
+            config, GRPO(), self.model, self.run.path / "learner.log", seed=seed
+        )
+        stack.push_async_callback(learner.close)
+        return learner
+
+
+async def begin(
+    config: SFTRunConfig | DPORunConfig, run: RunDirectory, view: View, resume: str
+) -> Start:
+    """Set-up and checks. Raises ConfigError or DataError for the user's mistakes."""
+    checkpoint = run.checkpoints.to_resume(resume) if resume else None
+    if config.run.setup and checkpoint is None:
+        setup = load_function(config.run.setup, "run.setup")
+        told = await asyncio.to_thread(setup, run.path, config.run.seed)
+        if isinstance(told, str):
+            view.say(told)
+    model = find_checkpoint(run.resolve(config.model.path))
+    tokenizer = await asyncio.to_thread(load_tokenizer, model)
+    encoder = ChatEncoder(
+        make_renderer(config.renderer, config.prompt, tokenizer, model),
+        read_eos_ids(model, tokenizer),
+        load_instruction(config.prompt, run.resolve),
+        compat=config.data.compat == "reference",
+    )
+    return Start(run, model, encoder, checkpoint)
+
+
+def check_lengths(lengths: Sequence[int], start: Start, data: ChatDataConfig) -> None:
+    """Refuse sequences that the model has no positions for."""
+    context = read_model_config(start.model).get("max_position_embeddings")
+    if context and max(lengths) > context:
+        raise DataError(
+            f"data.max_length = {data.max_length}: a sequence has {max(lengths)} tokens, "
+            f"and {start.model} was made for {context}; set data.max_length={context} to cut it"
+        )
+
+
+async def scored_in_parts(
+    learner: Learner, sequences: Iterable[EncodedTree], *, adapters: bool = True
+) -> AsyncIterator[list[Score]]:
+    """Scores of many sequences, some at once."""
+    rest = iter(sequences)
+    while part := list(islice(rest, SCORED_AT_ONCE)):
+        yield await learner.score(part, adapters=adapters)
 
 
 class SupervisedState(Struct):

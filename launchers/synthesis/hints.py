@@ -16,7 +16,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from envs.grading.answer import final_answer
+from envs.grading.verdict import final_answer
 from launchers.synthesis.config import HintsConfig
 
 MARK = "hint"  # in the metadata of a task and of its row

@@ -2,31 +2,134 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from random import Random
+from typing import Any, Self
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.actor import Actor
+from agentenv.actor import Actor, Growth, Outcome
+from agentenv.branch import Branch
+from agentenv.data.rows import RowsConfig
 from agentenv.engine import Engine
-from agentenv.env import Env
+from agentenv.env import Env, ForkMode
+from agentenv.errors import ConfigError, DataError
 from agentenv.evaluate import Answer
-from agentenv.types import Task
-from launchers.evaluation.parts import Builder, Questions
-from launchers.evaluation.progress import Progress
-from launchers.evaluation.rows import EvalRow, Wanted
-from launchers.evaluation.run import ask_into
-from launchers.evaluation.store import FAILED, Store
-from launchers.evaluation.trajectory import row_of
-from launchers.synthesis.chains import chain_text, parts_of
+from agentenv.plan import RolloutPlan
+from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN
+from agentenv.tree import TrajectoryTree
+from agentenv.types import Info, Limit, Message, Task
+from launchers.data import load_set, try_env
+from launchers.evaluation.parts import Builder, Questions, Say
+from launchers.evaluation.run import Progress, ask_into, row_of
+from launchers.evaluation.store import FAILED, EvalRow, Store, Wanted
 from launchers.synthesis.config import WITH_TOOLS, Plan, Way, set_name
-from launchers.synthesis.filters import Judged, judge
-from launchers.synthesis.hinted import HintedActor, LanguageOnly, hinted_row
 from launchers.synthesis.hints import MARK, Hint, make_hint
-from launchers.synthesis.sorting import Question
-from launchers.view import View
+from launchers.synthesis.sorting import Judged, Question, chain_text, judge, parts_of
+from launchers.terminal import View
+
+# Rollouts that begin behind a hint, and language-only ones; for data synthesis only.
+
+NUM_PROMPT_TOKENS = "num_prompt_tokens"  # of the root's info: what follows is the hinted text
+
+
+class LanguageOnly:
+    """An environment whose policy hears of no tools: nothing it writes is a call, so its first
+    turn is its answer, graded as ever."""
+
+    def __init__(self, env: Env) -> None:
+        self.env = env
+
+    @property
+    def fork_mode(self) -> ForkMode:
+        return self.env.fork_mode
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[list[Message], Info]:
+        messages, info = await self.env.reset(seed=seed, options=options)
+        return messages, {**info, "tools": ()}
+
+    async def step(self, action: Message) -> Outcome:
+        return await self.env.step(action)
+
+    async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
+        return await self.env.finish(reason, action)
+
+    async def fork(self) -> Self:
+        return type(self)(await self.env.fork())
+
+    async def close(self) -> None:
+        await self.env.close()
+
+
+class HintedActor(Actor):
+    """Rolls out tasks whose metadata has a hint (`MARK`). Its prefix stands in the root's
+    observation, behind the prompt: context, never sampled, so no loss mask covers it. The env
+    reads it as the beginning of the first action, and it counts as response, not as prompt."""
+
+    def _growth(
+        self, tree: TrajectoryTree, plan: RolloutPlan, group: asyncio.TaskGroup, session: str
+    ) -> Growth:
+        return HintedGrowth(self, tree, plan, group, session)
+
+
+class HintedGrowth(Growth):
+    """Grows one tree behind its hint."""
+
+    written = ""  # what the env reads before the first action
+
+    def _render_prompt(self, messages: list[Message], branch: Branch) -> None:
+        super()._render_prompt(messages, branch)
+        renderer, root = self.actor.renderer, self.tree.root
+        prefix = hint_of(self.tree.task)["prefix"]
+        tail = renderer.decode(root.observation_ids[-NUM_TAIL_IDS:])
+        opened = tail.rstrip().endswith(THOUGHT_OPEN)
+        if opened:  # by the chat template
+            prefix = prefix.removeprefix(THOUGHT_OPEN).lstrip("\n")
+        self.written = (THOUGHT_OPEN + "\n" if opened else "") + prefix
+        root.info[NUM_PROMPT_TOKENS] = len(root.observation_ids)
+        root.observation_ids = root.observation_ids + renderer.encode(prefix)
+
+    async def _open_root(self, branch: Branch) -> None:
+        await super()._open_root(branch)
+        branch.num_prompt_tokens = self.tree.root.info[NUM_PROMPT_TOKENS]
+
+    async def _step(self, branch: Branch, action: Message) -> Outcome:
+        return await super()._step(branch, self._whole(branch, action))
+
+    async def _truncate(self, branch: Branch, limit: Limit, action: Message | None) -> None:
+        whole = None if action is None else self._whole(branch, action)
+        await super()._truncate(branch, limit, whole)
+
+    def _whole(self, branch: Branch, action: Message) -> Message:
+        if branch.num_turns != 1:
+            return action
+        return replace(action, content=self.written + action.content)
+
+
+def hint_of(task: Task) -> dict[str, Any]:
+    """The hint of a task. It is never without one here."""
+    found: dict[str, Any] = task.metadata[MARK]
+    return found
+
+
+def hinted_row(row: EvalRow, answer: Answer) -> EvalRow:
+    """The row with the hinted text where it belongs: at the beginning of what was written."""
+    root, renderer = answer.tree.root, answer.question.actor.renderer
+    hint = {key: value for key, value in row.metadata[MARK].items() if key != "prefix"}
+    row = replace(row, metadata={**row.metadata, MARK: hint})
+    size = root.info.get(NUM_PROMPT_TOKENS)
+    if size is None:  # failed before it began
+        return row
+    prompt, prefix = root.observation_ids[:size], root.observation_ids[size:]
+    first = dict(row.segments[1]) if len(row.segments) > 1 else {"policy": ""}
+    first["policy"] = renderer.decode(prefix) + first["policy"]
+    return replace(row, segments=[{"env": renderer.decode(prompt)}, first, *row.segments[2:]])
+
 
 MAX_HINTED_SHARE = 0.75  # of limits.max_response_tokens; what is left is the policy's
 
@@ -167,3 +270,77 @@ class Sampling:
 
 def _language_only(env: Env) -> Env:
     return LanguageOnly(env)
+
+
+# Which questions are asked: each once, and none that must not be in the data.
+
+
+class Dropped(Struct, frozen=True):
+    """A question that is not asked, and why: duplicate, excluded, prompt_too_long."""
+
+    set_name: str
+    task: Task
+    reason: str
+    detail: str = ""
+
+
+async def read_questions(
+    plan: Plan, builder: Builder, sets: Mapping[str, Questions], say: Say
+) -> tuple[list[Pair], list[Dropped]]:
+    """The questions in order and those that are left out."""
+    excluded = await _excluded(plan, builder, say)
+    seen: dict[str, str] = {}
+    pairs: list[Pair] = []
+    dropped: list[Dropped] = []
+    for name in plan.sets:
+        direct = {task.id: task for task in sets[set_name(name, "direct")].tasks}
+        tools = {task.id: task for task in sets[set_name(name, "tools")].tasks}
+        for task in direct.values():
+            plain = plain_question(task.question)
+            if task.id not in tools:
+                dropped.append(Dropped(name, task, "prompt_too_long", "with tools"))
+            elif plain in excluded:
+                dropped.append(Dropped(name, task, "excluded", excluded[plain]))
+            elif plain in seen:
+                dropped.append(Dropped(name, task, "duplicate", f"of {seen[plain]}"))
+            else:
+                seen[plain] = f"{name} {task.id}"
+                pairs.append(Pair(name, task, tools[task.id]))
+    if not pairs:
+        raise DataError(f"no question is left of {len(dropped)}: all are excluded or duplicates")
+    return pairs, dropped
+
+
+def plain_question(text: str) -> str:
+    """What two questions have in common if they are the same: blanks and case aside."""
+    return " ".join(text.casefold().split())
+
+
+async def tool_names(
+    pairs: Sequence[Pair], plan: Plan, sets: Mapping[str, Questions]
+) -> dict[str, list[str]]:
+    """The names of the tools of each environment that the questions meet. Raises ConfigError for
+    one without any."""
+    first: dict[str, Pair] = {}
+    for pair in pairs:
+        first.setdefault(pair.tools.env_id, pair)
+    found = {}
+    for env_id, pair in first.items():
+        make_env = sets[set_name(pair.name, "tools")].make_env
+        _, info = await try_env(make_env, pair.tools)
+        found[env_id] = [str(tool["name"]) for tool in info.get("tools", ())]
+        if not found[env_id]:
+            raise ConfigError(
+                f"sets.{pair.name}: the environment {env_id} has no tools, so there is nothing "
+                "to learn from answers with tools"
+            )
+    return found
+
+
+async def _excluded(plan: Plan, builder: Builder, say: Say) -> dict[str, str]:
+    """Where each question is from that must not be asked."""
+    found: dict[str, str] = {}
+    for path in plan.config.exclude:
+        tasks = await load_set(path, "", RowsConfig(), builder.resolve, say, "exclude")
+        found |= {plain_question(task.question): f"in {path}, {task.id}" for task in tasks}
+    return found

@@ -21,12 +21,11 @@ from random import Random
 from typing import Any
 
 from agentenv.env import register
-from agentenv.tool import StatelessTool
 from agentenv.tool_env import ToolEnv
+from agentenv.tools import StatelessTool
 from agentenv.types import Task, ToolResult
 from envs.qa_grader import ToolReward
-from envs.quickstart_demonstrations import copy_exercise
-from envs.quickstart_world import PEOPLE
+from envs.quickstart import PEOPLE, copy_exercise
 from launchers.quickstart import COPIES, GATE, build_model
 
 RELATIONS = ("founder", "price", "birthplace", "home", "birthyear")

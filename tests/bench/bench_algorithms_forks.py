@@ -40,13 +40,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from agentenv.actor import Actor
 from agentenv.config import build_config
-from agentenv.engines.embedded import EmbeddedEngine
-from agentenv.shared import close_shared
+from agentenv.engines.embedded.engine import EmbeddedEngine
+from agentenv.env import close_shared
 from agentenv.tree import Node, Trajectory, TrajectoryTree
 from launchers.assembly import load_tokenizer, make_renderer, vocab_size
 from launchers.config import TrainConfig
-from launchers.data import load_set
-from launchers.environments import EnvMaker, tables_of
+from launchers.data import EnvMaker, load_set, tables_of
 from launchers.rundir import CONFIG_FILE
 
 ROOTS = 8

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentenv.fork_criterion import relative_rise, rise_score
+from agentenv.plan import relative_rise, rise_score
 
 Row = dict[str, Any]
 Floats = NDArray[np.float64]

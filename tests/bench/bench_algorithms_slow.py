@@ -22,14 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from agentenv.actor import Actor
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.limits import Limits
 from agentenv.metrics import num_tool_calls
 from agentenv.plan import RolloutPlan
 from agentenv.renderer import TagRenderer
 from agentenv.tree import TrajectoryTree
-from agentenv.types import Info, Message, SamplingParams, Task
+from agentenv.types import Info, Limits, Message, SamplingParams, Task
 from learners.arpo import ARPO
-from learners.grpo import GRPO
+from learners.baselines import GRPO
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.support.virtual_clock import run_virtual
 

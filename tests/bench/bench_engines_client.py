@@ -28,12 +28,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import aiohttp
 import msgspec
 
-from agentenv.engines.entropy import top_k_entropy
-from agentenv.engines.pool import EnginePool
-from agentenv.engines.pool_config import PoolConfig
-from agentenv.engines.server import Request
+from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.server import Request, top_k_entropy
+from agentenv.engines.server_config import PoolConfig
 from agentenv.engines.vllm import VLLMServer
-from agentenv.engines.vllm_stream import request_body
+from agentenv.engines.vllm_wire import request_body
 from agentenv.types import Chunk, SamplingParams
 
 Turn = tuple[list[int], list[float], list[float]]  # token ids, log-probs, entropies

@@ -47,18 +47,15 @@ import psutil
 from agentenv.actor import Actor
 from agentenv.config import build_config
 from agentenv.engine import Engine
-from agentenv.engines.embedded import EmbeddedConfig, EmbeddedEngine
-from agentenv.engines.launch_config import ServersConfig
-from agentenv.engines.remote_config import VLLMConfig
+from agentenv.engines.embedded.engine import EmbeddedConfig, EmbeddedEngine
 from agentenv.engines.server import Request
-from agentenv.engines.vllm_stream import request_body
-from agentenv.shared import close_shared
+from agentenv.engines.server_config import ServersConfig, VLLMConfig
+from agentenv.engines.vllm_wire import request_body
+from agentenv.env import close_shared
 from launchers.assembly import load_tokenizer, make_renderer, vocab_size
-from launchers.checkpoints import find_checkpoint
 from launchers.config import TrainConfig
-from launchers.data import load_questions
-from launchers.environments import EnvMaker, tables_of
-from launchers.rundir import CONFIG_FILE
+from launchers.data import EnvMaker, load_questions, tables_of
+from launchers.rundir import CONFIG_FILE, find_checkpoint
 from launchers.serving.engines import start_engine
 from launchers.serving.servers import ServerFactory
 from tests.bench.bench_engines_parts import Apart, Clock, Recorder, Turn, in_tasks

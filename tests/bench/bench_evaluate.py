@@ -30,11 +30,11 @@ import psutil
 from agentenv.engine import Engine
 from agentenv.evaluate import Answer, Question, ask
 from agentenv.types import Completion, SamplingParams
+from launchers.evaluation.config import resolve_sets
 from launchers.evaluation.parts import Builder
-from launchers.evaluation.run_config import resolve_sets
+from launchers.evaluation.run import row_of
 from launchers.evaluation.store import Saved, Store
 from launchers.evaluation.subject import find_subject
-from launchers.evaluation.trajectory import row_of
 from tests.bench.deeper_model import deepened
 
 NUM_QUESTIONS = 500

@@ -33,10 +33,9 @@ import numpy as np
 from aiohttp import web
 
 from agentenv.errors import AgentEnvError
-from envs.search.backend import Query
 from envs.search.bm25 import BM25Backend
-from envs.search.cache import ResultCache
-from envs.search.cached import CachedBackend
+from envs.search.cache import CachedBackend, ResultCache
+from envs.search.corpus import Query
 from envs.search.providers import WebConfig
 from envs.search.remote import WebBackend
 from envs.search.tantivy_index import TantivyBackend

@@ -18,9 +18,9 @@ import psutil
 
 import agentenv
 import envs
-from agentenv.shared import close_shared
+from agentenv.env import close_shared
+from agentenv.gym import VectorEnv
 from agentenv.types import Message, Task, ToolCall
-from agentenv.vector import VectorEnv
 
 CASES: dict[str, dict[str, Any]] = {
     "agentenv/QAGrader-v0": {"grader": {"kind": "exact"}},

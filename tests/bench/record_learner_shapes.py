@@ -25,12 +25,11 @@ import msgspec
 
 from agentenv.actor import Actor
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.limits import Limits
 from agentenv.renderer import TagRenderer
 from agentenv.tree import TrajectoryTree
-from agentenv.types import Info, Message, SamplingParams, Task
+from agentenv.types import Info, Limits, Message, SamplingParams, Task
 from learners.arpo import ARPO
-from learners.encoding import EncodedTree, encode
+from learners.batch import EncodedTree, encode
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.support.virtual_clock import run_virtual
 

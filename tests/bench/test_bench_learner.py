@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from launchers import bench
-from launchers.benchmark import layouts as bench_layouts
+from launchers.benchmark import learner as bench_layouts
 from launchers.benchmark import learner as bench_learner
-from launchers.benchmark.layouts import FLAT, count, make_model, make_step
+from launchers.benchmark.learner import FLAT, count, make_model, make_step
 
 # A prompt of 5; two turns of 4, the first with a result of 6 and two turns of 3 and 2 below it.
 TREE = [[-1, 0, 5], [0, 4, 6], [1, 3, 0], [1, 2, 0], [0, 4, 0]]

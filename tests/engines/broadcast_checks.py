@@ -12,15 +12,14 @@ from typing import Any
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
-from agentenv.engines.pool import EnginePool
-from agentenv.engines.pool_config import PoolConfig
+from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.server import Server
-from agentenv.engines.transfer import Group, Manifest, TransferError
+from agentenv.engines.server_config import PoolConfig
+from agentenv.engines.weights import Group, Manifest, TransferError
 from agentenv.types import Chunk, Completion, SamplingParams
-from learners.deepspeed_learner import DeepSpeedLearner
-from learners.encoding import encode_sequence
+from learners.batch import encode_sequence
+from learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
 from learners.learner import LearnerConfig
-from learners.sender import LearnerSender
 from tests.engines.reference import EOS, VOCAB, check_sampled
 from tests.engines.world import prompt
 from tests.learners.ranks import ALGORITHM

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from agentenv.engines.pool import EnginePool
-from agentenv.engines.pool_config import PoolConfig
+from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.server_config import PoolConfig
 from agentenv.types import Completion, SamplingParams
 from tests.engines.faulty_server import (
     EOS,

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launchers.serving.server_process import GUARD
+from launchers.serving.servers import GUARD
 
 GUARD_S = 10.0  # for the guard itself, beyond what it gives the server
 

@@ -20,8 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agentenv.engines.embedded import EmbeddedConfig, EmbeddedEngine
-from agentenv.engines.embedded_scheduler import Scheduler
+from agentenv.engines.embedded.engine import EmbeddedConfig, EmbeddedEngine
+from agentenv.engines.embedded.scheduler import Scheduler
 from agentenv.types import Completion
 
 VOCAB = 97

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.engines.http import HttpClient
+from agentenv.engines.client import HttpClient
 from agentenv.engines.sglang import SGLangServer
 from agentenv.engines.vllm import VLLMServer
 from learners.learner import LearnerConfig

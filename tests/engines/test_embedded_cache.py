@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from agentenv.engines.embedded_architecture import Architecture
-from agentenv.engines.embedded_cache import SlotCache
+from agentenv.engines.embedded.cache import SlotCache
+from agentenv.engines.embedded.weights import Architecture
 
 ARCH = Architecture(
     vocab_size=9,

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.embedded import EmbeddedConfig, EmbeddedEngine
-from agentenv.engines.embedded_request import Call
-from agentenv.engines.embedded_scheduler import Scheduler
+from agentenv.engines.embedded.engine import EmbeddedConfig, EmbeddedEngine
+from agentenv.engines.embedded.scheduler import Call, Scheduler
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.small_models import VOCAB, Steps, check, prompt, serving
@@ -196,6 +195,6 @@ def test_configs_that_are_not_supported(tiny: tuple[Path, Any], tmp_path: Path) 
 
 
 def test_importing_the_core_loads_no_torch() -> None:
-    names = "agentenv, agentenv.engine, agentenv.engines.embedded_config"
+    names = "agentenv, agentenv.engine, agentenv.engines.embedded.engine"
     code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

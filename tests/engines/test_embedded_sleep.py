@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from agentenv.engine import SleepingEngine
-from agentenv.engines.embedded import EmbeddedConfig, EmbeddedEngine
-from agentenv.engines.embedded_architecture import read_architecture
-from agentenv.engines.embedded_weights import Weights
+from agentenv.engines.embedded.engine import EmbeddedConfig, EmbeddedEngine
+from agentenv.engines.embedded.weights import Weights, read_architecture
 from agentenv.errors import EngineDeadError
 from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.reference import check_sampled

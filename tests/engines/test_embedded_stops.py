@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from agentenv.engines.embedded import EmbeddedConfig, EmbeddedEngine
-from agentenv.engines.stop_strings import StopStrings
+from agentenv.engines.embedded.engine import EmbeddedConfig, EmbeddedEngine
+from agentenv.engines.pool.turn import StopStrings
 from agentenv.types import Completion, SamplingParams
 
 WORDS = ["</", "pyth", "on>x", "\u00e9t\u00e9"]

@@ -8,9 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from agentenv.engines.entropy import top_k_entropy
-from agentenv.engines.http import FailedError, HttpClient, RefusedError, Timeouts
-from agentenv.engines.server import ServerLostError
+from agentenv.engines.client import FailedError, HttpClient, RefusedError, Timeouts
+from agentenv.engines.server import ServerLostError, top_k_entropy
 from agentenv.errors import ConfigError, EngineError
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.engines.pool_limit import ConcurrencyLimit
+from agentenv.engines.pool.member import ConcurrencyLimit
 from agentenv.engines.server import ServerLoad
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, VersionSpan

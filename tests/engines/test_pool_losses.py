@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from agentenv.branch import Patience
 from agentenv.engines.server import ServerLostError
 from agentenv.errors import EngineDeadError, EngineError
-from agentenv.patience import Patience
 from agentenv.types import Chunk, Completion, VersionSpan
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
 from tests.support.virtual_clock import run_virtual

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from agentenv.branch import Patience
 from agentenv.engines.server import ServerLostError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
-from agentenv.patience import Patience
 from agentenv.types import Chunk, Completion, VersionSpan
 from tests.engines.pool_bench import TEXT, Bench, virtual, write_folder
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentenv.engines.launch_config import ServersConfig
-from agentenv.engines.pool import EnginePool
+from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.server_config import ServersConfig
 from agentenv.engines.vllm import VLLMServer
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 from launchers.serving.servers import ServerFactory

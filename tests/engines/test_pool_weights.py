@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.pool import EnginePool
+from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.server import ServerLostError
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import Completion, VersionSpan

@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from agentenv.engines.pool_check import WeightCheck
-from agentenv.engines.published import plain_name, published_sums
+from agentenv.engines.pool.check import WeightCheck, plain_name, published_sums
 from agentenv.engines.server import ServerLostError
 from agentenv.errors import EngineError
 

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
+from agentenv.engines.pool.member import is_tried, warn_untried
 from agentenv.engines.server import ServerInfo
-from agentenv.engines.versions import is_tried, warn_untried
 
 
 @pytest.mark.parametrize(

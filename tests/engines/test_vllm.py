@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.http import HttpClient
+from agentenv.engines.client import HttpClient
 from agentenv.engines.server import ServerLostError
 from agentenv.engines.vllm import VLLMServer
-from agentenv.engines.vllm_probe import NEEDED, probe
+from agentenv.engines.vllm_wire import NEEDED, probe
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 from tests.engines import contract

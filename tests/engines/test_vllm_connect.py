@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.engines.pool import EnginePool
+from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.vllm import VLLMServer
-from agentenv.engines.vllm_probe import GENERATE
+from agentenv.engines.vllm_wire import GENERATE
 from agentenv.errors import ConfigError
 from agentenv.types import SamplingParams
 from tests.engines import contract

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from agentenv.shared import close_shared
+from agentenv.env import close_shared
 from envs.sandbox import Sandbox, SandboxLimits, SandboxSession
 from tests.envs.search_server import serving
 from tests.envs.search_site import Web

@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from envs.search.cassette import Cassette, Reply
-from envs.search.upstream import HttpRequest, TrafficConfig, Upstream
+from envs.search.upstream import Cassette, HttpRequest, Reply, TrafficConfig, Upstream
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

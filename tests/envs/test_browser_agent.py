@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agentenv.assist.counts import count_calls
+from agentenv.assist.helpers import count_calls
+from agentenv.env import close_shared
 from agentenv.errors import EnvError
-from agentenv.shared import close_shared
 from agentenv.types import Message, Task, ToolCall
 from envs.search.config import SearchConfig
 from envs.search.service import Episode, SearchService

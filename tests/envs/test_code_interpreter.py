@@ -9,8 +9,8 @@ import pytest
 
 import agentenv.env
 import envs  # noqa: F401 - registers
+from agentenv.env import close_shared
 from agentenv.errors import ConfigError, EnvError
-from agentenv.shared import close_shared
 from agentenv.types import Message, Task, ToolCall
 from envs.code_interpreter import python_tool, shared_sandbox
 from envs.sandbox import RemoteSandbox, Sandbox

@@ -11,7 +11,7 @@ import pytest
 
 import agentenv.env
 import envs
-from agentenv.shared import close_shared
+from agentenv.env import close_shared
 from agentenv.testing import check_tool_env
 from agentenv.types import Message, Task, ToolCall
 

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from agentenv.env import close_shared
 from agentenv.errors import ConfigError, GraderError
-from agentenv.shared import close_shared
 from agentenv.types import Message, Task, ToolCall
-from envs.grading.config import check_grader, grader_config, make_grader
 from envs.grading.layers import Layered, compare
-from envs.grading.reward import ToolReward
-from envs.grading.risk import risk_of
+from envs.grading.math import risk_of
+from envs.grading.reward import ToolReward, check_grader, grader_config, make_grader
 from envs.grading.verdict import Verdict
 from envs.grading.words import f1, squad_f1
 from tests import check_fixtures

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from agentenv.env import close_shared
 from agentenv.errors import ConfigError, GraderError
-from agentenv.grader import Grader
-from agentenv.shared import close_shared
+from agentenv.tool_env import Grader
 from agentenv.types import Message, Task
-from envs.grading.config import check_grader, make_grader
+from envs.grading.reward import check_grader, make_grader
 from envs.grading.workers import JobFailedError, JobTimeoutError, WorkerPool
 
 TASK = Task("row 7", "e", "q?", ("12",), "math", {"extra_info": {"index": 3}})
@@ -21,7 +21,7 @@ ANSWER = Message("assistant", r"<think>.</think><answer>\boxed{12}</answer>")
 
 FUNCTIONS = """
 import asyncio, os, time
-from agentenv.grader import Grade
+from agentenv.tool_env import Grade
 
 def verl(data_source, solution_str, ground_truth, extra_info=None):
     assert (data_source, ground_truth, extra_info) == ("math", "12", {"question": "q?", "index": 3})

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
+from agentenv.env import close_shared
 from agentenv.errors import ConfigError, GraderError
-from agentenv.shared import close_shared
 from agentenv.types import Message, Task
-from envs.grading.config import check_grader, make_grader
-from envs.grading.judge import Judge
-from envs.grading.judge_config import JudgeConfig
+from envs.grading.judge import Judge, JudgeConfig
+from envs.grading.reward import check_grader, make_grader
 from tests.support.judge_server import Cut, JudgeServer, judge_of, judge_server
 
 

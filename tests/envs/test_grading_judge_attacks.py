@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from agentenv.shared import close_shared
-from envs.grading.judge import messages
-from envs.grading.judge_config import JudgeConfig
+from agentenv.env import close_shared
+from envs.grading.judge import JudgeConfig, messages
 from tests.support.judge_server import JudgeServer, judge_of, judge_server
 
 

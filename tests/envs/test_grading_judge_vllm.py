@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from agentenv.config import build_config
+from agentenv.env import close_shared
 from agentenv.errors import GraderError
-from agentenv.grader import Grade, Grader
-from agentenv.shared import close_shared
+from agentenv.tool_env import Grade, Grader
 from agentenv.types import Message, Task
-from envs.grading.config import GraderConfig, check_grader, make_grader
-from launchers.evaluation.run_config import EvaluateConfig
+from envs.grading.reward import GraderConfig, check_grader, make_grader
+from launchers.evaluation.config import EvaluateConfig
 from launchers.quickstart import build_model
-from launchers.serving.roles import start_roles
+from launchers.serving.engines import start_roles
 from launchers.serving.servers import ServerFactory
 from tests.engines.vllm_server import require_vllm
 

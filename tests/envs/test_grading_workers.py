@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentenv.errors import GraderError
-from envs.grading.equivalence import MathEquivalence
+from envs.grading.math import MathEquivalence
 from envs.grading.workers import JobTimeoutError, WorkerPool
 
 HANDLER = "tests.support.jobs:work"

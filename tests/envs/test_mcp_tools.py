@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from agentenv.env import close_shared
 from agentenv.errors import ConfigError, EnvError
-from agentenv.grader import Grade
-from agentenv.shared import close_shared
-from agentenv.tool_env import ToolEnv
-from agentenv.tool_limits import ToolConfig, ToolLimits
-from agentenv.tool_loading import load_tools
+from agentenv.tool_env import Grade, ToolEnv
+from agentenv.tools import ToolConfig, ToolLimits, load_tools
 from agentenv.types import Message, Task, ToolCall
 from envs.mcp_tools import MCPTools
 

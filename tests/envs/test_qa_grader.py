@@ -6,9 +6,9 @@ import pytest
 
 import agentenv.env
 import envs  # noqa: F401, which registers the env
+from agentenv.env import close_shared
 from agentenv.errors import ConfigError
-from agentenv.grader import Grade, Grader
-from agentenv.shared import close_shared
+from agentenv.tool_env import Grade, Grader
 from agentenv.types import Message, Task
 from envs.qa_grader import ExactMatch, ToolReward, as_number, check_format, last_boxed, same_answer
 

@@ -9,7 +9,7 @@ import pytest
 from agentenv.errors import EnvError, InfraError, ToolError
 from envs.code_interpreter import NO_OUTPUT, PythonTool
 from envs.sandbox import Sandbox, SandboxSession
-from envs.sandbox.session import VARIABLES_LOST
+from envs.sandbox.sandbox import VARIABLES_LOST
 from tests.support.sandboxes import (
     children,
     said,

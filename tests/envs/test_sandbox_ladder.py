@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from agentenv.errors import ConfigError, InfraError
-from envs.sandbox import Sandbox, SandboxLimits, landlock, zygote_process
-from envs.sandbox.interpreter import Interpreter
+from envs.sandbox import Sandbox, SandboxLimits, landlock
+from envs.sandbox import launch as zygote_process
+from envs.sandbox.launch import Interpreter
 from tests.check_sandbox import RUNGS
 from tests.support.sandboxes import children, num_descriptors, said, until_processes
 

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from agentenv.errors import EnvError, InfraError
-from envs.sandbox import Sandbox, zygote_process
+from envs.sandbox import Sandbox
+from envs.sandbox import launch as zygote_process
 from tests.support.sandboxes import (
     said,
     until_gone,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from agentenv.env import close_shared
 from agentenv.errors import DataError, ToolError
-from agentenv.shared import close_shared
 from envs.web_search import SearchTool, words
 
 ROWS = [

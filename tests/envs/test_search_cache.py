@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from agentenv.errors import ConfigError, DataError, InfraError
-from envs.search.backend import Hit, Query
-from envs.search.cache import ResultCache
-from envs.search.cached import CachedBackend, hits_of_arpo
-from envs.search.cassette import Cassette, Reply
+from envs.search.cache import CachedBackend, ResultCache, hits_of_arpo
+from envs.search.corpus import Hit, Query
 from envs.search.remote import HttpBackend
+from envs.search.upstream import Cassette, Reply
 from tests.envs.search_server import Scripted, send, serving
 
 # cache

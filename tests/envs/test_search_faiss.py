@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentenv.errors import ConfigError, DataError, InfraError
-from envs.search.backend import Query
+from envs.search.corpus import Query
 from envs.search.faiss_index import Encoder, FaissBackend, FaissConfig
 
 faiss: Any = pytest.importorskip("faiss")

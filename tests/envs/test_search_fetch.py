@@ -12,8 +12,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from agentenv.errors import ConfigError, InfraError, ToolError
-from envs.search.addresses import AddressRule, RefusedAddress
-from envs.search.fetch import FetchConfig, PageFetcher
+from envs.search.pages import AddressRule, FetchConfig, PageFetcher, RefusedAddress
 from tests.envs.search_server import Handler, serving
 
 PAGE = """<html><head><title>Lima</title><script>track()</script></head><body>

@@ -11,12 +11,8 @@ from aiohttp import web
 from agentenv.errors import ToolError
 from envs.search import extract_worker
 from envs.search.cache import ResultCache
-from envs.search.cassette import Cassette, Reply
-from envs.search.extract import TextExtractor
-from envs.search.fetch import FetchConfig
-from envs.search.pages import PageReader, PagesConfig
-from envs.search.passages import passages, window
-from envs.search.upstream import TrafficConfig
+from envs.search.pages import FetchConfig, PageReader, PagesConfig, TextExtractor, passages, window
+from envs.search.upstream import Cassette, Reply, TrafficConfig
 from tests.envs.search_server import serving
 
 PAGE = """<html><head><title>Lima</title><script>track()</script></head><body>

@@ -13,11 +13,10 @@ import pytest
 from aiohttp import web
 
 from agentenv.errors import ConfigError, InfraError
-from envs.search.backend import Hit, Query
-from envs.search.cassette import Reply
+from envs.search.corpus import Hit, Query
 from envs.search.providers import PROVIDERS, ProviderName, WebConfig, provider_hits
 from envs.search.remote import RemoteBackend, RemoteConfig, WebBackend, retrieved_hits
-from envs.search.upstream import TrafficConfig
+from envs.search.upstream import Reply, TrafficConfig
 from tests.envs.search_server import serving
 
 QUICK = TrafficConfig(rate_per_s=0, first_delay_s=0, max_delay_s=0.001, num_retries=1)

@@ -8,11 +8,10 @@ import pytest
 from aiohttp import web
 
 import agentenv.env
+from agentenv.env import close_shared
 from agentenv.errors import EnvError, ToolError
-from agentenv.shared import close_shared
 from agentenv.types import Message, Task, ToolCall
-from envs.search.service import Episode, shared_service
-from envs.search.tools import OpenPageTool, SearchPagesTool
+from envs.search.service import Episode, OpenPageTool, SearchPagesTool, shared_service
 from envs.web_search import WebSearchEnv
 from tests.envs.search_server import serving
 from tests.envs.search_site import SNIPPET, Web

@@ -8,15 +8,20 @@ import pytest
 from aiohttp import web
 
 from agentenv.errors import ConfigError, InfraError
-from envs.search.backend import Query
-from envs.search.cache import ResultCache
-from envs.search.cached import CachedBackend
-from envs.search.cassette import Reply
-from envs.search.flight import SingleFlight
-from envs.search.limits import CircuitBreaker, TokenBucket
+from envs.search.cache import CachedBackend, ResultCache
+from envs.search.corpus import Query
 from envs.search.providers import WebConfig
 from envs.search.remote import WebBackend
-from envs.search.upstream import HttpRequest, TrafficConfig, Upstream, retry_after_s
+from envs.search.upstream import (
+    CircuitBreaker,
+    HttpRequest,
+    Reply,
+    SingleFlight,
+    TokenBucket,
+    TrafficConfig,
+    Upstream,
+    retry_after_s,
+)
 from tests.envs.search_server import QUICK, Scripted, send, serving
 from tests.support.virtual_clock import run_virtual
 

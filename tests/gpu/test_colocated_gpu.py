@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentenv.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from agentenv.engines.embedded.engine import EmbeddedConfig, EmbeddedEngine
 from agentenv.types import SamplingParams
+from learners.backend import TorchBackend
+from learners.deepspeed import Aside
 from learners.learner import LearnerConfig
-from learners.offload import Aside
 from learners.policy import Policy
-from learners.torch_backend import TorchBackend
 from learners.trainer import Trainer
 from tests.engines.small_models import make, prompt
 from tests.learners.ranks import ALGORITHM, save_tiny_model, train, uneven_trees, weights_of

@@ -16,14 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from launchers.benchmark.layouts import count, make_step
-from launchers.benchmark.learner import load_shapes
+from launchers.benchmark.learner import count, load_shapes, make_step
 from learners.attention import TreeLayout
-from learners.batch import pack
-from learners.encoding import encode
-from learners.grpo import GRPO
-from learners.logprob_head import LogprobHead
-from learners.policy import Policy, tensors
+from learners.baselines import GRPO
+from learners.batch import encode, pack
+from learners.policy import LogprobHead, Policy, tensors
 from tests.learners.trees import MODELS, random_tree, tiny_model
 
 pytestmark = [

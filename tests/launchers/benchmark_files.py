@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.types import Task
-from launchers.evaluation.benchmark_rows import encrypt
-from launchers.evaluation.benchmarks import load_benchmark
+from launchers.evaluation.benchmarks import encrypt, load_benchmark
 
 CANARY = "a-canary:0123-4567"
 Row = dict[str, Any]

@@ -12,16 +12,15 @@ import pytest
 from agentenv.actor import Actor
 from agentenv.config import build_config
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
+from agentenv.env import close_shared
 from agentenv.evaluate import evaluate
-from agentenv.limits import Limits
 from agentenv.prompt import PromptConfig, preset
 from agentenv.renderer import TagRenderer
-from agentenv.shared import close_shared
-from agentenv.types import SamplingParams
-from envs.grading.config import GraderConfig
+from agentenv.types import Limits, SamplingParams
+from envs.grading.reward import GraderConfig
 from envs.search.config import SearchConfig
-from launchers.env_config import EnvConfig
-from launchers.environments import EnvMaker
+from launchers.config import EnvConfig
+from launchers.data import EnvMaker
 from launchers.evaluation.benchmarks import benchmark, load_benchmark
 from launchers.quickstart import build_tokenizer
 from tests.support.tea_house import HOUSES, turn, write_world

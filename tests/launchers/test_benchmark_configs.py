@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from launchers.evaluation.benchmarks import BENCHMARKS
-from launchers.evaluation.run_config import EvaluateConfig, resolve_sets
-from launchers.serving.roles import check_roles
+from launchers.evaluation.config import EvaluateConfig, resolve_sets
+from launchers.serving.engines import check_roles
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.data_config import ColumnsConfig, RowsConfig
+from agentenv.data.rows import ColumnsConfig, RowsConfig
 from agentenv.errors import ConfigError, DataError
 from launchers.evaluation.benchmarks import BENCHMARKS, benchmark, load_benchmark
 from tests.launchers.benchmark_files import Row, encrypted, load

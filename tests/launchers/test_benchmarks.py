@@ -13,16 +13,14 @@ import pytest
 
 import agentenv
 from agentenv.config import build_config
-from agentenv.limits import Limits
+from agentenv.env import close_shared
 from agentenv.prompt import PromptConfig, load_instruction
-from agentenv.shared import close_shared
-from agentenv.types import Task
-from envs.grading.config import GraderConfig
-from launchers.env_config import EnvConfig
-from launchers.environments import EnvMaker
-from launchers.evaluation.benchmark_rows import encrypt
-from launchers.evaluation.benchmarks import BENCHMARKS, benchmark, groups, load_benchmark
-from launchers.evaluation.rows import EvalRow
+from agentenv.types import Limits, Task
+from envs.grading.reward import GraderConfig
+from launchers.config import EnvConfig
+from launchers.data import EnvMaker
+from launchers.evaluation.benchmarks import BENCHMARKS, benchmark, encrypt, groups, load_benchmark
+from launchers.evaluation.store import EvalRow
 from tests.launchers.benchmark_files import CANARY, Row, encrypted, load, write
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "datasets"

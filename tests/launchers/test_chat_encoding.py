@@ -13,11 +13,10 @@ from agentenv.prompt import Instruction, PromptConfig
 from agentenv.renderer import Renderer, TagRenderer
 from agentenv.types import Completion, Message, ToolCall
 from launchers.quickstart import build_tokenizer
-from launchers.supervised.chat_config import RowFormat
-from launchers.supervised.chat_encoding import ChatEncoder
-from launchers.supervised.conversations import Conversation, read_conversation
-from launchers.supervised.examples import Example
-from launchers.supervised.packing import fill_rows
+from launchers.supervised.config import RowFormat
+from launchers.supervised.dialogues import Conversation, read_conversation
+from launchers.supervised.encoding import ChatEncoder, Example
+from launchers.supervised.run import fill_rows
 from tests.support.chat_models import QWEN25, QWQ, make_tokenizer
 
 THINK, CALL = "<think>I need python.</think>", "<python>52 * 57</python>"

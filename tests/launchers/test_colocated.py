@@ -12,7 +12,7 @@ import pytest
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.errors import ConfigError
 from launchers import train
-from launchers.rl.colocation import Colocation, sleeping_engine
+from launchers.rl.parts import Colocation, sleeping_engine
 from tests.support.warehouse import make_workspace
 
 ENV = """

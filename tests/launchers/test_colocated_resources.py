@@ -7,16 +7,14 @@ from pathlib import Path
 import pytest
 
 from agentenv.config import build_config
-from agentenv.engines.embedded_config import EmbeddedConfig
-from agentenv.engines.launch_config import ServersConfig
-from agentenv.engines.remote_config import SGLangConfig, VLLMConfig
+from agentenv.engines.embedded.engine import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
+from agentenv.engines.server_config import ServersConfig, SGLangConfig, VLLMConfig
 from agentenv.errors import ConfigError
-from launchers.config import TrainConfig
+from launchers.config import ResourcesConfig, TrainConfig, divide
 from launchers.quickstart import build_model
-from launchers.rl.start import adapter_rank
+from launchers.rl.parts import adapter_rank
 from launchers.serving.gpus import GpuPlan
-from launchers.serving.resources import ResourcesConfig, divide
 from launchers.serving.server_commands import Served, command, environment
 from learners.learner import LearnerConfig
 

@@ -10,9 +10,8 @@ import pytest
 
 from agentenv.errors import DataError
 from agentenv.types import Message, ToolCall
-from launchers.supervised.chat_config import ChatColumns, ChatDataConfig, ChatTags, RowFormat
-from launchers.supervised.conversations import read_conversation, read_preference
-from launchers.supervised.dataset_info import find_sources
+from launchers.supervised.config import ChatColumns, ChatDataConfig, ChatTags, RowFormat
+from launchers.supervised.dialogues import find_sources, read_conversation, read_preference
 
 USER, ANSWER = Message("user", "Who?"), Message("assistant", "<answer>me</answer>")
 SHAREGPT = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "<answer>me</answer>"}]

@@ -11,8 +11,8 @@ import pytest
 
 from agentenv.actor import Actor
 from agentenv.config import load_config, to_plain
-from agentenv.data_config import ColumnsConfig
-from agentenv.dataset import TaskMix
+from agentenv.data.dataset import TaskMix
+from agentenv.data.rows import ColumnsConfig
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.types import Task
 from launchers import evaluate, train

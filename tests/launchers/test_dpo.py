@@ -17,8 +17,8 @@ from agentenv.errors import ConfigError, DataError
 from agentenv.tree import TrajectoryTree, to_json
 from agentenv.types import Task
 from launchers import dpo, train
-from launchers.supervised.dpo_config import DPORunConfig
-from launchers.supervised.pair_rows import pairs_of, read_pair_row
+from launchers.supervised.config import DPORunConfig
+from launchers.supervised.data import pairs_of, read_pair_row
 from tests.launchers.supervised import make_supervised, run_small
 from tests.support.runs import rows_of
 
@@ -94,7 +94,7 @@ def test_other_pairs_than_the_reference_was_scored_on_are_refused(workspace: Pat
 
 
 def two_pairs() -> list[Any]:
-    from learners.dpo_pairs import encode_pair
+    from learners.dpo import encode_pair
 
     return [
         encode_pair(([1, 2, 3], [False, False, True]), ([1, 2, token], [False, False, True]))

@@ -11,9 +11,8 @@ import pytest
 from agentenv.config import load_config
 from launchers import sft, train
 from launchers.config import TrainConfig
-from launchers.planning.plan import make_plan
-from launchers.planning.processes import Machine
-from launchers.planning.values import values_of
+from launchers.help import values_of
+from launchers.planning.plan import Machine, make_plan
 from launchers.quickstart import build_model
 from learners.learner import LearnerConfig
 from learners.lora import LoRAConfig

@@ -11,15 +11,13 @@ import pytest
 
 import launchers.serving.engines
 from agentenv.config import build_config, load_config
-from agentenv.engines.launch_config import RoleConfig
-from agentenv.engines.pool import EnginePool
-from agentenv.engines.remote_config import SGLangConfig, VLLMConfig
+from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.server_config import RoleConfig, SGLangConfig, VLLMConfig
 from agentenv.errors import ConfigError
 from launchers import train
 from launchers.assembly import context_length
 from launchers.config import TrainConfig
-from launchers.serving.engines import read_urls, watch_urls
-from launchers.serving.roles import check_roles, fill_roles
+from launchers.serving.engines import check_roles, fill_roles, read_urls, watch_urls
 from tests.engines.faulty_server import EOS, FaultyServer, reciter
 from tests.engines.pool_bench import write_folder
 from tests.support.warehouse import ROOT

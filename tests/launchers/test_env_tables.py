@@ -12,18 +12,16 @@ import pytest
 
 import agentenv
 from agentenv.config import build_config
+from agentenv.env import close_shared
 from agentenv.errors import ConfigError
-from agentenv.limits import Limits
 from agentenv.prompt import PromptConfig
-from agentenv.shared import close_shared
-from agentenv.types import Message, Task, ToolCall
+from agentenv.types import Limits, Message, Task, ToolCall
 from envs.code_interpreter import PythonTool
-from envs.search.tools import SearchPagesTool
+from envs.search.service import SearchPagesTool
 from launchers import evaluate, train
-from launchers.config import TrainConfig
-from launchers.env_config import TABLES
-from launchers.environments import EnvMaker, check_graders, tables_of
-from launchers.evaluation.run_config import EvaluateConfig, resolve_sets
+from launchers.config import TABLES, TrainConfig
+from launchers.data import EnvMaker, check_graders, tables_of
+from launchers.evaluation.config import EvaluateConfig, resolve_sets
 from launchers.evaluation.subject import of_run
 
 INTERPRETER = {"timeout_s": 3.0, "preload": []}

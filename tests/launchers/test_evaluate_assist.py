@@ -12,9 +12,7 @@ import pytest
 
 from launchers import evaluate, train
 from launchers.evaluation import command
-from launchers.evaluation.rows import EvalRow
-from launchers.evaluation.store import read_rows
-from launchers.evaluation.transcript import written
+from launchers.evaluation.store import EvalRow, read_rows, written
 from launchers.quickstart import build_model
 from tests.support.openai_endpoint import Answer, Json, ScriptedEndpoint, call, reply
 from tests.support.warehouse import STOCK

@@ -11,8 +11,7 @@ import pytest
 
 from launchers import evaluate
 from launchers.evaluation import command
-from launchers.evaluation.rows import EvalRow
-from launchers.evaluation.store import load_saved, read_rows
+from launchers.evaluation.store import EvalRow, load_saved, read_rows
 from tests.support.openai_endpoint import Answer, ScriptedEndpoint, call, reply
 
 Json = dict[str, Any]
@@ -23,7 +22,7 @@ QUICK = ("engine.num_retries=1", "limits.max_failures=0")
 @pytest.fixture
 def run(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluate:
     monkeypatch.setattr(command, "write_report", lambda *_: None)
-    monkeypatch.setattr("agentenv.engines.openai_endpoint.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("agentenv.engines.openai.FIRST_DELAY_S", 0.01)
 
     def evaluated(endpoint: ScriptedEndpoint, *more: str, n: int = 2) -> int:
         arguments = [endpoint.url, "--env", "me/Warehouse-v0", "env.module=my_env"]

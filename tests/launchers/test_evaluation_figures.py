@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from agentenv.shared import close_shared
-from launchers.evaluation.figures import default_ks, figures_of, questions_of
-from launchers.evaluation.rows import EvalRow
+from agentenv.env import close_shared
+from launchers.evaluation.figures import default_ks, figures_of, questions_of, summarise
 from launchers.evaluation.scores import Scorer
-from launchers.evaluation.summary import summarise
+from launchers.evaluation.store import EvalRow
 from tests.support.stored_evaluation import failed, row
 
 

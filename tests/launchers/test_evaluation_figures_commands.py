@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from launchers.evaluation import compare, report
-from launchers.evaluation.rows import EvalRow
+from launchers.evaluation.store import EvalRow
 from tests.support.stored_evaluation import QUICK, mixed_rows, rows_of, write_evaluation
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m|`*"

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentenv.metrics import wilson_interval
-from launchers.evaluation.statistics import (
+from launchers.evaluation.figures import (
     bootstrap,
     cohen_kappa,
     majority_at_k,

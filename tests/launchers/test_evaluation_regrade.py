@@ -13,7 +13,8 @@ import pytest
 
 from agentenv import Task, ToolEnv, register
 from envs.qa_grader import ExactMatch
-from launchers.evaluation import regrade, regrading
+from launchers.evaluation import regrade
+from launchers.evaluation import regrade as regrading
 from launchers.evaluation.store import read_rows
 from tests.support.stored_evaluation import QUICK, mixed_rows, rows_of, write_evaluation
 

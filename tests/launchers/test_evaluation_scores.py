@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from agentenv.shared import close_shared
-from launchers.evaluation.rows import EvalRow
-from launchers.evaluation.scores import Scorer, contains, is_math, score_rows, text_scores
-from launchers.evaluation.transcript import calls_that_ran, prediction, written
-from launchers.evaluation.votes import count_votes
+from agentenv.env import close_shared
+from launchers.evaluation.scores import (
+    Scorer,
+    contains,
+    count_votes,
+    is_math,
+    score_rows,
+    text_scores,
+)
+from launchers.evaluation.store import EvalRow, calls_that_ran, prediction, written
 from tests.support.stored_evaluation import failed, row
 
 

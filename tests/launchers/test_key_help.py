@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from agentenv.config_keys import describe
 from launchers import dpo, serve, sft, train
 from launchers.config import TrainConfig
-from launchers.keys import KIND, help_keys
+from launchers.help import KIND, describe, help_keys
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = train.main) -> str:

@@ -12,12 +12,10 @@ import pytest
 
 from agentenv.config import build_config
 from agentenv.errors import ConfigError
+from launchers import monitors as module
 from launchers.config import TrainConfig
-from launchers.monitor import monitors as module
-from launchers.monitor.base import Axis, Row
-from launchers.monitor.config import MonitorConfig, RolloutMonitorConfig, WandbConfig
-from launchers.monitor.monitors import Monitors
-from launchers.supervised.sft_config import SFTRunConfig
+from launchers.monitors import Axis, MonitorConfig, Monitors, RolloutMonitorConfig, Row, WandbConfig
+from launchers.supervised.config import SFTRunConfig
 from tests.launchers.wandb_file import history, records
 
 SAMPLE: Row = {

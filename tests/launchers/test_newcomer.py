@@ -15,7 +15,7 @@ from launchers import evaluate
 from launchers.config import TrainConfig
 from launchers.evaluation.figures import agreement_of
 from launchers.evaluation.report import write_report
-from launchers.view import View
+from launchers.terminal import View
 from tests.support.stored_evaluation import row, write_evaluation
 from tests.support.warehouse import ROOT
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from agentenv.types import Completion
-from launchers.rl.parity import ParityProbe
-from learners.encoding import EncodedTree
+from launchers.rl.state import ParityProbe
+from learners.batch import EncodedTree
 from learners.learner import Score
 from tests.engines.faulty_server import FaultyServer
 from tests.engines.pool_bench import bench, write_folder

@@ -11,24 +11,25 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from agentenv.engines.launch_config import LaunchConfig
+from agentenv.engines.server_config import LaunchConfig
 from launchers.planning.memory import (
     HEAD_CHUNK_BYTES,
+    KNOWN,
     LARGEST_FACTOR,
+    ModelShape,
     activation_bytes,
+    find_shape,
     kept_per_token,
     learner_memory,
     model_states,
     server_room,
+    shape_of,
 )
-from launchers.planning.shapes import KNOWN, ModelShape, find_shape, shape_of
 from launchers.quickstart import build_model
-from learners.batch import pack
-from learners.encoding import encode_sequence
+from learners.batch import encode_sequence, pack
 from learners.learner import LearnerConfig
-from learners.logprob_head import CHUNK_BYTES
 from learners.lora import LoRAConfig
-from learners.policy import Policy, tensors
+from learners.policy import CHUNK_BYTES, Policy, tensors
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

@@ -9,7 +9,7 @@ import pytest
 from agentenv.config import to_plain
 from agentenv.errors import ConfigError
 from launchers.evaluation import regrade
-from launchers.evaluation.run_config import resolve_sets
+from launchers.evaluation.config import resolve_sets
 from launchers.evaluation.store import Saved, Store, load_saved
 from tests.support.stored_evaluation import mixed_rows, write_evaluation
 

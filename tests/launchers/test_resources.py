@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from agentenv.engines.embedded_config import EmbeddedConfig
-from agentenv.engines.launch_config import ServersConfig
-from agentenv.engines.remote_config import VLLMConfig
+from agentenv.engines.embedded.engine import EmbeddedConfig
+from agentenv.engines.server_config import ServersConfig, VLLMConfig
 from agentenv.errors import ConfigError
+from launchers.config import ResourcesConfig, divide
 from launchers.serving.gpus import GpuPlan
-from launchers.serving.resources import ResourcesConfig, divide
 from learners.learner import LearnerConfig
 
 SERVERS = VLLMConfig(servers=ServersConfig(num_servers=2))

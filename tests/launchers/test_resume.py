@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from launchers import export, train
-from launchers.checkpoints import Checkpoints
+from launchers.rundir import Checkpoints
 
 pytestmark = pytest.mark.timeout(400)  # each run starts a learner: long on a busy machine
 KEPT = ["train.num_steps=3", "checkpoint.every=1", "checkpoint.keep_last=3"]

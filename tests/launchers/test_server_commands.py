@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentenv.engines.launch_config import LaunchConfig, ServersConfig
+from agentenv.engines.server_config import LaunchConfig, ServersConfig
 from agentenv.errors import ConfigError
 from launchers.quickstart import build_model
 from launchers.serving.gpus import GpuPlan, visible_gpus

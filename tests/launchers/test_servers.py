@@ -16,14 +16,14 @@ import msgspec
 import pytest
 
 from agentenv.errors import EngineError
-from launchers.serving.server_process import GUARD, ServerProcess, ServerSpec
+from launchers.serving.servers import GUARD, ServerProcess, ServerSpec
 from tests.support.small_server import SERVER, alive, gone, processes, script, until
 from tests.support.warehouse import ROOT
 
 HOLDER = """
 import asyncio, sys
 from pathlib import Path
-from launchers.serving.server_process import ServerProcess, ServerSpec
+from launchers.serving.servers import ServerProcess, ServerSpec
 async def main():
     spec = ServerSpec("policy", [sys.executable, sys.argv[1], sys.argv[2]], {},
                       f"http://127.0.0.1:{sys.argv[2]}", 60, 0)

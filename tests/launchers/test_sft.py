@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM
 from agentenv.config import build_config
 from agentenv.errors import ConfigError, DataError
 from launchers import sft
-from launchers.supervised.chat_data import split
-from launchers.supervised.loss_plot import smoothed
-from launchers.supervised.run import Rows
-from launchers.supervised.sft_config import LoopConfig, SFTRunConfig
+from launchers.supervised.config import LoopConfig, SFTRunConfig
+from launchers.supervised.data import split
+from launchers.supervised.run import Rows, smoothed
 from tests.launchers.supervised import make_supervised, run_small
 from tests.support.runs import rows_of
 

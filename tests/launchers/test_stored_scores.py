@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from launchers.evaluation import compare, regrade, report
-from launchers.evaluation.lock import lock
 from launchers.evaluation.scores import Scorer
-from launchers.evaluation.store import read_rows
+from launchers.evaluation.store import lock, read_rows
 from tests.support.stored_evaluation import mixed_rows, write_evaluation
 
 GRADER = {"kind": "layered"}

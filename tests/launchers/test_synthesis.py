@@ -12,19 +12,18 @@ import pytest
 
 from agentenv.actor import Actor
 from agentenv.config import build_config
-from agentenv.data_config import RowsConfig
-from agentenv.dataset import load_tasks
+from agentenv.data.dataset import load_tasks
+from agentenv.data.rows import RowsConfig
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig, read_eos_ids
 from agentenv.tree import Trajectory
 from launchers import synthesize
 from launchers.assembly import load_tokenizer, make_renderer
 from launchers.evaluation.store import read_rows
-from launchers.supervised.chat_config import ChatDataConfig, RowFormat
-from launchers.supervised.chat_encoding import ChatEncoder
-from launchers.supervised.conversations import read_conversation
-from launchers.supervised.dataset_info import find_sources
-from launchers.synthesis.hinted import HintedActor
+from launchers.supervised.config import ChatDataConfig, RowFormat
+from launchers.supervised.dialogues import find_sources, read_conversation
+from launchers.supervised.encoding import ChatEncoder
+from launchers.synthesis.sampling import HintedActor
 from tests.launchers.synthesizing import (
     HINT,
     HINTS,

@@ -9,12 +9,22 @@ from msgspec.structs import replace
 
 from agentenv.types import Task
 from envs.grading.reference import check_reference_format
-from launchers.evaluation.rows import EvalRow
-from launchers.synthesis.chains import chain_text, check_chain, parts_of, unify_tags
+from launchers.evaluation.store import EvalRow
 from launchers.synthesis.config import FilterConfig, Way
-from launchers.synthesis.filters import REASONS, Judged, judge, without_duplicates
-from launchers.synthesis.questions import plain_question
-from launchers.synthesis.sorting import Question, Sorted, sort_question
+from launchers.synthesis.sampling import plain_question
+from launchers.synthesis.sorting import (
+    REASONS,
+    Judged,
+    Question,
+    Sorted,
+    chain_text,
+    check_chain,
+    judge,
+    parts_of,
+    sort_question,
+    unify_tags,
+    without_duplicates,
+)
 
 TOOLS = ["search", "python"]
 PROMPT = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"

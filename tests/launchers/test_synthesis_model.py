@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from envs.quickstart_world import make_world
+from envs.quickstart import make_world
 from launchers import sft, synthesize, train
 from launchers.evaluation.store import read_rows
 from launchers.quickstart import build_model
@@ -123,7 +123,7 @@ def synthesized(folder: Path, subject: Path, name: str, *more: str) -> Path:
 
 def test_a_model_learns_from_synthesized_data_and_makes_more(tmp_path: Path) -> None:
     prepare(tmp_path)
-    scripted = "engine.name=scripted"  # envs/quickstart_script.py, which gives up now and then
+    scripted = "engine.name=scripted"  # envs/quickstart.py, which gives up now and then
     teacher = synthesized(tmp_path, tmp_path / "model", "teacher", scripted, "num_samples=4")
     lessons, hard = read(teacher / "sft.jsonl"), read(teacher / "rl.jsonl")
     assert len(lessons) >= NUM - 2

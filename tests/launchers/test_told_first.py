@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.engines.embedded_config import EmbeddedConfig
-from agentenv.engines.remote_config import VLLMConfig
+from agentenv.engines.embedded.engine import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
+from agentenv.engines.server_config import VLLMConfig
 from agentenv.errors import ConfigError
 from launchers import evaluate, train
 from launchers.assembly import context_length

@@ -11,7 +11,7 @@ import pytest
 
 from agentenv.actor import Actor
 from agentenv.config import load_config
-from agentenv.dataset import load_tasks
+from agentenv.data.dataset import load_tasks
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.env import Env
 from agentenv.prompt import PromptConfig
@@ -20,9 +20,9 @@ from agentenv.types import Task
 from launchers import evaluate, train
 from launchers.assembly import load_tokenizer, make_renderer
 from launchers.config import TrainConfig
-from launchers.environments import EnvMaker
+from launchers.data import EnvMaker
 from launchers.evaluation.store import load_saved, read_rows
-from launchers.rl.evaluations import Evaluations
+from launchers.rl.recorder import Evaluations
 from launchers.rl.state import Evaluating
 from tests.support.runs import rows_of
 from tests.support.warehouse import ROOT, warehouse_turn

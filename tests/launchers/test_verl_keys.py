@@ -10,11 +10,9 @@ import pytest
 from agentenv.errors import ConfigError
 from launchers import train
 from launchers.config import TrainConfig
-from launchers.keys import help_keys
-from launchers.supervised.dpo_config import DPORunConfig
-from launchers.supervised.sft_config import SFTRunConfig
-from launchers.verl_key_table import VERL_KEYS
-from launchers.verl_keys import find, refuse_verl_keys
+from launchers.help import help_keys
+from launchers.supervised.config import DPORunConfig, SFTRunConfig
+from launchers.verl_keys import VERL_KEYS, find, refuse_verl_keys
 from tests.support.warehouse import ROOT
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")

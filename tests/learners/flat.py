@@ -16,9 +16,8 @@ from torch import Tensor
 from agentenv.tree import TrajectoryTree
 from learners import losses
 from learners.algorithm import Algorithm
-from learners.batch import ActionTokens
+from learners.batch import ActionTokens, encode
 from learners.credit import group_advantages, leave_one_out
-from learners.encoding import encode
 from learners.minibatch import MiniBatch, prepare
 from tests.learners.trees import random_tree
 

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from agentenv.tree import TrajectoryTree
 from learners.algorithm import Algorithm
 from learners.arpo import ARPO
-from learners.encoding import EncodedTree, encode
+from learners.backend import TorchBackend
+from learners.batch import EncodedTree, encode
 from learners.learner import LearnerConfig
 from learners.policy import Policy
-from learners.torch_backend import TorchBackend
 from learners.trainer import Trainer
 from tests.learners.trees import random_tree, tiny_model
 

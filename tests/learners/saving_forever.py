@@ -21,17 +21,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from launchers.checkpoints import Checkpoints, find_checkpoint
 from launchers.rl.state import RunState
-from launchers.rundir import load_state, save_state
+from launchers.rundir import Checkpoints, find_checkpoint, load_state, save_state
 from learners import checkpoint, export
-from learners.backend import RankBackend, empty_batch
-from learners.deepspeed_backend import DeepSpeedBackend, prepare_deepspeed
-from learners.deepspeed_worker import PR_SET_PDEATHSIG
-from learners.export_offline import Weights
-from learners.fragments import changing, fragments, held, moments
+from learners.backend import RankBackend, TorchBackend, empty_batch
+from learners.checkpoint import changing, fragments, held, moments
+from learners.deepspeed import DeepSpeedBackend, prepare_deepspeed
+from learners.export import Weights
 from learners.policy import Policy
-from learners.torch_backend import TorchBackend
+from learners.worker import PR_SET_PDEATHSIG
 from tests.learners.ranks import two_ranks
 from tests.learners.trees import tiny_model
 

@@ -11,18 +11,10 @@ import torch
 from learners.aepo import AEPO
 from learners.algorithm import Algorithm
 from learners.arpo import ARPO
-from learners.batch import ActionTokens
-from learners.cispo import CISPO
-from learners.dapo import DAPO
-from learners.dr_grpo import DrGRPO
-from learners.encoding import encode
-from learners.grpo import GRPO
-from learners.gspo import GSPO
-from learners.leaf_map import LeafMap
+from learners.baselines import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforcePP
+from learners.batch import ActionTokens, LeafMap, encode
 from learners.minibatch import prepare
 from learners.off_policy import Band
-from learners.reinforce_pp import ReinforcePP
-from learners.rloo import RLOO
 from tests.learners.flat import figures, flat_form, grown, tree_form
 
 NARROW = Band(low=0.8, high=1.3)

@@ -16,9 +16,8 @@ from agentenv.errors import DataError
 from agentenv.types import VersionSpan
 from learners.aepo import AEPO
 from learners.algorithm import Algorithm
-from learners.batch import pack
-from learners.encoding import EncodedTree, encode, encode_sequence
-from learners.grpo import GRPO
+from learners.baselines import GRPO
+from learners.batch import EncodedTree, encode, encode_sequence, pack
 from tests.learners.trees import flat_loss, random_tree, tiny_model, tree_loss
 
 ALGORITHMS: dict[str, Algorithm] = {

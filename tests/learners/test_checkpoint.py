@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from agentenv.errors import ConfigError, DataError
-from launchers.checkpoints import Checkpoints
-from learners.checkpoint import META, Checkpoint, Meta, finished, save
-from learners.fragments import restore
+from launchers.rundir import Checkpoints
+from learners.checkpoint import META, Checkpoint, Meta, finished, restore, save
 from learners.trainer import Trainer
 from tests.learners.ranks import (
     plain_torch,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentenv.types import Limit
-from learners.algorithm_keys import TRUNCATED
+from learners.algorithm import TRUNCATED
 from learners.arpo import ARPO
 from learners.credit import group_advantages, tree_credit
 from tests.learners.trees import random_tree, truncate

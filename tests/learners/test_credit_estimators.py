@@ -9,14 +9,10 @@ from hypothesis import strategies as st
 
 from agentenv.types import Limit
 from learners import off_policy
-from learners.aggregation import coefficients, denominator
+from learners.baselines import DAPO, GRPO, ReinforcePP
+from learners.batch import LeafMap, encode
 from learners.credit import leave_one_out, soft_length_penalty
-from learners.dapo import DAPO
-from learners.encoding import encode
-from learners.grpo import GRPO
-from learners.leaf_map import LeafMap
-from learners.off_policy import Band
-from learners.reinforce_pp import ReinforcePP
+from learners.off_policy import Band, coefficients, denominator
 from tests.learners.flat import grown
 from tests.learners.trees import truncate
 

@@ -23,8 +23,8 @@ from learners import messages as wire
 from learners.aepo import AEPO
 from learners.algorithm import Algorithm
 from learners.arpo import ARPO
+from learners.batch import EncodedTree, encode, encode_sequence
 from learners.deepspeed_learner import DeepSpeedLearner
-from learners.encoding import EncodedTree, encode, encode_sequence
 from learners.learner import LearnerConfig, OptimizerConfig
 from tests.learners.ranks import (
     assert_gone,

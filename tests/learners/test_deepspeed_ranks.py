@@ -14,11 +14,9 @@ import pytest
 
 from agentenv.errors import ConfigError, LearnerError
 from learners import messages as wire
-from learners.dealing import cost, deal
-from learners.deepspeed_learner import DeepSpeedLearner
-from learners.deepspeed_worker import failure
-from learners.encoding import encode_sequence
-from learners.process_group import Place, find_place
+from learners.batch import encode_sequence
+from learners.deepspeed_learner import DeepSpeedLearner, cost, deal
+from learners.worker import Place, failure, find_place
 from tests.learners.ranks import (
     ALGORITHM,
     assert_gone,
@@ -86,7 +84,7 @@ def free_port() -> int:
 
 def starts(launcher: str) -> list[tuple[list[str], dict[str, str]]]:
     """Commands, with environments, that start two ranks; Slurm starts each task by itself."""
-    worker = "learners.deepspeed_worker"
+    worker = "learners.worker"
     if launcher == "torchrun":
         options = ["--standalone", "--nproc-per-node=2", "-m", worker]
         return [([sys.executable, "-m", "torch.distributed.run", *options], {})]

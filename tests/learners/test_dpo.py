@@ -9,15 +9,21 @@ import pytest
 import torch
 
 from agentenv.errors import ConfigError, DataError
-from learners.batch import pack
-from learners.dpo import adapters_off, prefer, preference_loss
-from learners.dpo_pairs import PairTokens, encode_pair, preference_sums, with_reference
-from learners.encoding import EncodedTree, encode_sequence
-from learners.grpo import GRPO
+from learners.backend import TorchBackend
+from learners.baselines import GRPO
+from learners.batch import EncodedTree, encode_sequence, pack
+from learners.dpo import (
+    PairTokens,
+    adapters_off,
+    encode_pair,
+    prefer,
+    preference_loss,
+    preference_sums,
+    with_reference,
+)
 from learners.learner import LearnerConfig
 from learners.lora import LoRAConfig, add_adapters
 from learners.policy import Policy
-from learners.torch_backend import TorchBackend
 from learners.trainer import Trainer
 from tests.learners.trees import VOCABULARY, tiny_model
 

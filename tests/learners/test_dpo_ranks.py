@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from agentenv.errors import LearnerError
+from learners.batch import EncodedTree
 from learners.deepspeed_learner import DeepSpeedLearner
-from learners.dpo import prefer
-from learners.dpo_pairs import encode_pair, with_reference
-from learners.encoding import EncodedTree
+from learners.dpo import encode_pair, prefer, with_reference
 from tests.learners.ranks import (
     ALGORITHM,
     largest_difference,

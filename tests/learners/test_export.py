@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agentenv.errors import DataError
 from launchers import export as command
 from learners import export
+from learners.backend import TorchBackend
 from learners.checkpoint import Meta, save
-from learners.export_offline import Weights
-from learners.export_offline import export as export_offline
+from learners.export import Weights
+from learners.export import export as export_offline
 from learners.policy import Policy
-from learners.torch_backend import TorchBackend
 from tests.learners.ranks import plain_torch, save_tiny_model, train, two_ranks, uneven_trees
 from tests.learners.trees import tiny_model
 

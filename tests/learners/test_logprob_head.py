@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learners import logprob_head
-from learners.logprob_head import LogprobHead, chunk_tokens
+from learners import policy as logprob_head
+from learners.policy import LogprobHead, chunk_tokens
 from tests.learners.trees import tiny_model
 
 TOKENS, WIDTH, VOCABULARY = 11, 6, 19
@@ -113,7 +113,7 @@ MEASURE = """
 import torch
 from pathlib import Path
 from torch import nn
-from learners.logprob_head import LogprobHead
+from learners.policy import LogprobHead
 torch.set_num_threads(1)
 dtype = torch.{dtype}
 head = LogprobHead.of(nn.Linear(256, 151_936, bias=False, dtype=dtype))

@@ -14,10 +14,10 @@ from agentenv.errors import ConfigError
 from learners import messages as wire
 from learners.checkpoint import Checkpoint
 from learners.deepspeed_learner import DeepSpeedLearner
-from learners.export_offline import export as export_offline
+from learners.export import export as export_offline
 from learners.learner import LearnerConfig
 from learners.lora import LoRAConfig, frozen_model, is_adapter
-from learners.rank_state import Rank
+from learners.worker import Rank
 from tests.learners.ranks import (
     ALGORITHM,
     encoded,

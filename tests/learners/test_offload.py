@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from agentenv.errors import LearnerError
+from learners.backend import TorchBackend
+from learners.deepspeed import Aside, held_tensors
 from learners.deepspeed_learner import DeepSpeedLearner
 from learners.lora import LoRAConfig
-from learners.offload import Aside, held_tensors
 from learners.policy import Policy
-from learners.torch_backend import TorchBackend
 from tests.learners.ranks import (
     ALGORITHM,
     plain_torch,

@@ -7,14 +7,8 @@ import pytest
 import torch
 
 from agentenv.errors import ConfigError
-from learners.learner import OptimizerConfig
-from learners.optimizer import (
-    MuonAdamW,
-    build_optimizer,
-    scale_learning_rates,
-    set_hyperparameters,
-)
-from learners.optimizer_config import ScheduleConfig, lr_factor
+from learners.backend import MuonAdamW, build_optimizer, scale_learning_rates, set_hyperparameters
+from learners.learner import OptimizerConfig, ScheduleConfig, lr_factor
 from tests.learners.trees import VOCABULARY, tiny_model
 
 CONFIG = OptimizerConfig(

@@ -5,10 +5,8 @@ import torch
 from torch import nn
 
 from agentenv.errors import ConfigError
-from learners.batch import pack
-from learners.encoding import encode_sequence
-from learners.logprob_head import LogprobHead
-from learners.policy import Policy, tensors
+from learners.batch import encode_sequence, pack
+from learners.policy import LogprobHead, Policy, tensors
 from tests.learners.trees import tiny_model
 
 CPU = torch.device("cpu")

@@ -14,10 +14,9 @@ import torch
 from msgspec.structs import replace
 
 from agentenv.errors import ConfigError, LearnerError
-from learners.checkpoint import Checkpoint, save
+from learners.batch import EncodedTree, encode_sequence
+from learners.checkpoint import Checkpoint, restore, save
 from learners.deepspeed_learner import DeepSpeedLearner
-from learners.encoding import EncodedTree, encode_sequence
-from learners.fragments import restore
 from learners.learner import LearnerConfig, OptimizerConfig
 from learners.trainer import Trainer
 from tests.learners.ranks import (

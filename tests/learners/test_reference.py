@@ -10,12 +10,11 @@ import torch
 
 from learners import messages as wire
 from learners.arpo import ARPO
-from learners.checkpoint import Checkpoint
+from learners.checkpoint import REFERENCE, Checkpoint, restore
 from learners.deepspeed_learner import DeepSpeedLearner
-from learners.fragments import REFERENCE, restore
 from learners.lora import LoRAConfig, is_adapter
-from learners.rank_state import Rank
 from learners.trainer import Trainer
+from learners.worker import Rank
 from tests.learners.ranks import (
     encoded,
     largest_difference,

@@ -7,13 +7,12 @@ import torch
 
 from learners.algorithm import Algorithm
 from learners.arpo import ARPO
-from learners.encoding import EncodedTree, encode
-from learners.grpo import GRPO
-from learners.gspo import GSPO
+from learners.backend import TorchBackend
+from learners.baselines import GRPO, GSPO
+from learners.batch import EncodedTree, encode
 from learners.learner import LearnerConfig
 from learners.off_policy import Band
 from learners.policy import Policy
-from learners.torch_backend import TorchBackend
 from learners.trainer import Trainer
 from tests.learners.flat import grown
 from tests.learners.trees import tiny_model

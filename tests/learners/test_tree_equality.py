@@ -18,12 +18,11 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from agentenv.tree import TrajectoryTree
-from learners import attention_blocked
+from learners import attention as attention_blocked
 from learners.aepo import AEPO
 from learners.algorithm import Algorithm
-from learners.batch import ActionTokens, pack
-from learners.encoding import EncodedTree, encode
-from learners.grpo import GRPO
+from learners.baselines import GRPO
+from learners.batch import ActionTokens, EncodedTree, encode, pack
 from learners.policy import Policy, tensors
 from tests.learners.trees import MODELS, flat_loss, random_tree, tiny_model, tree_loss
 

@@ -20,9 +20,8 @@ from transformers import (
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Limit, Task, VersionSpan
 from learners.algorithm import Algorithm
-from learners.batch import ActionTokens, pack
+from learners.batch import ActionTokens, EncodedTree, pack
 from learners.credit import group_advantages
-from learners.encoding import EncodedTree
 from learners.losses import LossBatch, entropy_statistics
 from learners.policy import Policy, tensors
 

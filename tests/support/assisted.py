@@ -11,14 +11,13 @@ from agentenv.config import build_config
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.env import Env
 from agentenv.errors import ToolError
-from agentenv.limits import Limits
 from agentenv.plan import Independent
 from agentenv.renderer import TagRenderer
-from agentenv.tool import tool
 from agentenv.tool_env import ToolEnv
+from agentenv.tools import tool
 from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Completion, SamplingParams, Task
-from envs.grading.config import make_grader
+from agentenv.types import Completion, Limits, SamplingParams, Task
+from envs.grading.reward import make_grader
 from tests.support.toy import CharTokenizer
 
 TASK = Task("t", "toy", "How much is it?", ("2",))

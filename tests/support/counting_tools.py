@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from agentenv.env import ForkMode
-from agentenv.grader import Grade
-from agentenv.tool_env import ToolEnv
+from agentenv.tool_env import Grade, ToolEnv
 from agentenv.types import Message, Task, ToolCall, ToolResult
 
 TASK = Task("t", "test", "how many?", ("2",))

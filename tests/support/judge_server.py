@@ -9,8 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from envs.grading.judge import Judge
-from envs.grading.judge_config import JudgeConfig
+from envs.grading.judge import Judge, JudgeConfig
 
 
 class Cut:

@@ -9,8 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from envs.quickstart_demonstrations import demonstration
-from envs.quickstart_world import make_world
+from envs.quickstart import demonstration, make_world
 from launchers import sft
 from launchers.quickstart import build_model
 

@@ -12,9 +12,8 @@ import msgspec
 
 from envs.grading.layers import is_wordy
 from envs.grading.normalise import clean
-from launchers.evaluation.rows import EvalRow
-from launchers.evaluation.run_config import resolve_sets
-from launchers.evaluation.store import CONFIG_FILE, ROWS_FILE, Saved
+from launchers.evaluation.config import resolve_sets
+from launchers.evaluation.store import CONFIG_FILE, ROWS_FILE, EvalRow, Saved
 
 PAIRS = Path(__file__).parent.parent / "fixtures" / "answer_pairs.json"
 QUICK = {"kind": "layered", "math": False}  # a grader without math-verify

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from launchers.evaluation.benchmark_rows import encrypt
+from launchers.evaluation.benchmarks import encrypt
 
 CANARY = "invented-canary-5b7d"
 HOUSES = {

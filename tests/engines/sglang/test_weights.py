@@ -120,7 +120,7 @@ async def test_a_directory_that_only_the_server_refuses(
     """As when it does not see our files: it answers 400 before it touches a weight."""
     layout = server._served.layout
     assert layout is not None
-    monkeypatch.setattr("agentenv.engines.served.read_layout", lambda source: layout)
+    monkeypatch.setattr("agentenv.engines.client.read_layout", lambda source: layout)
     with pytest.raises(EngineError, match="Failed to get weights iterator") as caught:
         await server.load_weights(tmp_path / "elsewhere", 1)
     assert not isinstance(caught.value, ServerLostError)

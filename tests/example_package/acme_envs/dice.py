@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from agentenv import Grade, Message, Task, ToolEnv, tool
+from agentenv import Grade, Message, Task, ToolEnv
+from agentenv import tools as tool
 
 
 @tool

@@ -1,0 +1,322 @@
+"""Raw rows into tasks, whichever of the known schemas they follow.
+
+    question   question, Question, problem, prompt (a text, or chat messages), input,
+               extra_info.question
+    answer     reward_model.ground_truth (ARPO, Tool-Star, verl), answer, answers, Answer,
+               Final answer (GAIA), golden_answers, ground_truth, output (KILT)
+
+An answer is a text, a number, or a list of them; a JSON list of texts within a text; a text that
+ends in "#### gold" (GSM8K, the solution goes to metadata["solution"]); or an object that holds it
+as "text" (SQuAD), "answer" (KILT) or "target" (Search-R1). A system prompt of the row goes to
+metadata["system_prompt"], where `agentenv/prompt.py` finds it. All that is not used otherwise is
+metadata too; nulls are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Annotated, Any, Literal, NamedTuple
+
+from msgspec import Meta, Struct, field
+
+from agentenv.data.files import RawRow, Row
+from agentenv.errors import DataError
+from agentenv.prompt import SYSTEM_KEY
+from agentenv.types import Task
+
+# The keys that say how rows of a dataset are read.
+
+Overlong = Literal["error", "skip", "cut"]
+
+
+class ColumnsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a row keeps what a task needs; a dot goes into an object (`extra_info.question`).
+
+    An empty name means the known ones, in the order of `agentenv/data/rows.py`. A column that is
+    named here must be in every row.
+    """
+
+    question: Annotated[str, Meta(description="column of the question, or of a chat prompt")] = ""
+    answer: Annotated[str, Meta(description="column of the right answer, or of a list of them")] = (
+        ""
+    )
+    id: Annotated[str, Meta(description="column of the row's name; empty: id, else FILE-ROW")] = ""
+    kind: Annotated[
+        str,
+        Meta(
+            description="column that groups the metrics; empty: kind, else data_source, else "
+            "ability, the first that the row has"
+        ),
+    ] = ""
+    env_id: Annotated[
+        str, Meta(description="column of the environment's id; empty: env_id, if the row has it")
+    ] = ""
+    system_prompt: Annotated[
+        str,
+        Meta(description="column of a system prompt; empty: system_prompt, else the chat prompt's"),
+    ] = ""
+
+
+class RowsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How rows become tasks, and what happens to those that cannot."""
+
+    columns: ColumnsConfig = ColumnsConfig()
+    env_by: Annotated[
+        dict[str, str],
+        Meta(
+            description="environment id by the value of a row's data_source, else of its ability; "
+            "a row's own env_id comes first, env.id last"
+        ),
+    ] = field(default_factory=dict)
+    skip_bad_rows: Annotated[
+        bool, Meta(description="leave out bad rows and list them, instead of refusing the file")
+    ] = False
+    overlong_prompt: Annotated[
+        Overlong,
+        Meta(
+            description="a prompt beyond limits.max_prompt_tokens: 'error' refuses it, 'skip' "
+            "leaves its row out, 'cut' takes the middle out of its question; found before the start"
+        ),
+    ] = "error"
+    compat: Annotated[
+        Literal["", "reference"],
+        Meta(description="'reference' keeps the backspace byte in the \\boxed of ARPO's files"),
+    ] = ""
+
+
+class MixPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Files of a weighted mix."""
+
+    path: Annotated[
+        str | list[str], Meta(description="file, folder or pattern of rows, or a list of them")
+    ]
+    weight: Annotated[
+        float, Meta(gt=0, le=1e6, description="share of the questions, relative to other parts")
+    ] = 1.0
+    env_id: Annotated[
+        str, Meta(description="environment of its rows that choose none; empty: env.id")
+    ] = ""
+    columns: Annotated[
+        ColumnsConfig | None, Meta(description="columns of this part, instead of data.columns")
+    ] = None
+    max_samples: Annotated[int, Meta(ge=0, description="first n rows; 0: all")] = 0
+
+
+QUESTIONS = ("question", "Question", "problem", "prompt", "input", "extra_info.question")
+ANSWERS = ("reward_model.ground_truth", "answer", "answers", "Answer", "Final answer",
+           "golden_answers", "ground_truth", "output")  # fmt: skip
+KINDS = ("kind", "data_source", "ability")
+ENV_BY = ("data_source", "ability")
+HELD_IN = ("text", "answer", "target")
+KEPT = ("data_source", "ability", "extra_info.question")  # metadata although used
+SOLUTION_KEY = "solution"
+GSM8K = re.compile(r"(?:\A|\n)####[ \t]*(\S[^\n]*?)\s*\Z")
+THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+BROKEN_BOXED = "\x08oxed"  # "\boxed" whose \b was read as an escape
+
+
+class Found(NamedTuple):
+    """A value of a row and the column it came from; no column if the row has none."""
+
+    column: str
+    value: Any
+
+
+class RowReader:
+    """Makes tasks of rows; `env_id` is that of rows that choose none. `env_by_used` collects the
+    keys of `config.env_by` that chose one, `env_by_seen` the values that rows have."""
+
+    def __init__(self, config: RowsConfig, env_id: str) -> None:
+        self.config = config
+        self.env_id = env_id
+        self.env_by_used: set[str] = set()
+        self.env_by_seen: set[str] = set()
+
+    def task(self, raw: RawRow) -> Task:
+        """The task of a row. Raises DataError with file, row, key, and what was expected."""
+        try:
+            if raw.problem:
+                raise DataError(raw.problem)
+            return self._task(raw)
+        except DataError as error:
+            raise DataError(f"{raw.path}, row {raw.number}: {error}") from None
+
+    def _task(self, raw: RawRow) -> Task:
+        row, columns = raw.row, self.config.columns
+        asked = _find(row, columns.question, "question", QUESTIONS)
+        gold = _find(row, columns.answer, "answer", ANSWERS)
+        system = _find(row, columns.system_prompt, SYSTEM_KEY, (SYSTEM_KEY,))
+        name = _find(row, columns.id, "id", ("id",))
+        kind = _find(row, columns.kind, "kind", KINDS)
+        env = _find(row, columns.env_id, "env_id", ("env_id",))
+        question, chat_system = self._question(asked, row)
+        answers, solution = self._answers(gold, row)
+        metadata = _rest(row, [part.column for part in (asked, gold, system, name, kind, env)])
+        if isinstance(metadata.get("prompt"), list):  # beside a question of its own
+            chat_system = _system_of(metadata.pop("prompt"))
+        if solution:
+            metadata.setdefault(SOLUTION_KEY, solution)
+        if text := _text(system) or chat_system:
+            metadata[SYSTEM_KEY] = self._repaired(text)
+        return Task(
+            id=_text(name) or f"{raw.path.stem}-{raw.number}",
+            env_id=_text(env) or self._env_by(row) or self.env_id,
+            question=question,
+            answers=answers,
+            kind=_text(kind) or "all",
+            metadata=metadata,
+        )
+
+    def _question(self, asked: Found, row: Row) -> tuple[str, str]:
+        """Question and the system prompt that came with it."""
+        value, system = asked.value, ""
+        if isinstance(value, list):
+            value, system = _chat(value, asked.column)
+        if not isinstance(value, str) or not value.strip():
+            raise DataError(_expected("question", "a text that is not empty", asked, row))
+        return self._repaired(value), system
+
+    def _answers(self, gold: Found, row: Row) -> tuple[tuple[str, ...], str]:
+        """All right answers, and the solution that one was taken from."""
+        values, solution = _unfold(gold.value), ""
+        if isinstance(gold.value, str) and (match := GSM8K.search(gold.value)):
+            values, solution = [match[1]], gold.value
+            if THOUSANDS.fullmatch(match[1]):
+                values = [match[1].replace(",", "")]
+        if not values or not all(map(_is_answer, values)):
+            wanted = "a text, a number, or a list of them that is not empty"
+            raise DataError(_expected("answer", wanted, gold, row))
+        return tuple(dict.fromkeys(self._repaired(str(value)) for value in values)), solution
+
+    def _env_by(self, row: Row) -> str:
+        if not self.config.env_by:
+            return ""
+        values = [str(row[key]) for key in ENV_BY if row.get(key) is not None]
+        self.env_by_seen |= {*values}
+        for value in values:
+            if value in self.config.env_by:
+                self.env_by_used.add(value)
+                return self.config.env_by[value]
+        return ""
+
+    def _repaired(self, text: str) -> str:
+        if self.config.compat == "reference":
+            return text
+        return text.replace(BROKEN_BOXED, "\\boxed")
+
+
+def _find(row: Row, mapped: str, key: str, known: tuple[str, ...]) -> Found:
+    """The first column that the row has, or the mapped one, which it must have."""
+    for column in (mapped,) if mapped else known:
+        here, value = _get(row, column)
+        if value is not None or (mapped and here):
+            return Found(column, value)
+    if mapped:
+        raise DataError(
+            f"key {mapped!r}, which columns.{key} names, is missing; the row has {sorted(row)}"
+        )
+    return Found("", None)
+
+
+def _get(row: Row, column: str) -> tuple[bool, Any]:
+    """Whether a row has a column, and its value; a dot goes into an object."""
+    if column in row:
+        return True, row[column]
+    head, dot, rest = column.partition(".")
+    inner = row.get(head) if dot else None
+    return _get(inner, rest) if isinstance(inner, dict) else (False, None)
+
+
+def _chat(messages: list[Any], column: str) -> tuple[str, str]:
+    """User and system text of a chat prompt that asks one question."""
+    texts: dict[str, list[Any]] = {"system": [], "user": []}
+    for message in messages:
+        if not isinstance(message, dict) or message.get("role") not in texts:
+            role = message.get("role") if isinstance(message, dict) else message
+            raise DataError(
+                f"key {column!r}: expected a system and a user message, got one of {role!r}"
+            )
+        texts[message["role"]].append(message.get("content"))
+    system, user = texts["system"], texts["user"]
+    if len(user) != 1 or len(system) > 1 or not all(isinstance(t, str) for t in system + user):
+        raise DataError(
+            f"key {column!r}: expected at most one system message and one user message, each with "
+            f"a text, got {len(system)} and {len(user)}"
+        )
+    return user[0], system[0] if system else ""
+
+
+def _system_of(messages: list[Any]) -> str:
+    """The system text of chat messages of which nothing else is wanted."""
+    for message in messages:
+        if isinstance(message, dict) and message.get("role") == "system":
+            return str(message.get("content") or "")
+    return ""
+
+
+def _unfold(value: Any) -> list[Any]:
+    """The golds that a value holds, however it is nested."""
+    if isinstance(value, dict):
+        held = [value[key] for key in HELD_IN if key in value]
+        return _unfold(held[0]) if held else [value]
+    if isinstance(value, list):
+        golds: list[Any] = []
+        for item in value:  # of annotators' objects, those without an answer do not count
+            inner = _unfold(item) if isinstance(item, dict) else [item]
+            golds += [gold for gold in inner if gold != "" or inner == [item]]
+        return golds
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            golds = json.loads(value)
+        except (ValueError, RecursionError):
+            return [value]
+        if isinstance(golds, list) and golds and all(isinstance(gold, str) for gold in golds):
+            return golds  # [0, 1] stays a text: an interval, not two answers
+    return [value]
+
+
+def _is_answer(value: Any) -> bool:
+    if isinstance(value, float) and math.isnan(value):
+        return False
+    return isinstance(value, str | int | float) and bool(str(value).strip())
+
+
+def _text(found: Found) -> str:
+    """The text of an optional column; DataError if it is neither a text nor a number."""
+    if found.value is None or isinstance(found.value, str | int | float):
+        return "" if found.value is None else str(found.value)
+    raise DataError(
+        f"key {found.column!r}: expected a text or a number, got {type(found.value).__name__}"
+    )
+
+
+def _rest(row: Row, used: list[str]) -> Row:
+    """What is left for the metadata: the row without nulls and without the columns used."""
+    rest = {key: value for key, value in row.items() if value is not None}
+    for column in used:
+        if column in KEPT:
+            continue
+        head, dot, leaf = column.partition(".")
+        if column in rest:
+            del rest[column]
+        elif dot and isinstance(rest.get(head), dict):
+            rest[head] = {key: value for key, value in rest[head].items() if key != leaf}
+            if not rest[head]:
+                del rest[head]
+    return rest
+
+
+def _expected(key: str, wanted: str, found: Found, row: Row) -> str:
+    if not found.column:
+        known = {"question": QUESTIONS, "answer": ANSWERS}[key]
+        return (
+            f"key {key!r} must be {wanted}, and is missing, as are {', '.join(known[1:])}; the row "
+            f"has {sorted(row)}: name the column by columns.{key}"
+        )
+    if isinstance(found.value, str) and not found.value.strip():
+        got = "an empty text"
+    else:
+        got = f"{found.value!r:.60} ({type(found.value).__name__})"
+    return f"key {found.column!r} must be {wanted}, got {got}"

@@ -1,0 +1,400 @@
+"""Chat messages in place of token ids, for endpoints that give no tokens.
+
+Actor, env, tools and limits stay as they are: they see lists of ids, whose length counts. Here the
+first id of a piece of text names the piece and the others only fill its length in tokens: exact
+for what was sampled, where the endpoint tells its usage, else estimated at four bytes a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import nan
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from agentenv.engines.openai import Endpoint, MalformedReplyError, OpenAIConfig, no_weights
+from agentenv.errors import EngineError
+from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN, TextCodec, ToolSchemas, tagged_call
+from agentenv.types import (
+    MALFORMED_CALL,
+    Chunk,
+    Completion,
+    Message,
+    SamplingParams,
+    ToolCall,
+    VersionSpan,
+)
+
+FILL = 0
+BYTES_PER_TOKEN = 4
+CUT_MARKER = " ... "
+# what looks like structure to most models, since nobody says what does to this one
+MARKERS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|start_header_id|>",
+           "<|end_header_id|>", "<tool_call>", "</tool_call>")  # fmt: skip
+
+
+class Piece(Struct, frozen=True, kw_only=True):
+    """A text of the conversation: the prompt, a turn of the policy, or results.
+
+    `messages` are those of the prompt or the results, `calls` the native tool calls of a turn as
+    the endpoint sent them, `content` its text without thoughts and calls. `num_prompt_tokens` is
+    what the endpoint counted before the turn, 0 if it did not say.
+    """
+
+    text: str
+    messages: tuple[Message, ...] = ()
+    calls: tuple[dict[str, Any], ...] = ()
+    content: str = ""
+    is_turn: bool = False
+    tools: tuple[dict[str, Any], ...] = ()
+    num_prompt_tokens: int = 0
+
+
+class Pieces:
+    """All pieces of a process by the id that names them."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+
+    def add(self, piece: Piece, num_tokens: int) -> list[int]:
+        """The ids of a piece, as many as it has tokens and one at least."""
+        self._pieces.append(piece)
+        return [len(self._pieces)] + [FILL] * (num_tokens - 1)
+
+    def read(self, ids: Sequence[int]) -> list[Piece]:
+        """The pieces that ids name, in order."""
+        return [self._pieces[i - 1] for i in ids if i != FILL]
+
+
+class _Markers:
+    """What TextCodec needs of a tokenizer to break strings that could forge."""
+
+    eos_token_id = None
+    all_special_tokens = MARKERS
+
+
+class ChatRenderer:
+    """Renderer over pieces. `native`: tools and calls by the endpoint's own fields; else the tag
+    protocol, whose calls end at a stop string."""
+
+    tokenizer = None
+
+    def __init__(self, pieces: Pieces, *, native: bool) -> None:
+        self.pieces = pieces
+        self.native = native
+        self._codec = TextCodec(_Markers())
+
+    def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
+        text = "\n\n".join(f"{message.role}: {message.content}" for message in messages)
+        piece = Piece(text=text, messages=tuple(messages), tools=tuple(map(dict, tools)))
+        return self.pieces.add(piece, estimated_tokens(text))
+
+    def stop(self, tools: ToolSchemas) -> tuple[str, ...]:
+        return () if self.native else tuple(f"</{tool['name']}>" for tool in tools)
+
+    def parse(
+        self, completion: Completion, tools: ToolSchemas, prefix_ids: Sequence[int] = ()
+    ) -> Message:
+        """The action as a message; a turn that was cut off has no calls."""
+        (piece,) = self.pieces.read(completion.token_ids)
+        if completion.finish_reason != "stop":
+            return Message("assistant", piece.text)
+        if self.native:
+            return Message("assistant", piece.text, tuple(map(native_call, piece.calls)))
+        for tool in tools:
+            if completion.stop == f"</{tool['name']}>":
+                return Message("assistant", piece.text, tagged_call(piece.text, tool))
+        return Message("assistant", piece.text)
+
+    def observation(
+        self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
+    ) -> list[int]:
+        """Each text keeps its head and tail within about `max_tokens`."""
+        kept = tuple(
+            msgspec.structs.replace(
+                one, content=_cut(self.neutralise(one.content, tools), max_tokens)
+            )
+            for one in messages
+        )
+        text = "".join(RESULT_OPEN + one.content + RESULT_CLOSE for one in kept)
+        return self.pieces.add(Piece(text=text, messages=kept), estimated_tokens(text))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(piece.text for piece in self.pieces.read(token_ids))
+
+    def encode(self, text: str) -> list[int]:
+        return self.pieces.add(Piece(text=text), estimated_tokens(text))
+
+    def neutralise(self, text: str, tools: ToolSchemas) -> str:
+        """Break tags, and what is structure to most models."""
+        return self._codec.neutralise(text, [str(tool["name"]) for tool in tools])
+
+    def num_prompt_tokens(self, action_ids: Sequence[int]) -> int:
+        """Tokens before a turn as the endpoint counted them, 0 if it did not."""
+        pieces = self.pieces.read(action_ids)
+        return pieces[0].num_prompt_tokens if pieces else 0
+
+
+def native_call(raw: dict[str, Any]) -> ToolCall:
+    """A call as an endpoint writes it; one that cannot be read says what is wrong."""
+    function = raw.get("function") or {}
+    name, text = function.get("name"), function.get("arguments")
+    try:
+        arguments = msgspec.json.decode(text) if isinstance(text, str) and text else text or {}
+    except msgspec.DecodeError as error:
+        return ToolCall(MALFORMED_CALL, {"problem": f"the arguments are not valid JSON ({error})"})
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return ToolCall(MALFORMED_CALL, {"problem": "expected a name and an object of arguments"})
+    return ToolCall(name, arguments)
+
+
+def estimated_tokens(text: str) -> int:
+    """A quarter of the bytes, at least 1."""
+    return max(1, len(text.encode(errors="replace")) // BYTES_PER_TOKEN)
+
+
+def _cut(text: str, max_tokens: int) -> str:
+    data, room = text.encode(errors="replace"), max_tokens * BYTES_PER_TOKEN
+    if len(data) <= room:
+        return text
+    half = max(0, room - len(CUT_MARKER)) // 2
+    head, tail = data[:half], data[len(data) - half :]
+    return head.decode(errors="ignore") + CUT_MARKER + tail.decode(errors="ignore")
+
+
+# An engine over /chat/completions: pieces of text (agentenv/engines/chat.py) in place of tokens.
+
+PATH = "/chat/completions"
+ENDS = {"stop", "length", "tool_calls", "function_call"}
+# sampling parameters beyond the standard, sent only where they change something
+EXTRA = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+KEEP_STOP = {"vllm": "include_stop_str_in_output", "sglang": "no_stop_trim"}
+TOLD = ("stop_reason", "matched_stop")  # what ended a turn, in the words of the two
+Json = dict[str, Any]
+
+
+class ChatEngine:
+    """Engine whose ids are those of `pieces`. A turn has as many as the endpoint says that it
+    sampled; log-probs and entropies are NaN.
+
+    A refusal that is a message is a turn like any other; one by a content filter is an
+    EngineError, since the model did not get to answer.
+    """
+
+    policy_version = 0
+
+    def __init__(self, config: OpenAIConfig, pieces: Pieces, *, native: bool) -> None:
+        self.endpoint = Endpoint(config)
+        self.pieces = pieces
+        self.native = native
+
+    async def start(self) -> None:
+        """Raises ConfigError if the endpoint cannot be used."""
+        await self.endpoint.start()
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session: str,
+        on_tokens: Callable[[Chunk], None] | None = None,
+        stream_interval: int = 1,
+    ) -> Completion:
+        """See Engine.generate; with `on_tokens` the request is streamed and not sent again."""
+        body = self._body(self.pieces.read(prompt_ids), sampling)
+        if on_tokens is None:
+            rng = Random(f"{sampling.seed}/{session}")
+            reply = await self.endpoint.send(PATH, body, _checked, rng)
+        else:
+            reply = await self._stream(body, on_tokens)
+        return self._completion(reply, sampling)
+
+    async def load_weights(self, source: Path, policy_version: int) -> None:
+        """Raises EngineError."""
+        raise no_weights(self.endpoint.api.name)
+
+    def stats(self) -> dict[str, float]:
+        return dict(self.endpoint.counts)
+
+    async def close(self) -> None:
+        await self.endpoint.close()
+
+    # requests
+
+    def _body(self, pieces: Sequence[Piece], sampling: SamplingParams) -> Json:
+        config = self.endpoint.config
+        body: Json = {
+            "model": self.endpoint.model,
+            "messages": self._messages(pieces),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            config.max_tokens_key: sampling.max_tokens,
+        }
+        body |= {k: getattr(sampling, k) for k, off in EXTRA.items() if getattr(sampling, k) != off}
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed % 2**31
+        if sampling.stop:
+            body["stop"] = list(sampling.stop)
+            if self.endpoint.known:
+                body[KEEP_STOP[self.endpoint.owner]] = True
+        if self.native:
+            tools = [{"type": "function", "function": tool} for tool in pieces[0].tools]
+            body |= {"tools": tools} if tools else {}
+        elif len(pieces) > 1 and self._way() == "continue":
+            body |= {"continue_final_message": True, "add_generation_prompt": False}
+        return body | config.extra_body
+
+    def _way(self) -> str:
+        """How the tag protocol goes on behind a result."""
+        chosen = self.endpoint.config.continuation
+        if chosen != "auto":
+            return chosen
+        return "continue" if self.endpoint.known else "turns"
+
+    def _messages(self, pieces: Sequence[Piece]) -> list[Json]:
+        chat: list[Json] = [{"role": m.role, "content": m.content} for m in pieces[0].messages]
+        rest = pieces[1:]
+        if self.native:
+            calls: tuple[Json, ...] = ()
+            for piece in rest:
+                if piece.is_turn:
+                    calls = piece.calls
+                    chat.append({"role": "assistant", "content": piece.content or None,
+                                 "tool_calls": list(calls)})  # fmt: skip
+                    continue
+                for call, result in zip(calls, piece.messages, strict=True):
+                    chat.append(
+                        {"role": "tool", "tool_call_id": call["id"], "content": result.content}
+                    )
+        elif rest and self._way() == "turns":
+            for piece in rest:
+                role = "assistant" if piece.is_turn else "user"
+                chat.append({"role": role, "content": piece.text.strip()})
+        elif rest:
+            text = "".join(piece.text for piece in rest)
+            more = {"prefix": True} if self._way() == "prefix" else {}
+            chat.append({"role": "assistant", "content": text, **more})
+        return chat
+
+    async def _stream(self, body: Json, on_tokens: Callable[[Chunk], None]) -> Json:
+        """The events of a stream, put together as the reply without one."""
+        message: Json = {"content": "", "reasoning_content": "", "refusal": "", "tool_calls": []}
+        choice: Json = {"message": message}
+        reply: Json = {"choices": [choice]}
+        options = {"stream_options": {"include_usage": True}}
+        async for event in self.endpoint.events(PATH, body | options):
+            try:
+                found = msgspec.json.decode(event)
+                reply["usage"] = found.get("usage") or reply.get("usage")
+                for one in found.get("choices") or ():
+                    text = _extend(message, one.get("delta") or {})
+                    for key in ("finish_reason", *TOLD):
+                        choice[key] = one.get(key) or choice.get(key)
+                    if text:
+                        ids = self.pieces.add(Piece(text=text), 1)
+                        on_tokens(Chunk(ids, [nan], [nan]))
+            except (msgspec.DecodeError, AttributeError, LookupError, TypeError) as error:
+                raise MalformedReplyError(f"a malformed event: {event[:200]!r}") from error
+        return _checked(reply)
+
+    # replies
+
+    def _completion(self, reply: Json, sampling: SamplingParams) -> Completion:
+        choice, usage = reply["choices"][0], reply.get("usage") or {}
+        message, reason = choice["message"], choice["finish_reason"]
+        if reason not in ENDS:
+            raise EngineError(f"{self.endpoint.api.name} ended a turn with {reason!r}")
+        calls = tuple(
+            {"id": call.get("id") or f"call_{number}", "type": "function",
+             "function": call.get("function")}
+            for number, call in enumerate(message.get("tool_calls") or ())
+        )  # fmt: skip
+        content = str(message.get("content") or message.get("refusal") or "")
+        stop = self._stop(choice, content, sampling) if reason == "stop" else None
+        if stop is not None and not content.endswith(stop):
+            content += stop
+        thoughts = str(message.get("reasoning_content") or message.get("reasoning") or "")
+        text = f"<think>\n{thoughts}\n</think>\n{content}" if thoughts else content
+        text += "".join(_shown(call) for call in calls)
+        num_tokens = int(usage.get("completion_tokens") or estimated_tokens(text))
+        num_prompt = int(usage.get("prompt_tokens") or 0)
+        self.endpoint.counts["sampled_tokens"] += num_tokens
+        self.endpoint.counts["prompt_tokens"] += num_prompt
+        piece = Piece(
+            text=text, content=content, calls=calls, is_turn=True, num_prompt_tokens=num_prompt
+        )
+        ids = self.pieces.add(piece, max(1, num_tokens))
+        return Completion(
+            token_ids=ids,
+            logprobs=[nan] * len(ids),
+            entropies=[nan] * len(ids),
+            finish_reason="length" if reason == "length" else "stop",
+            version_spans=[VersionSpan(0, 0, len(ids))],
+            stop=stop,
+        )
+
+    def _stop(self, choice: Json, content: str, sampling: SamplingParams) -> str | None:
+        """The stop string that ended the turn. Where the endpoint does not say and leaves it out
+        of the text, a tag that was opened and not closed tells."""
+        for key in TOLD:
+            if choice.get(key) in sampling.stop:
+                return str(choice[key])
+        for stop in sampling.stop:
+            if content.endswith(stop):
+                return stop
+        if self.endpoint.known:
+            return None
+        opened = {stop: content.rfind(stop.replace("</", "<")) for stop in sampling.stop}
+        last = max(opened, key=opened.__getitem__, default="")
+        if not last or opened[last] < 0 or last in content[opened[last] :]:
+            return None
+        return last
+
+
+def _checked(reply: Any) -> Json:
+    """The reply, if it has a message and a reason why it ended."""
+    try:
+        choice = reply["choices"][0]
+        usage = reply.get("usage")
+        message, reason = choice["message"], choice["finish_reason"]
+        well_formed = (
+            isinstance(message, dict)
+            and isinstance(reason, str)
+            and isinstance(message.get("content"), str | None)
+            and isinstance(message.get("tool_calls"), list | None)
+            and isinstance(usage, dict | None)
+        )
+    except (LookupError, TypeError, AttributeError):
+        well_formed = False
+    if not well_formed:
+        shown = msgspec.json.encode(reply)[:200].decode(errors="replace")
+        raise MalformedReplyError(f"no chat completion: {shown}")
+    found: Json = reply
+    return found
+
+
+def _extend(message: Json, delta: Json) -> str:
+    """Take a part of a message; the text that it adds."""
+    text = ""
+    for key in ("reasoning_content", "content", "refusal"):
+        new = delta.get(key) or (delta.get("reasoning") if key == "reasoning_content" else "") or ""
+        message[key] += new
+        text += new
+    for part in delta.get("tool_calls") or ():
+        calls, index = message["tool_calls"], int(part.get("index") or 0)
+        while len(calls) <= index:
+            calls.append({"id": "", "function": {"name": "", "arguments": ""}})
+        calls[index]["id"] = part.get("id") or calls[index]["id"]
+        for key in ("name", "arguments"):
+            calls[index]["function"][key] += (part.get("function") or {}).get(key) or ""
+    return text
+
+
+def _shown(call: Json) -> str:
+    function = call.get("function") or {}
+    return f"\n<tool_call>\n{function.get('name')} {function.get('arguments')}\n</tool_call>"

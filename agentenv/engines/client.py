@@ -1,0 +1,398 @@
+"""HTTP to one engine server: calls with deadlines, streams of events, errors one can read.
+
+connection lost, deadline passed, 5xx  -> ServerLostError: the request may be sent again
+every other status but 2xx             -> RefusedError, an EngineError with the server's reason
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+)
+from contextlib import asynccontextmanager, contextmanager
+from math import isfinite
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+from yarl import URL
+
+from agentenv.engines.server import Request, ServerLostError
+from agentenv.engines.weights import Layout, check_layout, read_layout
+from agentenv.errors import ConfigError, EngineError
+from agentenv.types import SamplingParams
+
+# Work of a client that no caller waits for: a cancelled one must end at once.
+
+LAST_S = 5.0  # for what is under way when the client is closed
+
+
+class Background:
+    """Keeps its tasks until they end."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """Let them end; those that are slow are cancelled."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LAST_S)
+        for task in self._tasks:
+            task.cancel()
+
+
+# uvicorn closes an idle connection after 5 s; one that we reuse at that moment would be lost
+KEEP_ALIVE_S = 3.0
+MAX_REASON = 500  # characters of a server's own words in our messages
+DONE = b"[DONE]"
+
+T = TypeVar("T")
+
+
+class Timeouts(Struct, frozen=True, kw_only=True):
+    """Deadlines in seconds: to connect, of a short call, without a token in a stream, of a load.
+
+    Requests wait while weights are loaded, so `idle_s` must exceed what a load takes.
+    """
+
+    connect_s: float = 10.0
+    call_s: float = 30.0
+    idle_s: float = 600.0
+    load_s: float = 600.0
+
+
+class RefusedError(EngineError):
+    """The server answered and refused; `status` is the HTTP status, `reason` its own words."""
+
+    def __init__(self, text: str, status: int, reason: str) -> None:
+        super().__init__(text)
+        self.status, self.reason = status, reason
+
+
+class FailedError(ServerLostError):
+    """The server answered 5xx: it is broken, or it could not do this."""
+
+    def __init__(self, text: str, status: int, reason: str) -> None:
+        super().__init__(text)
+        self.status, self.reason = status, reason
+
+
+class HttpClient:
+    """Calls to one base URL. `name` is the URL without credentials."""
+
+    def __init__(self, url: str, timeouts: Timeouts | None = None, api_key: str = "") -> None:
+        base = URL(url.rstrip("/"))
+        if base.scheme not in ("http", "https") or not base.host:
+            raise ConfigError(f"engine URL {url!r}: expected http://HOST:PORT or https://HOST")
+        self._base = base
+        self.name = str(base.with_user(None).with_query(None)).rstrip("/")
+        self.timeouts = timeouts or Timeouts()
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+        self._fresh: aiohttp.ClientSession | None = None  # a connection for each request
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        json: Any = None,
+        params: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> bytes:
+        """The body of a 2xx answer. `json` is sent as JSON unless it is None."""
+        limit = aiohttp.ClientTimeout(
+            total=timeout_s or self.timeouts.call_s, sock_connect=self.timeouts.connect_s
+        )
+        async with self._request(method, path, json, limit, params) as response:
+            return await response.read()
+
+    async def call_json(
+        self,
+        method: str,
+        path: str,
+        json: Any = None,
+        params: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Like `call`, decoded; None for an empty body. EngineError if it is not JSON."""
+        body = await self.call(method, path, json, params, timeout_s)
+        try:
+            return msgspec.json.decode(body) if body else None
+        except msgspec.DecodeError as error:
+            raise EngineError(
+                f"{self.name}{path} answered no JSON: {_shorten(body)!r}; is this an engine?"
+            ) from error
+
+    @asynccontextmanager
+    async def stream(self, path: str, json: Any) -> AsyncIterator[AsyncIterator[bytes]]:
+        """POST that is answered by server-sent events: the data of each, without the last
+        `[DONE]`. Leaving the context before the end drops the connection.
+
+        The iterator raises ServerLostError if the stream breaks off before `[DONE]`.
+        """
+        limit = aiohttp.ClientTimeout(
+            total=None, sock_connect=self.timeouts.connect_s, sock_read=self.timeouts.idle_s
+        )
+        async with self._request("POST", path, json, limit) as response:
+            yield self._events(response, path)
+
+    async def routes(self) -> frozenset[str]:
+        """What it serves by its own /openapi.json, as "POST /path". ConfigError if it hides it."""
+        try:
+            found = await self.call_json("GET", "/openapi.json")
+        except RefusedError as error:
+            raise ConfigError(
+                f"{self.name} answers {error.status} to GET /openapi.json, where its routes are "
+                "read: it is no engine, or it was started with --disable-fastapi-docs"
+            ) from error
+        paths = found.get("paths") if isinstance(found, dict) else None
+        if not isinstance(paths, dict):
+            raise ConfigError(f"{self.name}/openapi.json lists no paths; is this an engine?")
+        return frozenset(
+            f"{verb.upper()} {path}" for path, verbs in paths.items() for verb in verbs
+        )
+
+    async def close(self) -> None:
+        """Drop all connections. Idempotent; a later call opens new ones."""
+        sessions, self._session, self._fresh = (self._session, self._fresh), None, None
+        for session in sessions:
+            if session is not None:
+                await session.close()
+
+    @asynccontextmanager
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        json: Any,
+        limit: aiohttp.ClientTimeout,
+        params: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        headers = {} if json is None else {"Content-Type": "application/json"}
+        request: dict[str, Any] = {
+            "url": self._base.with_path(self._base.path.rstrip("/") + path),
+            "params": params,
+            "data": None if json is None else msgspec.json.encode(json),
+            "headers": headers | self._headers,
+            "timeout": limit,
+            "allow_redirects": False,
+        }
+        try:
+            async with await self._send(method, request) as response:
+                if not 200 <= response.status < 300:
+                    self._refuse(path, response.status, _reason(await response.read()))
+                yield response
+        except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
+            kind = "no answer in time" if isinstance(error, TimeoutError) else "connection lost"
+            text = f" ({type(error).__name__}: {error})".replace(": )", ")")
+            raise ServerLostError(f"{self.name}{path}: {kind}{text}") from error
+
+    async def _send(self, method: str, request: dict[str, Any]) -> aiohttp.ClientResponse:
+        """On a kept connection, and on a new one if the server had given up the kept one."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            )
+        try:
+            return await self._session.request(method, **request)
+        except aiohttp.ServerDisconnectedError:
+            if self._fresh is None:
+                connector = aiohttp.TCPConnector(limit=0, force_close=True)
+                self._fresh = aiohttp.ClientSession(connector=connector)
+            return await self._fresh.request(method, **request)
+
+    def _refuse(self, path: str, status: int, reason: str) -> None:
+        text = f"{self.name}{path} answered {status}: {reason or 'no reason given'}"
+        if status >= 500 or status == 429:
+            raise FailedError(text, status, reason)
+        if status == 401:
+            text += "; check the API key of this server"
+        raise RefusedError(text, status, reason)
+
+    async def _events(self, response: aiohttp.ClientResponse, path: str) -> AsyncIterator[bytes]:
+        # Not readline: a line with the log-probs of a whole vocabulary exceeds its limit.
+        rest = b""
+        while piece := await response.content.readany():
+            *lines, rest = (rest + piece).split(b"\n") if rest else piece.split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    data = line[5:].strip()
+                    if data == DONE:
+                        return
+                    yield data
+        raise ServerLostError(f"{self.name}{path}: the stream ended before it was complete")
+
+
+async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Wait until all have answered, whether they failed or not; then raise the first error."""
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    answers = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return answers
+
+
+def _reason(body: bytes) -> str:
+    """What an error body says: {"error": {"message"}}, {"message"}, {"detail"}, or its text."""
+    try:
+        found = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return _shorten(body)
+    for key in ("error", "message", "detail"):
+        if isinstance(found, dict) and found.get(key):
+            found = found[key]
+    return found[:MAX_REASON] if isinstance(found, str) else _shorten(msgspec.json.encode(found))
+
+
+def _shorten(body: bytes) -> str:
+    return body[: 4 * MAX_REASON].decode(errors="replace")[:MAX_REASON]
+
+
+# Refuses what a server would clamp, cut short, silently change or die of.
+
+MIN_TEMPERATURE = 1e-2  # vLLM raises smaller ones to it; 0 is greedy
+
+
+def check_request(request: Request, vocab_size: int, max_model_len: int) -> None:
+    """Raises EngineError, which names what is wrong, unless a server takes it as it is meant."""
+    prompt, sampling = request.prompt_ids, request.sampling
+    if not len(prompt):
+        raise EngineError("the prompt is empty; it needs at least one token id")
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= vocab_size:
+        raise EngineError(
+            f"the prompt has token ids from {low} to {high}, the vocabulary those from 0 to "
+            f"{vocab_size - 1}; do tokenizer and served model belong together?"
+        )
+    if sampling.max_tokens < 1:
+        raise EngineError(f"max_tokens must be at least 1, found {sampling.max_tokens}")
+    if len(prompt) + sampling.max_tokens > max_model_len:
+        raise EngineError(
+            f"{len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} exceed "
+            f"max_model_len {max_model_len} of the server"
+        )
+    _check_sampling(sampling)
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    temperature, penalty = sampling.temperature, sampling.repetition_penalty
+    if temperature != 0 and not MIN_TEMPERATURE <= temperature < float("inf"):
+        raise EngineError(
+            f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, found {temperature}"
+        )
+    if not 0 < sampling.top_p <= 1:
+        raise EngineError(f"top_p must be above 0 and at most 1, found {sampling.top_p}")
+    if sampling.top_k != -1 and sampling.top_k < 1:
+        raise EngineError(f"top_k must be -1 (off) or at least 1, found {sampling.top_k}")
+    if not 0 <= sampling.min_p <= 1:
+        raise EngineError(f"min_p must be from 0 to 1, found {sampling.min_p}")
+    if not (isfinite(penalty) and penalty > 0):
+        raise EngineError(f"repetition_penalty must be above 0, found {penalty}")
+    if not all(sampling.stop):
+        raise EngineError("a stop string is empty")
+
+
+# The requests that a client has on a server, each of which it can break off.
+
+
+class Running:
+    """By request id; those without a token so far are `unstarted`."""
+
+    def __init__(self) -> None:
+        self.unstarted: set[str] = set()
+        self._timeouts: dict[str, asyncio.Timeout] = {}
+        self._on_purpose: set[str] = set()
+
+    @property
+    def ids(self) -> list[str]:
+        return list(self._timeouts)
+
+    @contextmanager
+    def watch(self, request_id: str) -> Iterator[asyncio.Timeout]:
+        """To be entered as `async with`; it expires when the request is broken off."""
+        timeout = asyncio.timeout(None)
+        self._timeouts[request_id] = timeout
+        self.unstarted.add(request_id)
+        try:
+            yield timeout
+        finally:
+            self.unstarted.discard(request_id)
+            self._on_purpose.discard(request_id)
+            del self._timeouts[request_id]
+
+    def break_off(self, request_ids: Iterable[str], *, on_purpose: bool = False) -> None:
+        """End these. `on_purpose`: nothing is wrong, they may be sent again at once."""
+        now = asyncio.get_running_loop().time()
+        for each in request_ids:
+            if self._timeouts[each].when() is None:
+                self._timeouts[each].reschedule(now)
+                if on_purpose:
+                    self._on_purpose.add(each)
+
+    def was_on_purpose(self, request_id: str) -> bool:
+        return request_id in self._on_purpose
+
+
+# What a server serves, as far as its client knows, and who may ask for it.
+
+# Pauses the server, lets the function put other weights in place, names their version, resumes.
+Replace = Callable[[Callable[[], Awaitable[None]], int], Awaitable[None]]
+
+
+class Served:
+    """The weights on one server.
+
+    `layout` is that of the directory it was started from, None if unknown. Requests carry `salt`,
+    so that none meets a prefix cache of other weights. `doubt` is why nobody knows what it serves;
+    empty: it is known. `lock` is held by whoever changes the weights, `open` is cleared meanwhile.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.layout: Layout | None = None
+        self.policy_version = 0
+        self.salt = ""
+        self.doubt = "connect was not called"
+        self.lock = asyncio.Lock()
+        self.open = asyncio.Event()
+        self.open.set()
+        self._name = name
+
+    def adopt(self, policy_version: int) -> None:
+        """Other weights are in place."""
+        self.policy_version = policy_version
+        # Not the version alone: a run that is resumed gives its number to other weights.
+        self.salt = f"{policy_version}-{secrets.token_hex(8)}"
+
+    def lost(self) -> ServerLostError:
+        """What to raise for a request while it is in doubt."""
+        return ServerLostError(f"{self._name} cannot be used: {self.doubt}")
+
+    async def known(self) -> None:
+        """Wait while weights are being replaced. ServerLostError if nobody knows them then."""
+        await self.open.wait()
+        if self.doubt:
+            raise self.lost()
+
+    async def check(self, source: Path) -> Layout:
+        """The layout of other weights. EngineError if they are of another model."""
+        layout = await asyncio.to_thread(read_layout, source)
+        if self.layout is not None:
+            check_layout(source, layout, self.layout)
+        return layout

@@ -1,0 +1,293 @@
+"""Forward pass of the embedded engine over a packed batch of decoding rows and new prompts.
+
+All tokens of a step are packed in one list [T], so that the matrix products meet no padding:
+
+    | rows of pool 64 | rows of pool 96 | ... | new tokens of prompt A | of prompt B | ...
+
+Attention runs once per pool over a view of its running rows, and once per new prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from agentenv.engines.embedded.cache import Pool
+from agentenv.engines.embedded.weights import Architecture, LayerWeights, Weights, rope_frequencies
+from agentenv.types import SamplingParams
+
+COLUMN_STEP = 16  # decode attention reads a multiple of this many columns
+
+
+class DecodeGroup:
+    """Rows 0..n-1 of one pool, one new token each: packed tokens [start, start + n)."""
+
+    def __init__(self, pool: Pool, start: int, positions: Sequence[int], device: torch.device):
+        num_rows, kv_heads, capacity = len(positions), pool.kv.shape[3], pool.capacity
+        self.pool, self.start, self.stop = pool, start, start + num_rows
+        self.longest = max(positions)
+        self._positions = torch.tensor(positions, device=device).unsqueeze(1)
+        self._columns = torch.arange(capacity, device=device)
+        heads = torch.arange(num_rows * kv_heads, device=device)
+        # Where each new key goes in the pool seen as [rows * num_kv_heads * capacity, head_dim].
+        self.places = heads * capacity + self._positions.repeat_interleave(kv_heads)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Set the additive mask [n, 1, 1, columns] for the current positions."""
+        wanted = (self.longest // COLUMN_STEP + 1) * COLUMN_STEP
+        self.num_columns = min(wanted, self.pool.capacity)
+        hidden = self._columns[: self.num_columns] > self._positions
+        mask = torch.zeros(hidden.shape, dtype=self.pool.kv.dtype, device=hidden.device)
+        self.mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+
+    def advance(self) -> None:
+        """Every row goes on to its next column."""
+        self.longest += 1
+        self._positions += 1
+        self.places += 1
+        self.prepare()
+
+
+class Prefill:
+    """Tokens [past, past + n) of a prompt, for row `row`: packed tokens [start, start + n)."""
+
+    def __init__(
+        self, pool: Pool, row: int, past: int, start: int, stop: int, device: torch.device
+    ) -> None:
+        self.pool, self.row, self.past, self.start, self.stop = pool, row, past, start, stop
+        num_new = stop - start
+        self.causal = past == 0 and num_new > 1
+        self.mask: Tensor | None = None
+        if past and num_new > 1:
+            seen = torch.ones(num_new, past + num_new, dtype=torch.bool, device=device)
+            self.mask = seen.tril_(past)
+
+
+class Batch:
+    """One step. token_ids, positions: int64 [T]; sampled: packed indices that get logits."""
+
+    def __init__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        decodes: list[DecodeGroup],
+        prefills: list[Prefill],
+    ) -> None:
+        self.token_ids, self.positions = token_ids, positions
+        self.decodes, self.prefills = decodes, prefills
+        self.sampled: Tensor | None = None
+        if prefills:
+            ends = [*range(prefills[0].start), *(p.stop - 1 for p in prefills)]
+            self.sampled = torch.tensor(ends, device=token_ids.device)
+
+    def advance(self, token_ids: Tensor) -> None:
+        """Go on with the tokens just sampled; only for a batch without prefills."""
+        self.token_ids = token_ids
+        self.positions += 1
+        for group in self.decodes:
+            group.advance()
+
+
+class DecoderModel:
+    """A Qwen3, Qwen2 or Llama decoder as a function over pools of keys and values."""
+
+    def __init__(self, arch: Architecture, weights: Weights) -> None:
+        self._arch, self._weights = arch, weights
+        self._frequencies = rope_frequencies(arch).to(weights.embed.device)
+        self._extend_rope(1024)
+
+    def _extend_rope(self, length: int) -> None:
+        positions = torch.arange(length, device=self._frequencies.device)
+        angles = positions[:, None] * self._frequencies
+        dtype, cos, sin = self._weights.embed.dtype, angles.cos(), angles.sin()
+        self._cos = torch.cat([cos, cos], -1).to(dtype).unsqueeze(1)
+        # rotate_half(x) = cat(-x2, x1) = roll(x) with the sign moved into the sine.
+        self._sin = torch.cat([-sin, sin], -1).to(dtype).unsqueeze(1)
+
+    def reserve(self, length: int) -> None:
+        """Make sure that positions up to `length` can be rotated."""
+        if length > len(self._cos):
+            self._extend_rope(max(length, 2 * len(self._cos)))
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Write the keys and values of the batch; float32 logits [S, vocab_size].
+
+        S rows: every decoding row, then the last token of each prefill.
+        """
+        weights, eps = self._weights, self._arch.norm_eps
+        size = (self._arch.hidden_size,)
+        cos, sin = self._cos[batch.positions], self._sin[batch.positions]
+        hidden = F.embedding(batch.token_ids, weights.embed)
+        for index, layer in enumerate(weights.layers):
+            normed = F.rms_norm(hidden, size, layer.attn_norm, eps)
+            attended = self._attention(index, layer, normed, cos, sin, batch)
+            hidden = hidden + F.linear(attended, layer.out, layer.out_bias)
+            normed = F.rms_norm(hidden, size, layer.mlp_norm, eps)
+            gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
+            hidden = hidden + F.linear(F.silu(gate) * up, layer.down)
+        if batch.sampled is not None:
+            hidden = hidden[batch.sampled]
+        return F.linear(F.rms_norm(hidden, size, weights.final_norm, eps), weights.head).float()
+
+    def _attention(
+        self,
+        index: int,
+        layer: LayerWeights,
+        normed: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: Batch,
+    ) -> Tensor:
+        """Attention output [T, num_heads * head_dim] of one layer, before its last product."""
+        arch = self._arch
+        heads, kv_heads, d = arch.num_heads, arch.num_kv_heads, arch.head_dim
+        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, d)
+        qk, values = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        if layer.qk_norm is not None:
+            qk = F.rms_norm(qk, (d,), None, arch.norm_eps) * layer.qk_norm
+        qk = qk * cos + qk.roll(d // 2, -1) * sin
+        # Query heads that share a key are positions of one query: keys are never repeated.
+        queries = qk[:, :heads].view(-1, kv_heads, heads // kv_heads, d)
+        keys = qk[:, heads:]
+        parts = [decode_attention(index, group, queries, keys, values) for group in batch.decodes]
+        parts += [prefill_attention(index, new, queries, keys, values) for new in batch.prefills]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def decode_attention(
+    index: int, group: DecodeGroup, queries: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """Store one column per row, attend over the row: [n, num_heads * head_dim]."""
+    pool, rows, d = group.pool, slice(group.start, group.stop), queries.shape[-1]
+    num_rows, columns = group.stop - group.start, group.num_columns
+    pool.flat_keys[index].index_copy_(0, group.places, keys[rows].reshape(-1, d))
+    pool.flat_values[index].index_copy_(0, group.places, values[rows].reshape(-1, d))
+    out = F.scaled_dot_product_attention(
+        queries[rows],
+        pool.keys[index][:num_rows, :, :columns],
+        pool.values[index][:num_rows, :, :columns],
+        attn_mask=group.mask,
+    )
+    return out.reshape(num_rows, -1)
+
+
+def prefill_attention(
+    index: int, new: Prefill, queries: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """Store n columns of one row, attend over past and new ones: [n, num_heads * head_dim]."""
+    span = slice(new.start, new.stop)
+    end = new.past + new.stop - new.start
+    row_keys = new.pool.keys[index][new.row]
+    row_values = new.pool.values[index][new.row]
+    row_keys[:, new.past : end] = keys[span].transpose(0, 1)
+    row_values[:, new.past : end] = values[span].transpose(0, 1)
+    query = queries[span].permute(1, 2, 0, 3)  # [num_kv_heads, group, n, head_dim]
+    shape = (-1, query.shape[1], -1, -1)
+    out = F.scaled_dot_product_attention(
+        query,
+        row_keys[:, None, :end].expand(shape),
+        row_values[:, None, :end].expand(shape),
+        attn_mask=new.mask,
+        is_causal=new.causal,
+    )
+    return out.permute(2, 0, 1, 3).reshape(end - new.past, -1)
+
+
+# Sampling of one token per row, with its log-probability and the entropy of what it came from.
+
+
+class Sampler:
+    """The sampling parameters of a batch of rows as tensors.
+
+    `seen` gives a row's tokens so far, of prompt and output; read only where there is a penalty.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[SamplingParams],
+        device: torch.device,
+        vocab_size: int = 0,
+        seen: Callable[[int], Sequence[int]] = lambda row: (),
+    ) -> None:
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, device=device).unsqueeze(1)
+
+        self._greedy: Tensor | None = None
+        self._temperature: Tensor | None = None
+        self._top_k: Tensor | None = None
+        self._top_p: Tensor | None = None
+        self._min_p: Tensor | None = None
+        self._penalty: Tensor | None = None
+        self._seen: Tensor | None = None  # bool [S, vocab_size], with a penalty only
+        if any(p.temperature == 0 for p in params):
+            self._greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
+        if any(p.temperature not in (0, 1) for p in params):
+            self._temperature = column([p.temperature or 1.0 for p in params])
+        if any(p.temperature and (p.top_k > 0 or p.top_p < 1) for p in params):
+            # Greedy rows report the whole distribution at temperature 1.
+            self._top_k = column(
+                [p.top_k if p.temperature and p.top_k > 0 else 2**31 for p in params]
+            )
+            self._top_p = column([p.top_p if p.temperature else 1.0 for p in params])
+        if any(p.temperature and p.min_p > 0 for p in params):
+            self._min_p = column([p.min_p if p.temperature else 0.0 for p in params])
+        if any(p.repetition_penalty != 1 for p in params):
+            self._penalty = column([p.repetition_penalty for p in params])
+            self._seen = torch.zeros(len(params), vocab_size, dtype=torch.bool, device=device)
+            for row, p in enumerate(params):
+                if p.repetition_penalty != 1:
+                    self._seen[row, torch.tensor(seen(row), dtype=torch.long)] = True
+
+    def sample(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids int64, log-probabilities and entropies (nats), each [S].
+
+        logits: float32 [S, vocab_size]; uniforms: float64 [S] in [0, 1), one for each row. The
+        token is the inverse of the cumulative distribution at its row's uniform. A greedy row
+        takes the most likely token and reports the distribution at temperature 1. Steps follow
+        one another: a row's token counts as seen in the next call.
+        """
+        if self._seen is not None and self._penalty is not None:
+            logits = penalise(logits, self._seen, self._penalty)
+        scores = logits if self._temperature is None else logits / self._temperature
+        if self._min_p is not None:
+            floor = scores.amax(-1, keepdim=True) + self._min_p.log()
+            scores = scores.masked_fill(scores < floor, -torch.inf)
+        if self._top_k is not None and self._top_p is not None:
+            scores = truncate(scores, self._top_k, self._top_p)
+        probs = scores.softmax(-1)
+        cumulative = probs.cumsum(-1, dtype=torch.float64)
+        # The target is in (0, total], so the first sum that reaches it has a positive term.
+        target = (1.0 - uniforms).unsqueeze(1) * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, target).clamp_(max=logits.shape[1] - 1)
+        if self._greedy is not None:
+            tokens = torch.where(self._greedy.unsqueeze(1), logits.argmax(-1, True), tokens)
+        logprobs = probs.gather(1, tokens).log_()
+        # H = log Z - E[score], and log Z = score of the token - its log-probability.
+        log_total = scores.gather(1, tokens) - logprobs
+        if self._top_k is not None or self._min_p is not None:
+            scores = scores.masked_fill(probs == 0, 0.0)
+        if self._seen is not None:
+            self._seen.scatter_(1, tokens, True)
+        entropies = log_total.squeeze(1) - (probs * scores).sum(-1)
+        return tokens.squeeze(1), logprobs.squeeze(1), entropies.clamp_(min=0.0)
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Divide the positive logits of seen tokens by the penalty and multiply the negative ones
+    (CTRL, Keskar et al. 2019)."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def truncate(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Scores with -inf outside the top_k most likely and, of those, the top_p nucleus."""
+    ordered, order = scores.sort(stable=True, dim=-1, descending=True)
+    ranks = torch.arange(scores.shape[1], device=scores.device)
+    ordered = ordered.masked_fill(ranks >= top_k, -torch.inf)
+    probs = ordered.softmax(-1)
+    before = probs.cumsum(-1) - probs
+    ordered = ordered.masked_fill((before >= top_p) & (ranks > 0), -torch.inf)
+    return torch.empty_like(scores).scatter_(1, order, ordered)

@@ -1,0 +1,437 @@
+"""Which requests run: the thread side of the embedded engine, one step at a time.
+
+A step admits waiting requests (each takes over or copies the longest prefix the cache has),
+computes their prompts together with one token of every running request, samples, and lets
+requests that are done go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentenv.engines.embedded.cache import IntArray, SlotCache
+from agentenv.engines.embedded.model import Batch, DecodeGroup, DecoderModel, Prefill, Sampler
+from agentenv.engines.embedded.weights import Architecture, Weights
+from agentenv.engines.pool.turn import StopMatcher, StopStrings
+from agentenv.errors import EngineError
+from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
+
+# One call of generate: what the engine thread keeps of it, and what the event loop keeps.
+
+MIN_TEMPERATURE = 1e-3  # below it logits / temperature could overflow; 0 is greedy
+
+
+@dataclass(eq=False)
+class Request:
+    """One call of generate, as the engine thread sees it. `context` is what its slot begins with:
+    the prompt, and the tokens that it had when the engine slept."""
+
+    prompt: IntArray
+    sampling: SamplingParams
+    session: str
+    chunk_size: int  # tokens of a Chunk, 0: no streaming
+    rng: random.Random = field(init=False)
+    context: IntArray = field(init=False)
+    matcher: StopMatcher | None = None
+    enders: frozenset[int] = frozenset()  # tokens that may end the request
+    slot: int = -1
+    num_cached: int = 0
+    num_reported: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.sampling.seed)
+        self.context = self.prompt
+
+    def take_chunk(self) -> Chunk:
+        """The tokens not reported yet."""
+        start, self.num_reported = self.num_reported, len(self.token_ids)
+        return Chunk(self.token_ids[start:], self.logprobs[start:], self.entropies[start:])
+
+    def lie_down(self) -> None:
+        """Give up the slot and begin once more behind the tokens so far."""
+        self.slot = -1
+        self.context = np.concatenate([self.prompt, np.array(self.token_ids, dtype=np.int32)])
+
+    def enter_version(self, version: int) -> None:
+        """Tokens from here on are chosen by `version`."""
+        if self.versions and self.versions[-1][0] == version:
+            return
+        if self.versions and self.versions[-1][1] == len(self.token_ids):
+            self.versions.pop()
+        self.versions.append((version, len(self.token_ids)))
+
+    def end(self, at_eos: bool) -> Completion | None:
+        """The completion if the last token ended the request."""
+        reason: Literal["stop", "length"] = "stop"
+        stop = None
+        if not at_eos:
+            if self.matcher is not None and self.token_ids[-1] in self.matcher.candidates:
+                stop = self.matcher.match(self.token_ids)
+            if stop is None:
+                if len(self.token_ids) < self.sampling.max_tokens:
+                    return None
+                reason = "length"
+        ends = [start for _, start in self.versions[1:]] + [len(self.token_ids)]
+        spans = zip(self.versions, ends, strict=True)
+        return Completion(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            entropies=self.entropies,
+            finish_reason=reason,
+            version_spans=[VersionSpan(version, start, end) for (version, start), end in spans],
+            stop=stop,
+            num_cached_tokens=self.num_cached,
+        )
+
+
+Event = tuple[Request, Chunk | None, Completion | EngineError | None]
+
+
+class Call:
+    """One call of generate, as the event loop sees it."""
+
+    def __init__(
+        self, future: asyncio.Future[Completion], on_tokens: Callable[[Chunk], None] | None
+    ) -> None:
+        self.future, self._on_tokens = future, on_tokens
+        self.over = False  # generate has returned or is about to
+
+    def report(self, chunk: Chunk) -> None:
+        """Hand out a chunk; if the callback raises, the call fails and the loop logs why."""
+        if self.over or self._on_tokens is None:
+            return
+        failed = True
+        try:
+            self._on_tokens(chunk)
+            failed = False
+        finally:
+            if failed:
+                settle(self.future, EngineError("on_tokens raised; the request is aborted"))
+
+
+def settle(future: asyncio.Future[Any], outcome: object) -> None:
+    """Give the future its result or exception unless its caller is gone."""
+    if future.done():
+        return
+    if isinstance(outcome, EngineError):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
+def check_request(
+    prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int, max_length: int
+) -> IntArray:
+    """The prompt. Raises EngineError, which names what is wrong, for what cannot be served."""
+    prompt = np.asarray(prompt_ids)
+    if prompt.ndim != 1 or not len(prompt) or prompt.dtype.kind not in "iu":
+        raise EngineError("the prompt must be a non-empty list of token ids")
+    if prompt.min() < 0 or prompt.max() >= vocab_size:
+        raise EngineError(
+            f"the prompt has token ids from {prompt.min()} to {prompt.max()}, "
+            f"the vocabulary {vocab_size}"
+        )
+    if sampling.max_tokens < 1:
+        raise EngineError(f"max_tokens must be at least 1, found {sampling.max_tokens}")
+    if len(prompt) + sampling.max_tokens > max_length:
+        raise EngineError(
+            f"{len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} exceed "
+            f"max_model_len {max_length}"
+        )
+    if not (
+        (sampling.temperature == 0 or MIN_TEMPERATURE <= sampling.temperature < float("inf"))
+        and 0 < sampling.top_p <= 1
+        and (sampling.top_k == -1 or sampling.top_k >= 1)
+        and 0 <= sampling.min_p <= 1
+        and 0 < sampling.repetition_penalty < float("inf")
+    ):
+        raise EngineError(
+            f"temperature, top_p, top_k, min_p or repetition_penalty is out of range: {sampling}"
+        )
+    return prompt.astype(np.int32)
+
+
+# The rows of a step: which request is where in the batch.
+
+
+class Rows:
+    """The decoding rows pool by pool, then the prompts of `fresh` in order. Kept while the same
+    requests go on in the same rows.
+
+    `slots` are those of the decoding rows, `inputs` their tokens, which the next step computes;
+    `num_steps` is how many steps there is room for until a slot is full.
+    """
+
+    def __init__(
+        self,
+        cache: SlotCache,
+        running: Mapping[int, Request],
+        fresh: Sequence[Request],
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        new_slots = {request.slot for request in fresh}
+        groups: list[DecodeGroup] = []
+        slots: list[int] = []
+        spare: list[int] = []  # steps until a slot is full
+        for pool in cache.pools.values():
+            rows = [slot for slot in pool.running() if slot not in new_slots]
+            if rows:
+                lengths = cache.lengths[rows].tolist()
+                groups.append(DecodeGroup(pool, len(slots), lengths, device))
+                spare.append(pool.capacity - max(lengths))
+                slots += rows
+        self.slots = np.array(slots, dtype=np.int64)
+        positions = cache.lengths[self.slots].tolist()
+        self.requests = [running[slot] for slot in slots]
+        token_ids = [request.token_ids[-1] for request in self.requests]
+        self.inputs = token_ids[:]
+        prefills: list[Prefill] = []
+        for request in fresh:
+            pool, row = cache.location(request.slot)
+            past, start = request.num_cached, len(token_ids)
+            token_ids += request.context[past:].tolist()
+            positions += range(past, len(request.context))
+            prefills.append(Prefill(pool, row, past, start, len(token_ids), device))
+            spare.append(pool.capacity - len(request.context) + 1)
+        self.requests += fresh
+        self.num_steps = min(spare)
+        order = self.requests
+        self.sampler = Sampler(
+            [request.sampling for request in order],
+            device,
+            vocab_size,
+            lambda row: [*order[row].prompt.tolist(), *order[row].token_ids],
+        )
+        tokens = torch.tensor(token_ids, device=device)
+        self.batch = Batch(tokens, torch.tensor(positions, device=device), groups, prefills)
+
+    def advance(self, sampled: Tensor, token_ids: list[int]) -> None:
+        """Go on with the tokens just sampled, given twice; only without prompts."""
+        self.batch.advance(sampled)
+        self.inputs = token_ids
+
+
+MAX_PREFILL_TOKENS = 4096  # new prompt tokens of one step, unless one prompt alone has more
+MIN_WAIT_GAIN = 16  # a prompt waits a step for a twin that saves it this many tokens
+ROOM = 16  # columns reserved beyond a prompt, so that short turns need no move
+
+
+class Scheduler:
+    """Waiting and running requests over the model and its slots. Used by one thread only."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        weights: Weights,
+        cache: SlotCache,
+        stop_strings: StopStrings,
+        policy_version: int,
+        max_num_seqs: int,
+    ) -> None:
+        self.policy_version = policy_version
+        self.counts: Counter[str] = Counter()
+        self.events: list[Event] = []  # since the last step, for the callers
+        self.waiting: deque[Request] = deque()
+        self.running: dict[int, Request] = {}  # by slot
+        self.asleep = False
+        self._arch, self._weights, self._cache = arch, weights, cache
+        self._model = DecoderModel(arch, weights)
+        self._stop_strings = stop_strings
+        self._max_num_seqs = max_num_seqs
+        self._device = weights.embed.device
+        self._rows: Rows | None = None  # of the last step, if the next one may have the same
+        self._steps_to_grow = 0
+
+    @property
+    def idle(self) -> bool:
+        """True when a step would do nothing."""
+        return self.asleep or not (self.waiting or self.running)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+        try:
+            request.matcher = self._stop_strings.matcher(request.sampling.stop)
+        except EngineError as error:
+            self.events.append((request, None, error))
+            return
+        request.enders = self._arch.eos_ids
+        if request.matcher is not None:
+            request.enders |= request.matcher.candidates
+        self.counts["requests"] += 1
+        self.counts["prompt_tokens"] += len(request.prompt)
+        self.waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Forget a request; unknown and finished ones are ignored."""
+        if self.running.get(request.slot) is request:
+            self._release(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def load_weights(self, source: Path, policy_version: int) -> None:
+        """Replace the weights in place, awake from now on. Raises EngineError and keeps the old
+        ones if they misfit."""
+        self.wake()
+        self._weights.load(source)
+        self._cache.forget_all()
+        self.policy_version = policy_version
+        for request in self.running.values():
+            request.enter_version(policy_version)
+        self.counts["weight_updates"] += 1
+
+    def sleep(self) -> None:
+        """Free the memory of the cache and, off the CPU, of the weights. What runs goes back to
+        the head of the queue with its tokens."""
+        if self.asleep:
+            return
+        for request in reversed(self.running.values()):
+            request.lie_down()
+            self.waiting.appendleft(request)
+        self.running.clear()
+        self._rows = None
+        self._cache.clear()
+        if self._device.type != "cpu":
+            self._weights.give_back()
+            torch.cuda.empty_cache()
+        self.asleep = True
+        self.counts["sleeps"] += 1
+
+    def wake(self) -> None:
+        """Go on, if it sleeps."""
+        if self.asleep and self._device.type != "cpu":
+            self._weights.take_back()
+        self.asleep = False
+
+    def step(self) -> None:
+        """Admit, compute one token of every running request, sample, let go of those done."""
+        if self._steps_to_grow == 0:
+            self._grow_slots()
+        fresh = self._admit()
+        if not self.running:
+            return
+        rows = self._rows
+        if rows is None:
+            rows = Rows(self._cache, self.running, fresh, self._arch.vocab_size, self._device)
+            self._rows, self._steps_to_grow = rows, rows.num_steps
+        self._cache.append(rows.slots, rows.inputs)
+        uniforms = [request.rng.random() for request in rows.requests]
+        sampled, logprobs, entropies = rows.sampler.sample(
+            self._model.forward(rows.batch),
+            torch.tensor(uniforms, dtype=torch.float64, device=self._device),
+        )
+        for request in fresh:
+            self._cache.publish(request.slot, self.policy_version)
+        self._steps_to_grow -= 1
+        if fresh:
+            self._rows = None
+        token_ids = sampled.tolist()
+        self._record(rows.requests, token_ids, logprobs.tolist(), entropies.tolist())
+        if self._rows is rows:
+            rows.advance(sampled, token_ids)
+
+    def _grow_slots(self) -> None:
+        """Move the running slots that are full to a larger pool."""
+        self._rows = None
+        for slot in self.running:
+            length = int(self._cache.lengths[slot])
+            if length == self._cache.location(slot)[0].capacity:
+                self._cache.grow(slot, length + 1)
+
+    def _admit(self) -> list[Request]:
+        """Open slots for waiting requests, in order; returns those to prefill in this step."""
+        fresh: list[Request] = []
+        held: list[Request] = []
+        budget = MAX_PREFILL_TOKENS
+        while self.waiting and len(self.running) + len(held) < self._max_num_seqs:
+            request = self.waiting[0]
+            source, common = self._cache.find(request.context, request.session, self.policy_version)
+            num_new = max(1, len(request.context) - common)
+            if fresh and num_new > budget:
+                break
+            self.waiting.popleft()
+            if twin_prefix(request, fresh) >= common + MIN_WAIT_GAIN:
+                held.append(request)
+                continue
+            budget -= num_new
+            if source is not None and self._cache.version(source) != self.policy_version:
+                self.counts["cross_version_hits"] += 1
+            self._open(request, source, common)
+            fresh.append(request)
+        self.waiting.extendleft(reversed(held))
+        return fresh
+
+    def _open(self, request: Request, source: int | None, common: int) -> None:
+        room = min(request.sampling.max_tokens - len(request.token_ids), ROOM)
+        request.slot, request.num_cached = self._cache.open(
+            request.context, request.session, source, common, room
+        )
+        self._model.reserve(len(request.prompt) + request.sampling.max_tokens)
+        self.running[request.slot] = request
+        request.enter_version(self.policy_version)
+        self.counts["cached_tokens"] += request.num_cached
+        self._rows = None
+
+    def _record(
+        self,
+        requests: list[Request],
+        token_ids: list[int],
+        logprobs: list[float],
+        entropies: list[float],
+    ) -> None:
+        """Give every row its token; make the events; release the rows that are done."""
+        self.counts["steps"] += 1
+        self.counts["sampled_tokens"] += len(token_ids)
+        if not math.isfinite(sum(logprobs)):
+            raise EngineError(f"the logits of policy version {self.policy_version} are not finite")
+        done: list[Request] = []
+        for request, token, logprob, entropy in zip(
+            requests, token_ids, logprobs, entropies, strict=True
+        ):
+            request.token_ids.append(token)
+            request.logprobs.append(logprob)
+            request.entropies.append(entropy)
+            completion = None
+            num_tokens = len(request.token_ids)
+            if token in request.enders or num_tokens == request.sampling.max_tokens:
+                completion = request.end(token in self._arch.eos_ids)
+                if completion is not None:
+                    done.append(request)
+            chunk = None
+            if request.chunk_size and num_tokens - request.num_reported >= request.chunk_size:
+                chunk = request.take_chunk()
+            if chunk is not None or completion is not None:
+                self.events.append((request, chunk, completion))
+        for request in done:
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        self._cache.close(request.slot, self.policy_version)
+        del self.running[request.slot]
+        self._rows = None
+
+
+def twin_prefix(request: Request, others: list[Request]) -> int:
+    """Length of the longest prefix shared with a prompt of the same session among `others`."""
+    longest = 0
+    for other in others:
+        if other.session == request.session:
+            size = min(len(other.context), len(request.context))
+            differs = other.context[:size] != request.context[:size]
+            longest = max(longest, int(differs.argmax()) if differs.any() else size)
+    return longest

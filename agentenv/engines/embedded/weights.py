@@ -1,0 +1,287 @@
+"""Which models the embedded engine knows, as their configuration files describe them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec import Struct
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from agentenv.errors import EngineError
+
+
+class Architecture(Struct, frozen=True, kw_only=True):
+    """Sizes and switches of a Qwen3, Qwen2 or Llama decoder; lengths in tokens."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_length: int
+    norm_eps: float
+    rope: dict[str, Any]
+    qk_norm: bool
+    qkv_bias: bool
+    out_bias: bool
+    tied: bool
+    eos_ids: frozenset[int]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises EngineError if it is missing or not an object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EngineError(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise EngineError(f"{path}: expected a JSON object")
+    return value
+
+
+def read_architecture(model_path: Path) -> Architecture:
+    """Read config.json and generation_config.json.
+
+    Raises EngineError naming the key for whatever this engine does not implement.
+    """
+    path = model_path / "config.json"
+    config = read_json(path)
+    kind = config.get("model_type")
+    if kind not in ("qwen3", "qwen2", "llama"):
+        raise EngineError(f"{path}: model_type {kind!r} is not one of qwen3, qwen2, llama")
+    _refuse_unsupported(path, config)
+
+    def number(key: str) -> int:
+        value = config.get(key)
+        if not isinstance(value, int) or value < 1:
+            raise EngineError(f"{path}: {key} must be a positive integer, found {value!r}")
+        return value
+
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    head_dim = config.get("head_dim") or (128 if kind == "qwen3" else hidden // heads)
+    kv_heads = config.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise EngineError(f"{path}: num_key_value_heads {kv_heads} does not divide {heads} heads")
+    attention_bias = bool(config.get("attention_bias", False))
+    return Architecture(
+        vocab_size=number("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=number("intermediate_size"),
+        num_layers=number("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_length=number("max_position_embeddings"),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope=_rope_parameters(path, config),
+        qk_norm=kind == "qwen3",
+        qkv_bias=kind == "qwen2" or attention_bias,
+        out_bias=kind != "qwen2" and attention_bias,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        eos_ids=_eos_ids(model_path, config),
+    )
+
+
+def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
+    if config.get("hidden_act", "silu") != "silu":
+        raise EngineError(
+            f"{path}: hidden_act {config['hidden_act']!r} is not supported, only silu"
+        )
+    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+        raise EngineError(f"{path}: use_sliding_window (layer_types) is not supported")
+    for key in ("mlp_bias", "quantization_config"):
+        if config.get(key):
+            raise EngineError(f"{path}: {key} is not supported")
+
+
+def _rope_parameters(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """rope_theta and rope_type with what the type needs, from the new or the old spelling."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", "default")
+    needed = {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        ),
+    }.get(rope["rope_type"])
+    if needed is None:
+        raise EngineError(f"{path}: rope_parameters.rope_type {rope['rope_type']!r} not supported")
+    for key in ("rope_theta", *needed):
+        if not isinstance(rope.get(key), int | float):
+            raise EngineError(f"{path}: rope_parameters.{key} must be a number")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise EngineError(f"{path}: rope_parameters.partial_rotary_factor is not supported")
+    return rope
+
+
+def _eos_ids(model_path: Path, config: dict[str, Any]) -> frozenset[int]:
+    generation = model_path / "generation_config.json"
+    ids = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    if ids is None:
+        ids = config.get("eos_token_id")
+    return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+
+def rope_frequencies(arch: Architecture) -> Tensor:
+    """Angle per position of each pair of channels: float32 [head_dim / 2]."""
+    rope = arch.rope
+    exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim
+    theta = float(rope["rope_theta"])
+    frequencies = torch.pow(theta, -exponents)
+    if rope["rope_type"] == "linear":
+        return frequencies / float(rope["factor"])
+    if rope["rope_type"] == "llama3":
+        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+        turns = frequencies * float(rope["original_max_position_embeddings"]) / (2 * math.pi)
+        smooth = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        return (1 - smooth) * frequencies / float(rope["factor"]) + smooth * frequencies
+    return frequencies
+
+
+# Weights of the embedded engine, loaded and replaced in place.
+
+FLOAT_DTYPES = ("F32", "BF16", "F16")
+
+
+class LayerWeights:
+    """One decoder layer; q, k and v are one matrix, gate and up another."""
+
+    def __init__(self, arch: Architecture, options: dict[str, Any]) -> None:
+        d, hidden = arch.head_dim, arch.hidden_size
+        num_qk = arch.num_heads + arch.num_kv_heads
+        qkv_size = (num_qk + arch.num_kv_heads) * d
+        self.attn_norm = torch.zeros(hidden, **options)
+        self.qkv = torch.zeros(qkv_size, hidden, **options)
+        self.qkv_bias = torch.zeros(qkv_size, **options) if arch.qkv_bias else None
+        self.qk_norm = torch.zeros(num_qk, d, **options) if arch.qk_norm else None
+        self.out = torch.zeros(hidden, arch.num_heads * d, **options)
+        self.out_bias = torch.zeros(hidden, **options) if arch.out_bias else None
+        self.mlp_norm = torch.zeros(hidden, **options)
+        self.gate_up = torch.zeros(2 * arch.intermediate_size, hidden, **options)
+        self.down = torch.zeros(hidden, arch.intermediate_size, **options)
+
+    def targets(self, arch: Architecture) -> dict[str, Tensor]:
+        """Names as in the file, below model.layers.N -> the place (a view) that takes them."""
+        sizes = [n * arch.head_dim for n in (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads)]
+        gate, up = self.gate_up.chunk(2)
+        places = {
+            "input_layernorm.weight": self.attn_norm,
+            "post_attention_layernorm.weight": self.mlp_norm,
+            "self_attn.o_proj.weight": self.out,
+            "mlp.gate_proj.weight": gate,
+            "mlp.up_proj.weight": up,
+            "mlp.down_proj.weight": self.down,
+        }
+        for name, part in zip("qkv", torch.split_with_sizes(self.qkv, sizes), strict=True):
+            places[f"self_attn.{name}_proj.weight"] = part
+        if self.qkv_bias is not None:
+            for name, part in zip("qkv", torch.split_with_sizes(self.qkv_bias, sizes), strict=True):
+                places[f"self_attn.{name}_proj.bias"] = part
+        if self.out_bias is not None:
+            places["self_attn.o_proj.bias"] = self.out_bias
+        if self.qk_norm is not None:
+            places["self_attn.q_norm.weight"] = self.qk_norm[: arch.num_heads]
+            places["self_attn.k_norm.weight"] = self.qk_norm[arch.num_heads :]
+        return places
+
+
+class Weights:
+    """All parameters of a model, on one device in one dtype."""
+
+    def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.embed = torch.zeros(arch.vocab_size, arch.hidden_size, **options)
+        self.head = self.embed if arch.tied else torch.zeros_like(self.embed)
+        self.final_norm = torch.zeros(arch.hidden_size, **options)
+        self.layers = [LayerWeights(arch, options) for _ in range(arch.num_layers)]
+        self.targets = {
+            "model.embed_tokens.weight": self.embed,
+            "model.norm.weight": self.final_norm,
+        }
+        self.ignored = {"lm_head.weight"} if arch.tied else set()
+        self._aside: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        if not arch.tied:
+            self.targets["lm_head.weight"] = self.head
+        for index, layer in enumerate(self.layers):
+            for name, place in layer.targets(arch).items():
+                self.targets[f"model.layers.{index}.{name}"] = place
+
+    def load(self, source: Path) -> None:
+        """Replace all parameters by those of a directory with model.safetensors or its shards.
+
+        Raises EngineError, before anything has been copied, if names, shapes or dtypes differ.
+        """
+        with ExitStack() as stack, torch.no_grad():
+            found: dict[str, Any] = {}
+            try:
+                for path in _weight_files(source):
+                    handle = stack.enter_context(safe_open(path, framework="pt"))
+                    found.update((name, handle) for name in handle.keys())  # noqa: SIM118
+                self._check(source, found)
+                for name, place in self.targets.items():
+                    place.copy_(found[name].get_tensor(name))
+            except (SafetensorError, OSError) as error:
+                raise EngineError(f"cannot read the weights in {source}: {error}") from error
+
+    def give_back(self) -> None:
+        """Free their memory on the device; `take_back` brings them back."""
+        for storage in self._storages():
+            copy = storage.cpu().clone()  # type: ignore[no-untyped-call]
+            self._aside.append((storage, copy))
+        for storage, _ in self._aside:
+            storage.resize_(0)
+
+    def take_back(self) -> None:
+        """Put them where they were: every view of them holds again."""
+        for storage, copy in self._aside:
+            storage.resize_(copy.nbytes())
+            storage.copy_(copy)
+        self._aside = []
+
+    def _storages(self) -> Iterator[torch.UntypedStorage]:
+        """Each once."""
+        seen = {
+            place.untyped_storage().data_ptr(): place.untyped_storage()
+            for place in self.targets.values()
+        }
+        yield from seen.values()
+
+    def _check(self, source: Path, found: dict[str, Any]) -> None:
+        missing = sorted(self.targets.keys() - found.keys())
+        unknown = sorted(found.keys() - self.targets.keys() - self.ignored)
+        if missing or unknown:
+            raise EngineError(f"weights in {source}: missing {missing[:3]}, unknown {unknown[:3]}")
+        for name, place in self.targets.items():
+            entry = found[name].get_slice(name)
+            shape = tuple(entry.get_shape())
+            # The norms of all query heads share one vector in the file.
+            expected = tuple(place.shape[-1:] if "_norm." in name else place.shape)
+            if shape != expected:
+                raise EngineError(f"weights in {source}: {name} is {shape}, expected {expected}")
+            if entry.get_dtype() not in FLOAT_DTYPES:
+                raise EngineError(
+                    f"weights in {source}: {name} has dtype {entry.get_dtype()}, "
+                    f"expected one of {', '.join(FLOAT_DTYPES)}"
+                )
+
+
+def _weight_files(source: Path) -> list[Path]:
+    index = source / "model.safetensors.index.json"
+    if index.is_file():
+        names = read_json(index).get("weight_map", {})
+        return [source / name for name in sorted(set(names.values()))]
+    return [source / "model.safetensors"]

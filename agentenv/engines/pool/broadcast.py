@@ -1,0 +1,149 @@
+"""One update of a pool by broadcast: everyone joins, then one sends and all others receive.
+
+Each side may fail while the other waits for it, so that both run at the same time and the first
+failure calls the sender off, whose end of the connections ends the receivers'. Servers that it
+hurt are taken out of the pool, and come back with weights from a directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from agentenv.engines.pool.member import Member, Target
+from agentenv.engines.server import ServerLostError
+from agentenv.engines.weights import Group, Sender, TransferError
+from agentenv.errors import ConfigError, EngineError
+
+logger = logging.getLogger(__name__)
+
+FEATURE = "broadcast"
+SETTLE_S = 30.0  # for servers to end a call after the sender has hung up
+
+
+HOW_TO = (
+    "vLLM needs `pip install ./agentenv/engines/vllm_plugin` in its environment and "
+    '--weight-transfer-config \'{"backend": "agentenv"}\', SGLang needs 0.5.23 or newer'
+)
+
+
+def check_able(members: Sequence[Member]) -> None:
+    """Raises ConfigError for a server that takes no weights by broadcast."""
+    for member in members:
+        if FEATURE not in member.features:
+            raise ConfigError(f'engine.weights = "broadcast": {member.name} takes none: {HOW_TO}')
+
+
+class Broadcast:
+    """The group of sender and servers, and updates through it. A group lasts until a server comes,
+    goes or fails."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._group: Group | None = None
+        self._joined: list[tuple[Member, int]] = []
+
+    async def update(self, target: Target, members: Sequence[Member]) -> None:
+        """Those that took it have the version and serve. Those in doubt are dropped, the others,
+        that cannot receive among them, have what they had before."""
+        sender = target.sender
+        members = [each for each in members if each.serving and FEATURE in each.features]
+        if sender is None or not members:
+            return
+        try:
+            group = await self._form(sender, members)
+            manifest = await sender.manifest()
+        except EngineError as error:
+            logger.warning("weights go by a directory this time: %s", error)
+            return
+        calls = {
+            member: asyncio.create_task(member.receive(group, manifest, target.policy_version))
+            for member in members
+        }
+        try:
+            await _together(sender, asyncio.create_task(sender.send()), list(calls.values()))
+        except EngineError as error:
+            logger.warning("a broadcast of weights failed: %s", error)
+            await self._disband(sender)
+        finally:
+            for member, call in calls.items():
+                _drop_if_hurt(member, call)
+
+    async def _form(self, sender: Sender, members: Sequence[Member]) -> Group:
+        """The group of these servers, which is kept for later updates."""
+        wanted = [(member, member.epoch) for member in members]
+        if self._group is not None and self._joined == wanted:
+            return self._group
+        await self._disband(sender)
+        world_size, places = 1, []
+        for member in members:
+            places.append(world_size)
+            world_size += await member.receiver().num_ranks()
+        address = await sender.open()
+        group = Group(f"agentenv-{secrets.token_hex(8)}", address, world_size, self._timeout_s)
+        self._group, self._joined = group, wanted
+        joins = [
+            asyncio.create_task(member.receiver().join(group, place))
+            for member, place in zip(members, places, strict=True)
+        ]
+        try:
+            await _together(sender, asyncio.create_task(sender.join(group)), joins)
+        except BaseException:
+            await self._disband(sender)
+            raise
+        return group
+
+    async def _disband(self, sender: Sender) -> None:
+        group, self._group = self._group, None
+        joined, self._joined = self._joined, []
+        if group is not None:
+            await sender.leave()
+            await asyncio.gather(
+                *(m.receiver().leave(group) for m, epoch in joined if m.epoch == epoch)
+            )
+
+
+async def _together(
+    sender: Sender, sending: asyncio.Task[None], others: Sequence[asyncio.Task[None]]
+) -> None:
+    """Wait for all, none longer than it may still succeed. Raises the first failure; the tasks
+    are done then."""
+    tasks: list[asyncio.Task[None]] = [sending, *others]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        first = next((error for task in tasks if (error := _error(task)) is not None), None)
+        if not sending.done():
+            await sender.abort()
+            await asyncio.wait([sending])
+        if _error(sending) is None:  # all was sent: whoever is not done is only slow
+            await asyncio.wait(others)
+        else:
+            await sender.leave()  # whoever waits for it sees that it has gone
+            await asyncio.wait(others, timeout=SETTLE_S)
+    finally:
+        if not sending.done():
+            await sender.abort()
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    first = first or next((error for task in tasks if (error := _error(task)) is not None), None)
+    if first is not None:
+        raise first
+
+
+def _error(task: asyncio.Task[Any]) -> BaseException | None:
+    if not task.done():
+        return None
+    if task.cancelled():
+        return TransferError("it did not end in time")
+    return task.exception()
+
+
+def _drop_if_hurt(member: Member, call: asyncio.Task[None]) -> None:
+    error = _error(call)
+    if isinstance(error, ServerLostError | TransferError):
+        logger.warning("%s is out: %s", member.name, error)
+        member.drop(f"its weights are in doubt: {error}")

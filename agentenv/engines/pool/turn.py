@@ -1,0 +1,287 @@
+"""One call of generate, put together from what one or more servers sampled for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+from msgspec.structs import replace
+from tokenizers import Tokenizer
+
+from agentenv.engines.server import Request
+from agentenv.errors import EngineError
+from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
+
+# Finds stop strings in sampled tokens without decoding most of them.
+
+PARTIAL = "\ufffd"  # what bytes decode to that are not (yet) a whole character
+MAX_WHOLE = 64  # stop tokens of a request: each request carries them
+MARGIN = 8  # tokens decoded beyond the longest stop, since a cut may spoil the first ones
+
+
+class StopMatcher:
+    """The stop strings of a request, and the tokens with which one of them can end.
+
+    `whole` are the tokens that hold a stop string by themselves, unless they are many: an engine
+    can stop at them without decoding anything. `has_tokens`: each stop string has one, and a
+    model that knows it will hardly ever spell it in other tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, texts: Sequence[str], stops: tuple[str, ...]) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
+        self._window = max(len(stop.encode()) for stop in stops) + MARGIN
+        lasts = {stop[-1] for stop in stops}
+        partial = any(not last.isascii() for last in lasts)
+        # A byte token can only complete a character that takes several bytes.
+        marks = lasts | {PARTIAL} if partial else lasts
+        self.candidates = frozenset(
+            index for index, text in enumerate(texts) if not marks.isdisjoint(text)
+        )
+        twice = [i for i in sorted(self.candidates) if any(stop in texts[i] for stop in stops)]
+        whole = tuple(i for i in twice if any(stop in self._decode([i]) for stop in stops))
+        self.whole = whole if len(whole) <= MAX_WHOLE else ()
+        held = [self._decode([index]) for index in self.whole]
+        self.has_tokens = all(any(stop in text for text in held) for stop in stops)
+
+    def match(self, token_ids: list[int]) -> str | None:
+        """The stop string that comes first in the text of the sampled tokens, if there is one.
+
+        To be asked after each token of `candidates`: only the end of the list is decoded.
+        """
+        start = max(0, len(token_ids) - self._window)
+        text = self._decode(token_ids[start:])
+        while start and text.startswith(PARTIAL):  # the cut went through a character
+            start -= 1
+            text = self._decode(token_ids[start:])
+        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        return min(found)[1] if found else None
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+
+class StopStrings:
+    """Makes and keeps the matchers of one model directory; reads tokenizer.json when first used."""
+
+    def __init__(self, model_path: Path, vocab_size: int) -> None:
+        self._path = model_path / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self._tokenizer: Tokenizer | None = None
+        self._texts: list[str] = []
+        self._matchers: dict[tuple[str, ...], StopMatcher] = {}
+
+    def matcher(self, stops: tuple[str, ...]) -> StopMatcher | None:
+        """The matcher of these strings, None for none.
+
+        Raises EngineError for an empty string or when the directory has no tokenizer.json.
+        """
+        if not stops:
+            return None
+        if stops not in self._matchers:
+            if not all(stops):
+                raise EngineError("a stop string is empty")
+            tokenizer = self._load()
+            self._matchers[stops] = StopMatcher(tokenizer, self._texts, stops)
+        return self._matchers[stops]
+
+    def _load(self) -> Tokenizer:
+        if self._tokenizer is None:
+            if not self._path.is_file():
+                raise EngineError(f"stop strings need {self._path}, which does not exist")
+            tokenizer = Tokenizer.from_file(str(self._path))
+            # Each token twice: some decoders strip a space at the start, the second one has it.
+            # One by one, since decode_batch starts a pool of threads that dislikes forks.
+            self._texts = [
+                tokenizer.decode([index, index], skip_special_tokens=False)
+                for index in range(self._vocab_size)
+            ]
+            self._tokenizer = tokenizer
+        return self._tokenizer
+
+
+EntropyKind = Literal["exact", "top_k"]
+UNHEARD_INTERVAL = 16  # tokens of an event where nobody listens: as many may go with a server
+
+
+class Turn:
+    """Tokens received so far. A part is what one server gives; when it is lost, the next one
+    continues behind the tokens of all parts before.
+
+    Stop strings are looked for here in two cases: the server of a continuation does not know the
+    text before its part; and where each stop string has a token, the server is only told to end at
+    these tokens, which spares it decoding all that it samples. Versions of a part that is lost or
+    cut here are those its server had when the chunks came in: the server itself tells only with
+    the end of a request.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_tokens: Callable[[Chunk], None] | None,
+        stream_interval: int,
+        eos_ids: Collection[int],
+        matcher: StopMatcher | None,
+    ) -> None:
+        self.token_ids: list[int] = []
+        self.num_parts = 0
+        self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._prompt_ids, self._sampling = prompt_ids, sampling
+        self._on_tokens, self._stream_interval = on_tokens, stream_interval
+        self._eos_ids, self._matcher = eos_ids, matcher
+        self._logprobs: list[float] = []
+        self._entropies: list[float] = []
+        self._spans: list[VersionSpan] = []
+        self._has_tokens = matcher is not None and matcher.has_tokens
+        self._base = 0  # tokens of the parts before this one
+        self._observed: list[VersionSpan] = []  # versions of this part, as far as it is seen
+        self._num_reported = 0
+        self._stop: str | None = None
+
+    def request(self, request_id: str) -> Request:
+        """What the next part is asked for: the rest of the turn, with random numbers of its own."""
+        self.num_parts += 1
+        interval = UNHEARD_INTERVAL if self._on_tokens is None else self._stream_interval
+        stops = self._matcher.whole if self._matcher is not None else ()
+        sampling, done = self._sampling, len(self.token_ids)
+        if self._has_tokens:
+            sampling = replace(sampling, stop=())
+        if not done:
+            return Request(request_id, self._prompt_ids, sampling, interval, stops)
+        seed = None
+        if sampling.seed is not None:
+            seed = Random(f"{sampling.seed}/{done}").getrandbits(63)
+        rest = replace(sampling, max_tokens=sampling.max_tokens - done, seed=seed)
+        return Request(request_id, [*self._prompt_ids, *self.token_ids], rest, interval, stops)
+
+    def receive(self, chunk: Chunk, version: int) -> None:
+        """Tokens of the current part, sampled by `version` as far as anyone knows."""
+        if self.stopped.done():
+            return
+        start = len(self.token_ids)
+        self.token_ids += chunk.token_ids
+        self._logprobs += chunk.logprobs
+        self._entropies += chunk.entropies
+        if self._base or self._has_tokens:
+            self._find_stop(start)
+        extend_spans(self._observed, VersionSpan(version, start, len(self.token_ids)))
+        self._report()
+
+    def complete(self, part: Completion) -> Completion:
+        """The current part came to its end, and with it the turn."""
+        if self.stopped.done():
+            return self.cut(part.entropy_kind)
+        self._adopt(part)
+        stop = part.stop
+        if stop is None and part.finish_reason == "stop":
+            stop = self._match(len(self.token_ids))  # it has ended at a token
+        return self._completion(part.finish_reason, stop, part.entropy_kind, part)
+
+    def cut(self, entropy_kind: EntropyKind) -> Completion:
+        """The turn after a stop string that began in an earlier part."""
+        self._settle(self._observed)
+        return self._completion("stop", self._stop, entropy_kind, None)
+
+    def lose(self, part: Completion | None, entropy_kind: EntropyKind) -> Completion | None:
+        """The current part ended too early; what it gave stays. Returns the turn if that was all
+        of it, since only the end of the answer was lost. `part`: aborted, its tokens known."""
+        if self.stopped.done():
+            return self.cut(entropy_kind)
+        if part is None:
+            self._settle(self._observed)
+        else:
+            self._adopt(part)
+        self._base = len(self.token_ids)
+        if not self.token_ids:
+            return None
+        last = self.token_ids[-1]
+        if last in self._eos_ids:
+            return self._completion("stop", None, entropy_kind, None)
+        stop = self._match(len(self.token_ids))
+        if stop is not None:
+            return self._completion("stop", stop, entropy_kind, None)
+        if len(self.token_ids) >= self._sampling.max_tokens:
+            return self._completion("length", None, entropy_kind, None)
+        return None
+
+    def _adopt(self, part: Completion) -> None:
+        """Take the part as its end tells it, in place of its chunks."""
+        base = self._base
+        self.token_ids[base:] = part.token_ids
+        self._logprobs[base:] = part.logprobs
+        self._entropies[base:] = part.entropies
+        self._settle(
+            [VersionSpan(s.version, s.start + base, s.end + base) for s in part.version_spans]
+        )
+
+    def _settle(self, spans: list[VersionSpan]) -> None:
+        """The versions of the current part are known."""
+        for span in spans:
+            extend_spans(self._spans, span)
+        self._observed = []
+
+    def _find_stop(self, start: int) -> None:
+        for length in range(start + 1, len(self.token_ids) + 1):
+            stop = self._match(length)
+            if stop is not None and not self._ends_by_itself(length):
+                self._stop = stop
+                for tokens in (self.token_ids, self._logprobs, self._entropies):
+                    del tokens[length:]
+                self.stopped.set_result(None)
+                return
+
+    def _ends_by_itself(self, length: int) -> bool:
+        """Whether the server also finds the stop string that ends here."""
+        if self._matcher is not None and self._has_tokens:
+            return self.token_ids[length - 1] in self._matcher.whole
+        return self._match(length, self._base) is not None
+
+    def _match(self, length: int, start: int = 0) -> str | None:
+        """The stop string that the tokens from `start` to `length` end in."""
+        if self._matcher is None or self.token_ids[length - 1] not in self._matcher.candidates:
+            return None
+        return self._matcher.match(self.token_ids[start:length])
+
+    def _report(self) -> None:
+        start, end = self._num_reported, len(self.token_ids)
+        if self._on_tokens is not None and end - start >= self._stream_interval:
+            self._num_reported = end
+            self._on_tokens(
+                Chunk(
+                    self.token_ids[start:end],
+                    self._logprobs[start:end],
+                    self._entropies[start:end],
+                )
+            )
+
+    def _completion(
+        self,
+        reason: Literal["stop", "length", "abort"],
+        stop: str | None,
+        entropy_kind: EntropyKind,
+        part: Completion | None,
+    ) -> Completion:
+        cached = part.num_cached_tokens if part is not None else 0
+        return Completion(
+            token_ids=self.token_ids,
+            logprobs=self._logprobs,
+            entropies=self._entropies,
+            finish_reason=reason,
+            version_spans=self._spans,
+            stop=stop,
+            entropy_kind=entropy_kind,
+            num_cached_tokens=min(cached, len(self._prompt_ids)),
+        )
+
+
+def extend_spans(spans: list[VersionSpan], span: VersionSpan) -> None:
+    """Append a span, as one with the last if both are of one version; empty ones vanish."""
+    if span.start == span.end:
+        return
+    if spans and spans[-1].version == span.version:
+        spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
+    else:
+        spans.append(span)

@@ -1,0 +1,254 @@
+"""Settings of engines that are servers, apart from their clients so that reading them is cheap."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct, field
+
+from agentenv.errors import ConfigError
+
+# Settings of engine servers that a run starts by itself.
+
+ROLES = ("summarizer", "judge", "debugger", "refiner")  # besides the policy, which is [engine]
+
+
+class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one server is started."""
+
+    gpus: Annotated[
+        list[int],
+        Meta(description="GPUs by number, among those visible; empty: free ones in order"),
+    ] = field(default_factory=list)
+    port: Annotated[
+        int,
+        Meta(ge=0, le=65535, description="port of the first server, the next ones follow; 0: free"),
+    ] = 0
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    tensor_parallel_size: Annotated[int, Meta(ge=1, description="GPUs that share a layer")] = 1
+    data_parallel_size: Annotated[
+        int, Meta(ge=1, description="copies of the model behind one server")
+    ] = 1
+    gpu_memory_share: Annotated[
+        float, Meta(gt=0, le=1, description="share of a GPU's memory for weights and cache")
+    ] = 0.9
+    kv_cache_gb: Annotated[
+        int, Meta(ge=1, description="memory for keys and values on the CPU, GiB")
+    ] = 1
+    max_num_seqs: Annotated[
+        int, Meta(ge=0, description="requests that run at a time; 0: the engine's choice")
+    ] = 0
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Meta(description="auto: GPUs if there are any")
+    ] = "auto"
+    dtype: Annotated[
+        Literal["model", "float32", "bfloat16", "float16"],
+        Meta(description="of weights and cache; model: what its config.json says"),
+    ] = "model"
+    quantization: Annotated[str, Meta(description="method by the engine's name; empty: none")] = ""
+    python: Annotated[
+        str,
+        Meta(
+            description="interpreter of the engine's environment; empty: this one if the engine "
+            "is installed in it, else .venv-vllm/bin/python or .venv-sglang/bin/python"
+        ),
+    ] = ""
+    args: Annotated[
+        list[str], Meta(description="more arguments of the engine's own command line, as they are")
+    ] = field(default_factory=list)
+    env: Annotated[dict[str, str], Meta(description="more environment variables of the server")] = (
+        field(default_factory=dict)
+    )
+    start_timeout_s: Annotated[
+        float, Meta(gt=0, description="deadline for a server to come up")
+    ] = 900.0
+    max_restarts: Annotated[
+        int, Meta(ge=0, description="times a server that died is started again")
+    ] = 10
+
+
+class ServersConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The servers of the policy."""
+
+    num_servers: Annotated[int, Meta(ge=1, description="servers to start")] = 1
+
+
+class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model beside the policy, for environments and graders: OpenAI routes at `{role:NAME}/v1`,
+    model name NAME. Either started for the run, or there already at `url`."""
+
+    url: Annotated[
+        str,
+        Meta(
+            description="http://HOST:PORT of a server that runs already; empty: start one. NAME is "
+            "summarizer, judge, debugger or refiner; {role:NAME} in texts of [env], [grader], "
+            "[search] and [python] stands for the URL, e.g. grader.judge.url = '{role:judge}/v1'"
+        ),
+    ] = ""
+    model: Annotated[str, Meta(description="Hugging Face directory; needed to start one")] = ""
+    engine: Annotated[Literal["vllm", "sglang"], Meta(description="what serves it")] = "vllm"
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="tokens of prompt and answer; 0: the model's")
+    ] = 0
+
+    def __post_init__(self) -> None:
+        if bool(self.url) == bool(self.model):
+            raise ConfigError("roles.NAME: give exactly one of url and model")
+
+
+# Settings of the engine pool: budgets, deadlines, concurrency.
+
+
+class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a pool treats its servers and the requests on them."""
+
+    max_retries: Annotated[
+        int, Meta(ge=0, description="times a turn is sent again after its server was lost")
+    ] = 5
+    first_backoff_s: Annotated[
+        float, Meta(gt=0, description="longest wait before the first retry; doubles with each")
+    ] = 0.5
+    max_backoff_s: Annotated[float, Meta(gt=0, description="longest wait before a retry")] = 30.0
+    max_outage_s: Annotated[
+        float, Meta(gt=0, description="the run ends when all servers are gone for this long")
+    ] = 600.0
+    load_timeout_s: Annotated[
+        float, Meta(gt=0, description="deadline of one server for one update of its weights")
+    ] = 600.0
+    broadcast_timeout_s: Annotated[
+        float,
+        Meta(gt=0, description="deadline of a broadcast for its group, and for each tensor"),
+    ] = 60.0
+    poll_interval_s: Annotated[
+        float, Meta(gt=0, description="between two looks at a server's health and load")
+    ] = 1.0
+    poll_timeout_s: Annotated[
+        float, Meta(gt=0, description="a server that does not say its load for this long is lost")
+    ] = 60.0
+    initial_concurrency: Annotated[
+        int, Meta(ge=1, description="requests in flight on a server, before its load is known")
+    ] = 64
+    max_concurrency: Annotated[
+        int, Meta(ge=1, description="most requests in flight on one server, whatever its load")
+    ] = 2048
+    check_weights: Annotated[
+        bool,
+        Meta(
+            description="after each update, compare the servers' checksums with those of the "
+            "published directory and of the first server that took it (where an engine tells "
+            "none: the log-prob of a token)"
+        ),
+    ] = True
+
+
+SGLANG_RESERVED = 2  # tokens of its context length that an SGLang server never fills
+
+
+class TimeoutsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Deadlines of calls to a server."""
+
+    connect_s: Annotated[float, Meta(gt=0, description="to open a connection")] = 10.0
+    call_s: Annotated[float, Meta(gt=0, description="of a short call")] = 30.0
+    idle_s: Annotated[
+        float,
+        Meta(gt=0, description="without a token from a running request; more than a load takes"),
+    ] = 600.0
+    load_s: Annotated[float, Meta(gt=0, description="of one load of weights")] = 600.0
+
+
+class RemoteConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keys that all served engines have."""
+
+    urls: Annotated[
+        list[str],
+        Meta(description="servers that run already, http://HOST:PORT; empty: start [servers]"),
+    ] = field(default_factory=list)
+    urls_file: Annotated[
+        str,
+        Meta(
+            description="file with one URL a line, looked at all the time: servers may be added "
+            "and taken away during the run; in place of urls"
+        ),
+    ] = ""
+    control_urls: Annotated[
+        list[str],
+        Meta(
+            description="when the one URL is a router (sglang-router): the workers behind it, "
+            "which get weights and aborts directly"
+        ),
+    ] = field(default_factory=list)
+    servers: Annotated[ServersConfig | None, Meta(description="servers to start for the run")] = (
+        None
+    )
+    api_key_env: Annotated[
+        str, Meta(description="environment variable that holds the servers' API key; empty: none")
+    ] = ""
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="most tokens of prompt and output; 0: the model's")
+    ] = 0
+    entropy_top_k: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            description="log-probs a token from which its entropy is bounded below, the rest taken "
+            "as one token; each costs the server time; -1: the whole vocabulary, exact",
+        ),
+    ] = 10
+    weights: Annotated[
+        Literal["directory", "broadcast"],
+        Meta(
+            description="how new weights reach the servers: through files that they can see, or "
+            "from the learner's rank 0 over NCCL (GPUs) or gloo (CPU)"
+        ),
+    ] = "directory"
+    lora: Annotated[
+        Literal["merged", "adapter"],
+        Meta(
+            description="how a policy with learner.lora reaches the servers: as a whole model, or "
+            "(vLLM) as an adapter of the model that they were started with, which is small; "
+            "running requests then have their prefixes computed again at each update"
+        ),
+    ] = "merged"
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    pool: PoolConfig = PoolConfig()
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("urls", "urls_file", "servers") if getattr(self, name)]
+        if len(given) > 1:
+            raise ConfigError(f"engine: give only one of urls, urls_file and servers, not {given}")
+        if self.lora == "adapter" and self.weights == "broadcast":
+            raise ConfigError(
+                'engine.lora = "adapter" goes through a directory; remove engine.weights'
+            )
+        if self.control_urls and len(self.urls) != 1:
+            raise ConfigError(
+                f"engine.control_urls are the workers behind one URL; engine.urls has "
+                f"{len(self.urls)}"
+            )
+
+
+class VLLMConfig(
+    RemoteConfig,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag="vllm",
+    tag_field="name",
+):
+    """vLLM servers."""
+
+
+class SGLangConfig(
+    RemoteConfig,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag="sglang",
+    tag_field="name",
+):
+    """SGLang servers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora == "adapter":
+            raise ConfigError('engine.lora = "adapter" is for vLLM; to SGLang adapters go "merged"')

@@ -1,0 +1,485 @@
+"""The tools that a configuration names: loaded, or still the name of one that the environment has.
+
+[[env.tools]]
+name = "search"                  # a tool that the environment has
+max_calls = 10
+
+[[env.tools]]
+name = "my_tools:weather"        # a @tool function, or a class or function that makes a tool
+kwargs = { units = "metric" }
+required = false
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import Annotated, Any, Literal, Protocol, get_type_hints, runtime_checkable
+
+import msgspec
+from msgspec import Meta, Struct, field
+from msgspec.structs import replace
+
+from agentenv.env import ForkMode, shared
+from agentenv.errors import AgentEnvError, ConfigError, EnvError, InfraError, ToolError
+from agentenv.types import ToolResult
+
+# Tools: what the policy can call. `@tool` makes one from a typed function.
+#
+#     @tool
+#     async def weather(city: str, days: int = 1) -> str:
+#         '''Forecast for a city.'''
+#
+# A tool object is shared by all episodes; what belongs to one episode is its `state`.
+
+
+class Tool(Protocol):
+    """One tool. `schema` is the JSON schema of its arguments; the first is the one that the tag
+    protocol fills with the text between the tags."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def description(self) -> str: ...
+    @property
+    def schema(self) -> dict[str, Any]: ...
+    @property
+    def fork_mode(self) -> ForkMode: ...
+
+    def start(self, seed: int | None) -> Any:
+        """The state of a new episode; cheap, since many episodes never call the tool."""
+        ...
+
+    async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
+        """Run one call. Raises ToolError (the policy reads it) or InfraError (retried)."""
+        ...
+
+    async def fork(self, state: Any) -> Any:
+        """An independent copy of the state."""
+        ...
+
+    async def close(self, state: Any) -> None:
+        """Free the state; idempotent."""
+        ...
+
+
+@runtime_checkable
+class ToolSource(Protocol):
+    """Where several tools come from, known only once it is asked, such as a tool server."""
+
+    async def load(self) -> Sequence[Tool]:
+        """The tools, the same ones each time. Raises ConfigError when there is no way."""
+        ...
+
+
+class StatelessTool:
+    """Base of tools that keep nothing between calls."""
+
+    name: str
+    description: str
+    schema: dict[str, Any]
+    fork_mode: ForkMode = "pure"
+
+    def start(self, seed: int | None) -> Any:
+        return None
+
+    async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
+        raise NotImplementedError
+
+    async def fork(self, state: Any) -> Any:
+        return None
+
+    async def close(self, state: Any) -> None:
+        return None
+
+
+class FunctionTool(StatelessTool):
+    """A tool made from a function; arguments are checked and converted by their annotations."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.name = function.__name__
+        self.description = inspect.cleandoc(function.__doc__ or "")
+        self._function = function
+        self._arguments = _arguments_struct(function)
+        self.schema = argument_schema(self._arguments)
+
+    async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
+        try:
+            checked = msgspec.convert(arguments, self._arguments, strict=False)
+        except msgspec.ValidationError as error:
+            raise ToolError(f"{self.name}: {error}") from error
+        outcome = self._function(**msgspec.structs.asdict(checked))
+        if inspect.isawaitable(outcome):
+            outcome = await outcome
+        return outcome if isinstance(outcome, ToolResult) else ToolResult(str(outcome))
+
+
+def tool(function: Callable[..., Any]) -> FunctionTool:
+    """Make a tool of a sync or async function; name, description and schema come from it.
+
+    Every parameter needs a type annotation. The function returns text (or a ToolResult) and
+    raises ToolError for a call that is the policy's fault. A sync function must be quick: it
+    runs on the event loop.
+    """
+    return FunctionTool(function)
+
+
+def argument_schema(arguments: type[msgspec.Struct]) -> dict[str, Any]:
+    """JSON schema of an arguments struct, without the references that msgspec adds."""
+    schema = msgspec.json.schema(arguments)
+    definition = dict(schema["$defs"][arguments.__name__])
+    definition.pop("title", None)
+    return definition
+
+
+def _arguments_struct(function: Callable[..., Any]) -> type[msgspec.Struct]:
+    hints = get_type_hints(function, include_extras=True)
+    fields: list[Any] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name not in hints or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            raise ConfigError(
+                f"@tool {function.__name__}: parameter {parameter.name!r} must be an ordinary "
+                "parameter with a type annotation"
+            )
+        hint = hints[parameter.name]
+        if parameter.default is parameter.empty:
+            fields.append((parameter.name, hint))
+        else:
+            fields.append((parameter.name, hint, parameter.default))
+    return msgspec.defstruct(
+        f"{function.__name__}_arguments", fields, forbid_unknown_fields=True, kw_only=True
+    )
+
+
+# What the tools of an episode may be asked: the limits of each, and the calls that are left.
+
+OnLimit = Literal["end", "result"]
+
+# shared keywords of the two structs below
+_MaxCalls = Annotated[
+    Annotated[int, Meta(ge=0)] | None,
+    Meta(description="calls of the tool in one episode; none: only the total counts"),
+]
+_Timeout = Annotated[
+    Annotated[float, Meta(gt=0)] | None,
+    Meta(description="deadline of one call; none: that of the environment"),
+]
+_Concurrency = Annotated[
+    Annotated[int, Meta(ge=1)] | None,
+    Meta(description="calls of the tool in flight in this process; none: no bound"),
+]
+_Retries = Annotated[
+    Annotated[int, Meta(ge=0)] | None,
+    Meta(description="retries after a failure of machinery; none: as the environment does"),
+]
+_Required = Annotated[
+    bool,
+    Meta(
+        description="false: a tool that cannot be loaded is left out with a warning, and one that "
+        "fails for good is reported to the policy as not available"
+    ),
+]
+
+
+class ToolLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds of one tool; what is None is left to the environment."""
+
+    max_calls: _MaxCalls = None
+    timeout_s: _Timeout = None
+    max_concurrency: _Concurrency = None
+    num_retries: _Retries = None
+    required: _Required = True
+
+    def filled(self, timeout_s: float, num_retries: int) -> ToolLimits:
+        """With what the environment says where this says nothing."""
+        return replace(
+            self,
+            timeout_s=timeout_s if self.timeout_s is None else self.timeout_s,
+            num_retries=num_retries if self.num_retries is None else self.num_retries,
+        )
+
+
+class ToolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tool of an episode. A list of them replaces the environment's own list."""
+
+    name: Annotated[
+        str, Meta(description="a tool that the environment has, by its name, or 'module:name'")
+    ]
+    kwargs: Annotated[
+        dict[str, Any], Meta(description="keyword arguments of the class or function named")
+    ] = field(default_factory=dict)
+    max_calls: _MaxCalls = None
+    timeout_s: _Timeout = None
+    max_concurrency: _Concurrency = None
+    num_retries: _Retries = None
+    required: _Required = True
+
+    @property
+    def limits(self) -> ToolLimits:
+        return ToolLimits(
+            max_calls=self.max_calls,
+            timeout_s=self.timeout_s,
+            max_concurrency=self.max_concurrency,
+            num_retries=self.num_retries,
+            required=self.required,
+        )
+
+
+class CallBudget:
+    """How many calls of an episode are used, and what is left of its limits."""
+
+    def __init__(self, max_tool_calls: int | None) -> None:
+        self.max_tool_calls = max_tool_calls
+        self.num_calls = 0
+        self._num_of: Counter[str] = Counter()
+
+    def copy(self) -> CallBudget:
+        """An independent copy, for a fork."""
+        other = CallBudget(self.max_tool_calls)
+        other.num_calls, other._num_of = self.num_calls, self._num_of.copy()
+        return other
+
+    def use(self, name: str, limits: ToolLimits) -> None:
+        """Count a call of a tool, which `num_calls` holds already; ToolError when none is left."""
+        if self.max_tool_calls is not None and self.num_calls > self.max_tool_calls:
+            raise ToolError(
+                f"No tool can be called any more: all {self.max_tool_calls} calls are used. "
+                "Answer with what you know.",
+                {"limit": "max_tool_calls"},
+            )
+        most = limits.max_calls
+        if most is not None and self._num_of[name] >= most:
+            raise ToolError(
+                f"{name} cannot be called any more: all {most} calls of it are used.",
+                {"limit": f"max_calls of {name}"},
+            )
+        self._num_of[name] += 1
+
+    def beyond(self, names: Sequence[str], limits: Mapping[str, ToolLimits]) -> str:
+        """The limit that calls of these tools would break, in words; "" for none."""
+        total = self.max_tool_calls
+        if total is not None and self.num_calls + len(names) > total:
+            return "max_tool_calls"
+        for name, count in Counter(names).items():
+            most = limits[name].max_calls if name in limits else None
+            if most is not None and self._num_of[name] + count > most:
+                return f"max_calls of {name}"
+        return ""
+
+
+# The running of one tool call within its limits.
+
+FIRST_DELAY_S = 0.1  # before the first retry; doubles with each, up to MAX_DELAY_S
+MAX_DELAY_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+async def run_call(
+    tool: Tool, arguments: dict[str, Any], state: Any, limits: ToolLimits, rng: Random
+) -> ToolResult:
+    """One call within its limits, failures of machinery retried with jittered delays.
+
+    `timeout_s` and `num_retries` must be given. The wait for a free place is not part of the
+    deadline. Raises ToolError, and EnvError when the retries are used up.
+    """
+    assert limits.timeout_s is not None
+    assert limits.num_retries is not None
+    problem = ""
+    for attempt in range(limits.num_retries + 1):
+        if attempt:
+            delay = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (attempt - 1))
+            await asyncio.sleep(delay * rng.uniform(0.5, 1.5))
+        try:
+            return await _within(tool, arguments, state, limits)
+        except InfraError as error:
+            problem = str(error)
+        except TimeoutError:
+            problem = f"no result within {limits.timeout_s:g} s"
+    text = f"tool {tool.name} failed {limits.num_retries + 1} times, the last time: {problem}"
+    if limits.required:
+        raise EnvError(text)
+    logger.warning("%s; the policy reads that it is not available", text)
+    raise ToolError(f"The tool {tool.name!r} is not available at the moment.")
+
+
+async def _within(
+    tool: Tool, arguments: dict[str, Any], state: Any, limits: ToolLimits
+) -> ToolResult:
+    if limits.max_concurrency is None:
+        async with asyncio.timeout(limits.timeout_s):
+            return await tool.call(arguments, state)
+    size = limits.max_concurrency
+    places = shared(("tool places", tool.name, size), lambda: asyncio.Semaphore(size))
+    async with places, asyncio.timeout(limits.timeout_s):
+        return await tool.call(arguments, state)
+
+
+# Which tools an episode has, and the bounds of each.
+
+ChosenTool = tuple[Tool | ToolSource | str, ToolLimits]
+
+_WEAKEST_FIRST: tuple[ForkMode, ...] = ("none", "snapshot", "replay", "pure")
+
+
+class Toolbox:
+    """`tools` and their `limits` by name, and the sources that `load` asks for theirs."""
+
+    def __init__(
+        self,
+        tools: Sequence[Tool | ToolSource] = (),
+        limits: Mapping[str, ToolLimits] | None = None,
+    ) -> None:
+        self.tools: dict[str, Tool] = {}
+        self.limits = dict(limits or {})
+        self._sources: list[tuple[ToolSource, ToolLimits]] = []
+        for tool in tools:
+            self.add(tool)
+        unknown = sorted(self.limits.keys() - self.tools.keys())
+        if unknown and not self._sources:
+            raise ConfigError(f"tool_limits: no tools {unknown}; known: {sorted(self.tools)}")
+
+    @property
+    def fork_mode(self) -> ForkMode:
+        """The weakest of the tools' modes."""
+        modes = [tool.fork_mode for tool in self.tools.values()]
+        return min(modes, key=_WEAKEST_FIRST.index, default="pure")
+
+    def add(self, tool: Tool | ToolSource, limits: ToolLimits | None = None) -> None:
+        """One more tool, or a source of several. Raises ConfigError for a name taken twice."""
+        if isinstance(tool, ToolSource):
+            self._sources.append((tool, limits or ToolLimits()))
+            return
+        if tool.name in self.tools:
+            raise ConfigError(f"two tools share a name: {tool.name!r}")
+        self.tools[tool.name] = tool
+        if limits is not None:
+            self.limits[tool.name] = limits
+
+    def chosen(self, tools: Sequence[ChosenTool], owner: str) -> Toolbox:
+        """A toolbox of these only; a name means a tool of this one, which is that of `owner`."""
+        other = Toolbox()
+        for one, limits in tools:
+            if isinstance(one, str):
+                if one not in self.tools:
+                    raise ConfigError(
+                        f"env.tools: {owner} has no tool {one!r}; it has {sorted(self.tools)}; "
+                        "another tool is named as 'module:name'"
+                    )
+                one = self.tools[one]
+            other.add(one, limits)
+        return other
+
+    async def load(self) -> None:
+        """Ask the sources for their tools; later calls are free."""
+        for source, limits in self._sources:
+            for tool in await source.load():
+                self.add(tool, limits)
+        self._sources = []
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """Name, description and parameters of each tool."""
+        return [
+            {"name": tool.name, "description": tool.description, "parameters": tool.schema}
+            for tool in self.tools.values()
+        ]
+
+
+def load_tools(
+    configs: Sequence[ToolConfig], resolve: Callable[[str], Any] = str
+) -> list[ChosenTool]:
+    """The tools of a configuration: made, or still the name of one that the environment has.
+
+    `resolve` turns text arguments that hold "{run}" into paths.
+    """
+    chosen: list[ChosenTool] = []
+    for number, config in enumerate(configs):
+        key = f"env.tools[{number}]"
+        if ":" not in config.name:
+            if config.kwargs:
+                raise ConfigError(
+                    f"{key}.kwargs: {config.name!r} is a tool of the environment, made with "
+                    "env.kwargs; only 'module:name' takes keyword arguments"
+                )
+            chosen.append((config.name, config.limits))
+            continue
+        kwargs = {
+            name: str(resolve(value)) if isinstance(value, str) and "{run}" in value else value
+            for name, value in config.kwargs.items()
+        }
+        try:
+            chosen.append((_load(config.name, kwargs, key), config.limits))
+        except AgentEnvError as error:
+            if config.required:
+                raise
+            logger.warning("%s: %s is left out: %s", key, config.name, error)
+    return chosen
+
+
+def _load(path: str, kwargs: dict[str, Any], key: str) -> Tool | ToolSource:
+    module, _, name = path.partition(":")
+    try:
+        made = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{key}.name: {path!r} cannot be loaded: {error}") from error
+    if not isinstance(made, FunctionTool):
+        try:
+            made = made(**kwargs)
+        except TypeError as error:
+            raise ConfigError(
+                f"{key}: {path} cannot be made with {sorted(kwargs)}: {error}"
+            ) from error
+    elif kwargs:
+        raise ConfigError(f"{key}.kwargs: {path} is a @tool function, it takes none")
+    missing = [part for part in ("name", "schema", "start", "call") if not hasattr(made, part)]
+    if missing and not isinstance(made, ToolSource):
+        raise ConfigError(f"{key}.name: {path} makes no tool: it has no {', '.join(missing)}")
+    tool: Tool | ToolSource = made
+    return tool
+
+
+# The states of an episode's tools, closed together and to the end.
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+async def close_states(tools: Mapping[str, Tool], states: Mapping[str, Any]) -> str:
+    """Close every state within CLOSE_TIMEOUT_S; what went wrong, in words, "" for nothing. A bug
+    in a tool is raised after the others are closed."""
+
+    async def close(name: str, state: Any) -> str:
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await tools[name].close(state)
+        except AgentEnvError as error:
+            return f"{name}: {error}"
+        except TimeoutError:
+            return f"{name}: not closed within {CLOSE_TIMEOUT_S:g} s"
+        return ""
+
+    outcomes = await asyncio.gather(
+        *(close(name, state) for name, state in states.items()), return_exceptions=True
+    )
+    for outcome in outcomes:  # only now, so that one bad tool leaves no other one open
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return "; ".join(str(outcome) for outcome in outcomes if outcome)
+
+
+async def wait_out(task: asyncio.Task[None]) -> None:
+    """Wait until the task is done, also when cancelled meanwhile; then the cancellation, or what
+    the task raised, goes on."""
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()

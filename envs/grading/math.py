@@ -1,0 +1,251 @@
+"""What runs in a worker: mathematical equivalence by math-verify. Imports sympy when made."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import json
+import os
+import re
+from collections import OrderedDict
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any
+
+from agentenv.env import shared
+from agentenv.errors import ConfigError, GraderError
+from envs.grading.workers import JobFailedError, JobTimeoutError, WorkerPool
+from envs.search.upstream import SingleFlight
+
+# Expressions that are not worth evaluating: they would run for ever or fill the memory.
+
+MAX_CHARS = 600
+MAX_DEPTH = 20
+MAX_EXPONENT_DIGITS = 4
+MAX_FACTORIAL_DIGITS = 3
+MAX_DIGITS = 60
+
+_EXPONENT = re.compile(r"(?:\^|\*\*)\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(-?\d+|\w))")
+_FACTORIAL = re.compile(r"(\d+)\s*!|[)}\]]\s*!|!\s*!")
+_HEAVY = re.compile(
+    r"\\(?:i?i?int|oint|sum|prod|lim)(?![a-zA-Z])"
+    r"|(?<![A-Za-z\\])(?:factorial|gamma|fibonacci|prime|binomial|integrate|diff|solve|Sum)\s*\("
+)
+_DIGITS = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
+_BINOMIAL = re.compile(r"\\[dt]?binom\s*\{?\s*(\d+)")
+
+
+def risk_of(expression: str) -> str:
+    """Why the expression is refused; "" when it may be evaluated."""
+    if len(expression) > MAX_CHARS:
+        return f"longer than {MAX_CHARS} characters"
+    depth = deepest = 0
+    for sign in expression:
+        depth += (sign in "([{") - (sign in ")]}")
+        deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH:
+        return f"brackets nested over {MAX_DEPTH} deep"
+    if _DIGITS.search(expression):
+        return f"a number of over {MAX_DIGITS} digits"
+    for match in _EXPONENT.finditer(expression):
+        exponent = match[1] or match[2] or match[3] or ""
+        if "!" in exponent or any(
+            len(run) > MAX_EXPONENT_DIGITS for run in re.findall(r"\d+", exponent)
+        ):
+            return "a huge exponent"
+        if exponent.strip().isdigit() and int(exponent) > 300 and not _numeric_base(expression):
+            return "a polynomial of huge degree"
+    if _has_tower(expression):
+        return "a tower of powers"
+    for match in _FACTORIAL.finditer(expression):
+        if match[1] is None or len(match[1]) > MAX_FACTORIAL_DIGITS:
+            return "a big factorial"
+    if any(len(match[1]) > MAX_FACTORIAL_DIGITS for match in _BINOMIAL.finditer(expression)):
+        return "a big binomial"
+    return "a sum, product, limit or integral" if _HEAVY.search(expression) else ""
+
+
+def _has_tower(expression: str) -> bool:
+    """A power whose exponent holds a power: 9^{9^9}, but not x^2 y^2."""
+    plain = expression.replace("**", "^").replace(" ", "")
+    open_exponents: list[bool] = []
+    for place, sign in enumerate(plain):
+        if sign in "({":
+            open_exponents.append(place > 0 and plain[place - 1] == "^")
+        elif sign in ")}" and open_exponents:
+            open_exponents.pop()
+        elif sign == "^" and any(open_exponents):
+            return True
+    return re.search(r"\^-?(?:\d+|[A-Za-z])\^|\^\{[^{}]*\}\^", plain) is not None
+
+
+def _numeric_base(expression: str) -> bool:
+    return re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", expression)) is None
+
+
+# Mathematical equivalence by math-verify, in workers that are killed at a limit.
+
+LIMIT_S = 1.5
+MAX_WAIT_S = 0.35  # for a worker; with LIMIT_S every question is answered within 2 s
+MIN_CPU_S = 0.15  # a job that got less did not fail, the machine was too busy
+PATIENT_SHARE = 0.6  # of the limit, in CPU time, that a job gets if none hurries
+MAX_PATIENT_S = 60.0  # after so much wall time, even then
+MAX_JOBS = min(64, 8 * (os.cpu_count() or 1))
+MAX_CACHED = 20_000
+MEMORY_BYTES = 1 << 30
+
+
+class MathEquivalence:
+    """Asks math-verify; risky expressions are refused, equal questions are asked once.
+
+    math-verify is an extra: without it `start` raises ConfigError.
+    """
+
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self.limit_s = limit_s
+        self._pool = WorkerPool(
+            "envs.grading.math:MathVerify",
+            max_jobs=MAX_JOBS,
+            memory_bytes=MEMORY_BYTES,
+            environment={},
+            share_cores=True,
+            max_wait_s=MAX_WAIT_S,
+        )
+        self._flight: SingleFlight[tuple[bool, str]] = SingleFlight()
+        self._known: OrderedDict[tuple[str, str, bool], tuple[bool, str]] = OrderedDict()
+        self._turns: AbstractAsyncContextManager[None] = nullcontext()
+        self._patient = False
+
+    def take_turns(self) -> None:
+        """From now on ask no more at once than the cores can take, however long others wait, and
+        give a job its CPU time rather than its wall time: for stored answers, of which there are
+        many and none is urgent. So verdicts do not depend on what else the machine does."""
+        self._turns = asyncio.Semaphore(1 + (os.cpu_count() or 1))
+        self._patient = True
+
+    async def start(self) -> None:
+        """Load math-verify now rather than in the first grading."""
+        if importlib.util.find_spec("math_verify") is None:
+            raise ConfigError(
+                'grader: mathematical equivalence needs math-verify: pip install "agentenv[math]", '
+                "or set math = false to compare expressions as text"
+            )
+        await self._pool.start()
+
+    async def equal(self, answer: str, gold: str, *, plain: bool = False) -> tuple[bool, str]:
+        """Whether the two are equal, and why. Raises GraderError when the machine is too busy to
+        find out: never after over 2 s."""
+        key = (answer, gold, plain)
+        if key not in self._known:
+            flight = json.dumps(key)
+            found = await self._flight.run(flight, lambda: self._ask(answer, gold, plain))
+            self._known[key] = found
+            while len(self._known) > MAX_CACHED:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return self._known[key]
+
+    async def _ask(self, answer: str, gold: str, plain: bool) -> tuple[bool, str]:
+        for side, text in (("answer", answer), ("gold", gold)):
+            risk = "" if plain else risk_of(text)
+            if risk:
+                return False, f"not evaluated: the {side} holds {risk}"
+        payload = {"gold": gold, "answer": answer, "plain": plain}
+        await self.start()
+        for last in (False, True):
+            try:
+                async with self._turns:
+                    equal = await self._run(payload)
+            except JobTimeoutError:
+                return False, f"math-verify did not finish within {self.limit_s:g} s"
+            except JobFailedError as error:
+                if "died" in str(error) and not last:
+                    continue  # killed from outside, perhaps for memory: once more
+                return False, f"math-verify failed: {error}"
+            return bool(equal), "math-verify: " + ("equal" if equal else "not equal")
+        raise AssertionError("unreachable")
+
+    async def _run(self, payload: dict[str, Any]) -> Any:
+        """The worker's answer. Raises GraderError when it got too little CPU time to tell."""
+        limit_s = self.limit_s
+        min_cpu_s = PATIENT_SHARE * self.limit_s if self._patient else MIN_CPU_S
+        while True:
+            try:
+                return await self._pool.run(payload, limit_s)
+            except JobTimeoutError as error:
+                if (error.cpu_s or 0.0) >= min_cpu_s:
+                    raise
+                if not self._patient or limit_s >= MAX_PATIENT_S:
+                    raise GraderError(
+                        f"math-verify got less than {min_cpu_s:g} s of CPU time in "
+                        f"{limit_s:g} s: the machine is too busy to grade"
+                    ) from None
+            limit_s *= 4
+
+    async def close(self) -> None:
+        """Kill the workers."""
+        await self._flight.close()
+        self._pool.close()
+
+
+def shared_math(limit_s: float = LIMIT_S) -> MathEquivalence:
+    """The workers that all episodes of this process share."""
+    return shared(("math equivalence", limit_s), lambda: MathEquivalence(limit_s))
+
+
+_ROOT = re.compile(r"\\sqrt\s*\{\s*-\s*1\s*\}")
+_DECIMAL = re.compile(r"(?<![\w.])(\d{0,40})\.(\d{1,40})(?![\w.])")
+
+
+class MathVerify:
+    """Callable with {"gold", "answer"}: whether math-verify holds them for equal."""
+
+    def __init__(self) -> None:
+        self._verify = importlib.import_module("math_verify")
+        self._sympy = importlib.import_module("sympy")
+        self({"gold": r"\frac{x^2-1}{2}", "answer": r"\sqrt{3}+2i"})  # warm before the first fork
+        self({"gold": r"(1,2]", "answer": r"\{1,2\}"})
+
+    def __call__(self, payload: dict[str, Any]) -> bool:
+        """Raises what math-verify raises. `plain` leaves all choices of math-verify as they are."""
+        gold, answer = payload["gold"], payload["answer"]
+        if payload.get("plain"):
+            return self._equal(self._parse(gold), self._parse(answer), sets_as_relations=False)
+        golds, answers = self._parse(exact(gold)), self._parse(exact(answer))
+        return self._equal(golds, answers) or self._same_equation(golds, answers)
+
+    def _same_equation(self, golds: list[Any], answers: list[Any]) -> bool:
+        """Two equations with the same solutions by a constant factor: y = 2x and 2x - y = 0."""
+        sides = [
+            part.lhs - part.rhs
+            for parsed in (golds, answers)
+            for part in parsed[:1]
+            if isinstance(part, self._sympy.Equality)
+        ]
+        if len(sides) != 2 or not sides[1]:
+            return False
+        ratio = self._sympy.simplify(sides[0] / sides[1])
+        return bool(ratio.is_number and ratio != 0)
+
+    def _parse(self, text: str) -> list[Any]:
+        # its own time-outs use signals; the limit comes from outside, by killing this process
+        wrapped = text if "$" in text else f"${text}$"
+        parsed: list[Any] = self._verify.parse(wrapped, parsing_timeout=None)
+        return parsed
+
+    def _equal(self, golds: list[Any], answers: list[Any], sets_as_relations: bool = True) -> bool:
+        return bool(
+            self._verify.verify(
+                golds, answers, timeout_seconds=None, allow_set_relation_comp=sets_as_relations
+            )
+        )
+
+
+def exact(text: str) -> str:
+    """Decimals as fractions, so that 1.41421356237 is not the square root of 2; that of -1 as i."""
+
+    def fraction(match: re.Match[str]) -> str:
+        digits = (match[1] + match[2]).lstrip("0") or "0"
+        return rf"\frac{{{digits}}}{{{10 ** len(match[2])}}}"
+
+    return _DECIMAL.sub(fraction, _ROOT.sub("i", text))

@@ -1,0 +1,413 @@
+"""Numbers as people write them: 1,234.5, \frac{1}{2}, 1 1/2, 2 x 10^3, 5 million, twenty-one."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from fractions import Fraction
+
+from msgspec import Struct
+
+from envs.grading.normalise import in_han
+
+# digits are bounded so that comparing stays instant, whatever the policy writes
+_PLAIN = re.compile(
+    r"([+-]?)(?:(\d{1,3}(?:,\d{3}){1,10}|\d{1,40})(?:\.(\d{0,40}))?|\.(\d{1,40}))(?:/(\d{1,40}))?"
+)
+_DECIMAL = (
+    r"(?:(?:\d{1,3}(?:,\d{3}){1,10}|\d{1,3}(?: \d{3}){1,10}|\d{1,40})(?:\.\d{0,40})?|\.\d{1,40})"
+)
+_FRACTION = r"\\frac\s*(?:\{\s*(-?\d{1,40})\s*\}|(\d))\s*(?:\{\s*(\d{1,40})\s*\}|(\d))"
+_FORMS = {
+    "mixed": re.compile(rf"(\d{{1,20}})\s*{_FRACTION}"),
+    "mixed_slash": re.compile(r"(\d{1,20})(?:\s+and)?[ -]+(\d{1,20})/(\d{1,20})(?![\d/])"),
+    "fraction": re.compile(_FRACTION),
+    "repeating": re.compile(r"(\d{0,20})\.(\d{0,20})\\overline\s*\{(\d{1,20})\}"),
+    "scientific": re.compile(
+        rf"({_DECIMAL})\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{{\s*|\()?([+-]?\d{{1,2}})(?!\d)[}})]?"
+    ),
+    "power": re.compile(r"10\s*\^\s*(?:\{\s*|\()?([+-]?\d{1,2})(?!\d)[})]?"),
+    "exponent": re.compile(rf"({_DECIMAL})[eE]([+-]?\d{{1,2}})(?![\w.])"),
+    "slash": re.compile(rf"({_DECIMAL})\s*/\s*(-?\d{{1,40}}(?:\.\d{{1,40}})?)(?![\d/])"),
+    "decimal": re.compile(rf"({_DECIMAL})(?!\d)"),
+}
+_SCALE = {
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "dozen": 12,
+    "mn": 10**6,
+    "bn": 10**9,
+    "\u767e": 10**2,
+    "\u5343": 10**3,
+    "\u4e07": 10**4,
+    "\u4ebf": 10**8,
+}
+_SCALE_WORD = re.compile(
+    r"\s*-?\s*(hundred|thousand|million|billion|trillion|dozen|mn|bn)s?\b"
+    "|\\s*([\u767e\u5343\u4e07\u4ebf])",
+    re.IGNORECASE,
+)
+_LETTER_SCALE = re.compile(r"([kKMB])(?![A-Za-z])")
+_LETTERS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}
+_SMALL_NUMBERS = {
+    word: number
+    for number, word in enumerate(
+        str.split(
+            "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+            "fifteen sixteen seventeen eighteen nineteen"
+        )
+    )
+}
+_TENS = dict(
+    zip(
+        str.split("twenty thirty forty fifty sixty seventy eighty ninety"),
+        range(20, 100, 10),
+        strict=True,
+    )
+)
+_ORDINALS = {
+    word: number
+    for number, word in enumerate(
+        str.split(
+            "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth "
+            "thirteenth fourteenth fifteenth sixteenth seventeenth eighteenth nineteenth twentieth"
+        ),
+        start=1,
+    )
+}
+_PARTS = {
+    "half": 2,
+    "third": 3,
+    "quarter": 4,
+    "fourth": 4,
+    "fifth": 5,
+    "sixth": 6,
+    "eighth": 8,
+    "tenth": 10,
+}
+_WORD = re.compile(r"[A-Za-z]+")
+
+
+def as_number(text: str) -> Fraction | None:
+    """A plain number such as -5, 1,234.50, .5 or 3/4; None for anything else."""
+    match = _PLAIN.fullmatch(text.strip().replace("\N{MINUS SIGN}", "-"))
+    if match is None:
+        return None
+    sign, whole, decimals, only_decimals, denominator = match.groups(default="")
+    decimals += only_decimals
+    if denominator and not int(denominator):
+        return None
+    digits = int((whole.replace(",", "") + decimals) or "0")
+    value = Fraction(digits, 10 ** len(decimals) * int(denominator or 1))
+    return -value if sign == "-" else value
+
+
+def leading_number(text: str) -> tuple[Fraction, str] | None:
+    """The number that `text` begins with, in any of the usual forms, and what follows it."""
+    text = text.strip()
+    sign = 1
+    match = re.match(r"([+-])\s*", text)
+    if match is not None:
+        sign = -1 if match[1] == "-" else 1
+        text = text[match.end() :]
+    found = _in_digits(text) or _in_words(text) or in_han(text)
+    if found is None:
+        return None
+    value, rest = found
+    scale = _SCALE_WORD.match(rest)
+    if scale is not None:
+        value, rest = value * _SCALE[(scale[1] or scale[2]).lower()], rest[scale.end() :]
+    return sign * value, rest.strip()
+
+
+def letter_scale(rest: str) -> tuple[int, str]:
+    """The factor of a money scale letter, as in $5M, and what follows it."""
+    match = _LETTER_SCALE.match(rest)
+    return (_LETTERS[match[1]], rest[match.end() :]) if match else (1, rest)
+
+
+def _in_digits(text: str) -> tuple[Fraction, str] | None:
+    for form, pattern in _FORMS.items():
+        match = pattern.match(text)
+        if match is not None:
+            value = _value(form, match)
+            if value is not None:
+                return value, text[match.end() :]
+    return None
+
+
+def _value(form: str, match: re.Match[str]) -> Fraction | None:
+    found = [group for group in match.groups() if group is not None]
+    if form in ("mixed", "mixed_slash"):
+        number, top, bottom = (int(group) for group in found)
+        return number + Fraction(top, bottom) if bottom else None
+    if form == "fraction":
+        return Fraction(int(found[0]), int(found[1])) if int(found[1]) else None
+    if form == "repeating":
+        fixed, cycle = match[2], match[3]
+        nines = (10 ** len(cycle) - 1) * 10 ** len(fixed)
+        whole = Fraction(int((match[1] or "0") + fixed), 10 ** len(fixed))
+        return whole + Fraction(int(cycle), nines)
+    if form == "power":
+        return Fraction(10) ** int(found[0])
+    value = _decimal(found[0])
+    if form in ("scientific", "exponent"):
+        return value * Fraction(10) ** int(found[1])
+    if form == "slash":
+        divisor = Fraction(found[1])
+        return value / divisor if divisor else None
+    return value
+
+
+def _decimal(digits: str) -> Fraction:
+    digits = digits.replace(",", "").replace(" ", "")
+    return Fraction(f"0{digits}" if digits.startswith(".") else digits.removesuffix("."))
+
+
+def _in_words(text: str) -> tuple[Fraction, str] | None:
+    """English number words; stops at the first word that is none."""
+    total = current = 0
+    place, seen = 0, False
+    while True:
+        match = re.compile(r"[\s-]*(?:and\s+)?([A-Za-z]+)" if seen else r"([A-Za-z]+)").match(
+            text, place
+        )
+        word = match[1].lower() if match else ""
+        if word in _SMALL_NUMBERS:
+            current += _SMALL_NUMBERS[word]
+        elif word in _TENS:
+            current += _TENS[word]
+        elif word in _ORDINALS and (not seen or current % 10 == 0):
+            current, seen, place = current + _ORDINALS[word], True, match.end() if match else place
+            return Fraction(total + current), " ordinal" + text[place:]
+        elif word == "hundred":
+            current = max(current, 1) * 100
+        elif word in ("thousand", "million", "billion", "trillion"):
+            total, current = total + max(current, 1) * _SCALE[word], 0
+        else:
+            break
+        assert match is not None
+        seen, place = True, match.end()
+    if seen:
+        part = re.match(r"[\s-]*(\w+?)s?\b", text[place:])
+        if part is not None and part[1].lower() in _PARTS:
+            return Fraction(total + current, _PARTS[part[1].lower()]), text[place + part.end() :]
+        return Fraction(total + current), text[place:]
+    match = re.match(r"(?:(?:an?\s+|one\s+)?(half|quarter|dozen))\b", text, re.IGNORECASE)
+    if match is None:
+        return None
+    value = {"half": Fraction(1, 2), "quarter": Fraction(1, 4)}.get(match[1].lower(), Fraction(12))
+    return value, text[match.end() :]
+
+
+# Numbers with units: 12 cm = 0.12 m, $5 = 5 dollars, 50% = 1/2, 90 degrees, 3rd.
+
+Dimension = tuple[tuple[str, int], ...]
+
+
+MAX_CHARS = 200  # no number with its unit is longer
+
+
+class Quantity(Struct, frozen=True):
+    """A value with its unit: `dimension` and `factor` of a known one, else `words`; all empty
+    for a plain number."""
+
+    value: Fraction
+    dimension: Dimension = ()
+    factor: Fraction = Fraction(1)
+    words: str = ""
+
+    @property
+    def has_unit(self) -> bool:
+        return bool(self.dimension or self.words)
+
+
+_TABLE = """
+length m=1 meter=1 metre=1 km=1000 kilometer=1000 kilometre=1000 cm=1/100 centimeter=1/100
+length centimetre=1/100 mm=1/1000 millimeter=1/1000 millimetre=1/1000 nm=1/1000000000
+length inch=254/10000 in=254/10000 foot=3048/10000 feet=3048/10000 ft=3048/10000
+length yard=9144/10000 yd=9144/10000 mile=1609344/1000 mi=1609344/1000 \u7c73=1 \u5343\u7c73=1000
+length \u516c\u91cc=1000 \u5398\u7c73=1/100 \u6beb\u7c73=1/1000 micrometer=1/1000000
+mass g=1 gram=1 kg=1000 kilogram=1000 mg=1/1000 milligram=1/1000 ton=1000000 tonne=1000000
+mass lb=45359237/100000 oz=28349523125/1000000000
+mass ounce=28349523125/1000000000 \u514b=1 \u5343\u514b=1000 \u516c\u65a4=1000 \u5428=1000000
+time s=1 sec=1 second=1 min=60 minute=60 h=3600 hr=3600 hour=3600 day=86400 week=604800 ms=1/1000
+time millisecond=1/1000 \u79d2=1 \u5206\u949f=60 \u5c0f\u65f6=3600 \u5929=86400 \u5468=604800
+month month=1 year=12 yr=12 decade=120 century=1200 centurie=1200 \u4e2a\u6708=1 \u5e74=12
+angle degree=1 deg=1 \u00b0=1 \u5ea6=1
+angle_rad rad=1 radian=1
+celsius \u00b0c=1 celsius=1 degreecelsius=1 \u6444\u6c0f\u5ea6=1
+fahrenheit \u00b0f=1 fahrenheit=1 degreefahrenheit=1
+kelvin k=1 kelvin=1
+volume l=1 liter=1 litre=1 ml=1/1000 milliliter=1/1000 millilitre=1/1000 gallon=3785/1000 \u5347=1
+money_usd $=1 dollar=1 usd=1 us$=1 cent=1/100 \u7f8e\u5143=1
+money_eur \u20ac=1 euro=1 eur=1
+money_gbp \u00a3=1 gbp=1 poundsterling=1
+money_cny \u00a5=1 yuan=1 rmb=1 cny=1 \u5143=1 \u4eba\u6c11\u5e01=1
+money_jpy yen=1 jpy=1
+percent %=1/100 percent=1/100 percentage=1/100
+percentpoint percentagepoint=1
+energy j=1 joule=1 kj=1000 kilojoule=1000 cal=4184/1000 calorie=4184/1000 kcal=4184
+force n=1 newton=1 kn=1000
+power w=1 watt=1 kw=1000 kilowatt=1000 mw=1000000
+frequency hz=1 hertz=1 khz=1000 mhz=1000000 ghz=1000000000
+voltage v=1 volt=1
+current a=1 amp=1 ampere=1
+resistance ohm=1 \u03c9=1
+pressure pa=1 pascal=1 kpa=1000 atm=101325
+data byte=1 kb=1000 mb=1000000 gb=1000000000 tb=1000000000000
+mole mol=1 mole=1
+ordinal ordinal=1 st=1 nd=1 rd=1 th=1
+era_bc bc=1 bce=1
+era_ad ad=1 ce=1
+pound pound=1
+"""
+_UNITS: dict[str, tuple[str, Fraction]] = {
+    entry.partition("=")[0]: (line.split()[0], Fraction(entry.partition("=")[2]))
+    for line in _TABLE.strip().splitlines()
+    for entry in line.split()[1:]
+}
+_SPEEDS = {"mph": "mile/hour", "kph": "km/h", "kmh": "km/h", "fps": "ft/s"}
+_CURRENCY = re.compile("([+-]?)\\s*(US\\s?\\$|USD|EUR|GBP|RMB|CNY|[$\u20ac\u00a3\u00a5])\\s*")
+_DETERMINER = re.compile(r"^(?:the\s+|an?\s+(?=hundred|thousand|million|billion))(?=\w)", re.I)
+_POWERS = {"square": 2, "squared": 2, "sq": 2, "cubic": 3, "cubed": 3, "cu": 3}
+_UNIT_TOKEN = re.compile(
+    r"(per\b|/)|([^\W\d_]+|[%$\u20ac\u00a3\u00a5\u00b0][CF]?)(?:\s*\^\s*\{?\s*(-?\d)\s*\}?|(\d))?"
+    r"|(\\cdot|\*|-|\s)"
+)
+_NOT_A_NOUN = frozenset(str.split("or and to but not minus plus times if where when x than of"))
+_BC: Dimension = (("era_bc", 1),)
+_POUNDS: dict[Dimension, Fraction] = {
+    (("money_gbp", 1),): Fraction(1),
+    (("mass", 1),): Fraction(45359237, 100000),
+}
+_FIRST_UNIT = re.compile(r"([^\W\d_]+)\.?,?\s+(?:and\s+)?(?=\d)")
+_NOUN = re.compile(r"[^\W\d_][\w'-]*(?:\s+[^\W\d_][\w'-]*){0,3}")
+
+
+def quantity(text: str) -> Quantity | None:
+    """A cleaned text as a number with an optional unit; None when it is anything else."""
+    if len(text) > MAX_CHARS:
+        return None
+    text = _DETERMINER.sub("", text)
+    currency = _CURRENCY.match(text)
+    if currency is not None:
+        text = currency[1] + text[currency.end() :]
+    found = leading_number(text)
+    if found is None:
+        return None
+    value, rest = found
+    if currency is not None:
+        scale, rest = letter_scale(rest)
+        name = currency[2].replace(" ", "").lower()
+        if rest.strip().lower() not in ("", "usd", "dollars", "dollar", name):
+            return None
+        dimension, factor = _UNITS[name]
+        return Quantity(value * scale, ((dimension, 1),), factor)
+    rest = rest.strip().strip("{}").strip()
+    if not rest:
+        return Quantity(value)
+    unit = _unit(rest)
+    if unit is not None:
+        return Quantity(value, *unit)
+    compound = _compound(value, rest)
+    if compound is not None:
+        return compound
+    words = rest.lower()
+    if not _NOUN.fullmatch(words) or _NOT_A_NOUN & set(words.split()) or len(words) < 2:
+        return None
+    return Quantity(value, words=words)
+
+
+def same_quantity(answer: Quantity, gold: Quantity) -> bool:
+    """Equal in value, in the same kind of unit; a unit that one side leaves out is forgiven."""
+    if (answer.dimension == _BC) != (gold.dimension == _BC):
+        return False
+    if answer.has_unit and gold.has_unit:
+        answer, gold = _settled(answer, gold), _settled(gold, answer)
+    percent = (("percent", 1),)
+    if (answer.dimension == percent) != (gold.dimension == percent):
+        if answer.has_unit and gold.has_unit:
+            return False
+        return answer.value == gold.value or (
+            answer.value * answer.factor == gold.value * gold.factor
+        )
+    if not (answer.has_unit and gold.has_unit):
+        return answer.value == gold.value
+    if answer.dimension and gold.dimension:
+        return answer.dimension == gold.dimension and (
+            answer.value * answer.factor == gold.value * gold.factor
+        )
+    if answer.dimension or gold.dimension:  # a known unit against a noun
+        return False
+    found, wanted = ({_singular(word) for word in side.words.split()} for side in (answer, gold))
+    return answer.value == gold.value and (found <= wanted or wanted <= found)
+
+
+def _settled(one: Quantity, other: Quantity) -> Quantity:
+    """Pounds are money or weight, whichever the other side is."""
+    if one.dimension != (("pound", 1),) or other.dimension not in _POUNDS:
+        return one
+    return Quantity(one.value, other.dimension, _POUNDS[other.dimension])
+
+
+def _compound(value: Fraction, rest: str) -> Quantity | None:
+    """A sum such as 1 hour 30 minutes, in the unit of its first part."""
+    match = _FIRST_UNIT.match(rest)
+    unit = _unit(match[1]) if match is not None else None
+    if match is None or unit is None:
+        return None
+    more = quantity(rest[match.end() :])
+    if more is None or more.dimension != unit[0] or not more.dimension:
+        return None
+    return Quantity(value + more.value * more.factor / unit[1], *unit)
+
+
+def _singular(word: str) -> str:
+    return word[:-1] if len(word) > 2 and word.endswith("s") and not word.endswith("ss") else word
+
+
+def _unit(text: str) -> tuple[Dimension, Fraction] | None:
+    """Dimension and factor of a unit such as km/h, square feet, m s^{-1}; None if unknown."""
+    text = " ".join(text.replace(".", "").split())
+    text = re.sub(r"\bdegrees? (celsius|fahrenheit)\b", r"\1", text, flags=re.IGNORECASE)
+    text = _SPEEDS.get(text.lower(), text)
+    dimensions: Counter[str] = Counter()
+    factor, side, power, place = Fraction(1), 1, 1, 0
+    while place < len(text):
+        match = _UNIT_TOKEN.match(text, place)
+        if match is None:
+            return None
+        place = match.end()
+        per, name, exponent = match[1], match[2], match[3] or match[4]
+        if per:
+            side = -1
+        elif name and name.lower() in _POWERS:
+            if name.lower() in ("squared", "cubed"):
+                return None
+            power = _POWERS[name.lower()]
+        elif name:
+            known = _known(name)
+            if known is None:
+                return None
+            times = side * power * (int(exponent) if exponent else 1)
+            dimensions[known[0]] += times
+            factor, power = factor * known[1] ** times, 1
+    found = tuple(sorted((name, times) for name, times in dimensions.items() if times))
+    return (_volume(found), factor * _volume_factor(found)) if found else None
+
+
+def _known(name: str) -> tuple[str, Fraction] | None:
+    low = name.lower()
+    return _UNITS.get(low) or _UNITS.get(_singular(low)) or _UNITS.get(low.removesuffix("es"))
+
+
+def _volume(found: Dimension) -> Dimension:
+    return (("volume", 1),) if found == (("length", 3),) else found
+
+
+def _volume_factor(found: Dimension) -> Fraction:
+    return Fraction(1000) if found == (("length", 3),) else Fraction(1)

@@ -1,0 +1,289 @@
+"""Every key of a configuration, with type, default and meaning, for people."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import NODEFAULT, Struct
+from msgspec import inspect as mi
+from msgspec.structs import fields
+
+from agentenv.config import struct_types, type_info, unwrap
+
+REQUIRED = "required"
+
+
+class Key(NamedTuple):
+    """One key. `name` is dotted; name[kind].key belongs to one kind only, NAME and [n] stand for
+    the entries of a table or list."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+def describe(config_type: type[msgspec.Struct]) -> Iterator[Key]:
+    """All keys, in the order of the structs; a key that several kinds have comes once for each."""
+    yield from _describe(type_info(config_type), "")
+
+
+def _describe(kind: mi.Type, path: str) -> Iterator[Key]:
+    for struct in struct_types(kind):
+        variant = f"[{struct.tag}]" if struct.tag else ""
+        for field in struct.fields:
+            key = f"{path}{variant}.{field.encode_name}" if path else field.encode_name
+            inner, suffix = _element(field.type)
+            if struct_types(inner):
+                yield from _describe(inner, key + suffix)
+                continue
+            meta = field.type.extra_json_schema if isinstance(field.type, mi.Metadata) else None
+            meaning = str((meta or {}).get("description", ""))
+            yield Key(key, _type_name(field.type), _default(field), meaning)
+
+
+def _element(kind: mi.Type) -> tuple[mi.Type, str]:
+    """What a table or list holds, and how its keys are written; other types are themselves."""
+    bare = unwrap(kind)
+    if isinstance(bare, mi.DictType):
+        return bare.value_type, ".NAME"
+    if isinstance(bare, mi.ListType):
+        return bare.item_type, "[n]"
+    return kind, ""
+
+
+def _type_name(kind: mi.Type) -> str:
+    kind = unwrap(kind)
+    if isinstance(kind, mi.UnionType):
+        return " | ".join(_type_name(part) for part in kind.types)
+    if isinstance(kind, mi.LiteralType):
+        return " | ".join(map(repr, kind.values))
+    if isinstance(kind, mi.EnumType):
+        return " | ".join(repr(str(member.value)) for member in kind.cls)
+    if isinstance(kind, mi.DictType):
+        return f"{{{_type_name(kind.key_type)}: {_type_name(kind.value_type)}}}"
+    if isinstance(kind, mi.ListType | mi.VarTupleType):
+        return f"[{_type_name(kind.item_type)}]"
+    return type(kind).__name__.removesuffix("Type").lower()
+
+
+def _default(field: mi.Field) -> str:
+    if field.default is not msgspec.NODEFAULT:
+        return str(msgspec.to_builtins(field.default))
+    if field.default_factory is not msgspec.NODEFAULT:
+        return str(msgspec.to_builtins(field.default_factory()))
+    return REQUIRED
+
+
+# The configuration keys as --help and --help-keys show them.
+
+KIND = re.compile(r"\[([a-z]\w*)\]")  # of name[kind].key; [n] is a place in a list
+NOT_KINDS = ("n",)
+HEADING = "configuration keys (in the file, or on the command line as key.sub=value):"
+
+
+class HelpKey(NamedTuple):
+    """A key that some or all kinds of a part have in common; no kinds: all, or there are none."""
+
+    name: str
+    kinds: tuple[str, ...]
+    key: Key
+
+    @property
+    def shown(self) -> str:
+        """algorithm[arpo|aepo].beam_size"""
+        if not self.kinds:
+            return self.name
+        table = KIND.split(self.key.name)[0]
+        return f"{table}[{'|'.join(self.kinds)}]{self.name.removeprefix(table)}"
+
+
+class HelpKeys(argparse.Action):
+    """--help-keys [PREFIX]: print the keys of a table and end."""
+
+    def __init__(self, *args: Any, config_type: type[msgspec.Struct], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.config_type = config_type
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        keys = help_keys(self.config_type)
+        prefix = str(values or "")
+        found = select(keys, prefix)
+        if not found:
+            tables = sorted({key.name.partition(".")[0] for key in keys})
+            near = difflib.get_close_matches(prefix, [*tables, *(key.name for key in keys)], n=1)
+            hint = f"did you mean {near[0]}?" if near else f"tables: {', '.join(tables)}"
+            parser.error(f"--help-keys: no key begins with {prefix!r}; {hint}")
+        parser.exit(message=key_list(found) + "\n")
+
+
+def add_key_help(parser: argparse.ArgumentParser, config_type: type[msgspec.Struct]) -> None:
+    """The tables at the end of --help, and --help-keys for what is in them."""
+    parser.epilog = table_overview(config_type)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--help-keys",
+        nargs="?",
+        action=HelpKeys,
+        config_type=config_type,
+        metavar="PREFIX",
+        help="show every configuration key, or those of a table or kind (algorithm, "
+        "algorithm.arpo, learner.lora): type, default, meaning",
+    )
+
+
+def key_table(config_type: type[msgspec.Struct]) -> str:
+    """Every key, for a small configuration whose --help shows all of it."""
+    return f"{HEADING}\n\n{key_list(help_keys(config_type))}"
+
+
+def table_overview(config_type: type[msgspec.Struct]) -> str:
+    """A line for each table of the configuration."""
+    info = type_info(config_type)
+    assert isinstance(info, mi.StructType)
+    width = max(len(field.encode_name) for field in info.fields) + 2
+    lines = ["configuration tables; keys are given in the file, or as table.key=value:"]
+    for field in info.fields:
+        meaning = _meaning(field)
+        first, *rest = textwrap.wrap(meaning, max(40, _columns() - width - 2)) or [""]
+        lines.append(f"  {field.encode_name:<{width}}{first}")
+        lines += [" " * (width + 2) + line for line in rest]
+    return "\n".join(lines)
+
+
+def help_keys(config_type: type[msgspec.Struct]) -> list[HelpKey]:
+    """Every key once: kinds of a part that have the same key share one entry."""
+    kinds_of: dict[str, dict[str, None]] = {}
+    entries: dict[tuple[str, ...], tuple[Key, dict[str, None]]] = {}
+    for key in describe(config_type):
+        kinds = [kind for kind in KIND.findall(key.name) if kind not in NOT_KINDS]
+        name = key.name
+        for kind in kinds:
+            name = name.replace(f"[{kind}]", "")
+            kinds_of.setdefault(KIND.split(key.name)[0], {})[kind] = None
+        _, found = entries.setdefault((name, *key[1:]), (key, {}))
+        found.update(dict.fromkeys(kinds))
+    result = []
+    for (name, *_), (key, kinds_found) in entries.items():
+        everywhere = list(kinds_found) == list(kinds_of.get(KIND.split(key.name)[0], ()))
+        result.append(HelpKey(name, () if everywhere else tuple(kinds_found), key))
+    return result
+
+
+def select(keys: Sequence[HelpKey], prefix: str) -> list[HelpKey]:
+    """Those of a table, of table.kind or table[kind], or of a single key."""
+    plain = prefix.strip().replace("[", ".").replace("]", "").rstrip(".")
+    if not plain:
+        return list(keys)
+    found = [key for key in keys if key.name == plain or key.name.startswith(f"{plain}.")]
+    if found:
+        return found
+    table, _, kind = plain.rpartition(".")
+    of_table = [key for key in keys if table and key.name.startswith(f"{table}.")]
+    has_kind = any(kind in key.kinds for key in of_table)
+    return [key for key in of_table if kind in key.kinds or (has_kind and not key.kinds)]
+
+
+def key_list(keys: Sequence[HelpKey]) -> str:
+    """Type, default and meaning of each."""
+    lines = []
+    for entry in keys:
+        default = entry.key.default
+        told = default if default == REQUIRED else f"default {default!r}"
+        lines.append(f"{entry.shown}  ({entry.key.type}, {told})")
+        lines += textwrap.wrap(
+            entry.key.meaning, _columns(), initial_indent=" " * 4, subsequent_indent=" " * 4
+        )
+    return "\n".join(lines)
+
+
+def _meaning(field: mi.Field) -> str:
+    if isinstance(field.type, mi.Metadata):
+        text = str((field.type.extra_json_schema or {}).get("description", ""))
+        if text:
+            return text
+    structs = struct_types(field.type)
+    if len(structs) > 1:
+        return "one of " + ", ".join(str(struct.tag) for struct in structs)
+    return next(_first_line(structs), "")
+
+
+def _first_line(structs: Sequence[mi.StructType]) -> Iterator[str]:
+    for struct in structs:
+        text = " ".join((struct.cls.__doc__ or "").split("\n\n")[0].split())
+        yield text.partition(". ")[0].rstrip(".")
+
+
+def _columns() -> int:
+    return max(60, min(100, shutil.get_terminal_size().columns))
+
+
+# The values of a configuration, and which of them are not the defaults.
+
+
+class Value(NamedTuple):
+    """One key with its value as TOML would have it; `chosen`: it is not the default."""
+
+    key: str
+    text: str
+    chosen: bool
+
+
+def values_of(config: Struct) -> Iterator[Value]:
+    """Every value, in the order of the structs. A table that is not there is one value."""
+    return _of_struct(config, None, "")
+
+
+def shown(value: Any) -> str:
+    """As TOML has it; none as an empty text of its own."""
+    if value is None:
+        return "none"
+    if isinstance(value, dict):
+        inner = ", ".join(f"{name} = {shown(item)}" for name, item in value.items())
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(shown, value))}]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _of_struct(config: Struct, base: Struct | None, path: str) -> Iterator[Value]:
+    """`base` is the default for all of it, if there is one of the same kind."""
+    tag = config.__struct_config__.tag
+    if tag is not None:
+        field = f"{path}.{config.__struct_config__.tag_field}"
+        yield Value(field, shown(tag), chosen=base is None)
+    for part in fields(type(config)):
+        key = f"{path}.{part.encode_name}" if path else part.encode_name
+        default = part.default
+        if base is not None:
+            default = getattr(base, part.name)
+        elif default is NODEFAULT and part.default_factory is not NODEFAULT:
+            default = part.default_factory()
+        yield from _of_value(key, getattr(config, part.name), default)
+
+
+def _of_value(key: str, value: Any, default: Any) -> Iterator[Value]:
+    if isinstance(value, Struct):
+        yield from _of_struct(value, default if type(default) is type(value) else None, key)
+    elif isinstance(value, dict) and value and all(isinstance(v, Struct) for v in value.values()):
+        for name, item in value.items():
+            yield from _of_value(f"{key}.{name}", item, NODEFAULT)
+    elif isinstance(value, list) and value and all(isinstance(v, Struct) for v in value):
+        for number, item in enumerate(value):
+            yield from _of_value(f"{key}[{number}]", item, NODEFAULT)
+    else:
+        yield Value(key, shown(msgspec.to_builtins(value)), chosen=value != default)

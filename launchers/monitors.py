@@ -1,0 +1,347 @@
+"""Runs the monitors of a run in a thread of their own, so that nothing waits for them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
+
+from msgspec import Meta, Struct, field
+
+from agentenv.errors import ConfigError
+from launchers.trajectories import readable
+
+# Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, or a monitor of your own.
+#
+# `base.py` is the seam: a monitor is a class with three methods. `monitors.py` runs them.
+
+
+# The seam between a run and what shows it elsewhere.
+
+Row = dict[str, Any]
+
+COLD_START_STEP = "sft/step"
+
+
+class Axis(NamedTuple):
+    """Where a row stands: the key that counts, and its value."""
+
+    key: str
+    step: int
+
+
+class Monitor(Protocol):
+    """What follows a run. All calls come in order from one thread, never from the event loop, and
+    may take their time; the first one begins it. Whatever they raise is told once as a warning,
+    and the monitor is left alone from then on: the run does not depend on it."""
+
+    def log(self, metrics: dict[str, float], axis: Axis) -> None:
+        """The figures of one row of metrics.jsonl."""
+        ...
+
+    def trajectories(self, name: str, rows: Sequence[Row], axis: Axis) -> None:
+        """A sample of trajectories, as rows of training or of an evaluation."""
+        ...
+
+    def finish(self, exit_code: int) -> None:
+        """Write what is left; called once, also when nothing was logged."""
+        ...
+
+
+def axis_of(row: Row) -> Axis:
+    """A cold start counts its own steps, which all lie before step 1 of the run."""
+    if COLD_START_STEP in row:
+        return Axis(COLD_START_STEP, int(row[COLD_START_STEP]))
+    return Axis("step", int(row.get("step", 0)))
+
+
+def figures(row: Row) -> dict[str, float]:
+    """The numbers of a row, without the ones that count steps."""
+    return {
+        key: float(value)
+        for key, value in row.items()
+        if isinstance(value, int | float) and key not in ("step", COLD_START_STEP)
+    }
+
+
+# The keys of [monitor].
+
+API_KEY = "WANDB_API_KEY"
+
+
+class WandbConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Weights & Biases. Its key comes from the environment (WANDB_API_KEY), never from a file."""
+
+    project: Annotated[str, Meta(description="project of the run")] = "agentenv"
+    name: Annotated[str, Meta(description="name shown; empty: that of the run")] = ""
+    entity: Annotated[str, Meta(description="user or team; empty: the default one")] = ""
+    group: Annotated[str, Meta(description="group of runs, such as the seeds of one setting")] = ""
+    tags: Annotated[list[str], Meta(description="tags of the run")] = field(default_factory=list)
+    mode: Annotated[
+        Literal["online", "offline"],
+        Meta(description="offline: written to the run's folder, for `wandb sync` later"),
+    ] = "online"
+
+    def __post_init__(self) -> None:
+        if self.mode == "online" and not os.environ.get(API_KEY):
+            raise ConfigError(
+                f"monitor.wandb: the environment variable {API_KEY} is not set; set it, or write "
+                'to the run\'s folder with monitor.wandb.mode = "offline"'
+            )
+
+
+class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where metrics go beside metrics.jsonl."""
+
+    tensorboard: Annotated[bool, Meta(description="write RUN/tensorboard")] = False
+    wandb: Annotated[WandbConfig | None, Meta(description="log to Weights & Biases")] = None
+
+    def __post_init__(self) -> None:
+        for package, asked in (("tensorboard", self.tensorboard), ("wandb", self.wandb)):
+            if asked and importlib.util.find_spec(package) is None:
+                raise ConfigError(
+                    f"monitor.{package}: the package {package} is not installed; "
+                    "`pip install 'agentenv[monitor]'` brings it"
+                )
+
+
+class RolloutMonitorConfig(MonitorConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The same for a run with rollouts, of which it shows samples."""
+
+    num_trajectories: Annotated[
+        int, Meta(ge=0, description="sample trajectories of each evaluation, and of steps; 0: none")
+    ] = 8
+    trajectories_every: Annotated[
+        int, Meta(ge=0, description="steps between samples of training; 0: evaluations only")
+    ] = 10
+
+
+# TensorBoard: RUN/tensorboard.
+
+
+class TensorBoardMonitor:
+    """Scalars by step, sample trajectories as text. A resumed run writes on in the same folder;
+    what an earlier part logged from the first step that is repeated on is purged by the reader.
+    The cold start counts its own steps and has a folder of its own below."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writers: dict[str, Any] = {}
+
+    def log(self, metrics: dict[str, float], axis: Axis) -> None:
+        writer = self._writer(axis)
+        for key, value in metrics.items():
+            writer.add_scalar(key, value, axis.step)
+        writer.flush()
+
+    def trajectories(self, name: str, rows: Sequence[Row], axis: Axis) -> None:
+        text = "\n\n".join(readable(row) for row in rows)
+        verbatim = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown's code block
+        self._writer(axis).add_text(f"trajectories/{name}", verbatim, axis.step)
+
+    def finish(self, exit_code: int) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+    def _writer(self, axis: Axis) -> Any:
+        if axis.key not in self._writers:
+            from torch.utils.tensorboard import SummaryWriter
+
+            folder = self._folder if axis.key == "step" else self._folder / "cold_start"
+            self._writers[axis.key] = SummaryWriter(str(folder), purge_step=axis.step)
+        return self._writers[axis.key]
+
+
+# Weights & Biases.
+
+ID_FILE = "wandb.json"
+INIT_TIMEOUT_S = 90.0
+COLUMNS = ("step", "kind", "question", "answers", "trajectory", "reward", "success", "tool calls")
+
+
+class WandbMonitor:
+    """One run there for one run here: its id and how many rows it has are kept in the run's
+    folder, so that a resumed run goes on under it. Curves are over the step of the run, whatever
+    the number of the row; a step that a resumed run repeats has two points."""
+
+    def __init__(self, config: WandbConfig, run: Path, settings: dict[str, Any]) -> None:
+        """`settings` is the whole configuration of the run, shown beside it."""
+        self._config = config
+        self._run = run
+        self._settings = settings
+        self._there: Any = None
+        self._axes: set[str] = set()
+        self._id, self._num_rows = self._continued()
+
+    def log(self, metrics: dict[str, float], axis: Axis) -> None:
+        there = self._begin()
+        if axis.key not in self._axes:
+            self._axes.add(axis.key)
+            shown = "*" if axis.key == "step" else f"{axis.key.partition('/')[0]}/*"
+            there.define_metric(shown, step_metric=axis.key)
+        self._log({**metrics, axis.key: axis.step})
+
+    def trajectories(self, name: str, rows: Sequence[Row], axis: Axis) -> None:
+        import wandb
+
+        self._begin()
+        table = wandb.Table(columns=list(COLUMNS))
+        for row in rows:
+            table.add_data(
+                axis.step,
+                row["kind"],
+                row["question"],
+                " | ".join(row["answers"]),
+                readable(row),
+                row["reward"],
+                row["success"],
+                len(row["tool_calls"]),
+            )
+        self._log({f"trajectories/{name}": table, axis.key: axis.step})
+
+    def finish(self, exit_code: int) -> None:
+        if self._there is not None:
+            self._there.finish(exit_code=exit_code)
+
+    def _log(self, row: Row) -> None:
+        self._there.log(row, step=self._num_rows)
+        self._num_rows += 1
+        self._save()
+
+    def _begin(self) -> Any:
+        if self._there is None:
+            import wandb
+
+            config = self._config
+            self._there = wandb.init(
+                project=config.project,
+                name=config.name or self._run.name,
+                entity=config.entity or None,
+                group=config.group or None,
+                tags=config.tags,
+                mode=config.mode,
+                dir=str(self._run),
+                id=self._id,
+                resume="allow" if config.mode == "online" else None,
+                config=self._settings,
+                settings=wandb.Settings(
+                    silent=True, console="off", init_timeout=INIT_TIMEOUT_S, x_disable_stats=True
+                ),
+            )
+            self._save()
+        return self._there
+
+    def _continued(self) -> tuple[str, int]:
+        """Id and number of rows of the earlier part of this run, or a fresh id."""
+        path = self._run / ID_FILE
+        if path.is_file():
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            return str(saved["id"]), int(saved["num_rows"])
+        return os.urandom(6).hex(), 0
+
+    def _save(self) -> None:
+        path = self._run / ID_FILE
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({"id": self._id, "num_rows": self._num_rows}) + "\n")
+        partial.replace(path)
+
+
+FINISH_TIMEOUT_S = 60.0
+MAX_WAITING = 10_000  # calls; a monitor that hangs must not fill the memory
+
+logger = logging.getLogger(__name__)
+
+
+class Monitors:
+    """Hands rows to monitors in order. `settings` is the configuration of the run."""
+
+    def __init__(self, config: MonitorConfig, run: Path, settings: dict[str, Any]) -> None:
+        self._config = config
+        self._axis = Axis("step", 0)
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
+        self._thread: threading.Thread | None = None
+        self._dropped = 0
+        self._working: dict[str, Monitor] = {}
+        if config.tensorboard:
+            self.add("TensorBoard", TensorBoardMonitor(run / "tensorboard"))
+        if config.wandb is not None:
+            self.add("Weights & Biases", WandbMonitor(config.wandb, run, settings))
+
+    def add(self, name: str, monitor: Monitor) -> None:
+        """One more monitor; `name` stands in warnings."""
+        self._working[name] = monitor
+
+    def log(self, row: Row) -> None:
+        """A row of metrics.jsonl."""
+        self._axis = axis_of(row)
+        for name, monitor in self._working.items():
+            self._hand(name, partial(monitor.log, figures(row), self._axis))
+
+    def num_wanted(self, name: str) -> int:
+        """How many trajectories of "step-N" or "eval-SET-WHEN" are to be shown."""
+        config = self._config
+        if not self._working or not isinstance(config, RolloutMonitorConfig):
+            return 0
+        every, training = config.trajectories_every, name.startswith("step-")
+        if training and not (every and self._axis.step % every == 0):
+            return 0
+        return config.num_trajectories
+
+    def trajectories(self, name: str, rows: Sequence[Row]) -> None:
+        """A sample of the trajectories of "step-N" or "eval-SET-WHEN"."""
+        title = "train" if name.startswith("step-") else name.partition("-")[2].partition("-")[0]
+        for shown, monitor in self._working.items():
+            self._hand(shown, partial(monitor.trajectories, title, rows, self._axis))
+
+    def finish(self, exit_code: int) -> None:
+        """Wait for what is left, a minute at most."""
+        for name, monitor in self._working.items():
+            self._hand(name, partial(monitor.finish, exit_code))
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        if not self._full():
+            self._calls.put_nowait(None)
+        thread.join(FINISH_TIMEOUT_S)
+        if thread.is_alive() or self._dropped:
+            logger.warning(
+                "monitors: not everything was taken within %g s; metrics.jsonl has all of it",
+                FINISH_TIMEOUT_S,
+            )
+
+    def _hand(self, name: str, call: Callable[[], None]) -> None:
+        if self._full():
+            self._dropped += 1
+            return
+        if self._thread is None:  # a daemon: one that hangs does not keep the process alive
+            self._thread = threading.Thread(target=self._run, name="monitors", daemon=True)
+            self._thread.start()
+        self._calls.put_nowait(partial(self._guarded, name, call))
+
+    def _full(self) -> bool:
+        return self._calls.qsize() >= MAX_WAITING - 1
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+    def _guarded(self, name: str, call: Callable[[], None]) -> None:
+        if name not in self._working:
+            return
+        try:
+            call()
+        except Exception as error:  # whatever a third party raises; the run goes on without it
+            self._working = {key: one for key, one in self._working.items() if key != name}
+            logger.warning(
+                "%s is not followed any more: %s: %s; metrics.jsonl has all of it",
+                name,
+                type(error).__name__,
+                error,
+            )

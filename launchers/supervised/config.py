@@ -1,0 +1,324 @@
+"""The configuration of supervised fine-tuning, and what preference training shares with it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct, field
+from msgspec.structs import force_setattr
+
+from agentenv.errors import ConfigError
+from agentenv.native import NativeConfig
+from agentenv.prompt import PromptConfig
+from agentenv.renderer import TagsConfig
+from launchers.config import ModelConfig, RunConfig
+from launchers.monitors import MonitorConfig
+from learners.learner import LearnerConfig
+from learners.lora import LoRAConfig
+
+# The keys that say how files of dialogues are read: names of columns, roles and datasets.
+
+Format = Literal["auto", "sharegpt", "messages", "alpaca", "turns"]
+
+
+class ChatColumns(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a row keeps its dialogue. The names are those of LLaMA-Factory's dataset_info.json."""
+
+    messages: Annotated[
+        str, Meta(description="list of messages; empty: conversations, messages or prompt")
+    ] = ""
+    system: Annotated[str, Meta(description="system prompt, if the row has it")] = "system"
+    tools: Annotated[
+        str, Meta(description="schemas of the tools, as JSON or as a list, if the row has it")
+    ] = "tools"
+    chosen: Annotated[str, Meta(description="the better answer of a preference")] = "chosen"
+    rejected: Annotated[str, Meta(description="the worse answer of a preference")] = "rejected"
+    prompt: Annotated[str, Meta(description="alpaca: the instruction")] = "instruction"
+    query: Annotated[str, Meta(description="alpaca: what is added to the instruction")] = "input"
+    response: Annotated[str, Meta(description="alpaca: the answer")] = "output"
+    history: Annotated[str, Meta(description="alpaca: pairs of earlier turns")] = "history"
+
+
+class ChatTags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a message names its parts and roles; empty: as its format has it."""
+
+    role_tag: Annotated[str, Meta(description="key of the role: from, or role")] = ""
+    content_tag: Annotated[str, Meta(description="key of the text: value, or content")] = ""
+    user_tag: Annotated[str, Meta(description="role of the user: human, or user")] = ""
+    assistant_tag: Annotated[str, Meta(description="role of the policy: gpt, or assistant")] = ""
+    observation_tag: Annotated[
+        str, Meta(description="role of a tool result: observation, or tool")
+    ] = ""
+    function_tag: Annotated[
+        str, Meta(description="role of a call, a JSON text: function_call, or function")
+    ] = ""
+    system_tag: Annotated[str, Meta(description="role of the system prompt")] = ""
+
+
+SHAREGPT_TAGS = ChatTags(
+    role_tag="from",
+    content_tag="value",
+    user_tag="human",
+    assistant_tag="gpt",
+    observation_tag="observation",
+    function_tag="function_call",
+    system_tag="system",
+)
+MESSAGE_TAGS = ChatTags(
+    role_tag="role",
+    content_tag="content",
+    user_tag="user",
+    assistant_tag="assistant",
+    observation_tag="tool",
+    function_tag="function",
+    system_tag="system",
+)
+
+
+class ChatDataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The files that are learned from, and those that only measure."""
+
+    train: Annotated[
+        str | list[str],
+        Meta(
+            description="rows to learn from: a JSONL, JSON, CSV, parquet or Arrow file, a folder, "
+            "a pattern, or a list of them; with data.dataset_info names of datasets in it"
+        ),
+    ]
+    eval: Annotated[
+        str | list[str], Meta(description="rows that measure, given as data.train is")
+    ] = ""
+    eval_split: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="hold out this part of data.train, drawn by run.seed; from 1 on: so many "
+            "rows",
+        ),
+    ] = 0.0
+    dataset_info: Annotated[
+        str, Meta(description="LLaMA-Factory's dataset_info.json; files are sought beside it")
+    ] = ""
+    format: Annotated[
+        Format,
+        Meta(
+            description="sharegpt: from and value; messages: role and content; alpaca: "
+            "instruction, input, output; turns: question and turns; auto: by the keys of each row"
+        ),
+    ] = "auto"
+    columns: ChatColumns = ChatColumns()
+    tags: ChatTags = ChatTags()
+    max_samples: Annotated[int, Meta(ge=0, description="first n rows of data.train; 0: all")] = 0
+    skip_bad_rows: Annotated[
+        bool, Meta(description="leave out bad rows and list them, instead of refusing the file")
+    ] = False
+    max_length: Annotated[
+        int, Meta(ge=2, description="cut-off length of a sequence, in tokens")
+    ] = 15_000
+    overlong: Annotated[
+        Literal["cut", "skip", "error"],
+        Meta(description="a longer sequence loses its end, is left out, or is refused"),
+    ] = "cut"
+    compat: Annotated[
+        Literal["", "reference"],
+        Meta(
+            description="'reference' trains tool results that stand within an answer, as the "
+            "released recipes do, and keeps the backspace byte in \\boxed; empty: masks them"
+        ),
+    ] = ""
+
+
+class RowFormat(Struct, frozen=True):
+    """How the rows of one file are read."""
+
+    format: Format = "auto"
+    columns: ChatColumns = field(default_factory=ChatColumns)
+    tags: ChatTags = field(default_factory=ChatTags)
+
+
+ONLY_RL = ("groups_per_minibatch", "num_epochs_per_batch", "proximal")
+WARMUP_RATIO = 0.1
+
+
+class SupervisedLearnerConfig(LearnerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The learner with the rates of the published cold start: AdamW, cosine, warm-up of a tenth."""
+
+    optimizer: Annotated[
+        Literal["muon_adamw", "adamw"],
+        Meta(description="Muon on hidden matrices and AdamW on the rest, or AdamW on all"),
+    ] = "adamw"
+    learning_rate: Annotated[float, Meta(ge=0, description="rate of AdamW")] = 7e-6
+    weight_decay: Annotated[
+        float, Meta(ge=0, description="decoupled decay of AdamW's matrices")
+    ] = 0.0
+    schedule: Annotated[
+        Literal["constant", "linear", "cosine"],
+        Meta(description="how the learning rates go on after the warm-up"),
+    ] = "cosine"
+    warmup_ratio: Annotated[
+        float,
+        Meta(ge=0, le=1, description="part of all steps over which the rates rise, if not steps"),
+    ] = WARMUP_RATIO
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps and self.warmup_ratio == WARMUP_RATIO:
+            force_setattr(self, "warmup_ratio", 0.0)  # the default gives way
+        super().__post_init__()
+        plain = LearnerConfig()
+        for name in ONLY_RL:
+            if getattr(self, name) != getattr(plain, name):
+                raise ConfigError(f"learner.{name}: only reinforcement learning reads it")
+
+
+class LoopConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Steps, batches and cadence."""
+
+    batch_size: Annotated[
+        int, Meta(ge=1, description="rows of a batch, over all ranks; see also packing")
+    ] = 8
+    gradient_accumulation: Annotated[
+        int, Meta(ge=1, description="batches of an optimizer step; the mean is over all of them")
+    ] = 2
+    num_steps: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="steps")] = None
+    num_epochs: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="passes over the rows, in place of num_steps; 3 if neither is given"),
+    ] = None
+    eval_every: Annotated[
+        int, Meta(ge=0, description="steps between evaluations; 0: only at start and end")
+    ] = 0
+
+    def __post_init__(self) -> None:
+        if self.num_steps is not None and self.num_epochs is not None:
+            raise ConfigError("num_steps and num_epochs: give one of them")
+
+    def count_steps(self, num_rows: int) -> int:
+        """Optimizer steps of the run; the last one of an epoch may hold fewer rows."""
+        if self.num_steps is not None:
+            return self.num_steps
+        epochs = 3.0 if self.num_epochs is None else self.num_epochs
+        return max(1, round(epochs * self.steps_per_epoch(num_rows)))
+
+    def steps_per_epoch(self, num_rows: int) -> int:
+        return -(-num_rows // self.rows_per_step)
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.batch_size * self.gradient_accumulation
+
+
+class SFTLoopConfig(LoopConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Supervised fine-tuning."""
+
+    packing: Annotated[
+        bool,
+        Meta(
+            description="a row of a batch is filled with sequences up to data.max_length, which do "
+            "not see each other; false: a row is one sequence (neither way is padded)"
+        ),
+    ] = False
+
+
+class SavingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Checkpoints, in Hugging Face format with the learner's state beside."""
+
+    every: Annotated[int, Meta(ge=0, description="steps between checkpoints; 0: only the end")] = 0
+    keep_last: Annotated[int, Meta(ge=1, description="newest ones to keep")] = 2
+    keep_best: Annotated[
+        bool, Meta(description="keep the one with the lowest loss on data.eval as well")
+    ] = False
+
+
+class SFTRunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything `launchers/sft.py` reads."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: ChatDataConfig
+    prompt: PromptConfig = PromptConfig()
+    renderer: TagsConfig | NativeConfig = TagsConfig()
+    sft: SFTLoopConfig = SFTLoopConfig()
+    learner: SupervisedLearnerConfig = SupervisedLearnerConfig()
+    checkpoint: SavingConfig = SavingConfig()
+    monitor: MonitorConfig = MonitorConfig()
+
+    def __post_init__(self) -> None:
+        check_measured(self.data, self.checkpoint)
+
+
+def check_measured(data: ChatDataConfig, saving: SavingConfig) -> None:
+    """Refuse what needs held-out rows where there are none."""
+    if data.eval and data.eval_split:
+        raise ConfigError("data.eval and data.eval_split: give one of them")
+    if saving.keep_best and not (data.eval or data.eval_split):
+        raise ConfigError("checkpoint.keep_best: needs rows that measure: data.eval or eval_split")
+
+
+# The configuration of preference training, from files and by the policy's own answers.
+
+Beta = Annotated[float, Meta(gt=0, description="weight of staying near the reference policy")]
+
+
+class PairDataConfig(ChatDataConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The files of preferences."""
+
+    max_length: Annotated[
+        int, Meta(ge=2, description="cut-off length of prompt and answer, in tokens")
+    ] = 8192
+
+
+class DPOLoopConfig(LoopConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Direct preference optimization (learners/dpo.py)."""
+
+    beta: Beta = 0.1
+    tuning: Annotated[
+        Literal["lora", "full"],
+        Meta(description="train adapters (learner.lora, r = 8 unless given), or all weights"),
+    ] = "lora"
+    reference: Annotated[
+        Literal["scored", "adapter_off"],
+        Meta(
+            description="log-probs of the reference policy: scored once before the first step and "
+            "kept in the run, or by the model without its adapter, at each start"
+        ),
+    ] = "scored"
+    batch_size: Annotated[int, Meta(ge=1, description="pairs of a batch, over all ranks")] = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reference == "adapter_off" and self.tuning != "lora":
+            raise ConfigError("dpo.reference = adapter_off: needs dpo.tuning = lora")
+
+
+class DPOLearnerConfig(
+    SupervisedLearnerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """The learner with the rates of the published self-critic stage."""
+
+    learning_rate: Annotated[float, Meta(ge=0, description="rate of AdamW")] = 5e-6
+
+
+class DPORunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything `launchers/dpo.py` reads."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: PairDataConfig
+    prompt: PromptConfig = PromptConfig()
+    renderer: TagsConfig | NativeConfig = TagsConfig()
+    dpo: DPOLoopConfig = DPOLoopConfig()
+    learner: DPOLearnerConfig = DPOLearnerConfig()
+    checkpoint: SavingConfig = SavingConfig()
+    monitor: MonitorConfig = MonitorConfig()
+
+    def __post_init__(self) -> None:
+        check_measured(self.data, self.checkpoint)
+        if self.dpo.tuning == "full":
+            if self.learner.lora is not None:
+                raise ConfigError("dpo.tuning = full and learner.lora: give one of them")
+        elif self.learner.lora is None:
+            learner = DPOLearnerConfig(
+                **{name: getattr(self.learner, name) for name in self.learner.__struct_fields__}
+                | {"lora": LoRAConfig(r=8, alpha=16)}
+            )
+            force_setattr(self, "learner", learner)

@@ -1,0 +1,302 @@
+"""Pairs that rollouts gave, token for token: as the self-critic writes them, and from trees.
+
+{"prompt_ids": [..], "chosen_ids": [..], "chosen_mask": [0, 1, ..], "rejected_ids": [..],
+ "rejected_mask": [..]}        masks are 1 on what the policy sampled
+{"task": .., "nodes": [..]}    a tree (agentenv/tree.py); its leaves are paired by reward
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from agentenv.data.files import RawRow, Row, read_rows
+from agentenv.errors import DataError
+from agentenv.tree import Trajectory, TrajectoryTree
+from launchers.supervised.config import ChatDataConfig, RowFormat
+from launchers.supervised.dialogues import (
+    Conversation,
+    find_sources,
+    read_conversation,
+    read_preference,
+)
+from launchers.supervised.encoding import ChatEncoder, Example
+from learners.batch import EncodedTree
+from learners.dpo import Answer, encode_pair
+
+
+class PairRow(Struct, frozen=True, omit_defaults=True):
+    """Prompt and two answers in tokens; `task` and the rewards are for the reader."""
+
+    prompt_ids: list[int]
+    chosen_ids: list[int]
+    chosen_mask: list[int]
+    rejected_ids: list[int]
+    rejected_mask: list[int]
+    task: str = ""
+    chosen_reward: float = 0.0
+    rejected_reward: float = 0.0
+
+    def answers(self) -> tuple[Answer, Answer]:
+        """Each with the prompt, which is not the policy's."""
+        for name, ids, mask in (
+            ("chosen", self.chosen_ids, self.chosen_mask),
+            ("rejected", self.rejected_ids, self.rejected_mask),
+        ):
+            if len(ids) != len(mask) or not any(mask):
+                raise DataError(
+                    f"key '{name}_mask': expected as many entries as {name}_ids has, {len(ids)}, "
+                    f"at least one of them 1, got {len(mask)}"
+                )
+        prompt = [0] * len(self.prompt_ids)
+        return (
+            (self.prompt_ids + self.chosen_ids, prompt + self.chosen_mask),
+            (self.prompt_ids + self.rejected_ids, prompt + self.rejected_mask),
+        )
+
+
+def is_pair_row(row: Row) -> bool:
+    """Whether a row is one of the two forms above."""
+    return "prompt_ids" in row or ("nodes" in row and "task" in row)
+
+
+def read_pair_row(row: Row, threshold: float, limit: int, rng: Random) -> list[PairRow]:
+    """The pairs of a row; raises DataError with key and what was expected."""
+    kind: Any = PairRow if "prompt_ids" in row else TrajectoryTree
+    try:
+        found = msgspec.convert(row, kind)
+    except msgspec.ValidationError as error:
+        raise DataError(str(error)) from error
+    return [found] if isinstance(found, PairRow) else list(pairs_of(found, threshold, limit, rng))
+
+
+def pairs_of(tree: TrajectoryTree, threshold: float, limit: int, rng: Random) -> Iterator[PairRow]:
+    """Up to `limit` random pairs of a trajectory with at least that reward and one with less.
+
+    Truncated trajectories count by their reward, failed ones not at all. Trajectories without a
+    token of the policy, and pairs of equal texts, are left out.
+    """
+    done = [t for t in tree.trajectories() if any(t.loss_mask)]
+    chosen = [t for t in done if t.reward >= threshold]
+    rejected = [t for t in done if t.reward < threshold]
+    pairs = [(good, bad) for good in chosen for bad in rejected if good.token_ids != bad.token_ids]
+    for good, bad in rng.sample(pairs, min(limit, len(pairs))):
+        prompt = tree.root.observation_ids
+        yield PairRow(
+            prompt_ids=prompt,
+            chosen_ids=good.token_ids[len(prompt) :],
+            chosen_mask=_mask(good, len(prompt)),
+            rejected_ids=bad.token_ids[len(prompt) :],
+            rejected_mask=_mask(bad, len(prompt)),
+            task=tree.task.id,
+            chosen_reward=good.reward,
+            rejected_reward=bad.reward,
+        )
+
+
+def _mask(trajectory: Trajectory, start: int) -> list[int]:
+    return [int(sampled) for sampled in trajectory.loss_mask[start:]]
+
+
+def num_kinds(trees: Sequence[TrajectoryTree], threshold: float) -> dict[str, int]:
+    """How many questions had only chosen, only rejected, or both kinds of answers."""
+    counts = {"all_chosen": 0, "all_rejected": 0, "mixed": 0}
+    for tree in trees:
+        right = [trajectory.reward >= threshold for trajectory in tree.trajectories()]
+        if right:
+            kind = (
+                "mixed"
+                if any(right) and not all(right)
+                else "all_chosen"
+                if right[0]
+                else "all_rejected"
+            )
+            counts[kind] += 1
+    return counts
+
+
+# Files of dialogues and preferences into sequences and pairs, with bad rows refused.
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+Resolve = Callable[[str], Path]
+Reader = Callable[[RawRow, RowFormat], list[T]]
+MAX_LISTED = 50  # bad rows that are named one by one
+TREE_PAIRS = 4  # of a row that is a tree
+TREE_THRESHOLD = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class Loaded(NamedTuple, Generic[T]):
+    """What is learned from and what only measures."""
+
+    train: list[T]
+    eval: list[T]
+
+
+class Cut:
+    """Holds sequences to the cut-off length, and counts what that changed."""
+
+    def __init__(self, config: ChatDataConfig) -> None:
+        self.config = config
+        self.num_cut = 0
+        self.num_left_out = 0
+
+    def __call__(self, *examples: Example) -> list[Example] | None:
+        """The sequences that belong together, cut; None if they are left out."""
+        limit = self.config.max_length
+        longest = max(len(example.token_ids) for example in examples)
+        if longest <= limit:
+            return list(examples)
+        if self.config.overlong == "error":
+            raise DataError(
+                f"has {longest} tokens, data.max_length is {limit}; data.overlong = 'cut' or "
+                "'skip' goes on without the end or the row"
+            )
+        cut = [example.cut(limit) for example in examples]
+        if self.config.overlong == "skip" or not all(part.mask.any() for part in cut):
+            self.num_left_out += 1
+            return None
+        self.num_cut += 1
+        return cut
+
+    def tell(self, say: Say) -> None:
+        """What the limit did to the rows, if anything."""
+        if self.num_cut or self.num_left_out:
+            say(
+                f"data.max_length = {self.config.max_length}: {self.num_cut} rows lost their end, "
+                f"{self.num_left_out} are left out"
+            )
+
+
+def load_examples(
+    config: ChatDataConfig, encoder: ChatEncoder, resolve: Resolve, seed: int, say: Say
+) -> Loaded[Example]:
+    """Sequences with their masks. Raises DataError with file, row and key for bad rows."""
+    cut = Cut(config)
+
+    def read(raw: RawRow, form: RowFormat) -> list[Example]:
+        example = encoder.encode(read_conversation(raw.row, form))
+        if not example.mask.any():
+            raise DataError("there is nothing to learn from: the policy's texts are empty")
+        return cut(example) or []
+
+    loaded = _load(config, read, resolve, seed, say, ranking=False)
+    cut.tell(say)
+    return loaded
+
+
+def load_pairs(
+    config: ChatDataConfig, encoder: ChatEncoder, resolve: Resolve, seed: int, say: Say
+) -> Loaded[EncodedTree]:
+    """Pairs without the reference's log-probs. Raises DataError as `load_examples` does."""
+    cut = Cut(config)
+
+    def read(raw: RawRow, form: RowFormat) -> list[EncodedTree]:
+        pairs = []
+        for both in _answers(raw, form, encoder, seed):
+            kept = cut(*both)
+            if kept is None:
+                continue
+            if kept[0].equals(kept[1]):
+                if both[0].equals(both[1]):
+                    raise DataError("the chosen and the rejected answer are the same")
+                cut.num_left_out += 1  # they differed behind the cut
+                continue
+            pairs.append(encode_pair(*kept))
+        return pairs
+
+    loaded = _load(config, read, resolve, seed, say, ranking=True)
+    cut.tell(say)
+    return loaded
+
+
+def _answers(
+    raw: RawRow, form: RowFormat, encoder: ChatEncoder, seed: int
+) -> Iterator[tuple[Example, Example]]:
+    """The chosen and the rejected answer of each pair of a row, each with its prompt."""
+    if is_pair_row(raw.row):
+        rng = Random(f"{seed}/{raw.path.name}/{raw.number}")
+        for row in read_pair_row(raw.row, TREE_THRESHOLD, TREE_PAIRS, rng):
+            chosen, rejected = row.answers()
+            yield Example.of(*chosen), Example.of(*rejected)
+        return
+    found = read_preference(raw.row, form)
+    prompt, tools = found.prompt.messages, found.prompt.tools
+    first = sum(message.role != "system" for message in prompt)
+    chosen, rejected = (
+        encoder.encode(Conversation((*prompt, *answer), tools), first)
+        for answer in (found.chosen, found.rejected)
+    )
+    yield chosen, rejected
+
+
+def _load(
+    config: ChatDataConfig, read: Reader[T], resolve: Resolve, seed: int, say: Say, *, ranking: bool
+) -> Loaded[T]:
+    def load(names: str | list[str], limit: int) -> list[list[T]]:
+        listed = [names] if isinstance(names, str) else names
+        rows: list[list[T]] = []
+        problems: list[str] = []
+        for source in find_sources(config, listed, resolve, ranking=ranking):
+            found = _read_rows(source.path, source.form, read, config.skip_bad_rows, problems)
+            for number, row in enumerate(found, 1):
+                rows.append(row)
+                if number == source.max_samples or len(rows) == limit:
+                    break
+            if len(rows) == limit:
+                break
+        _tell_bad(problems, say)
+        if not any(rows):
+            raise DataError(f"{', '.join(listed)}: there is no row to learn from")
+        return rows
+
+    rows = load(config.train, config.max_samples)
+    measured: list[list[T]] = load(config.eval, 0) if config.eval else []
+    if config.eval_split:
+        rows, measured = split(rows, config.eval_split, seed)
+    return Loaded([one for row in rows for one in row], [one for row in measured for one in row])
+
+
+def split(rows: Sequence[T], size: float, seed: int) -> tuple[list[T], list[T]]:
+    """Rows to learn from and held-out ones: a part of them, or so many from 1 on; both in order."""
+    count = int(size) if size >= 1 else max(1, round(size * len(rows)))
+    if count >= len(rows):
+        raise DataError(
+            f"data.eval_split = {size:g} leaves nothing of {len(rows)} rows to learn from"
+        )
+    held = set(Random(f"{seed}/split").sample(range(len(rows)), count))
+    return (
+        [row for place, row in enumerate(rows) if place not in held],
+        [rows[place] for place in sorted(held)],
+    )
+
+
+def _read_rows(
+    path: Path, form: RowFormat, read: Reader[T], skip: bool, problems: list[str]
+) -> Iterator[list[T]]:
+    """What each good row gives; raises DataError for a bad one unless they are skipped."""
+    for raw in read_rows(path):
+        try:
+            if raw.problem:
+                raise DataError(raw.problem)
+            yield read(raw, form)
+        except DataError as error:
+            text = f"{raw.path}, row {raw.number}: {error}"
+            if not skip:
+                raise DataError(text) from None
+            problems.append(text)
+
+
+def _tell_bad(problems: list[str], say: Say) -> None:
+    if problems:
+        say(f"data.skip_bad_rows: {len(problems)} bad rows are left out")
+        for text in problems[:MAX_LISTED]:
+            logger.warning("%s", text)

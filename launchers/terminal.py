@@ -1,0 +1,162 @@
+"""What a person sees while a run goes on: a live line in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from agentenv.errors import AgentEnvError, ConfigError, DataError
+from launchers.rundir import explain
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that a full disk does not turn into tracebacks; the run says what is wrong."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
+class View:
+    """Console and log file of a run. Everything said goes to both."""
+
+    def __init__(self) -> None:
+        self.console = Console(highlight=False)
+        self._errors = Console(stderr=True, highlight=False)
+        self._progress: Progress | None = None
+        self._bar: TaskID | None = None
+        self._live: Live | None = None
+        self._logger = logging.getLogger("run")
+        self._logger.addHandler(logging.NullHandler())  # else what fails early is told twice
+        self._handler: logging.Handler | None = None
+
+    def log_to(self, path: Path) -> None:
+        """Write what is said, and the warnings of all parts, to `path` as well."""
+        self._handler = _LogFile(path, encoding="utf-8")
+        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        root = logging.getLogger()
+        root.addHandler(self._handler)
+        self._logger.setLevel(logging.INFO)
+
+    def say(self, text: str) -> None:
+        self._logger.info(text)
+        self.console.print(escape(text), soft_wrap=True)
+
+    def fail(self, text: str) -> None:
+        self._logger.error(text)
+        self._errors.print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)
+
+    def show(self, table: Table) -> None:
+        with self.console.capture() as capture:
+            self.console.print(table)
+        self._logger.info("\n%s", capture.get())
+        self.console.print(table)
+
+    def begin(self, title: str, total: int, done: int = 0) -> None:
+        """Start a progress bar; in a terminal only."""
+        self.end()
+        if not self.console.is_terminal:
+            return
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        self._bar = self._progress.add_task(title, total=total, completed=done, note="")
+        self._live = Live(self._progress, console=self.console, transient=True)
+        self._live.start()
+
+    def advance(self, done: int, note: str = "") -> None:
+        if self._progress is not None and self._bar is not None:
+            self._progress.update(self._bar, completed=done, note=note)
+
+    def figures(self, rows: Sequence[tuple[str, str]]) -> None:
+        """What stands below the bar: a title and figures a line. Nothing outside a terminal."""
+        if self._live is None or self._progress is None:
+            return
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="ellipsis", no_wrap=True)
+        for title, text in rows:
+            grid.add_row(title, escape(text))
+        self._live.update(Group(self._progress, grid))
+
+    @property
+    def is_live(self) -> bool:
+        return self._live is not None
+
+    def end(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+        self._live = self._progress = self._bar = None
+
+    def close(self) -> None:
+        self.end()
+        if self._handler is not None:
+            logging.getLogger().removeHandler(self._handler)
+            self._handler.close()
+            self._handler = None
+
+
+# How every command ends: its exit code, and what the user is told.
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def to_its_end(
+    work: Callable[[], int | None], view: View, *, writing: str, interrupted: str = ""
+) -> int:
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted.
+
+    `writing` is said of a failure of files that names none, `interrupted` after Ctrl-C. Whatever
+    has no reason for the user is a bug and is raised.
+    """
+    try:
+        return work() or 0
+    except KeyboardInterrupt:
+        view.end()
+        if interrupted:
+            view.say(interrupted)
+        return EXIT_INTERRUPTED
+    except OSError as error:
+        view.fail(f"{error.filename or writing}: {explain(error)}")
+        return EXIT_FAILED
+    except (AgentEnvError, ExceptionGroup) as error:
+        reason = first_reason(error)
+        if reason is None:
+            raise
+        view.fail(str(reason))
+        return EXIT_BAD_INPUT if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
+    finally:
+        view.close()
+
+
+def first_reason(error: BaseException) -> AgentEnvError | OSError | None:
+    """The first failure with a reason for the user; None if there is a bug among the errors."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error if isinstance(error, AgentEnvError | OSError) else None
+    reasons = [first_reason(part) for part in error.exceptions]
+    return None if None in reasons else reasons[0]

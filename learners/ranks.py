@@ -1,0 +1,401 @@
+"""One rank as the controller sees it: its process, its log, and the connection it obeys over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import psutil
+from msgspec import Struct
+
+import learners
+from agentenv.errors import ConfigError, LearnerError
+from learners import messages as wire
+from learners.learner import LearnerConfig
+
+CLOSE_TIMEOUT_S = 5.0
+LOG_TAIL_BYTES = 2000
+PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(learners.__file__)))
+CHOSEN_ELSEWHERE = ("MASTER_ADDR", "MASTER_PORT")  # of another job that this one was started in
+
+
+class RankLink:
+    """A rank that said Hello. `process` is None for one that was started elsewhere."""
+
+    def __init__(
+        self,
+        hello: wire.Hello,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.rank = hello.rank
+        self.pid = hello.pid
+        self.host = hello.host
+        self.store = hello.store
+        self.process: asyncio.subprocess.Process | None = None
+        self.log_path: Path | None = None
+        self._reader = reader
+        self._writer = writer
+
+    async def exchange(self, command: Struct) -> wire.Done | wire.Failed:
+        """Send a command and wait for its answer. Raises OSError or EOFError if it is lost."""
+        self._writer.write(wire.pack_frame(command))
+        await self._writer.drain()
+        reply = await read_reply(self._reader)
+        if not isinstance(reply, wire.Done | wire.Failed):
+            raise ConnectionError(f"unexpected answer {reply!r}")
+        return reply
+
+    def interrupt(self) -> None:
+        """Tell a rank that is at work to break off; see `learners.messages.Abort`."""
+        self._writer.write(wire.pack_frame(wire.Abort()))
+
+    async def close(self, *, idle: bool) -> None:
+        """Ask an idle rank to stop, or kill a busy one. A rank elsewhere ends by itself when its
+        connection does."""
+        with contextlib.suppress(OSError):
+            if idle:
+                self._writer.write(wire.pack_frame(wire.Stop()))
+            self._writer.close()
+            await self._writer.wait_closed()
+        if self.process is None:
+            return
+        if idle:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self.process.wait()
+        await kill(self.process)
+
+    async def how_it_ended(self) -> str:
+        """Of a rank whose connection broke."""
+        if self.process is None:
+            return f"(process {self.pid} on {self.host}) closed its connection"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                return how(await self.process.wait())
+        return "closed its connection"
+
+    def state(self) -> str:
+        """What the system says about a process that does not answer."""
+        if self.process is None:
+            return f"process {self.pid} on {self.host}"
+        with contextlib.suppress(psutil.Error):
+            return f"process {self.pid}, {psutil.Process(self.pid).status()}"
+        return f"process {self.pid}"
+
+    def show_stack(self) -> None:
+        """Let the rank write where it is into its log."""
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGUSR1)
+
+
+async def spawn(
+    rank: int,
+    num_ranks: int,
+    log_path: Path,
+    num_threads: int,
+    address: str,
+    token: str,
+    gpus: Sequence[str] = (),
+) -> asyncio.subprocess.Process:
+    """Start a rank on this machine, in a session of its own."""
+    path = os.pathsep.join(filter(None, [PACKAGES, os.environ.get("PYTHONPATH")]))
+    environment = {k: v for k, v in os.environ.items() if k not in CHOSEN_ELSEWHERE}
+    environment |= {
+        wire.ADDRESS_VARIABLE: address,
+        wire.TOKEN_VARIABLE: token,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": str(num_threads),
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve the rollouts beside them
+    }
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    with open_log(log_path) as log:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "learners.worker",
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+async def kill(process: asyncio.subprocess.Process) -> None:
+    """End it now, if it has not ended."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def read_reply(reader: asyncio.StreamReader) -> wire.Reply:
+    prefix = await reader.readexactly(wire.PREFIX_BYTES)
+    return wire.unpack_reply(await reader.readexactly(int.from_bytes(prefix, "little")))
+
+
+def open_log(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("ab")
+
+
+def log_tail(path: Path) -> str:
+    """The end of a rank's log; empty if there is none."""
+    with contextlib.suppress(OSError), path.open("rb") as log:
+        size = log.seek(0, os.SEEK_END)
+        log.seek(max(0, size - LOG_TAIL_BYTES))
+        return log.read().decode(errors="replace").strip()
+    return ""
+
+
+def how(code: int) -> str:
+    """How a process with this exit code ended."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = " (the system does that when memory runs out: see dmesg)" if code == -9 else ""
+        return f"was killed by {name}{hint}"
+    return f"ended with exit code {code}"
+
+
+# All ranks of a learner, started here or elsewhere; they obey together and fail together.
+
+SETTLE_S = 3.0  # for the other ranks to answer when one has failed
+STACK_S = 0.3  # for a rank to write its stack
+LOST = (OSError, EOFError)  # IncompleteReadError is an EOFError
+
+
+class RankGroup:
+    """`start`, then `call` any number of times, then `close`.
+
+    One command runs at a time; others wait for it. A rank that dies, misses its deadline or fails
+    where others go on raises LearnerError with its number, what happened, and the end of its log;
+    then all ranks are ended, since none can go on without the others. A command that every rank
+    refuses leaves them running.
+    """
+
+    def __init__(self, config: LearnerConfig, log_path: Path, gpus: Sequence[str] = ()) -> None:
+        self.config = config
+        self.log_path = log_path
+        self.gpus = gpus
+        self._lock = asyncio.Lock()
+        self._links: list[RankLink] = []
+        self._processes: list[asyncio.subprocess.Process] = []
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank; empty before the start and after close."""
+        return [link.pid for link in self._links]
+
+    @property
+    def store(self) -> str:
+        """Where the ranks meet; see `learners.messages.Hello`."""
+        return self._links[0].store
+
+    async def start(self, timeout_s: float) -> None:
+        """Start the processes, or wait for those started elsewhere, until all have connected."""
+        local = self.config.launch == "local"
+        token = secrets.token_hex(16) if local else os.environ.get(wire.TOKEN_VARIABLE, "")
+        if not token:
+            raise ConfigError(
+                f"learner.launch = external: set {wire.TOKEN_VARIABLE} to a secret of your own, "
+                "the same for this process and for the ranks"
+            )
+        host, port = ("127.0.0.1", "0") if local else self.config.address.rsplit(":", 1)
+        arrivals: asyncio.Queue[RankLink | LearnerError] = asyncio.Queue()
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(*LOST, ValueError):
+                hello = await read_reply(reader)
+                if isinstance(hello, wire.Hello) and secrets.compare_digest(hello.token, token):
+                    arrivals.put_nowait(self._link(hello, reader, writer))
+                    return
+            writer.close()
+
+        server = await asyncio.start_server(accept, host, int(port))
+        try:
+            if local:
+                port = str(server.sockets[0].getsockname()[1])
+                await self._spawn(f"127.0.0.1:{port}", token)
+            await self._wait_for_all(arrivals, timeout_s)
+        except BaseException:
+            await self.close()
+            raise
+        finally:
+            server.close()
+
+    def _link(
+        self, hello: wire.Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> RankLink | LearnerError:
+        link = RankLink(hello, reader, writer)
+        if hello.num_ranks != self.config.num_ranks:
+            return LearnerError(
+                f"a learner rank on {hello.host} is one of {hello.num_ranks}, but "
+                f"learner.num_ranks = {self.config.num_ranks}"
+            )
+        if self._processes:
+            link.process = self._processes[hello.rank]
+            link.log_path = self._log_of(hello.rank)
+        return link
+
+    async def _spawn(self, address: str, token: str) -> None:
+        for rank in range(self.config.num_ranks):
+            threads, log_path = self.config.num_threads, self._log_of(rank)
+            self._processes.append(
+                await spawn(
+                    rank, self.config.num_ranks, log_path, threads, address, token, self.gpus
+                )
+            )
+
+    def _log_of(self, rank: int) -> Path:
+        path = self.log_path
+        return path.with_name(f"{path.stem}-{rank}{path.suffix}") if rank else path
+
+    async def _wait_for_all(
+        self, arrivals: asyncio.Queue[RankLink | LearnerError], timeout_s: float
+    ) -> None:
+        ended = [asyncio.ensure_future(process.wait()) for process in self._processes]
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        links: dict[int, RankLink] = {}
+        try:
+            while len(links) < self.config.num_ranks:
+                arrival = asyncio.ensure_future(arrivals.get())
+                left = deadline - asyncio.get_running_loop().time()
+                waiting: set[asyncio.Future[Any]] = {arrival, *ended}
+                done, _ = await asyncio.wait(
+                    waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED
+                )
+                if arrival not in done:
+                    arrival.cancel()
+                    raise self._start_failure(ended, links, timeout_s)
+                link = arrival.result()
+                if isinstance(link, LearnerError):
+                    raise link
+                links[link.rank] = link
+        finally:
+            for each in ended:
+                each.cancel()
+            self._links = [links[rank] for rank in sorted(links)]
+
+    def _start_failure(
+        self, ended: Sequence[asyncio.Future[int]], links: dict[int, RankLink], timeout_s: float
+    ) -> LearnerError:
+        for rank, process in enumerate(ended):
+            if process.done():
+                return self._error(rank, how(process.result()), self._log_of(rank))
+        missing = sorted(set(range(self.config.num_ranks)) - set(links))
+        log_path = self._log_of(missing[0]) if self._processes else None
+        return self._error(missing[0], f"did not connect in {timeout_s:.0f} s", log_path)
+
+    async def call(self, commands: Sequence[Struct], timeout_s: float) -> list[wire.Done]:
+        """Send each rank its command and wait for all answers, by rank."""
+        async with self._lock:
+            if not self._links:
+                raise LearnerError(f"the learner is closed; log {self.log_path}")
+            tasks = [
+                asyncio.create_task(link.exchange(command))
+                for link, command in zip(self._links, commands, strict=True)
+            ]
+            try:
+                problem = await self._settle(tasks, timeout_s, type(commands[0]).__name__)
+            except asyncio.CancelledError:
+                await self.close()
+                raise
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            if problem is not None:
+                raise problem
+        return [reply for task in tasks if isinstance(reply := task.result(), wire.Done)]
+
+    def interrupt(self) -> None:
+        """Let the command that runs break off, where it can; at once and without waiting."""
+        if self._lock.locked() and self._links:
+            self._links[0].interrupt()
+
+    async def _settle(
+        self, tasks: list[asyncio.Task[Any]], timeout_s: float, name: str
+    ) -> LearnerError | None:
+        """Wait for the answers; on trouble end the ranks, unless all of them refused."""
+        pending: set[asyncio.Task[Any]] = set(tasks)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        failed: list[int] = []
+        while pending and not any(_is_lost(task) for task in tasks):
+            left = deadline - asyncio.get_running_loop().time()
+            done, pending = await asyncio.wait(
+                pending, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
+            )
+            failed += [n for n, task in enumerate(tasks) if task in done and _is_failed(task)]
+            if failed:
+                deadline = min(deadline, asyncio.get_running_loop().time() + SETTLE_S)
+            if not done:
+                break
+        if not pending and not failed and not any(_is_lost(task) for task in tasks):
+            return None
+        if len(failed) == len(tasks):
+            return self._refusal(failed[0], tasks[failed[0]].result())
+        problem = await self._diagnose(tasks, failed, timeout_s, name)
+        await self.close()
+        return problem
+
+    async def _diagnose(
+        self, tasks: list[asyncio.Task[Any]], failed: list[int], timeout_s: float, name: str
+    ) -> LearnerError:
+        """The cause rather than what followed from it: a rank that died, then one that failed,
+        then those that do not answer."""
+        lost = [link for link, task in zip(self._links, tasks, strict=True) if _is_lost(task)]
+        if lost:
+            return self._error(lost[0].rank, await lost[0].how_it_ended(), lost[0].log_path)
+        if failed:
+            return self._refusal(failed[0], tasks[failed[0]].result())
+        silent = [link for link, task in zip(self._links, tasks, strict=True) if not task.done()]
+        states = ", ".join(f"rank {link.rank} is {link.state()}" for link in silent)
+        for link in silent:
+            link.show_stack()
+        await asyncio.sleep(STACK_S)
+        stopped = [link for link in silent if "stopped" in link.state()]
+        text = (
+            f"took longer than {timeout_s:.0f} s for {name} and was stopped ({states}); where it "
+            "was is in its log; raise learner.command_timeout_s if it was only slow"
+        )
+        link = (stopped or silent)[0]
+        return self._error(link.rank, text, link.log_path)
+
+    def _refusal(self, rank: int, failed: wire.Failed) -> LearnerError:
+        who = f"learner rank {rank}: " if self.config.num_ranks > 1 else ""
+        return LearnerError(f"{who}{failed.error}\n{failed.traceback}".rstrip())
+
+    async def close(self) -> None:
+        """Ask idle ranks to stop, or kill busy ones; also ends calls that wait. Idempotent."""
+        links, self._links = self._links, []
+        processes, self._processes = self._processes, []
+        idle = not self._lock.locked()
+        await asyncio.gather(*(link.close(idle=idle) for link in links))
+        await asyncio.gather(*(kill(process) for process in processes))
+
+    def _error(self, rank: int, what: str, log_path: Path | None) -> LearnerError:
+        who = f"the learner's rank {rank}" if self.config.num_ranks > 1 else "the learner"
+        if log_path is None:
+            return LearnerError(f"{who} {what}; its log is where its launcher writes it")
+        return LearnerError(f"{who} {what}; log {log_path}:\n{log_tail(log_path)}".rstrip())
+
+
+def _is_lost(task: asyncio.Task[Any]) -> bool:
+    return task.done() and not task.cancelled() and isinstance(task.exception(), LOST)
+
+
+def _is_failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and task.exception() is None and isinstance(task.result(), wire.Failed)

@@ -1,0 +1,441 @@
+"""One learner rank: a process that obeys the controller over a socket.
+
+    python -m learners.worker
+
+The controller's address and a secret token come in environment variables (`learners.messages`),
+the place among the ranks in those of torchrun, the DeepSpeed launcher or Slurm
+(`learners.worker`). The process ends when the controller stops it, dies, or closes the
+connection; an interrupt from the keyboard is the controller's business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from msgspec import Struct
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from agentenv.errors import AgentEnvError, ConfigError, LearnerError
+from learners import checkpoint
+from learners import messages as wire
+from learners.backend import TorchBackend
+from learners.broadcast import Broadcaster
+from learners.checkpoint import restore
+from learners.deepspeed import Aside, DeepSpeedBackend
+from learners.dpo import adapters_off, prefer
+from learners.export import write_adapter_only, write_model
+from learners.lora import add_adapters
+from learners.policy import Policy
+from learners.trainer import Trainer
+
+# How the ranks of a learner find each other: torchrun, the DeepSpeed launcher, Slurm, or ours.
+
+RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+NUM_RANKS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+
+
+class Place(Struct, frozen=True):
+    """Which of the ranks this process is, and which of those on its machine."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    master: str  # host:port that the launcher chose; empty: rank 0 opens a store
+
+
+def find_place(environ: Mapping[str, str]) -> Place:
+    """What the launcher says; alone if there is none. Raises ConfigError for half of it."""
+    rank, num_ranks = _first(environ, RANK), _first(environ, NUM_RANKS)
+    if (rank is None) != (num_ranks is None):
+        raise ConfigError(
+            "a learner rank needs both of RANK and WORLD_SIZE (or SLURM_PROCID and SLURM_NTASKS) "
+            "in its environment, or neither"
+        )
+    if rank is not None and not 0 <= rank < (num_ranks or 0):
+        raise ConfigError(f"a learner rank got RANK = {rank} of WORLD_SIZE = {num_ranks}")
+    address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    return Place(
+        rank or 0,
+        num_ranks or 1,
+        _first(environ, LOCAL_RANK) or 0,
+        f"{address}:{port}" if address and port else "",
+    )
+
+
+def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        if environ.get(name):
+            return int(environ[name])
+    return None
+
+
+class Meeting:
+    """Opens a store on rank 0 where no launcher did, and joins the process group."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._store: Store | None = None
+
+    def open(self, own_address: str) -> str:
+        """host:port of the store, for the controller to tell to the others; "" if there is none.
+
+        `own_address` is this machine's on the way to the controller.
+        """
+        place = self.place
+        if place.rank or place.num_ranks == 1 or place.master:
+            return ""
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = store
+        return f"{own_address}:{store.port}"
+
+    def join(self, store_address: str, timeout_s: float) -> None:
+        """Join; returns when all ranks have."""
+        place, timeout = self.place, timedelta(seconds=timeout_s)
+        has_gpu = torch.cuda.is_available()
+        # Slurm may show each rank its own GPU only.
+        device = place.local_rank % torch.cuda.device_count() if has_gpu else place.local_rank
+        names = {"RANK": place.rank, "WORLD_SIZE": place.num_ranks, "LOCAL_RANK": device}
+        for name, value in names.items():
+            os.environ[name] = str(value)
+        if has_gpu:
+            torch.cuda.set_device(device)
+        host, _, port = (store_address or place.master or "127.0.0.1:29500").rpartition(":")
+        # DeepSpeed looks for MPI unless it finds these.
+        os.environ.setdefault("MASTER_ADDR", host)
+        os.environ.setdefault("MASTER_PORT", port)
+        if place.num_ranks == 1:
+            store: Store | None = HashStore()
+        elif place.master:
+            store = None  # torch reads what the launcher has set
+        else:
+            store = self._store or TCPStore(host, int(port), is_master=False)
+        dist.init_process_group(
+            "nccl" if has_gpu else "gloo",
+            store=store,
+            rank=place.rank if store is not None else -1,
+            world_size=place.num_ranks if store is not None else -1,
+            timeout=timeout,
+        )
+
+
+def own_address(connection: socket.socket, controller: str) -> str:
+    """This machine's address as others see it."""
+    address = str(connection.getsockname()[0])
+    return (
+        address
+        if not address.startswith("127.") or controller.startswith("127.")
+        else (socket.gethostname())
+    )
+
+
+# The state of a rank between commands: model, optimizer, counters.
+
+
+class Rank:
+    """Carries out commands; `policy_version` counts published updates."""
+
+    def __init__(
+        self,
+        init: wire.Init,
+        interrupted: Callable[[], bool] = lambda: False,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """`interrupted` and `host`: see Broadcaster."""
+        torch.set_num_threads(init.config.num_threads)
+        self.config = init.config
+        self.source = Path(init.model_dir)
+        torch.manual_seed(init.seed)  # adapters begin equal on all ranks
+        self.backend = make_backend(init)
+        if self.backend.num_ranks > 1:
+            torch.manual_seed(init.seed + self.backend.rank)
+        self.trainer = Trainer(self.backend, init.algorithm, init.config)
+        self.broadcaster = Broadcaster(self.backend, interrupted, host)
+        self.policy_version = 0
+        self._aside: Aside | None = None  # the rank sleeps
+
+    def run(self, command: wire.Command) -> wire.Done:
+        """Carry out one command; whatever it raises goes back as Failed."""
+        try:
+            done = self._run(command)
+        except Exception:
+            if isinstance(command, wire.Update | wire.Imitate | wire.Prefer):
+                self.backend.abandon()
+            raise
+        done.policy_version = self.policy_version
+        return done
+
+    def _run(self, command: wire.Command) -> wire.Done:
+        done = wire.Done()
+        if self._aside is not None and not isinstance(command, wire.Nap):
+            raise LearnerError(f"{type(command).__name__} was asked of a learner that sleeps")
+        match command:
+            case wire.Nap():
+                self._nap(asleep=command.asleep)
+            case wire.Update():
+                done.metrics = self.trainer.update(command.minibatches, command.lr_scale)
+                done.steps = list(self.trainer.skipped_steps)
+            case wire.Imitate():
+                done.metrics = self.trainer.imitate(command.sequences, command.lr_scale)
+            case wire.Prefer():
+                done.metrics = prefer(self.trainer, command.pairs, command.beta, command.lr_scale)
+            case wire.ScoreSequences():
+                whole = nullcontext() if command.adapters else adapters_off(self.backend.policy)
+                with whole:
+                    done.scores = self.trainer.score(command.sequences)
+            case wire.ResetOptimizer():
+                if command.state == "set_aside":
+                    self.backend.set_state_aside()
+                self.backend.reset_optimizer(command.config)
+                if command.state == "take_back":
+                    self.backend.take_state_back()
+            case wire.WriteModel():
+                if command.unmoved and self.trainer.moved:
+                    raise LearnerError("the learner has gone on to other weights")
+                self.write_model(
+                    Path(command.directory),
+                    publish=command.publish,
+                    adapter_only=command.adapter_only,
+                )
+            case wire.Announce():
+                done.buckets = self.broadcaster.manifest()
+                self.count_version()
+            case wire.OpenGroup():
+                done.address = self.broadcaster.open(command.timeout_s)
+            case wire.JoinGroup():
+                done.problem = self.broadcaster.join(command.group)
+            case wire.SendWeights():
+                done.problem = self.broadcaster.send()
+            case wire.LeaveGroup():
+                self.broadcaster.leave()
+            case wire.Save():
+                self.save(Path(command.directory))
+            case wire.Load():
+                self.load(Path(command.directory))
+        return done
+
+    def write_model(self, directory: Path, *, publish: bool, adapter_only: bool = False) -> None:
+        """Publishing counts up; exporting survives a crash of the machine."""
+        if adapter_only:
+            write_adapter_only(self.backend, self.source, directory)
+        else:
+            write_model(self.backend, self.source, directory, durable=not publish)
+        if publish:
+            self.count_version()
+
+    def _nap(self, *, asleep: bool) -> None:
+        if asleep and self._aside is None:
+            reference = self.trainer.reference.weights or {}
+            self._aside = Aside(self.backend, reference)
+        elif not asleep and self._aside is not None:
+            self._aside.take_back()
+            self._aside = None
+
+    def count_version(self) -> None:
+        """What the weights are now is a policy version of its own."""
+        self.policy_version += 1
+        self.trainer.moved = False
+
+    def save(self, directory: Path) -> None:
+        """Write what `load` needs for a bit-exact resume."""
+        config, reference = self.config, self.trainer.reference
+        meta = checkpoint.Meta(
+            num_ranks=self.backend.num_ranks,
+            zero_stage=config.zero_stage,
+            dtype=config.dtype,
+            optimizer=config.optimizer,
+            policy_version=self.policy_version,
+            optimizer_step=self.trainer.optimizer_step,
+            moved=self.trainer.moved,
+            base_model=str(self.source),
+            reference_updates=reference.num_updates,
+            lora=config.lora,
+        )
+        checkpoint.save(self.backend, meta, directory, reference)
+
+    def load(self, directory: Path) -> None:
+        """Go on from what `save` wrote, with any number of ranks and any ZeRO stage."""
+        saved = checkpoint.Checkpoint(directory)
+        restore(self.backend, saved.read, saved.kinds, saved.step_of)
+        states = saved.rng_states(self.backend.rank)
+        if "cpu" in states:
+            torch.set_rng_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+        self.trainer.reference.load(saved.meta.reference_updates, saved.read)
+        self.policy_version = saved.meta.policy_version
+        self.trainer.optimizer_step = saved.meta.optimizer_step
+        self.trainer.moved = saved.meta.moved
+
+
+def make_backend(init: wire.Init) -> DeepSpeedBackend | TorchBackend:
+    """Load the model and start the backend that the configuration names."""
+    config = init.config
+    transformers_logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        init.model_dir, dtype=getattr(torch, config.dtype), attn_implementation="sdpa"
+    ).eval()
+    dropouts = () if config.lora is None else tuple(add_adapters(model, config.lora))
+    policy = Policy(model, config.temperature, checkpointing=config.activation_checkpointing)
+    kind = TorchBackend if config.backend == "torch" else DeepSpeedBackend
+    return kind(policy, config, dropouts)
+
+
+PR_SET_PDEATHSIG = 1  # Linux: signal this process when its parent ends
+ORPHAN_POLL_S = 1.0
+ORPHAN_GRACE_S = 3.0  # for the main thread to end by itself
+OUT_OF_MEMORY = (
+    "ran out of memory ({}); lower learner.max_tokens_per_microbatch, raise learner.zero_stage, "
+    "or set learner.activation_checkpointing or learner.offload"
+)
+
+
+def serve(connection: socket.socket, meeting: Meeting, host: str = "127.0.0.1") -> None:
+    """Answer commands until Stop or the end of the connection. `host`: this machine's address."""
+    rank: Rank | None = None
+    while True:
+        command = receive(connection)
+        if command is None or isinstance(command, wire.Stop):
+            return
+        if isinstance(command, wire.Abort):  # it came too late
+            continue
+        reply: Struct
+        try:
+            if isinstance(command, wire.Init):
+                meeting.join(command.store, command.config.command_timeout_s)
+                rank = Rank(command, partial(interrupted, connection), host)
+                reply = wire.Done()
+            elif rank is None:
+                reply = wire.Failed("the first command must be Init", "")
+            else:
+                reply = rank.run(command)
+        except Exception as error:  # the command boundary: the controller decides what to do
+            text = traceback.format_exc()
+            sys.stderr.write(text)
+            sys.stderr.flush()
+            reply = failure(error, text)
+        connection.sendall(wire.pack_frame(reply))
+
+
+def interrupted(connection: socket.socket) -> bool:
+    """Whether the controller breaks off the command that runs; nothing else comes meanwhile."""
+    readable = select.select([connection], [], [], 0)[0]
+    return bool(readable) and isinstance(receive(connection), wire.Abort | None)
+
+
+def failure(error: Exception, text: str) -> wire.Failed:
+    """What the controller is told. A reason of ours, or one of the system such as a full disk,
+    needs no traceback, also where torch wraps it in another error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, AgentEnvError):
+            return wire.Failed(str(cause), "")
+        if isinstance(cause, MemoryError | torch.OutOfMemoryError) or _is_cpu_allocator(cause):
+            reason = (str(cause) or "no memory is left").splitlines()[0]
+            return wire.Failed(OUT_OF_MEMORY.format(reason), "")
+        if isinstance(cause, OSError) and cause.strerror:
+            return wire.Failed(f"{cause.strerror}: {cause.filename or 'writing a file'}", "")
+        cause = cause.__cause__ or cause.__context__
+    return wire.Failed(f"{type(error).__name__}: {error}", text)
+
+
+def _is_cpu_allocator(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def receive(connection: socket.socket) -> wire.Command | None:
+    """The next command, or None at the end of the connection."""
+    prefix = read_exactly(connection, wire.PREFIX_BYTES)
+    body = prefix and read_exactly(connection, int.from_bytes(prefix, "little"))
+    return wire.unpack_command(body) if body else None
+
+
+def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """That many bytes, or none if the connection ended before."""
+    body = bytearray()
+    while len(body) < num_bytes:
+        chunk = connection.recv(min(num_bytes - len(body), 1 << 20))
+        if not chunk:
+            return b""
+        body += chunk
+    return bytes(body)
+
+
+def end_with_controller(connection: socket.socket) -> None:
+    """End a process that waits for other ranks for ever while the controller is gone."""
+    while True:
+        time.sleep(ORPHAN_POLL_S)
+        try:
+            readable = select.select([connection], [], [], 0)[0]
+            gone = bool(readable) and not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:  # the main thread has read what was there
+            continue
+        except (OSError, ValueError):  # closed by the main thread, or broken
+            gone = True
+        if gone:
+            time.sleep(ORPHAN_GRACE_S)
+            os._exit(1)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)  # where a rank hangs, into its log
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for name in (wire.ADDRESS_VARIABLE, wire.TOKEN_VARIABLE):
+        if not os.environ.get(name):
+            raise ConfigError(f"{name} is not set: it tells a learner rank where its controller is")
+    host, port = os.environ[wire.ADDRESS_VARIABLE].rsplit(":", 1)
+    place = find_place(os.environ)
+    meeting = Meeting(place)
+    with connect(host, int(port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        own = own_address(connection, host)
+        hello = wire.Hello(
+            token=os.environ.pop(wire.TOKEN_VARIABLE),
+            rank=place.rank,
+            num_ranks=place.num_ranks,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            store=meeting.open(own),
+        )
+        connection.sendall(wire.pack_frame(hello))
+        threading.Thread(target=end_with_controller, args=(connection,), daemon=True).start()
+        try:
+            serve(connection, meeting, own)
+        except ConnectionError:  # the controller is gone; there is nobody to tell
+            sys.exit(1)
+    sys.stderr.flush()
+    os._exit(0)  # other ranks may be gone already, and leaving their group would wait for them
+
+
+def connect(host: str, port: int) -> socket.socket:
+    """The controller may start after the ranks: try for some minutes."""
+    for _ in range(600):
+        try:
+            return socket.create_connection((host, port))
+        except OSError:
+            time.sleep(0.5)
+    return socket.create_connection((host, port))
+
+
+if __name__ == "__main__":
+    main()
