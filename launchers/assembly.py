@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from agentenv.engines.embedded.engine import EmbeddedConfig
+from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.engines.server_config import SGLANG_RESERVED, SGLangConfig, VLLMConfig
 from agentenv.errors import ConfigError, DataError

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from agentenv.data.rows import MixPart, RowsConfig
-from agentenv.engines.embedded.engine import EmbeddedConfig
+from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.engines.server_config import (
     RemoteConfig,

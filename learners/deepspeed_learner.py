@@ -21,7 +21,7 @@ from agentenv.errors import ConfigError, EngineError, LearnerError
 from agentenv.tree import TrajectoryTree
 from learners import messages as wire
 from learners.batch import EncodedTree, encode
-from learners.deepspeed import deepspeed_settings
+from learners.deepspeed_settings import deepspeed_settings
 from learners.learner import LearnerConfig, Metrics, OptimizerConfig, Score, optimizer_of
 from learners.lora import check_installed
 from learners.ranks import RankGroup

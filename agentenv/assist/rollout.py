@@ -1,4 +1,4 @@
-"""A rollout that may go back, and whose context may be replaced by a shorter one.
+r"""A rollout that may go back, and whose context may be replaced by a shorter one.
 
     backtracer   root - turn - turn (its call failed; info["abandoned"], no end: no answer)
                           \ - turn, taken again with another seed, in a copy of the env from before

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from agentenv.assist import AssistConfig
 from agentenv.config import Tree, build_config
 from agentenv.data.rows import RowsConfig
-from agentenv.engines.embedded.engine import EmbeddedConfig
+from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.openai import OpenAIConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.engines.server_config import RoleConfig, SGLangConfig, VLLMConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from agentenv.engines.embedded.engine import EmbeddedConfig
+from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.server_config import LaunchConfig, RemoteConfig, RoleConfig, ServersConfig
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.types import Limits

@@ -18,8 +18,7 @@ from agentenv.metrics import EntropyProfile
 from agentenv.replay import ReplayQueue
 from launchers.evaluation.figures import Report, Score
 from launchers.evaluation.store import EvalRow
-from launchers.rl.state import RunState
-from launchers.rl.training import Throughput
+from launchers.rl.state import RunState, Throughput
 from launchers.terminal import View
 from launchers.trajectories import readable
 

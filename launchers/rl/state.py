@@ -171,3 +171,16 @@ class RunState(Struct):
         ledger = self.ledger
         delivered = ledger.trained + ledger.filtered + sum(ledger.failed.values())
         return replace(self, ledger=replace(ledger, offered=delivered))
+
+
+class Throughput:
+    """Tokens that the engine sampled a second, between one call of `rate` and the next."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, float] | None = None
+
+    def rate(self, stats: dict[str, float]) -> float:
+        now = (asyncio.get_running_loop().time(), stats["sampled_tokens"])
+        before, self._before = self._before or now, now
+        seconds = now[0] - before[0]
+        return (now[1] - before[1]) / seconds if seconds else 0.0

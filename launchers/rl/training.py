@@ -31,7 +31,7 @@ from launchers.rl.parts import Parts, build_parts
 from launchers.rl.recorder import PhaseClock, Recorder, Stopwatch
 from launchers.rl.report import LiveFigures
 from launchers.rl.self_critic import SelfCritic
-from launchers.rl.state import RunState
+from launchers.rl.state import RunState, Throughput
 from launchers.rundir import CONFIG_FILE, RunDirectory, load_state
 from launchers.terminal import View
 from learners.learner import Metrics, lr_factor, optimizer_of
@@ -112,19 +112,6 @@ def refuse_total_failure(trees: list[TrajectoryTree]) -> None:
         raise EnvError(
             f"all {len(failures)} trajectories of a step failed; the first: {failures[0].error}"
         )
-
-
-class Throughput:
-    """Tokens that the engine sampled a second, between one call of `rate` and the next."""
-
-    def __init__(self) -> None:
-        self._before: tuple[float, float] | None = None
-
-    def rate(self, stats: dict[str, float]) -> float:
-        now = (asyncio.get_running_loop().time(), stats["sampled_tokens"])
-        before, self._before = self._before or now, now
-        seconds = now[0] - before[0]
-        return (now[1] - before[1]) / seconds if seconds else 0.0
 
 
 # Work that a cancellation must not cut in half.

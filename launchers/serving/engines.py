@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from agentenv.engine import Engine
-from agentenv.engines.embedded.engine import EmbeddedConfig
+from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.engines.server import Server

@@ -38,7 +38,8 @@ import transformers
 from transformers import DynamicCache, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from agentenv.engines.embedded.engine import EmbeddedConfig, EmbeddedEngine
+from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.embedded.model import Sampler
 from agentenv.types import SamplingParams
 

@@ -47,7 +47,8 @@ import psutil
 from agentenv.actor import Actor
 from agentenv.config import build_config
 from agentenv.engine import Engine
-from agentenv.engines.embedded.engine import EmbeddedConfig, EmbeddedEngine
+from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.server import Request
 from agentenv.engines.server_config import ServersConfig, VLLMConfig
 from agentenv.engines.vllm_wire import request_body

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.embedded.engine import EmbeddedConfig, EmbeddedEngine
+from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.embedded.scheduler import Call, Scheduler
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
@@ -195,6 +196,6 @@ def test_configs_that_are_not_supported(tiny: tuple[Path, Any], tmp_path: Path) 
 
 
 def test_importing_the_core_loads_no_torch() -> None:
-    names = "agentenv, agentenv.engine, agentenv.engines.embedded.engine"
+    names = "agentenv, agentenv.engine, agentenv.engines.embedded"
     code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from agentenv.engine import SleepingEngine
-from agentenv.engines.embedded.engine import EmbeddedConfig, EmbeddedEngine
+from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.embedded.weights import Weights, read_architecture
 from agentenv.errors import EngineDeadError
 from agentenv.types import Chunk, Completion, SamplingParams

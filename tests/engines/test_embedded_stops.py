@@ -12,7 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from agentenv.engines.embedded.engine import EmbeddedConfig, EmbeddedEngine
+from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.pool.turn import StopStrings
 from agentenv.types import Completion, SamplingParams
 

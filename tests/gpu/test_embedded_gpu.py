@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentenv.engines.embedded.engine import EmbeddedConfig, EmbeddedEngine
+from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.types import SamplingParams
 from tests.engines.small_models import check, make, prompt
 

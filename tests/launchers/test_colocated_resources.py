@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentenv.config import build_config
-from agentenv.engines.embedded.engine import EmbeddedConfig
+from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.engines.server_config import ServersConfig, SGLangConfig, VLLMConfig
 from agentenv.errors import ConfigError

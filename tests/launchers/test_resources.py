@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentenv.engines.embedded.engine import EmbeddedConfig
+from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.server_config import ServersConfig, VLLMConfig
 from agentenv.errors import ConfigError
 from launchers.config import ResourcesConfig, divide

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.engines.embedded.engine import EmbeddedConfig
+from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.engines.server_config import VLLMConfig
 from agentenv.errors import ConfigError

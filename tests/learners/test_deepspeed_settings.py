@@ -8,7 +8,7 @@ import pytest
 
 from agentenv.errors import ConfigError
 from launchers import train
-from learners.deepspeed import deepspeed_settings
+from learners.deepspeed_settings import deepspeed_settings
 from learners.learner import LearnerConfig
 
 

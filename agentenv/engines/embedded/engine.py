@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import msgspec
 import torch
 from msgspec import Struct
 
+from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.embedded.cache import SlotCache
 from agentenv.engines.embedded.scheduler import (
     Call,
@@ -36,40 +36,6 @@ from agentenv.engines.pool.fleet import Outage
 from agentenv.engines.pool.turn import StopStrings
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
-
-# Settings of the embedded engine, apart from it so that reading them loads no torch.
-
-
-class EmbeddedConfig(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag="embedded",
-    tag_field="name",
-):
-    """Settings of the embedded engine."""
-
-    max_num_seqs: Annotated[
-        int, msgspec.Meta(description="Requests that run at a time; more wait in order.", ge=1)
-    ] = 128
-    max_model_len: Annotated[
-        int, msgspec.Meta(description="Most tokens of prompt and output; 0: the model's.", ge=0)
-    ] = 0
-    num_cached_seqs: Annotated[
-        int, msgspec.Meta(description="Ended requests kept as prefix cache.", ge=0)
-    ] = 128
-    num_threads: Annotated[
-        int, msgspec.Meta(description="Threads of torch on the CPU, process-wide.", ge=1)
-    ] = 1
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        msgspec.Meta(description="Where the model runs; auto: a GPU if there is one."),
-    ] = "auto"
-    dtype: Annotated[
-        Literal["float32", "bfloat16"], msgspec.Meta(description="Of weights, keys and values.")
-    ] = "float32"
-
 
 # The thread of the embedded engine: it carries out commands between the steps of its scheduler.
 
