@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
-from agentenv.engines.pool.turn import StopStrings
+from agentenv.engines.stop_strings import StopStrings
 from agentenv.types import Completion, SamplingParams
 
 WORDS = ["</", "pyth", "on>x", "\u00e9t\u00e9"]

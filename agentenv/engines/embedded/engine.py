@@ -32,8 +32,7 @@ from agentenv.engines.embedded.scheduler import (
     settle,
 )
 from agentenv.engines.embedded.weights import Weights, read_architecture
-from agentenv.engines.pool.fleet import Outage
-from agentenv.engines.pool.turn import StopStrings
+from agentenv.engines.stop_strings import StopStrings
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
 
@@ -189,7 +188,8 @@ class EmbeddedEngine:
         self._thread = EngineThread(self._scheduler, config.num_threads, self._deliver, self._end)
         self._calls: dict[Request, Call] = {}
         self._loads: set[asyncio.Future[None]] = set()  # and naps
-        self._outage = Outage()
+        self._slept_s = 0.0  # without the sleep that is going on
+        self._asleep_since: float | None = None  # loop time
         self._reason: str | None = None  # why the engine serves no more
 
     @property
@@ -227,22 +227,28 @@ class EmbeddedEngine:
         `source` holds model.safetensors (or its shards and index); no other file is read.
         """
         await self._have_done(partial(Load, source, policy_version))
-        self._outage.watch(running=False)
+        self._asleep_until_now()
 
     async def sleep(self) -> None:
         """See SleepingEngine.sleep. What runs has its keys and values computed again later."""
         await self._have_done(partial(Nap, True))
-        self._outage.watch(running=True, wanted=True)
+        if self._asleep_since is None:
+            self._asleep_since = asyncio.get_running_loop().time()
 
     async def wake(self) -> None:
         """See SleepingEngine.wake."""
         await self._have_done(partial(Nap, False))
-        self._outage.watch(running=False)
+        self._asleep_until_now()
 
     @property
     def outage_s(self) -> float:
         """Seconds asleep so far."""
-        return self._outage.total_s
+        if self._asleep_since is None:
+            return self._slept_s
+        return self._slept_s + asyncio.get_running_loop().time() - self._asleep_since
+
+    def _asleep_until_now(self) -> None:
+        self._slept_s, self._asleep_since = self.outage_s, None
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, requests running and waiting, CPU seconds of the thread."""

@@ -24,9 +24,10 @@ from agentenv.engines.pool.broadcast import check_able
 from agentenv.engines.pool.check import ask_each
 from agentenv.engines.pool.fleet import HOW_TO_SLEEP, Fleet, check_feature
 from agentenv.engines.pool.member import Member, Target, backoff
-from agentenv.engines.pool.turn import EntropyKind, StopStrings, Turn
+from agentenv.engines.pool.turn import EntropyKind, Turn
 from agentenv.engines.server import BrokenOffError, Request, Server, ServerLostError
 from agentenv.engines.server_config import PoolConfig
+from agentenv.engines.stop_strings import StopStrings
 from agentenv.engines.weights import Sender
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, Completion, SamplingParams

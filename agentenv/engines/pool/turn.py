@@ -4,103 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from random import Random
 from typing import Literal
 
 from msgspec.structs import replace
-from tokenizers import Tokenizer
 
 from agentenv.engines.server import Request
-from agentenv.errors import EngineError
+from agentenv.engines.stop_strings import StopMatcher
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
-
-# Finds stop strings in sampled tokens without decoding most of them.
-
-PARTIAL = "\ufffd"  # what bytes decode to that are not (yet) a whole character
-MAX_WHOLE = 64  # stop tokens of a request: each request carries them
-MARGIN = 8  # tokens decoded beyond the longest stop, since a cut may spoil the first ones
-
-
-class StopMatcher:
-    """The stop strings of a request, and the tokens with which one of them can end.
-
-    `whole` are the tokens that hold a stop string by themselves, unless they are many: an engine
-    can stop at them without decoding anything. `has_tokens`: each stop string has one, and a
-    model that knows it will hardly ever spell it in other tokens.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, texts: Sequence[str], stops: tuple[str, ...]) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
-        self._window = max(len(stop.encode()) for stop in stops) + MARGIN
-        lasts = {stop[-1] for stop in stops}
-        partial = any(not last.isascii() for last in lasts)
-        # A byte token can only complete a character that takes several bytes.
-        marks = lasts | {PARTIAL} if partial else lasts
-        self.candidates = frozenset(
-            index for index, text in enumerate(texts) if not marks.isdisjoint(text)
-        )
-        twice = [i for i in sorted(self.candidates) if any(stop in texts[i] for stop in stops)]
-        whole = tuple(i for i in twice if any(stop in self._decode([i]) for stop in stops))
-        self.whole = whole if len(whole) <= MAX_WHOLE else ()
-        held = [self._decode([index]) for index in self.whole]
-        self.has_tokens = all(any(stop in text for text in held) for stop in stops)
-
-    def match(self, token_ids: list[int]) -> str | None:
-        """The stop string that comes first in the text of the sampled tokens, if there is one.
-
-        To be asked after each token of `candidates`: only the end of the list is decoded.
-        """
-        start = max(0, len(token_ids) - self._window)
-        text = self._decode(token_ids[start:])
-        while start and text.startswith(PARTIAL):  # the cut went through a character
-            start -= 1
-            text = self._decode(token_ids[start:])
-        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
-        return min(found)[1] if found else None
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
-
-
-class StopStrings:
-    """Makes and keeps the matchers of one model directory; reads tokenizer.json when first used."""
-
-    def __init__(self, model_path: Path, vocab_size: int) -> None:
-        self._path = model_path / "tokenizer.json"
-        self._vocab_size = vocab_size
-        self._tokenizer: Tokenizer | None = None
-        self._texts: list[str] = []
-        self._matchers: dict[tuple[str, ...], StopMatcher] = {}
-
-    def matcher(self, stops: tuple[str, ...]) -> StopMatcher | None:
-        """The matcher of these strings, None for none.
-
-        Raises EngineError for an empty string or when the directory has no tokenizer.json.
-        """
-        if not stops:
-            return None
-        if stops not in self._matchers:
-            if not all(stops):
-                raise EngineError("a stop string is empty")
-            tokenizer = self._load()
-            self._matchers[stops] = StopMatcher(tokenizer, self._texts, stops)
-        return self._matchers[stops]
-
-    def _load(self) -> Tokenizer:
-        if self._tokenizer is None:
-            if not self._path.is_file():
-                raise EngineError(f"stop strings need {self._path}, which does not exist")
-            tokenizer = Tokenizer.from_file(str(self._path))
-            # Each token twice: some decoders strip a space at the start, the second one has it.
-            # One by one, since decode_batch starts a pool of threads that dislikes forks.
-            self._texts = [
-                tokenizer.decode([index, index], skip_special_tokens=False)
-                for index in range(self._vocab_size)
-            ]
-            self._tokenizer = tokenizer
-        return self._tokenizer
-
 
 EntropyKind = Literal["exact", "top_k"]
 UNHEARD_INTERVAL = 16  # tokens of an event where nobody listens: as many may go with a server
