@@ -15,7 +15,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
 from importlib import metadata
 from typing import Any, Literal, Protocol, Self, TypeVar, cast
 
@@ -167,6 +168,9 @@ def make(env_id: str, task: Task, **kwargs: Any) -> Env:
 # run closes them all at its end. So an env needs no factory and no global of its own:
 #
 #     index = shared(("bm25", corpus), lambda: BM25Index.load(corpus))
+#
+# What a resource counts, its `stats() -> dict[str, float]` says, by names such as
+# "sandbox/num_calls"; training and evaluation report the sums.
 
 T = TypeVar("T")
 
@@ -178,6 +182,20 @@ def shared(key: Hashable, build: Callable[[], T]) -> T:
     if key not in _resources:
         _resources[key] = build()
     return cast(T, _resources[key])
+
+
+def shared_stats() -> dict[str, float]:
+    """What all shared resources have counted since each was built, equal names added up."""
+    return summed_stats(_resources.values())
+
+
+def summed_stats(resources: Iterable[Any]) -> dict[str, float]:
+    """The `stats()` of those resources that have such a method, equal names added up."""
+    total: Counter[str] = Counter()
+    for resource in resources:
+        if hasattr(resource, "stats"):
+            total.update(resource.stats())
+    return dict(total)
 
 
 async def close_shared() -> None:

@@ -122,6 +122,10 @@ class RemoteSandbox:
                 )
             self._proven = True
 
+    def stats(self) -> dict[str, float]:
+        """What happened here so far, as metrics."""
+        return self.counters.stats()
+
     async def close(self) -> None:
         """Close the connections; idempotent."""
         http, self._http = self._http, None

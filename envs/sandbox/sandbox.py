@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol, Self
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from agentenv.errors import ConfigError, EnvError, InfraError
 from envs.sandbox.launch import (
@@ -187,8 +188,9 @@ logger = logging.getLogger(__name__)
 
 
 class SandboxCounters(Struct):
-    """What happened in a sandbox since it was made. `num_replays_refused` are forks, or sessions
-    lost by a failure of machinery, whose record said something else when it was run again."""
+    """What happened in a sandbox since it was made: sessions that got a process, cells, cells
+    that ran too long or killed their interpreter, and sessions brought back by running their
+    record again. `num_replays_refused` of these said something else than the first time."""
 
     num_sessions: int = 0
     num_calls: int = 0
@@ -196,6 +198,10 @@ class SandboxCounters(Struct):
     num_replays_refused: int = 0
     num_timeouts: int = 0
     num_deaths: int = 0
+
+    def stats(self) -> dict[str, float]:
+        """The counters as metrics, sandbox/NAME."""
+        return {f"sandbox/{name}": float(value) for name, value in asdict(self).items()}
 
 
 class Sandbox:
@@ -258,6 +264,10 @@ class Sandbox:
             number, channel = await zygote.spawn(seed)
         self.counters.num_sessions += 1
         return zygote, number, channel
+
+    def stats(self) -> dict[str, float]:
+        """What happened here so far, as metrics."""
+        return self.counters.stats()
 
     async def close(self) -> None:
         """End all sessions; no process is left. Idempotent."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from agentenv.env import summed_stats
 from agentenv.errors import ConfigError, DataError
 from envs.search.corpus import Backend, Hit, Query
 from envs.search.upstream import SingleFlight
@@ -38,8 +39,7 @@ class ResultCache:
     """Text keys to bytes; in memory only when `path` is None.
 
     `max_memory_entries` bounds the LRU; entries older than `max_age_s` count as missing (0: none
-    do). `num_hits` and `num_misses` count for the metrics. `key` is the configuration's name of
-    the file, for messages.
+    do). `key` is the configuration's name of the file, for messages.
     """
 
     def __init__(
@@ -84,6 +84,10 @@ class ResultCache:
             if value is not None:
                 self._remember(key, value, age_s)
         return value
+
+    def stats(self) -> dict[str, float]:
+        """How often `get` found something, and how often nothing."""
+        return {"cache/num_hits": self.num_hits, "cache/num_misses": self.num_misses}
 
     def put(self, key: str, value: bytes) -> None:
         """Remember at once, and write to the file soon."""
@@ -247,6 +251,10 @@ class CachedBackend:
     async def document(self, url: str) -> Hit | None:
         """The backend's own document."""
         return await self.backend.document(url)
+
+    def stats(self) -> dict[str, float]:
+        """What the backend counts; what the cache counts, its owner says."""
+        return summed_stats([self.backend])
 
     async def close(self) -> None:
         """Stop what is in the air and close the backend; the cache is its owner's."""

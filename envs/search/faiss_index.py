@@ -71,6 +71,10 @@ class FaissBackend:
         place = self._places.get(url.removeprefix(CORPUS_SCHEME))
         return None if place is None else self._hit(place, 0.0)
 
+    def stats(self) -> dict[str, float]:
+        """Batches of queries that were encoded."""
+        return {"faiss/num_batches": self.num_batches}
+
     async def close(self) -> None:
         """Let the thread go; who waits is cancelled."""
         if self._working is not None:

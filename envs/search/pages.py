@@ -383,6 +383,10 @@ class PageReader:
             return known.decode()
         return await self._flight.run(key, lambda: self._read(key, url))
 
+    def stats(self) -> dict[str, float]:
+        """Requests of the reader."""
+        return self._jina.stats()
+
     async def close(self) -> None:
         """Stop what is in the air, kill the workers and close the connections; idempotent."""
         await self._flight.close()

@@ -55,6 +55,10 @@ class HttpBackend:
         """None: pages are fetched from where they are."""
         return None
 
+    def stats(self) -> dict[str, float]:
+        """Requests of the service."""
+        return self.upstream.stats()
+
     async def close(self) -> None:
         """Close the connections."""
         await self.upstream.close()

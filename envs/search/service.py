@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from agentenv.env import ForkMode, shared
+from agentenv.env import ForkMode, shared, summed_stats
 from agentenv.errors import InfraError, ToolError
 from agentenv.tools import argument_schema
 from agentenv.types import Info, Message, ToolResult
@@ -114,6 +114,10 @@ class SearchService:
         if config.summarize:
             chosen = await self._summary(asked, chosen, episode, info)
         return ToolResult(chosen, info)
+
+    def stats(self) -> dict[str, float]:
+        """What cache, backend, reader and summariser count."""
+        return summed_stats([self.cache, self.backend, self.reader, self.summarizer])
 
     async def close(self) -> None:
         """Close everything, the cache last; idempotent."""

@@ -285,7 +285,7 @@ class HttpRequest(Struct, frozen=True):
 
 
 class Upstream:
-    """Calls one service; shared by all episodes. `num_requests` counts what was really sent."""
+    """Calls one service; shared by all episodes."""
 
     def __init__(
         self,
@@ -316,6 +316,13 @@ class Upstream:
         if self._cassette is not None:
             return await self._cassette.through(request.key, lambda: self._send(request))
         return await self._send(request)
+
+    def stats(self) -> dict[str, float]:
+        """Requests that were really sent, and those of them that were not the first try."""
+        return {
+            "upstream/num_requests": self.num_requests,
+            "upstream/num_retries": self.num_retries,
+        }
 
     async def close(self) -> None:
         """Close the connections; idempotent."""

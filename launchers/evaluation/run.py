@@ -14,6 +14,7 @@ from agentenv.assist.helpers import count_calls
 from agentenv.config import to_plain
 from agentenv.engine import Engine
 from agentenv.engines.chat import ChatRenderer
+from agentenv.env import shared_stats
 from agentenv.evaluate import Answer, Question, ask
 from agentenv.renderer import Renderer
 from agentenv.tree import Node, Trajectory
@@ -188,6 +189,9 @@ async def run_evaluation(config: EvaluateConfig, subject: Subject, out: Path, vi
         await ask_into(
             store, missing, actors, make_row, progress.add, concurrency=config.concurrency
         )
+        counted = [f"{name} {value:g}" for name, value in shared_stats().items() if value]
+        if counted:
+            view.say(f"environments: {', '.join(counted)}")
         return progress.num_failed
 
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from agentenv.config import changes, to_plain
 from agentenv.data.dataset import TaskStream
+from agentenv.env import shared_stats
 from agentenv.errors import EnvError
 from agentenv.metrics import LoopLag, entropy_profile, failure_kind, rollout_metrics
 from agentenv.replay import ReplayQueue
@@ -332,6 +333,7 @@ class Training:
             **self.accounts.metrics(in_flight=self.queue.num_waiting),
             "queue/ready": self.queue.num_ready,
             **{f"engine/{name}": value for name, value in engine.items()},
+            **{f"env/{name}": value for name, value in shared_stats().items()},
             "time/sampled_tokens_per_s": self.throughput.rate(engine),
             **self.watch.take(),
             "event_loop/lag_p99_ms": self.lag.percentile_ms(99),

@@ -31,7 +31,7 @@ async def test_the_cache_is_kept_and_shared(tmp_path: Path) -> None:
     await cache.close()
     assert other.get("7") == b"7"  # written by another, read by one that was open before
     assert other.get("nothing") is None
-    assert (other.num_hits, other.num_misses) == (1, 1)
+    assert other.stats() == {"cache/num_hits": 1, "cache/num_misses": 1}
     await other.close()
 
 
