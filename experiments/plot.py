@@ -1,4 +1,4 @@
-"""The picture of `bench_algorithms.py`: learning curves over tool calls, and ratios of calls."""
+"""The picture of `algorithms.py`: learning curves over tool calls, and ratios of calls."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import matplotlib
 
 matplotlib.use("Agg")
 import numpy as np
-from bench_algorithms_stats import Curve
 from matplotlib import pyplot as plt
+
+from experiments.stats import Curve
 
 SHOWN = {"grpo": "tab:gray", "arpo": "tab:blue", "aepo": "tab:orange"}
 

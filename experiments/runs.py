@@ -1,4 +1,4 @@
-"""Arms of `bench_algorithms.py`: which they are, and the runs of the quick start they are made of.
+"""Arms of `algorithms.py`: which they are, and the runs of the quick start they are made of.
 
 One cold start a seed, FOLDER/seed-N/start, is shared by all arms of that seed, FOLDER/seed-N/ARM:
 same weights, same training questions in the same order, same held-out questions, same seeds of
@@ -23,11 +23,11 @@ import launchers
 Raw = dict[str, Any]
 
 CODE = Path(launchers.__file__).resolve().parents[1]
-HERE = Path(__file__).resolve().parent
+
 CONFIG = CODE / "configs" / "quickstart.toml"
 START = "start"
 SET = "heldout"
-CHECKPOINT_EVERY = 3  # updates; bench_algorithms_forks.py looks at them
+CHECKPOINT_EVERY = 3  # updates; forks.py looks at them
 
 NO_PARTS = {
     "budget_split": False,
@@ -108,7 +108,7 @@ def train(folder: Path, name: str, raw: Raw) -> bool:
     config.write_text(to_toml(raw), encoding="utf-8")
     command = [sys.executable, str(CODE / "launchers" / "train.py"), str(config.resolve())]
     command += [f"run.dir={folder.resolve()}", f"run.name={name}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{CODE}{os.pathsep}{HERE}"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CODE)}
     with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
         done = subprocess.run(
             ["nice", "-n", "10", *command],

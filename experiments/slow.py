@@ -1,6 +1,6 @@
 """What forks save when tools are slow: GRPO's and ARPO's rollouts of the same questions.
 
-    python tests/bench/bench_algorithms_slow.py [--groups 32] [--repeats 5]
+    python experiments/slow.py [--groups 32] [--repeats 5]
 
 A scripted policy (turns of 40 to 240 tokens at 50 tokens a second, up to 6 calls, 4 on average)
 grows all groups of 8 at once, as an asynchronous run does, under a clock that jumps from event to
@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 from statistics import fmean
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from agentenv.actor import Actor
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine

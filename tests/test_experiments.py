@@ -10,12 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench_algorithms import pairs_of, seeds_of
-from bench_algorithms_chain import demonstration
-from bench_algorithms_forks import fork_points
-from bench_algorithms_runs import ARMS, NO_PARTS, arm_config, quickstart, start_config, to_toml
-from bench_algorithms_signals import auc, auc_within, level, lift, ranks, rise, spearman, worth
-from bench_algorithms_stats import (
+
+from agentenv.config import build_config
+from agentenv.tree import Node, TrajectoryTree
+from agentenv.types import Task
+from experiments.algorithms import pairs_of, seeds_of
+from experiments.chain import demonstration
+from experiments.forks import fork_points
+from experiments.runs import ARMS, NO_PARTS, arm_config, quickstart, start_config, to_toml
+from experiments.signals import auc, auc_within, level, lift, ranks, rise, spearman, worth
+from experiments.stats import (
     Curve,
     calls_to,
     difference_at,
@@ -23,10 +27,6 @@ from bench_algorithms_stats import (
     ratio_of_calls,
     success_at,
 )
-
-from agentenv.config import build_config
-from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Task
 from launchers.config import TrainConfig
 from learners.aepo import AEPO
 

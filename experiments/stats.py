@@ -1,4 +1,4 @@
-"""Statistics of `bench_algorithms.py`: learning curves over tool calls, paired by seed and
+"""Statistics of `algorithms.py`: learning curves over tool calls, paired by seed and
 question, with intervals from a bootstrap over seeds and over questions within them.
 
 A curve is held-out success at every evaluation against the tool calls of training so far,

@@ -1,6 +1,6 @@
 """GRPO, ARPO and AEPO on the quick start: held-out success against tool calls.
 
-    python tests/bench/bench_algorithms.py --out FOLDER [--seeds 200-209] [--arms grpo arpo]
+    python experiments/algorithms.py --out FOLDER [--seeds 200-209] [--arms grpo arpo]
                                            [--updates 12] [--questions 128] [--report-only]
                                            [--task quickstart|chain]
 
@@ -11,8 +11,8 @@ run again, so the command may be cut off, repeated, and given more seeds or arms
 over everything that is there. An arm takes about 40 CPU seconds, a cold start about 60.
 
 Written: FOLDER/results.json, FOLDER/algorithms.png, and a table. Levels of success and budgets of
-calls were chosen before any of the seeds was run. How figures are made: bench_algorithms_stats.py.
-The arms: bench_algorithms_runs.py. Where forks are worth something: bench_algorithms_forks.py.
+calls were chosen before any of the seeds was run. How figures are made: stats.py.
+The arms: runs.py. Where forks are worth something: forks.py.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_algorithms_runs import ARMS, START, arm_config, quickstart, read_arm, start_config, train
-from bench_algorithms_stats import (
+from experiments.runs import ARMS, START, arm_config, quickstart, read_arm, start_config, train
+from experiments.stats import (
     Curve,
     Estimate,
     Pairs,
@@ -55,7 +55,7 @@ def run_all(options: argparse.Namespace) -> list[str]:
     """Every arm of every seed; returns the runs that failed."""
     raw, failed = quickstart(), list[str]()
     if options.task == "chain":
-        from bench_algorithms_chain import configure
+        from experiments.chain import configure
 
         raw = configure(raw)
     for seed in options.seeds:
@@ -157,7 +157,7 @@ def main() -> int:
     result = report(options.out)
     text = json.dumps(result, indent=1)
     (options.out / "results.json").write_text(text + "\n", encoding="utf-8")
-    from bench_algorithms_plot import plot
+    from experiments.plot import plot
 
     plot(result, options.out / "algorithms.png", LEVELS, BASE)
     for log in failed:

@@ -1,4 +1,4 @@
-"""Signals at fork points against what forks there are worth; see bench_algorithms_forks.py."""
+"""Signals at fork points against what forks there are worth; see forks.py."""
 
 from __future__ import annotations
 

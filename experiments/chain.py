@@ -1,4 +1,4 @@
-"""A longer task for `bench_algorithms.py --task chain`: questions that need three to five calls.
+"""A longer task for `algorithms.py --task chain`: questions that need three to five calls.
 
     What is the home of the price of the founder of Kaldan Arbow?
 
@@ -37,7 +37,7 @@ LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 320, "max_turns": 8}
 AMBIGUOUS = 0.25  # share of the look-ups that find two values
 Link = tuple[str, str, str, str]  # relation, person, value, and what a look-up says
 
-register("bench/Chain-v0", "bench_algorithms_chain:ChainEnv")
+register("bench/Chain-v0", "experiments.chain:ChainEnv")
 
 
 class LookUp(StatelessTool):
@@ -77,8 +77,8 @@ def configure(raw: dict[str, Any]) -> dict[str, Any]:
     """The quick start's configuration with this task in place of its own."""
     kwargs = {"corpus": "{run}/data/facts.json"}
     return raw | {
-        "run": {"setup": "bench_algorithms_chain:prepare"},
-        "env": {"id": "bench/Chain-v0", "module": "bench_algorithms_chain", "kwargs": kwargs},
+        "run": {"setup": "experiments.chain:prepare"},
+        "env": {"id": "bench/Chain-v0", "module": "experiments.chain", "kwargs": kwargs},
         "limits": raw["limits"] | LIMITS | {"max_tool_calls": max(LENGTHS) + 1},
     }
 

@@ -1,9 +1,9 @@
 """Does entropy after a tool result say where a fork is worth something?
 
-    python tests/bench/bench_algorithms_forks.py --out FILE.json [RUN ...]
+    python experiments/forks.py --out FILE.json [RUN ...]
                                 [--steps 0 3 6 12] [--questions 100] [--siblings 8]
 
-With RUNs, arms of bench_algorithms.py or any others whose checkpoints are kept, fork points are
+With RUNs, arms of algorithms.py or any others whose checkpoints are kept, fork points are
 added to the file; without, what it holds is told. For each checkpoint and question ROOTS
 trajectories are grown from scratch; at each tool result of PROBES of them `siblings` more are
 started from the same point, which do not fork. Each fork point then has two figures that do not
@@ -36,7 +36,7 @@ from random import Random
 from statistics import fmean, pvariance
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from agentenv.actor import Actor
 from agentenv.config import build_config
@@ -169,7 +169,7 @@ def main() -> None:
             options.out.write_text(json.dumps(rows) + "\n", encoding="utf-8")
             print(f"{run} step {step}: {len(rows)} fork points so far", flush=True)
     if not options.runs:
-        from bench_algorithms_signals import show
+        from experiments.signals import show
 
         show(rows)
 
