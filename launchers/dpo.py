@@ -16,10 +16,12 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 
+from agentenv.disk import write_whole
 from agentenv.errors import DataError
 from launchers.command import make_parser, parse, run_command
 from launchers.config import TrainConfig
@@ -136,11 +138,10 @@ async def scored_by(
 
 def keep(path: Path, pairs: Sequence[EncodedTree]) -> None:
     """Write the reference's log-probs beside the run, for a resume."""
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        tokens = np.concatenate([pair.ints("token_ids") for pair in pairs])
-        np.savez(file, logprobs=PairTokens.of(pairs).reference, token_ids=tokens)
-    partial.replace(path)
+    tokens = np.concatenate([pair.ints("token_ids") for pair in pairs])
+    data = BytesIO()
+    np.savez(data, logprobs=PairTokens.of(pairs).reference, token_ids=tokens)
+    write_whole(path, data.getvalue())
 
 
 def restored(path: Path, pairs: Sequence[EncodedTree]) -> list[EncodedTree]:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 from msgspec import Meta, Struct, field
 
+from agentenv.disk import write_whole
 from agentenv.errors import ConfigError
 from launchers.trajectories import readable
 
@@ -247,10 +248,8 @@ class WandbMonitor:
         return os.urandom(6).hex(), 0
 
     def _save(self) -> None:
-        path = self._run / ID_FILE
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({"id": self._id, "num_rows": self._num_rows}) + "\n")
-        partial.replace(path)
+        saved = {"id": self._id, "num_rows": self._num_rows}
+        write_whole(self._run / ID_FILE, json.dumps(saved) + "\n")
 
 
 FINISH_TIMEOUT_S = 60.0

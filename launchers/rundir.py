@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from agentenv.disk import OLD, PARTIAL, replace_folder, write_whole
 from agentenv.errors import ConfigError, DataError
 from agentenv.tree import TrajectoryTree
 from launchers.monitors import MonitorConfig, Monitors
@@ -39,8 +40,7 @@ from launchers.trajectories import trajectory_row
 STATE_FILE = "state.json"
 BEST = "best"
 LATEST = "latest"
-PARTIAL, OLD, REMOVED = ".partial", ".old", ".removed"
-SET_ASIDE = "set-aside"
+REMOVED, SET_ASIDE = ".removed", "set-aside"
 
 
 class Checkpoints:
@@ -66,7 +66,7 @@ class Checkpoints:
     def complete(self, partial: Path) -> Path:
         """Give what was written its name; from then on it is there, also after a power failure."""
         path = partial.with_name(partial.name.removesuffix(PARTIAL))
-        _replace(partial, path)
+        replace_folder(partial, path)
         return path
 
     def prune(self, keep_last: int, needed: Collection[int] = ()) -> None:
@@ -84,7 +84,7 @@ class Checkpoints:
         partial = self.folder / f"{BEST}{PARTIAL}"
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(self.path(step), partial, copy_function=_link_or_copy)
-        _replace(partial, self.folder / BEST)
+        replace_folder(partial, self.folder / BEST)
 
     def best(self) -> Path | None:
         """checkpoints/best, or what it was before if a crash cut its renaming in two."""
@@ -138,32 +138,11 @@ def find_checkpoint(path: Path, *, best: bool = False) -> Path:
     return found
 
 
-def _replace(partial: Path, path: Path) -> None:
-    for inside in partial.rglob("*"):
-        _sync(inside)
-    _sync(partial)
-    old = path.with_name(path.name + OLD)
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
-        path.rename(old)
-    partial.rename(path)
-    _sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def _link_or_copy(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:  # another file system, or one without links
         shutil.copyfile(source, target)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 CONFIG_FILE = "config.json"  # written when everything was found in order; marks a run
@@ -200,6 +179,7 @@ class RunDirectory:
         began are cleared."""
         found = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
         found -= {name for name in found if name.startswith("learner-")}  # logs of ranks
+        found -= {CONFIG_FILE + PARTIAL}
         if CONFIG_FILE in found:
             raise ConfigError(
                 f"{self.path} already holds a run; continue it with --resume, choose another name "
@@ -219,10 +199,7 @@ class RunDirectory:
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file at once, so that no reader ever sees half of it."""
-        target = self.path / name
-        partial = target.with_suffix(".partial")
-        partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        partial.replace(target)
+        write_whole(self.path / name, json.dumps(value, indent=2) + "\n")
 
     def log_metrics(self, row: Row) -> None:
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
@@ -276,13 +253,7 @@ def load_state(checkpoint: Path, kind: type[Any]) -> Any:
 
 def save_state(checkpoint: Path, state: msgspec.Struct) -> None:
     """Write the state last and durably: its presence says that the checkpoint is complete."""
-    path = checkpoint / STATE_FILE
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        file.write(msgspec.json.encode(state))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_whole(checkpoint / STATE_FILE, msgspec.json.encode(state), durable=True)
 
 
 def explain(error: OSError) -> str:

@@ -12,7 +12,6 @@ the new one is whole: an older one of the same name is first renamed to DIR.old.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from agentenv.disk import finished_folder, replace_folder, sync
 from agentenv.errors import DataError, LearnerError
 from learners.lora import LoRAConfig
 
@@ -255,7 +255,7 @@ class Checkpoint:
     """Reads what `save` wrote; tensors are mapped from the files, not loaded."""
 
     def __init__(self, directory: Path) -> None:
-        directory = finished(directory)
+        directory = finished_folder(directory)
         try:
             self.meta = msgspec.json.decode((directory / META).read_bytes(), type=Meta)
         except (OSError, msgspec.DecodeError) as error:
@@ -372,38 +372,9 @@ def _write_shard(backend: Any, partial: Path, reference: Reference | None) -> No
 
 
 def _finish(meta: Meta, partial: Path, directory: Path) -> None:
-    path = partial / META
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(meta)))
-    sync(path)
-    replace_directory(partial, directory)
-
-
-def replace_directory(partial: Path, directory: Path) -> None:
-    """Give a complete directory its name, in place of an older one, durably."""
-    sync(partial)
-    old = directory.with_name(f"{directory.name}.old")
-    if directory.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        directory.rename(old)
-    partial.rename(directory)
-    sync(directory.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def finished(directory: Path) -> Path:
-    """The directory, or what it was called before, if it was cut off between two renames."""
-    old = directory.with_name(f"{directory.name}.old")
-    return old if old.is_dir() and not directory.exists() else directory
+    (partial / META).write_bytes(msgspec.json.format(msgspec.json.encode(meta)))
+    replace_folder(partial, directory)
 
 
 def shard_name(rank: int, num_ranks: int) -> str:
     return f"rank-{rank:05d}-of-{num_ranks:05d}.safetensors"
-
-
-def sync(path: Path) -> None:
-    """Make a file, or the names in a directory, survive a crash of the machine."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

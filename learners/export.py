@@ -23,8 +23,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, dtype
 
+from agentenv.disk import sync, write_whole
 from agentenv.errors import DataError
-from learners.checkpoint import MASTER, Checkpoint, sync
+from learners.checkpoint import MASTER, Checkpoint
 from learners.lora import (
     ADAPTER,
     ADAPTER_FOLDER,
@@ -196,9 +197,7 @@ def _name_shards(parts: list[tuple[Path, list[str]]], directory: Path, total: in
         os.replace(path, directory / final)
         places |= dict.fromkeys(names, final)
     index = {"metadata": {"total_size": total}, "weight_map": places}
-    partial = directory / f"{INDEX}.partial"
-    partial.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, directory / INDEX)
+    write_whole(directory / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def copy_files(source: Path, directory: Path, dtype: str) -> None:

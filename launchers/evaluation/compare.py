@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 from msgspec import Struct
 
+from agentenv.disk import write_whole
 from agentenv.env import close_shared
 from agentenv.errors import DataError
 from launchers.evaluation.figures import (
@@ -23,7 +24,7 @@ from launchers.evaluation.figures import (
     questions_of,
     sign_flip,
 )
-from launchers.evaluation.report import make_scorer, write_whole
+from launchers.evaluation.report import make_scorer
 from launchers.evaluation.scores import score_rows
 from launchers.evaluation.store import keep_filled, load_saved, num_filled, read_rows
 from launchers.evaluation.tables import Table, as_rich, lines_of, markdown, number, plain

@@ -18,6 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentenv.config import Tree, apply_overrides, build_config, to_plain
+from agentenv.disk import write_whole
 from agentenv.env import close_shared
 from agentenv.errors import ConfigError, GraderError
 from agentenv.tool_env import Grade, Grader, start_grader
@@ -26,7 +27,7 @@ from launchers.assembly import import_from_working_directory
 from launchers.config import EnvConfig
 from launchers.data import EnvMaker, Resolve
 from launchers.evaluation.config import EvaluateConfig
-from launchers.evaluation.report import make_scorer, report_rows, write_whole
+from launchers.evaluation.report import make_scorer, report_rows
 from launchers.evaluation.store import (
     CONFIG_FILE,
     ROWS_FILE,

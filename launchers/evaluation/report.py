@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from agentenv.disk import write_whole
 from agentenv.env import close_shared
 from agentenv.errors import DataError
 from envs.grading.math import shared_math
@@ -370,13 +371,6 @@ def _write(
     write_whole(folder / HTML_FILE, page.encode("utf-8", "replace"))
     encoded = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     write_whole(folder / SUMMARY_FILE, encoded + b"\n")
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that no reader ever sees half of it."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(data)
-    partial.replace(path)
 
 
 def _page(

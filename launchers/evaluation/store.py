@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import msgspec
 from msgspec import Struct, field
 
 from agentenv.config import Tree, changes
+from agentenv.disk import PARTIAL, write_whole
 from agentenv.errors import ConfigError, DataError
 from agentenv.renderer import TAGS, THOUGHT_OPEN
 from agentenv.types import Message, Task, ToolCall
@@ -189,7 +189,7 @@ class Store:
     def _claim(self, saved: Saved) -> None:
         found = {entry.name for entry in self.path.iterdir()} - {LOCK_FILE}
         if CONFIG_FILE not in found:
-            if found - {f"{CONFIG_FILE}.partial"}:
+            if found - {CONFIG_FILE + PARTIAL}:
                 raise ConfigError(
                     f"{self.path} is not empty and no evaluation: it holds "
                     f"{sorted(found)[0]!r}; choose another --out"
@@ -203,9 +203,7 @@ class Store:
                 subject=saved.subject, run=saved.run, config={**saved.config, "sets": sets}
             )
         text = msgspec.json.format(msgspec.json.encode(saved), indent=2) + b"\n"
-        partial = self.path / f"{CONFIG_FILE}.partial"
-        partial.write_bytes(text)
-        partial.replace(self.path / CONFIG_FILE)
+        write_whole(self.path / CONFIG_FILE, text)
 
     def _cut_torn_line(self) -> None:
         """A line without its end was being written when the command was killed."""
@@ -231,16 +229,11 @@ def replace_rows(folder: Path, rows: Sequence[EvalRow], keep_as: str = "") -> No
     """Put these rows in the place of the old ones, which are kept in the file `keep_as` if it is
     named; whenever this is cut off, rows.jsonl is whole. The caller holds the directory."""
     encoder = msgspec.json.Encoder(enc_hook=str)
-    partial = folder / f"{ROWS_FILE}.partial"
-    with partial.open("wb") as file:
-        file.writelines(encoder.encode(row) + b"\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
     if keep_as:
-        kept = folder / f"{keep_as}.partial"
-        shutil.copyfile(folder / ROWS_FILE, kept)
-        kept.replace(folder / keep_as)
-    partial.replace(folder / ROWS_FILE)
+        with (folder / ROWS_FILE).open("rb") as old:
+            write_whole(folder / keep_as, old)
+    lines = (encoder.encode(row) + b"\n" for row in rows)
+    write_whole(folder / ROWS_FILE, lines, durable=True)
 
 
 def read_rows(folder: Path) -> list[EvalRow]:

@@ -18,6 +18,7 @@ import psutil
 
 from agentenv.actor import Actor
 from agentenv.config import to_plain
+from agentenv.disk import PARTIAL, replace_folder
 from agentenv.errors import DataError
 from agentenv.evaluate import Answer
 from agentenv.tree import TrajectoryTree
@@ -93,7 +94,7 @@ class PhaseClock:
 # RUN/eval/step-000040/           a whole evaluation, for `evaluate.py report`, `compare`, `regrade`
 # RUN/eval/step-000040.partial/   one that goes on, or was cut off
 
-FOLDER, PARTIAL = "eval", ".partial"
+FOLDER = "eval"
 SET_KEYS = ("max_tasks", "num_samples")
 
 
@@ -149,7 +150,7 @@ class Evaluations:
             yield Evaluation(store, config, self._tasks)
         finally:
             store.close()
-        await asyncio.to_thread(_replace, partial, folder)
+        await asyncio.to_thread(replace_folder, partial, folder)
 
     def _configuration(self, names: Sequence[str]) -> EvaluateConfig:
         """That of the run, as `launchers/evaluate.py RUN` has it."""
@@ -169,11 +170,6 @@ def _take_up(path: Path, saved: Saved) -> Store:
     if not is_same:
         shutil.rmtree(path, ignore_errors=True)
     return Store(path, saved)
-
-
-def _replace(partial: Path, folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
 
 
 logger = logging.getLogger(__name__)

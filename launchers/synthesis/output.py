@@ -20,6 +20,7 @@ import msgspec
 from rich.table import Table
 
 from agentenv.config import changes, to_plain
+from agentenv.disk import write_whole
 from agentenv.errors import ConfigError
 from agentenv.types import Message, Task
 from launchers.rundir import explain
@@ -62,7 +63,7 @@ def claim(out: Path, plan: Plan) -> None:
             raise ConfigError(
                 f"{out} is not empty and no synthesis: it holds {found[0]!r}; choose another --out"
             )
-        _write(path, json.dumps({"hints": hints}, indent=2) + "\n")
+        write_whole(path, json.dumps({"hints": hints}, indent=2) + "\n")
     except (ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{path}: not readable: {error}; choose another --out") from error
     except OSError as error:
@@ -128,9 +129,9 @@ def write_data(
     """Each file whole or not at all."""
     for name, rows in ((SFT, sft), (RL, rl), (REJECTED, rejected)):
         lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-        _write(out / name, "".join(lines))
-    _write(out / REGISTRY, json.dumps(DATASET, indent=2) + "\n")
-    _write(out / SUMMARY, msgspec.json.format(msgspec.json.encode(summary)).decode() + "\n")
+        write_whole(out / name, "".join(lines))
+    write_whole(out / REGISTRY, json.dumps(DATASET, indent=2) + "\n")
+    write_whole(out / SUMMARY, msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
 
 
 def _question_row(set_name: str, task: Task, reason: str, detail: str) -> Row:
@@ -142,12 +143,6 @@ def _question_row(set_name: str, task: Task, reason: str, detail: str) -> Row:
         "reason": reason,
         "detail": detail,
     }
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 # Counts of a synthesis: summary.json, and tables in the terminal.

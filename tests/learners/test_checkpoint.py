@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from agentenv.disk import finished_folder
 from agentenv.errors import ConfigError, DataError
 from launchers.rundir import Checkpoints
-from learners.checkpoint import META, Checkpoint, Meta, finished, restore, save
+from learners.checkpoint import META, Checkpoint, Meta, restore, save
 from learners.trainer import Trainer
 from tests.learners.ranks import (
     plain_torch,
@@ -87,7 +88,7 @@ def test_the_older_one_stands_in_between_two_renames(model_dir: Path, tmp_path: 
     path = tmp_path / "checkpoint"
     save(trainer.backend, meta(policy_version=1), path)
     path.rename(tmp_path / "checkpoint.old")
-    assert finished(path) == tmp_path / "checkpoint.old"
+    assert finished_folder(path) == tmp_path / "checkpoint.old"
     assert Checkpoint(path).meta.policy_version == 1
     save(trainer.backend, meta(policy_version=2), path)
     assert Checkpoint(path).meta.policy_version == 2

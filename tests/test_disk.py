@@ -1,0 +1,48 @@
+"""Files and folders are whole whenever they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentenv.disk import finished_folder, replace_folder, write_whole
+
+
+def broken_off() -> Iterator[bytes]:
+    yield b"new, line 1\n"
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_file_keeps_what_it_held_until_the_new_is_whole(tmp_path: Path, durable: bool) -> None:
+    path = tmp_path / "rows.jsonl"
+    write_whole(path, "früher\n", durable=durable)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(path, broken_off(), durable=durable)
+    assert path.read_text(encoding="utf-8") == "früher\n"
+    write_whole(path, (line for line in (b"1\n", b"2\n")), durable=durable)
+    assert path.read_bytes() == b"1\n2\n"
+    assert [one.name for one in tmp_path.iterdir()] == ["rows.jsonl"], "the torn one is reused"
+
+
+def test_a_folder_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
+    folder, partial = tmp_path / "best", tmp_path / "best.partial"
+    for text in ("first", "second"):
+        (partial / "inside").mkdir(parents=True)
+        (partial / "inside" / "file").write_text(text)
+        replace_folder(partial, folder)
+        assert (folder / "inside" / "file").read_text() == text
+    assert [one.name for one in tmp_path.iterdir()] == ["best"]
+
+
+def test_after_a_crash_between_two_renames_the_older_folder_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "best"
+    folder.mkdir()
+    folder.rename(tmp_path / "best.old")
+    assert finished_folder(folder) == tmp_path / "best.old"
+    (tmp_path / "best.partial").mkdir()
+    replace_folder(tmp_path / "best.partial", folder)
+    assert finished_folder(folder) == folder
+    assert not (tmp_path / "best.old").exists()
