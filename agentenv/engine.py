@@ -1,12 +1,18 @@
-"""The seam between actors and whatever samples tokens."""
+"""The seam between actors and whatever samples tokens, and what starts it: an engine's keys."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
-from agentenv.types import Chunk, Completion, SamplingParams
+from msgspec import Meta, Struct
+
+from agentenv.engines.server_config import LaunchConfig, ServersConfig
+from agentenv.errors import ConfigError
+from agentenv.model_files import num_positions, read_model_config
+from agentenv.types import Chunk, Completion, Limits, SamplingParams
 
 
 class Engine(Protocol):
@@ -73,3 +79,137 @@ class SleepingEngine(Engine, Protocol):
     async def wake(self) -> None:
         """Serve again, with the weights that it had. Without effect on one that is awake."""
         ...
+
+
+class ServerStarter(Protocol):
+    """Starts engine servers for a run, and stops them with it."""
+
+    async def start(
+        self,
+        engine: str,
+        config: LaunchConfig,
+        model: Path,
+        *,
+        name: str,
+        key: str,
+        max_model_len: int = 0,
+        trained: bool = False,
+        broadcast: bool = False,
+        colocated: bool = False,
+        lora_rank: int = 0,
+    ) -> list[str]:
+        """URLs of the servers, which answer. `name`: the model name that they serve under; `key`:
+        the setting that errors name. Raises ConfigError and EngineError."""
+        ...
+
+
+class EngineStart(Struct, frozen=True, kw_only=True):
+    """What an engine is started with: it serves `model` as `policy_version`, and `stack` closes
+    it. With an `adapter`, the policy is that LoRA adapter on top of `model`."""
+
+    model: Path
+    tokenizer: Any
+    policy_version: int
+    limits: Limits
+    stack: AsyncExitStack
+    servers: ServerStarter
+    seed: int = 0
+    use: str = "policy"  # names the servers that are started
+    colocated: bool = False  # the engine and the learner have the same GPUs in turn
+    lora_rank: int = 0  # of the adapters that the engine gets as new weights; 0: whole models
+    adapter: Path | None = None
+
+
+class LocalModel(Struct, frozen=True):
+    """The model that an engine holds in the controller's process, with keys and values of so many
+    sequences of full length."""
+
+    dtype: str
+    num_sequences: int
+    device: str
+
+
+class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of an engine, tagged with the engine's name. Besides keys, an engine's
+    configuration answers what the rest of the system asks about the engine before it runs."""
+
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="most tokens of prompt and output; 0: the model's")
+    ] = 0
+
+    has_weights: ClassVar[bool] = True  # False: it is only asked, whatever weights it has
+    can_sleep: ClassVar[bool] = False  # its memory can be given back while the learner works
+    _reserved: ClassVar[int] = 0  # tokens of the context that are never filled
+
+    @property
+    def kind(self) -> str:
+        """The engine's name in configurations."""
+        return str(self.__struct_config__.tag)
+
+    @property
+    def launched(self) -> ServersConfig | None:
+        """The servers that a run starts for this engine; None: none."""
+        return None
+
+    @property
+    def starts_servers(self) -> bool:
+        return self.launched is not None
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether servers that run already are used."""
+        return False
+
+    @property
+    def new_weights(self) -> Literal["directory", "adapter", "broadcast"]:
+        """How new weights reach this engine."""
+        return "directory"
+
+    @property
+    def local_model(self) -> LocalModel | None:
+        """The model in the controller's process; None: there is none."""
+        return None
+
+    def on_gpus(self, gpus: Sequence[int]) -> Self:
+        """The same engine with its servers on these GPUs."""
+        raise NotImplementedError
+
+    def check_colocated(self, key: str) -> None:
+        """Raises ConfigError if engine and learner cannot have the same GPUs in turn; `key` is
+        the setting that asks for it."""
+        if not self.can_sleep:
+            raise ConfigError(f"{key}: engine.name = {self.kind!r} has no memory to give back")
+
+    def max_context(self, model: Path, key: str = "engine") -> int:
+        """Tokens of prompt and response that the engine, configured in the table `key`, can hold
+        with this model. Raises ConfigError for a max_model_len beyond what the model was made
+        for."""
+        of_model = self._positions(read_model_config(model))
+        if of_model and self.max_model_len > of_model:
+            raise ConfigError(
+                f"{key}.max_model_len = {self.max_model_len}: {model} holds {of_model} tokens of "
+                "prompt and response together; give at most that, or 0 for the model's own limit"
+            )
+        if not (of_model or self.max_model_len):
+            raise ConfigError(f"{key}.max_model_len: must be given, since {model} does not say")
+        of_model -= self._reserved if of_model else 0
+        return min(filter(None, (self.max_model_len, of_model)))
+
+    async def start(self, given: EngineStart) -> Engine:
+        """The engine, ready to sample. Raises ConfigError if it cannot serve that model."""
+        raise NotImplementedError
+
+    def _positions(self, model_config: dict[str, Any]) -> int:
+        """Tokens that the model holds in this engine; 0: its config.json does not say."""
+        return num_positions(model_config)
+
+
+def check_context(limits: Limits, max_model_len: int) -> None:
+    """Refuse limits that the engine's context cannot hold."""
+    needed = limits.max_prompt_tokens + limits.max_response_tokens
+    if needed > max_model_len:
+        raise ConfigError(
+            f"limits: max_prompt_tokens {limits.max_prompt_tokens} + max_response_tokens "
+            f"{limits.max_response_tokens} = {needed} exceed the engine's context of "
+            f"{max_model_len} tokens; lower them, or take an engine and a model that hold more"
+        )

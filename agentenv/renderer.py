@@ -11,15 +11,13 @@ a special token. `agentenv/native.py` is the renderer of native tool calls.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from msgspec import Struct
 
-from agentenv.errors import ConfigError, DataError, EnvError
+from agentenv.errors import ConfigError, EnvError
 from agentenv.prompt import PromptConfig
 from agentenv.types import Completion, Message, ToolCall
 
@@ -216,20 +214,6 @@ def first_argument(tool: dict[str, Any], text: str) -> dict[str, Any]:
     for name in tool["parameters"].get("properties", {}):
         return {name: text}
     return {}
-
-
-def read_eos_ids(model: Path, tokenizer: Any) -> frozenset[int]:
-    """All tokens that end a turn: those of generation_config.json and the tokenizer's own."""
-    path = model / "generation_config.json"
-    found: Any = None
-    if path.is_file():
-        try:
-            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise DataError(f"{path}: not a readable generation configuration: {error}") from error
-    ids = found if isinstance(found, list) else [found]
-    own = getattr(tokenizer, "eos_token_id", None)
-    return frozenset(token for token in [*ids, own] if isinstance(token, int))
 
 
 def _markers(tokenizer: Any) -> set[str]:

@@ -5,18 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta, Struct, field
-from msgspec.structs import replace
 
 from agentenv.data.rows import MixPart, RowsConfig
+from agentenv.engine import EngineConfig
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
-from agentenv.engines.server_config import (
-    RemoteConfig,
-    RoleConfig,
-    ServersConfig,
-    SGLangConfig,
-    VLLMConfig,
-)
+from agentenv.engines.server_config import RoleConfig
+from agentenv.engines.sglang import SGLangConfig
+from agentenv.engines.vllm import VLLMConfig
 from agentenv.errors import ConfigError
 from agentenv.native import NativeConfig
 from agentenv.prompt import PromptConfig
@@ -30,6 +26,9 @@ from launchers.monitors import RolloutMonitorConfig
 from launchers.serving.gpus import GpuPlan
 from learners.algorithms import AnyAlgorithm
 from learners.learner import LearnerConfig, OptimizerConfig
+
+# Every engine that can serve the policy; a new one is one more line here.
+AnyEngine = EmbeddedConfig | ScriptedConfig | VLLMConfig | SGLangConfig
 
 # The keys that choose environments: by row if need be, and their interpreter, search, grader.
 
@@ -103,7 +102,7 @@ class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = ""
     concurrency: Annotated[int, Meta(ge=1, description="questions in flight")] = 256
     engine: Annotated[
-        EmbeddedConfig | ScriptedConfig | VLLMConfig | SGLangConfig | None,
+        AnyEngine | None,
         Meta(
             description="an engine of its own, on which evaluations of single steps overlap the "
             "training; none: the policy's engine, and updates wait for them"
@@ -184,11 +183,10 @@ class SelfCriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 # Which GPUs the policy's servers get and which the learner.
 
-T = TypeVar("T")
+E = TypeVar("E", bound=EngineConfig)
 
 ENGINE, LEARNER = "resources.engine_gpus", "resources.learner_gpus"
 COLOCATED = "resources.colocated"
-MAX_SHARE = 0.9  # of a GPU's memory, for servers beside the CUDA context of a learner
 
 
 class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -218,8 +216,8 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def divide(
-    resources: ResourcesConfig, engine: T, learner: LearnerConfig, plan: GpuPlan
-) -> tuple[T, list[str]]:
+    resources: ResourcesConfig, engine: E, learner: LearnerConfig, plan: GpuPlan
+) -> tuple[E, list[str]]:
     """The engine's configuration with its GPUs, and the learner's as values of
     CUDA_VISIBLE_DEVICES, empty for all. Without GPUs nothing is divided.
 
@@ -227,8 +225,8 @@ def divide(
     servers and learner may claim the same ones where they are colocated.
     """
     if resources.colocated:
-        _check_colocated(engine)
-    starts = isinstance(engine, RemoteConfig) and not (engine.urls or engine.urls_file)
+        engine.check_colocated(COLOCATED)
+    starts = engine.starts_servers
     local = learner.launch == "local"
     for key, asked, read, why in (
         (ENGINE, resources.engine_gpus, starts, "this run starts no servers for the policy"),
@@ -244,11 +242,10 @@ def divide(
                 f"{key}: {sorted(both)} are the learner's ({LEARNER}); with {COLOCATED} = true "
                 "they have them in turn"
             )
-    if isinstance(engine, RemoteConfig) and resources.engine_gpus:
-        servers = engine.servers or ServersConfig()
-        if servers.gpus:
+    if resources.engine_gpus:
+        if _named_gpus(engine):
             raise ConfigError(f"give only one of {ENGINE} and engine.servers.gpus")
-        engine = replace(engine, servers=replace(servers, gpus=resources.engine_gpus))
+        engine = engine.on_gpus(resources.engine_gpus)
     gpus: list[str] = []
     if resources.learner_gpus or (plan.visible and starts and local):
         asked = resources.learner_gpus or _first(engine, learner, plan, resources.colocated)
@@ -258,33 +255,18 @@ def divide(
     return engine, gpus
 
 
-def _check_colocated(engine: object) -> None:
-    if isinstance(engine, ScriptedConfig):
-        raise ConfigError(f"{COLOCATED}: engine.name = 'scripted' has no memory to give back")
-    if not isinstance(engine, RemoteConfig):
-        return
-    if engine.weights == "broadcast":
-        raise ConfigError(
-            f'{COLOCATED}: engine.weights = "broadcast" needs servers that are awake while the '
-            'learner sends; use "directory"'
-        )
-    share = (engine.servers or ServersConfig()).gpu_memory_share
-    if share > MAX_SHARE:
-        raise ConfigError(
-            f"engine.servers.gpu_memory_share = {share:g}: beside a learner that sleeps on the "
-            f"same GPU at most {MAX_SHARE:g} is left, since its CUDA context stays there"
-        )
+def _named_gpus(engine: EngineConfig) -> list[int]:
+    return [] if engine.launched is None else engine.launched.gpus
 
 
-def _first(engine: object, learner: LearnerConfig, plan: GpuPlan, colocated: bool) -> list[int]:
+def _first(
+    engine: EngineConfig, learner: LearnerConfig, plan: GpuPlan, colocated: bool
+) -> list[int]:
     """The first GPUs that the servers do not name; colocated: those that they name first."""
-    named: list[int] = []
-    if isinstance(engine, RemoteConfig) and engine.servers is not None and colocated:
-        rest = [n for n in range(len(plan.visible)) if n not in engine.servers.gpus]
-        return [*engine.servers.gpus, *rest][: learner.num_ranks]
-    if isinstance(engine, RemoteConfig) and engine.servers is not None:
-        named = engine.servers.gpus
+    named = _named_gpus(engine)
     left = [number for number in range(len(plan.visible)) if number not in named]
+    if colocated:
+        return [*named, *left][: learner.num_ranks]
     if len(left) < learner.num_ranks:
         raise ConfigError(
             f"{LEARNER}: {learner.num_ranks} are needed, {len(left)} of {len(plan.visible)} are "
@@ -482,7 +464,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     queue: QueueConfig = QueueConfig()
     learner: LearnerConfig = LearnerConfig()
     resources: ResourcesConfig = ResourcesConfig()
-    engine: EmbeddedConfig | ScriptedConfig | VLLMConfig | SGLangConfig = EmbeddedConfig()
+    engine: AnyEngine = EmbeddedConfig()
     roles: Annotated[
         dict[str, RoleConfig],
         Meta(description="models beside the policy by name, [roles.judge]"),

@@ -17,7 +17,7 @@ from agentenv.errors import ConfigError
 from launchers.command import make_parser, parse, run_command
 from launchers.config import RunConfig
 from launchers.rundir import RunDirectory
-from launchers.serving.engines import start_servers
+from launchers.serving.roles import start_servers
 from launchers.serving.servers import ServerFactory
 from launchers.terminal import View
 

@@ -14,12 +14,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from math import nan
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Meta, field
 from yarl import URL
 
+from agentenv.engine import EngineConfig
 from agentenv.engines.client import HttpClient, RefusedError, Timeouts
 from agentenv.engines.server import ServerLostError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
@@ -28,8 +29,14 @@ from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 # Settings of an OpenAI-compatible endpoint that answers in place of an engine of ours.
 
 
-class OpenAIConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="openai",
-                   tag_field="name"):  # fmt: skip
+class OpenAIConfig(
+    EngineConfig,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag="openai",
+    tag_field="name",
+):
     """An endpoint that is only asked: its weights never change. For evaluation."""
 
     url: Annotated[str, Meta(description="base URL, e.g. http://HOST:8000 or https://HOST/v1")]
@@ -67,6 +74,8 @@ class OpenAIConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     extra_body: Annotated[
         dict[str, Any], Meta(description="more keys of each request, e.g. chat_template_kwargs")
     ] = field(default_factory=dict)
+
+    has_weights: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):

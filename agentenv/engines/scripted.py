@@ -13,18 +13,25 @@ from pathlib import Path
 from random import Random
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
+from agentenv.engine import EngineConfig, EngineStart
 from agentenv.engines.client import check_request
 from agentenv.engines.server import Request
 from agentenv.errors import ConfigError, EngineDeadError
+from agentenv.model_files import num_positions, read_model_config
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 Script = Callable[[str, Random], str]
 
 
 class ScriptedConfig(
-    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="scripted", tag_field="name"
+    EngineConfig,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag="scripted",
+    tag_field="name",
 ):
     """Configuration of the scripted engine."""
 
@@ -37,6 +44,16 @@ class ScriptedConfig(
         float, Meta(ge=0, description="sampling speed of one request; 0 is at once")
     ] = 0.0
     latency_s: Annotated[float, Meta(ge=0, description="time before a turn's first token")] = 0.0
+
+    def max_context(self, model: Path, key: str = "engine") -> int:
+        """The context of the configuration, whatever longer one the model has."""
+        of_model = num_positions(read_model_config(model))
+        return min(self.max_model_len, of_model or self.max_model_len)
+
+    async def start(self, given: EngineStart) -> ScriptedEngine:
+        engine = ScriptedEngine(self, given.tokenizer, policy_version=given.policy_version)
+        given.stack.push_async_callback(engine.close)
+        return engine
 
 
 class ScriptedEngine:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import Struct
@@ -29,6 +29,7 @@ from agentenv.engines.client import (
     Timeouts,
     all_of,
 )
+from agentenv.engines.pool.engine import PooledEngineConfig, ServerClient
 from agentenv.engines.server import Request, ServerInfo, ServerLoad, ServerLostError, check_top_k
 from agentenv.engines.sglang_wire import (
     Control,
@@ -48,6 +49,7 @@ from agentenv.types import Chunk, Completion
 JOIN, LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
 START, RECEIVE = "/begin_weight_update", "/update_weights_from_distributed"
 FINISH = "/end_weight_update"
+RESERVED = 2  # tokens of its context length that an SGLang server never fills
 SLACK_S = 15.0  # an HTTP call outlives the collective call behind it by this
 
 
@@ -482,3 +484,24 @@ class SGLangServer:
         if self._facts is None:
             raise self._served.lost()
         return self._facts
+
+
+class SGLangConfig(
+    PooledEngineConfig,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag="sglang",
+    tag_field="name",
+):
+    """SGLang servers."""
+
+    _reserved: ClassVar[int] = RESERVED
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora == "adapter":
+            raise ConfigError('engine.lora = "adapter" is for vLLM; to SGLang adapters go "merged"')
+
+    def _client(self) -> ServerClient:
+        return SGLangServer

@@ -32,6 +32,7 @@ from agentenv.engines.client import (
     all_of,
     check_request,
 )
+from agentenv.engines.pool.engine import PooledEngineConfig, ServerClient
 from agentenv.engines.server import (
     BrokenOffError,
     Request,
@@ -426,3 +427,17 @@ class VLLMServer:
         if self._facts is None:
             raise self._served.lost()
         return self._facts
+
+
+class VLLMConfig(
+    PooledEngineConfig,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag="vllm",
+    tag_field="name",
+):
+    """VLLM servers."""
+
+    def _client(self) -> ServerClient:
+        return VLLMServer

@@ -15,14 +15,21 @@ from agentenv.config import Tree, build_config
 from agentenv.data.rows import RowsConfig
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.openai import OpenAIConfig
-from agentenv.engines.scripted import ScriptedConfig
-from agentenv.engines.server_config import RoleConfig, SGLangConfig, VLLMConfig
+from agentenv.engines.server_config import RoleConfig
 from agentenv.errors import ConfigError
 from agentenv.native import NativeConfig
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig
 from agentenv.types import Limits
-from launchers.config import TABLES, EnvConfig, GraderTable, PythonTable, Sampling, SearchTable
+from launchers.config import (
+    TABLES,
+    AnyEngine,
+    EnvConfig,
+    GraderTable,
+    PythonTable,
+    Sampling,
+    SearchTable,
+)
 from launchers.evaluation.benchmarks import benchmark
 
 # tables of a set: keys that it does not give are those of the evaluation
@@ -84,9 +91,7 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     renderer: TagsConfig | NativeConfig = TagsConfig()
     limits: Limits = Limits()
     sampling: Sampling = Sampling()
-    engine: EmbeddedConfig | ScriptedConfig | VLLMConfig | SGLangConfig | OpenAIConfig = (
-        EmbeddedConfig()
-    )
+    engine: AnyEngine | OpenAIConfig = EmbeddedConfig()
     assist: Annotated[
         AssistConfig | None,
         Meta(description="Tool-Star's inference-time tools, for all sets; none: plain rollouts"),

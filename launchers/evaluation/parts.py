@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from agentenv.actor import Actor
 from agentenv.assist import Assist, AssistedActor
-from agentenv.engine import Engine
+from agentenv.engine import Engine, EngineStart, check_context
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces
 from agentenv.engines.openai import OpenAIConfig, TokensEngine
 from agentenv.env import Env, close_shared
@@ -27,7 +27,7 @@ from agentenv.errors import ConfigError
 from agentenv.native import NativeConfig
 from agentenv.renderer import Renderer
 from agentenv.types import Task
-from launchers.assembly import check_context, context_length, load_tokenizer, make_renderer
+from launchers.assembly import load_tokenizer, make_renderer
 from launchers.config import TABLES
 from launchers.data import (
     EnvMaker,
@@ -41,7 +41,7 @@ from launchers.data import (
 from launchers.evaluation.benchmarks import load_benchmark
 from launchers.evaluation.config import EvaluateConfig, QuestionSet, settings
 from launchers.evaluation.subject import Subject
-from launchers.serving.engines import check_roles, fill_roles, start_engine, start_servers
+from launchers.serving.roles import check_roles, fill_roles, start_servers
 from launchers.serving.servers import ServerFactory
 
 # What is refused about [assist] before anything is asked.
@@ -167,8 +167,7 @@ class Builder:
         self._factory = ServerFactory(logs, self._stack, self._say)
         engine, model = self.config.engine, self._model()
         if model is not None:
-            with_weights = not isinstance(engine, OpenAIConfig)
-            self._tokenizer = await asyncio.to_thread(load_tokenizer, model, with_weights)
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, model, engine.has_weights)
         if isinstance(engine, OpenAIConfig):
             native = isinstance(self.config.renderer, NativeConfig)
             self.endpoint = (
@@ -226,15 +225,22 @@ class Builder:
         if self.endpoint is not None:
             return self.endpoint
         engine, model = self.config.engine, self.subject.model
-        assert not isinstance(engine, OpenAIConfig)
         assert model is not None
         assert self._factory is not None
         limits = max(
             (settings(one).limits for one in self.config.sets.values()),
             key=lambda limits: limits.max_prompt_tokens + limits.max_response_tokens,
         )
-        return await start_engine(
-            engine, model, self._tokenizer, 0, limits, self._factory, self._stack, self.config.seed
+        return await engine.start(
+            EngineStart(
+                model=model,
+                tokenizer=self._tokenizer,
+                policy_version=0,
+                limits=limits,
+                stack=self._stack,
+                servers=self._factory,
+                seed=self.config.seed,
+            )
         )
 
     def actor(self, name: str, questions: Questions, engine: Engine) -> Actor:
@@ -272,8 +278,8 @@ class Builder:
         engine, length = self.config.engine, 0
         if self.endpoint is not None:
             length = self.endpoint.endpoint.max_model_len
-        elif self.subject.model is not None and not isinstance(engine, OpenAIConfig):
-            length = context_length(engine, self.subject.model)
+        elif self.subject.model is not None and engine.has_weights:
+            length = engine.max_context(self.subject.model)
         for one in self.config.sets.values():
             if length:
                 check_context(settings(one).limits, length)

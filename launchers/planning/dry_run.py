@@ -13,7 +13,7 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from agentenv.engines.server_config import LaunchConfig, RemoteConfig, ServersConfig, VLLMConfig
+from agentenv.engines.server_config import LaunchConfig
 from agentenv.errors import ConfigError
 from envs.search.config import SearchConfig
 from envs.search.providers import PROVIDERS, WebConfig
@@ -23,7 +23,7 @@ from launchers.planning.memory import GIB
 from launchers.planning.plan import Machine, Plan, Process, make_plan
 from launchers.rl.units import check_units
 from launchers.serving.gpus import visible_gpus
-from launchers.serving.server_commands import EngineName, find_python
+from launchers.serving.server_commands import find_python
 from launchers.supervised.config import DPORunConfig, SFTRunConfig
 from launchers.terminal import View
 
@@ -94,10 +94,9 @@ def _missing_keys(config: Any) -> Iterator[str]:
 
 def _missing_engines(config: Any) -> Iterator[str]:
     engine = getattr(config, "engine", None)
-    wanted: list[tuple[EngineName, LaunchConfig, str]] = []
-    if isinstance(engine, RemoteConfig) and not (engine.urls or engine.urls_file):
-        name: EngineName = "vllm" if isinstance(engine, VLLMConfig) else "sglang"
-        wanted.append((name, engine.servers or ServersConfig(), "engine.servers"))
+    wanted: list[tuple[str, LaunchConfig, str]] = []
+    if engine is not None and engine.launched is not None:
+        wanted.append((engine.kind, engine.launched, "engine.servers"))
     for role_name, role in getattr(config, "roles", {}).items():
         if not role.url:
             wanted.append((role.engine, role, f"roles.{role_name}"))
@@ -308,7 +307,7 @@ def _memory_of(gpu: str) -> float:
 
 
 def _check(config: TrainConfig) -> None:
-    from launchers.serving.engines import check_roles  # brings an HTTP client along
+    from launchers.serving.roles import check_roles  # brings an HTTP client along
 
     check_units(config)
     check_roles(config)

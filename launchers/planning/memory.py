@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from agentenv.engines.server_config import LaunchConfig
 from agentenv.errors import DataError
-from launchers.assembly import read_model_config, stretched
+from agentenv.model_files import num_stretched_positions, read_model_config
 from learners.learner import LearnerConfig
 
 # Sizes of a model's layers, from its config.json or, where it is not here, by a public name.
@@ -160,7 +160,7 @@ def shape_of(config: dict[str, Any], path: Path) -> ModelShape:
             head_dim=int(config.get("head_dim") or hidden // heads),
             intermediate=int(config["intermediate_size"]),
             vocabulary=int(config["vocab_size"]),
-            context=stretched(config),
+            context=num_stretched_positions(config),
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=bool(config.get("attention_bias", kind == "qwen2")),
             qk_norm=kind == "qwen3",

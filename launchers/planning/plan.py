@@ -8,11 +8,10 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from agentenv.engines.embedded import EmbeddedConfig
-from agentenv.engines.server_config import LaunchConfig, RemoteConfig, RoleConfig, ServersConfig
+from agentenv.engine import EngineConfig, LocalModel
+from agentenv.engines.server_config import LaunchConfig, RoleConfig
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.types import Limits
-from launchers.assembly import EngineConfig, context_length
 from launchers.config import divide
 from launchers.planning.memory import (
     GIB,
@@ -166,7 +165,7 @@ class _Planner:
         self.place: Path | None = None  # of the policy's model, where it is here
         self.shape = self._policy_shape() if self.path else None
         self.learner: LearnerConfig | None = getattr(config, "learner", None)
-        self.engine = getattr(config, "engine", None)
+        self.engine: EngineConfig | None = getattr(config, "engine", None)
         self.colocated = bool(getattr(getattr(config, "resources", None), "colocated", False))
 
     def add_all(self) -> None:
@@ -177,6 +176,7 @@ class _Planner:
         if self.learner is not None:
             if hasattr(self.config, "resources"):
                 resources = self.config.resources
+                assert self.engine is not None  # as everything that has both is a training run
                 self.engine, ranks = divide(resources, self.engine, self.learner, self.gpus)
             self._add_learner(self.learner, ranks)
         for name, role in getattr(self.config, "roles", {}).items():
@@ -213,7 +213,8 @@ class _Planner:
     def _add_controller(self) -> None:
         """With the weights that pass through its shared memory, an update's and the one before."""
         host: dict[str, float] = {}
-        through_files = isinstance(self.engine, RemoteConfig) and self.engine.weights == "directory"
+        engine = self.engine
+        through_files = engine is not None and engine.new_weights == "directory"
         if self.learner is not None and self.shape is not None and through_files:
             copies = 2.0 * bytes_of(self.learner.dtype) * self.shape.num_params
             host["weights on their way (/dev/shm)"] = copies
@@ -248,10 +249,13 @@ class _Planner:
     def _add_engine(self) -> None:
         engine = self.engine
         self._check_contexts()
-        if isinstance(engine, RemoteConfig) and (engine.urls or engine.urls_file):
+        if engine is None:
+            return
+        if engine.runs_elsewhere:
             self.plan.processes.append(Process("policy server", 0, note="runs already"))
             return
-        if not isinstance(engine, EmbeddedConfig | RemoteConfig):
+        local, servers = engine.local_model, engine.launched
+        if local is None and servers is None:
             return
         needed = longest_path(self.config)
         of_model = self.shape.context if self.shape is not None else 0
@@ -261,12 +265,13 @@ class _Planner:
                 f"limits: max_prompt_tokens + max_response_tokens = {needed} exceed the context "
                 f"of {context} tokens"
             )
-        if isinstance(engine, EmbeddedConfig):
-            self._add_embedded(engine, needed)
-            return
-        servers = engine.servers or ServersConfig()
-        name, key = "policy server", "engine.servers"
-        self._add_server(name, key, servers, self.shape, context or needed, self.path, policy=True)
+        if local is not None:
+            self._add_local(local, needed)
+        if servers is not None:
+            room = context or needed
+            self._add_server(
+                "policy server", "engine.servers", servers, self.shape, room, self.path, policy=True
+            )
 
     def _check_contexts(self) -> None:
         """Whether the model, if it is here, holds what its engines are asked for."""
@@ -275,16 +280,16 @@ class _Planner:
             if self.place is None or not isinstance(engine, EngineConfig):
                 continue
             try:
-                context_length(engine, self.place, key)
+                engine.max_context(self.place, key)
             except AgentEnvError as error:
                 self.plan.problems.append(str(error))
 
-    def _add_embedded(self, engine: EmbeddedConfig, num_tokens: int) -> None:
-        on_gpu = self.machine.num_gpus > 0 and engine.device != "cpu"
+    def _add_local(self, local: LocalModel, num_tokens: int) -> None:
+        on_gpu = self.machine.num_gpus > 0 and local.device != "cpu"
         memory = Memory()
         if self.shape is not None:
-            number = engine.max_num_seqs + engine.num_cached_seqs
-            memory = embedded_memory(self.shape, bytes_of(engine.dtype), number, num_tokens)
+            size = bytes_of(local.dtype)
+            memory = embedded_memory(self.shape, size, local.num_sequences, num_tokens)
         note = "in the controller; its cache grows as it is used"
         place = ["0"] if on_gpu else []
         process = Process("embedded engine", 1, place, self.path, memory, note=note)
@@ -305,7 +310,7 @@ class _Planner:
         self, name: str, key: str, config: LaunchConfig, shape: ModelShape | None, context: int,
         path: str, *, policy: bool = False,
     ) -> None:  # fmt: skip
-        number = config.num_servers if isinstance(config, ServersConfig) else 1
+        number = config.count
         b, size = bytes_of(config.dtype), self.machine.gpu_bytes
         if not self.machine.num_gpus or config.device == "cpu":
             weights = 0.0 if shape is None else shape.served_bytes(b)

@@ -17,29 +17,22 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from agentenv.actor import Actor
-from agentenv.engine import Engine, SleepingEngine
+from agentenv.engine import Engine, EngineConfig, EngineStart, SleepingEngine, check_context
+from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.server_config import SGLangConfig, VLLMConfig
 from agentenv.env import close_shared
 from agentenv.errors import ConfigError, LearnerError
+from agentenv.model_files import vocab_size
 from agentenv.plan import RolloutPlan
 from agentenv.renderer import Renderer
 from agentenv.types import Task
-from launchers.assembly import (
-    EngineConfig,
-    check_context,
-    context_length,
-    load_function,
-    load_tokenizer,
-    make_renderer,
-    vocab_size,
-)
+from launchers.assembly import load_function, load_tokenizer, make_renderer
 from launchers.config import TrainConfig, divide
 from launchers.data import EnvMaker, check_files, load_questions, tables_of, try_env
 from launchers.rl.state import ParityProbe
 from launchers.rl.units import check_units, count_steps
 from launchers.rundir import RunDirectory, find_checkpoint
-from launchers.serving.engines import check_roles, start_engine, start_roles
+from launchers.serving.roles import check_roles, start_roles
 from launchers.serving.servers import ServerFactory
 from learners.checkpoint import saved_version
 from learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
@@ -156,18 +149,20 @@ async def start_both(
         return started
 
     async def engine() -> Engine:
-        return await start_engine(
-            config.engine,
-            base if rank else model,
-            tokenizer,
-            0 if checkpoint is None else saved_version(checkpoint / "trainer"),
-            config.limits,
-            factory,
-            stack,
-            config.run.seed,
-            colocated=colocated,
-            lora_rank=rank,
-            adapter=checkpoint / ADAPTER_FOLDER if rank and checkpoint is not None else None,
+        version = 0 if checkpoint is None else saved_version(checkpoint / "trainer")
+        return await config.engine.start(
+            EngineStart(
+                model=base if rank else model,
+                tokenizer=tokenizer,
+                policy_version=version,
+                limits=config.limits,
+                stack=stack,
+                servers=factory,
+                seed=config.run.seed,
+                colocated=colocated,
+                lora_rank=rank,
+                adapter=checkpoint / ADAPTER_FOLDER if rank and checkpoint is not None else None,
+            )
         )
 
     if colocated:
@@ -184,7 +179,7 @@ async def start_both(
 def adapter_rank(config: TrainConfig) -> int:
     """Rank of the adapters that the engine loads; 0 if it gets whole models. Raises ConfigError if
     it should load what the learner does not train."""
-    if not isinstance(config.engine, VLLMConfig) or config.engine.lora == "merged":
+    if config.engine.new_weights != "adapter":
         return 0
     if config.learner.lora is None:
         raise ConfigError('engine.lora = "adapter" needs [learner.lora], which trains one')
@@ -259,9 +254,9 @@ async def build_parts(
             say(told)
     model = checkpoint or find_checkpoint(run.resolve(config.model.path))
     tokenizer = await asyncio.to_thread(load_tokenizer, model)
-    check_context(config.limits, context_length(config.engine, model))
+    check_context(config.limits, config.engine.max_context(model))
     if config.eval.engine is not None:
-        check_context(config.limits, context_length(config.eval.engine, model, "eval.engine"))
+        check_context(config.limits, config.eval.engine.max_context(model, "eval.engine"))
 
     renderer = make_renderer(config.renderer, config.prompt, tokenizer, model)
     factory = ServerFactory(run.path, stack, say)
@@ -334,16 +329,17 @@ async def start_overlapping(
     with equal seeds."""
     if config.eval.engine is None:
         return None
-    engine = await start_engine(
-        config.eval.engine,
-        model,
-        tokenizer,
-        learner.policy_version,
-        config.limits,
-        factory,
-        stack,
-        config.run.seed,
-        use="evaluation",
+    engine = await config.eval.engine.start(
+        EngineStart(
+            model=model,
+            tokenizer=tokenizer,
+            policy_version=learner.policy_version,
+            limits=config.limits,
+            stack=stack,
+            servers=factory,
+            seed=config.run.seed,
+            use="evaluation",
+        )
     )
     other = copy.copy(actor)
     other.engine = engine
@@ -354,7 +350,7 @@ def make_sender(
     config: EngineConfig, learner: DeepSpeedLearner, folder: Path
 ) -> LearnerSender | None:
     """The learner's side of weights by broadcast, if they go that way."""
-    if isinstance(config, VLLMConfig | SGLangConfig) and config.weights == "broadcast":
+    if isinstance(config, PooledEngineConfig) and config.new_weights == "broadcast":
         return LearnerSender(learner, folder, config.pool.broadcast_timeout_s)
     return None
 

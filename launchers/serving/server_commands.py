@@ -8,15 +8,14 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from msgspec import Struct
 
-from agentenv.engines.server_config import SGLANG_RESERVED, LaunchConfig
+from agentenv.engines.server_config import LaunchConfig
+from agentenv.engines.sglang import RESERVED
 from agentenv.errors import ConfigError
-from launchers.assembly import read_model_config
-
-EngineName = Literal["vllm", "sglang"]
+from agentenv.model_files import read_model_config
 
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 VLLM_CPU_EXTENSION = "agentenv_vllm_cpu.WorkerExtension"  # packs a tied head again after a load
@@ -42,7 +41,7 @@ class Served(Struct, frozen=True):
     directory or by `broadcast`, or as LoRA adapters of rank `lora_rank` if that is not 0.
     `colocated`: it sleeps while the learner has its GPUs."""
 
-    engine: EngineName
+    engine: str
     model: Path
     name: str
     max_model_len: int
@@ -55,7 +54,7 @@ class Served(Struct, frozen=True):
     lora_rank: int = 0
 
 
-def find_python(engine: EngineName, config: LaunchConfig, key: str) -> str:
+def find_python(engine: str, config: LaunchConfig, key: str) -> str:
     """The interpreter that has the engine. Raises ConfigError that says how to make one."""
     if config.python:
         if not Path(config.python).is_file():
@@ -164,7 +163,7 @@ def _sglang_arguments(served: Served, config: LaunchConfig, model: dict[str, Any
     found += ["--model-path", str(served.model), "--served-model-name", served.name]
     found += ["--dtype", _dtype(config, model), "--enable-metrics", "--log-level-http", "warning"]
     if served.max_model_len:
-        length = served.max_model_len + SGLANG_RESERVED
+        length = served.max_model_len + RESERVED
         of_model = int(model.get("max_position_embeddings") or length)
         found += ["--context-length", str(min(length, of_model))]
     if config.max_num_seqs:

@@ -20,11 +20,10 @@ import aiohttp
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.engines.server_config import LaunchConfig, ServersConfig
+from agentenv.engines.server_config import LaunchConfig
 from agentenv.errors import ConfigError, EngineError
 from launchers.serving.gpus import GpuPlan
 from launchers.serving.server_commands import (
-    EngineName,
     Served,
     check_plugin,
     command,
@@ -208,7 +207,7 @@ class ServerFactory:
 
     async def start(
         self,
-        engine: EngineName,
+        engine: str,
         config: LaunchConfig,
         model: Path,
         *,
@@ -226,7 +225,6 @@ class ServerFactory:
         `broadcast`, `colocated` and `lora_rank`: see Served.
         Raises ConfigError for what cannot work and EngineError for a server that does not come up.
         """
-        number = config.num_servers if isinstance(config, ServersConfig) else 1
         served = Served(
             engine=engine,
             model=model,
@@ -237,7 +235,7 @@ class ServerFactory:
             colocated=colocated,
             lora_rank=lora_rank,
         )
-        specs = self._specs(served, config, key, number)
+        specs = self._specs(served, config, key)
         if broadcast and engine == "vllm":
             await check_plugin(specs[0].command[0], key)
         started = [ServerProcess(spec, self._folder, self._say) for spec in specs]
@@ -254,9 +252,9 @@ class ServerFactory:
         wanted: Served,
         config: LaunchConfig,
         key: str,
-        number: int,
     ) -> list[ServerSpec]:
         """One of each server; `wanted` lacks what differs between them."""
+        number = config.count
         if not wanted.model.is_dir():
             raise ConfigError(f"{key}: {wanted.model} is no model directory")
         python = find_python(wanted.engine, config, key)

@@ -22,9 +22,9 @@ from msgspec import Struct
 
 from agentenv.config import changes, to_plain
 from agentenv.errors import DataError
+from agentenv.model_files import num_positions, read_eos_ids, read_model_config
 from agentenv.prompt import load_instruction
-from agentenv.renderer import read_eos_ids
-from launchers.assembly import load_function, load_tokenizer, make_renderer, read_model_config
+from launchers.assembly import load_function, load_tokenizer, make_renderer
 from launchers.rundir import CONFIG_FILE, RunDirectory, find_checkpoint, load_state, save_state
 from launchers.supervised.config import (
     ChatDataConfig,
@@ -166,7 +166,7 @@ async def begin(
 
 def check_lengths(lengths: Sequence[int], start: Start, data: ChatDataConfig) -> None:
     """Refuse sequences that the model has no positions for."""
-    context = read_model_config(start.model).get("max_position_embeddings")
+    context = num_positions(read_model_config(start.model))
     if context and max(lengths) > context:
         raise DataError(
             f"data.max_length = {data.max_length}: a sequence has {max(lengths)} tokens, "

@@ -46,18 +46,19 @@ import psutil
 
 from agentenv.actor import Actor
 from agentenv.config import build_config
-from agentenv.engine import Engine
+from agentenv.engine import Engine, EngineStart
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.server import Request
-from agentenv.engines.server_config import ServersConfig, VLLMConfig
+from agentenv.engines.server_config import ServersConfig
+from agentenv.engines.vllm import VLLMConfig
 from agentenv.engines.vllm_wire import request_body
 from agentenv.env import close_shared
-from launchers.assembly import load_tokenizer, make_renderer, vocab_size
+from agentenv.model_files import vocab_size
+from launchers.assembly import load_tokenizer, make_renderer
 from launchers.config import TrainConfig
 from launchers.data import EnvMaker, load_questions, tables_of
 from launchers.rundir import CONFIG_FILE, find_checkpoint
-from launchers.serving.engines import start_engine
 from launchers.serving.servers import ServerFactory
 from tests.bench.bench_engines_parts import Apart, Clock, Recorder, Turn, in_tasks
 from tests.bench.deeper_model import deepened
@@ -163,8 +164,16 @@ async def run_all(args: argparse.Namespace) -> None:
         tasks = (await load_questions(config, make_env, renderer, resolve, print)).train
         factory = ServerFactory(folder, stack, print)
         engine_config = VLLMConfig(servers=ServersConfig())
-        pool = await start_engine(
-            engine_config, model, tokenizer, 0, config.limits, factory, stack, config.run.seed
+        pool = await engine_config.start(
+            EngineStart(
+                model=model,
+                tokenizer=tokenizer,
+                policy_version=0,
+                limits=config.limits,
+                stack=stack,
+                servers=factory,
+                seed=config.run.seed,
+            )
         )
         sampling = config.sampling.train.params()
         actor = Actor(pool, renderer, make_env, config.limits, sampling, f"{config.run.seed}/bench")

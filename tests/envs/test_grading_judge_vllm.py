@@ -20,7 +20,7 @@ from agentenv.types import Message, Task
 from envs.grading.reward import GraderConfig, check_grader, make_grader
 from launchers.evaluation.config import EvaluateConfig
 from launchers.quickstart import build_model
-from launchers.serving.engines import start_roles
+from launchers.serving.roles import start_roles
 from launchers.serving.servers import ServerFactory
 from tests.engines.vllm_server import require_vllm
 

@@ -9,7 +9,7 @@ import pytest
 
 from launchers.evaluation.benchmarks import BENCHMARKS
 from launchers.evaluation.config import EvaluateConfig, resolve_sets
-from launchers.serving.engines import check_roles
+from launchers.serving.roles import check_roles
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

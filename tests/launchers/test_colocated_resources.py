@@ -9,7 +9,9 @@ import pytest
 from agentenv.config import build_config
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
-from agentenv.engines.server_config import ServersConfig, SGLangConfig, VLLMConfig
+from agentenv.engines.server_config import ServersConfig
+from agentenv.engines.sglang import SGLangConfig
+from agentenv.engines.vllm import VLLMConfig
 from agentenv.errors import ConfigError
 from launchers.config import ResourcesConfig, TrainConfig, divide
 from launchers.quickstart import build_model

@@ -9,15 +9,17 @@ from typing import Any
 import msgspec
 import pytest
 
-import launchers.serving.engines
+import agentenv.engines.pool.engine
 from agentenv.config import build_config, load_config
+from agentenv.engines.pool.engine import read_urls, watch_urls
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.server_config import RoleConfig, SGLangConfig, VLLMConfig
+from agentenv.engines.server_config import RoleConfig
+from agentenv.engines.sglang import SGLangConfig
+from agentenv.engines.vllm import VLLMConfig
 from agentenv.errors import ConfigError
 from launchers import train
-from launchers.assembly import context_length
 from launchers.config import TrainConfig
-from launchers.serving.engines import check_roles, fill_roles, read_urls, watch_urls
+from launchers.serving.roles import check_roles, fill_roles
 from tests.engines.faulty_server import EOS, FaultyServer, reciter
 from tests.engines.pool_bench import write_folder
 from tests.support.warehouse import ROOT
@@ -34,10 +36,10 @@ def test_the_engine_is_changed_by_one_key() -> None:
 
 def test_sglang_never_fills_its_whole_context(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 1024}')
-    assert context_length(VLLMConfig(), tmp_path) == 1024
-    assert context_length(SGLangConfig(), tmp_path) == 1022
-    assert context_length(SGLangConfig(max_model_len=512), tmp_path) == 512
-    assert context_length(SGLangConfig(max_model_len=1024), tmp_path) == 1022
+    assert VLLMConfig().max_context(tmp_path) == 1024
+    assert SGLangConfig().max_context(tmp_path) == 1022
+    assert SGLangConfig(max_model_len=512).max_context(tmp_path) == 512
+    assert SGLangConfig(max_model_len=1024).max_context(tmp_path) == 1022
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,7 @@ def test_a_file_of_urls(tmp_path: Path) -> None:
 async def test_servers_join_and_leave_as_the_file_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launchers.serving.engines, "WATCH_INTERVAL_S", 0.02)
+    monkeypatch.setattr(agentenv.engines.pool.engine, "WATCH_INTERVAL_S", 0.02)
     folder = write_folder(tmp_path)
     made = {name: FaultyServer(name, reciter(folder)) for name in ("a", "b")}
     path = tmp_path / "urls"

@@ -12,6 +12,8 @@ import pytest
 
 import agentenv
 from agentenv.config import build_config
+from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.scripted import ScriptedConfig
 from agentenv.env import close_shared
 from agentenv.errors import ConfigError
 from agentenv.prompt import PromptConfig
@@ -191,8 +193,8 @@ def test_a_run_with_a_broken_grader_never_starts_engine_or_learner(
         raise AssertionError("an engine or a learner was started")
 
     monkeypatch.setattr("launchers.rl.parts.DeepSpeedLearner.start", started)
-    for module in ("launchers.rl.parts", "launchers.evaluation.parts"):
-        monkeypatch.setattr(f"{module}.start_engine", started)
+    for engine in (EmbeddedConfig, ScriptedConfig):
+        monkeypatch.setattr(engine, "start", started)
     (tmp_path / "mine.py").write_text(BROKEN["raises"])
     own = [f"grader.path={tmp_path}/mine.py", "grader.name=score", "env.id=agentenv/QAGrader-v0"]
     assert train.main([str(warehouse), "run.name=broken-grader", *own]) == 2

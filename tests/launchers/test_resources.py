@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from agentenv.engines.embedded import EmbeddedConfig
-from agentenv.engines.server_config import ServersConfig, VLLMConfig
+from agentenv.engines.server_config import ServersConfig
+from agentenv.engines.vllm import VLLMConfig
 from agentenv.errors import ConfigError
 from launchers.config import ResourcesConfig, divide
 from launchers.serving.gpus import GpuPlan

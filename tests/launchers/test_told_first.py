@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.scripted import ScriptedConfig
-from agentenv.engines.server_config import VLLMConfig
+from agentenv.engines.vllm import VLLMConfig
 from agentenv.errors import ConfigError
 from launchers import evaluate, train
-from launchers.assembly import context_length
-from launchers.rl import parts
 from learners.deepspeed_learner import DeepSpeedLearner
 from tests.support.warehouse import ROOT
 
@@ -33,7 +32,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("it was started")
 
     monkeypatch.setattr(DeepSpeedLearner, "start", started)
-    monkeypatch.setattr(parts, "start_engine", started)
+    for engine in (EmbeddedConfig, ScriptedConfig, PooledEngineConfig):
+        monkeypatch.setattr(engine, "start", started)
     monkeypatch.setattr("launchers.quickstart.prepare", started)
 
 
@@ -73,13 +73,13 @@ def test_servers_stretch_the_positions_of_a_model_that_says_so(tmp_path: Path) -
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     raw = {"max_position_embeddings": 1024, "rope_scaling": rope}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert context_length(VLLMConfig(), tmp_path) == 4096
-    assert context_length(VLLMConfig(max_model_len=3000), tmp_path) == 3000
-    assert context_length(EmbeddedConfig(), tmp_path) == 1024
+    assert VLLMConfig().max_context(tmp_path) == 4096
+    assert VLLMConfig(max_model_len=3000).max_context(tmp_path) == 3000
+    assert EmbeddedConfig().max_context(tmp_path) == 1024
     for too_long in (VLLMConfig(max_model_len=4097), EmbeddedConfig(max_model_len=1025)):
         with pytest.raises(ConfigError, match="max_model_len"):
-            context_length(too_long, tmp_path)
-    assert context_length(ScriptedConfig(max_model_len=9999), tmp_path) == 1024
+            too_long.max_context(tmp_path)
+    assert ScriptedConfig(max_model_len=9999).max_context(tmp_path) == 1024
 
 
 @pytest.mark.usefixtures("nothing_starts")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import asyncio
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from agentenv.engine import Engine, EngineConfig, EngineStart, LocalModel
+from agentenv.errors import ConfigError, EngineError
+
 
 class EmbeddedConfig(
-    msgspec.Struct,
+    EngineConfig,
     frozen=True,
     kw_only=True,
     forbid_unknown_fields=True,
@@ -20,9 +24,6 @@ class EmbeddedConfig(
     max_num_seqs: Annotated[
         int, msgspec.Meta(description="Requests that run at a time; more wait in order.", ge=1)
     ] = 128
-    max_model_len: Annotated[
-        int, msgspec.Meta(description="Most tokens of prompt and output; 0: the model's.", ge=0)
-    ] = 0
     num_cached_seqs: Annotated[
         int, msgspec.Meta(description="Ended requests kept as prefix cache.", ge=0)
     ] = 128
@@ -36,3 +37,22 @@ class EmbeddedConfig(
     dtype: Annotated[
         Literal["float32", "bfloat16"], msgspec.Meta(description="Of weights, keys and values.")
     ] = "float32"
+
+    can_sleep: ClassVar[bool] = True
+
+    @property
+    def local_model(self) -> LocalModel:
+        return LocalModel(self.dtype, self.max_num_seqs + self.num_cached_seqs, self.device)
+
+    async def start(self, given: EngineStart) -> Engine:
+        engine = await asyncio.to_thread(self._load, given)
+        given.stack.push_async_callback(engine.close)
+        return engine
+
+    def _load(self, given: EngineStart) -> Engine:
+        from agentenv.engines.embedded.engine import EmbeddedEngine
+
+        try:
+            return EmbeddedEngine(self, given.model, given.policy_version)
+        except EngineError as error:
+            raise ConfigError(f"engine: {error}") from error

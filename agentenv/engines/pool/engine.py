@@ -1,0 +1,251 @@
+"""Engines that are a pool over servers: their keys, and how such a pool starts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
+
+from msgspec import Meta, field
+from msgspec.structs import replace
+
+from agentenv.engine import EngineConfig, EngineStart, check_context
+from agentenv.engines.client import Timeouts
+from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.server import Server
+from agentenv.engines.server_config import PoolConfig, ServersConfig, TimeoutsConfig
+from agentenv.errors import ConfigError
+from agentenv.model_files import num_stretched_positions, read_eos_ids, vocab_size
+
+WATCH_INTERVAL_S = 5.0
+MAX_SHARE = 0.9  # of a GPU's memory, for servers beside the CUDA context of a learner
+
+logger = logging.getLogger(__name__)
+
+
+class ServerClient(Protocol):
+    """Makes the client of one server."""
+
+    def __call__(
+        self,
+        url: str,
+        *,
+        entropy_top_k: int,
+        timeouts: Timeouts,
+        vocab_size: int,
+        api_key: str,
+        control_urls: Sequence[str],
+    ) -> Server: ...
+
+
+class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keys of an engine that is a pool over servers."""
+
+    urls: Annotated[
+        list[str],
+        Meta(description="servers that run already, http://HOST:PORT; empty: start [servers]"),
+    ] = field(default_factory=list)
+    urls_file: Annotated[
+        str,
+        Meta(
+            description="file with one URL a line, looked at all the time: servers may be added "
+            "and taken away during the run; in place of urls"
+        ),
+    ] = ""
+    control_urls: Annotated[
+        list[str],
+        Meta(
+            description="when the one URL is a router (sglang-router): the workers behind it, "
+            "which get weights and aborts directly"
+        ),
+    ] = field(default_factory=list)
+    servers: Annotated[ServersConfig | None, Meta(description="servers to start for the run")] = (
+        None
+    )
+    api_key_env: Annotated[
+        str, Meta(description="environment variable that holds the servers' API key; empty: none")
+    ] = ""
+    entropy_top_k: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            description="log-probs a token from which its entropy is bounded below, the rest taken "
+            "as one token; each costs the server time; -1: the whole vocabulary, exact",
+        ),
+    ] = 10
+    weights: Annotated[
+        Literal["directory", "broadcast"],
+        Meta(
+            description="how new weights reach the servers: through files that they can see, or "
+            "from the learner's rank 0 over NCCL (GPUs) or gloo (CPU)"
+        ),
+    ] = "directory"
+    lora: Annotated[
+        Literal["merged", "adapter"],
+        Meta(
+            description="how a policy with learner.lora reaches the servers: as a whole model, or "
+            "(vLLM) as an adapter of the model that they were started with, which is small; "
+            "running requests then have their prefixes computed again at each update"
+        ),
+    ] = "merged"
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    pool: PoolConfig = PoolConfig()
+
+    can_sleep: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("urls", "urls_file", "servers") if getattr(self, name)]
+        if len(given) > 1:
+            raise ConfigError(f"engine: give only one of urls, urls_file and servers, not {given}")
+        if self.lora == "adapter" and self.weights == "broadcast":
+            raise ConfigError(
+                'engine.lora = "adapter" goes through a directory; remove engine.weights'
+            )
+        if self.control_urls and len(self.urls) != 1:
+            raise ConfigError(
+                f"engine.control_urls are the workers behind one URL; engine.urls has "
+                f"{len(self.urls)}"
+            )
+
+    @property
+    def launched(self) -> ServersConfig | None:
+        return None if self.runs_elsewhere else self.servers or ServersConfig()
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        return bool(self.urls or self.urls_file)
+
+    @property
+    def new_weights(self) -> Literal["directory", "adapter", "broadcast"]:
+        return "adapter" if self.lora == "adapter" else self.weights
+
+    def on_gpus(self, gpus: Sequence[int]) -> Self:
+        return replace(self, servers=replace(self.servers or ServersConfig(), gpus=list(gpus)))
+
+    def check_colocated(self, key: str) -> None:
+        if self.weights == "broadcast":
+            raise ConfigError(
+                f'{key}: engine.weights = "broadcast" needs servers that are awake while the '
+                'learner sends; use "directory"'
+            )
+        share = (self.servers or ServersConfig()).gpu_memory_share
+        if share > MAX_SHARE:
+            raise ConfigError(
+                f"engine.servers.gpu_memory_share = {share:g}: beside a learner that sleeps on the "
+                f"same GPU at most {MAX_SHARE:g} is left, since its CUDA context stays there"
+            )
+
+    async def start(self, given: EngineStart) -> EnginePool:
+        """Start the servers, or find those that run, and make a pool over them that serves the
+        model."""
+        model = await asyncio.to_thread(given.model.absolute)  # servers run in another folder
+        vocabulary = vocab_size(model)
+        make = self.server_maker(vocabulary)
+        urls, launched = self.urls, self.launched
+        if launched is not None:
+            urls = await given.servers.start(
+                self.kind,
+                launched,
+                model,
+                name=given.use,
+                key="engine.servers" if given.use == "policy" else f"{given.use} engine.servers",
+                max_model_len=self.max_model_len,
+                trained=True,
+                broadcast=self.weights == "broadcast",
+                colocated=given.colocated,
+                lora_rank=given.lora_rank,
+            )
+        elif self.urls_file:
+            urls = await asyncio.to_thread(read_urls, Path(self.urls_file))
+        pool = EnginePool(
+            [make(url) for url in urls],
+            model,
+            given.policy_version,
+            vocab_size=vocabulary,
+            eos_ids=read_eos_ids(model, given.tokenizer),
+            config=self.pool,
+            name=f"agentenv-{secrets.token_hex(6)}",
+            seed=given.seed,
+            adapter=given.adapter,
+        )
+        given.stack.push_async_callback(pool.close)
+        await pool.start(fresh=launched is not None and given.adapter is None)
+        if given.lora_rank:
+            pool.check_adapters()
+        if self.weights == "broadcast":
+            pool.check_broadcast()
+        if pool.max_model_len:
+            check_context(given.limits, pool.max_model_len)
+        if self.urls_file:
+            watching = asyncio.create_task(watch_urls(Path(self.urls_file), pool, make))
+            given.stack.callback(watching.cancel)
+        return pool
+
+    def server_maker(self, vocabulary: int) -> Callable[[str], Server]:
+        """Makes the client of a URL; `vocabulary` is the model's number of token ids."""
+        api_key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
+        if self.api_key_env and not api_key:
+            raise ConfigError(f"engine.api_key_env: {self.api_key_env} is not set")
+        deadlines, client = self.timeouts, self._client()
+
+        def make(url: str) -> Server:
+            return client(
+                url,
+                entropy_top_k=self.entropy_top_k,
+                timeouts=Timeouts(
+                    connect_s=deadlines.connect_s,
+                    call_s=deadlines.call_s,
+                    idle_s=deadlines.idle_s,
+                    load_s=deadlines.load_s,
+                ),
+                vocab_size=vocabulary,
+                api_key=api_key,
+                control_urls=self.control_urls,
+            )
+
+        return make
+
+    def _client(self) -> ServerClient:
+        raise NotImplementedError
+
+    def _positions(self, model_config: dict[str, Any]) -> int:
+        return num_stretched_positions(model_config)
+
+
+async def watch_urls(path: Path, pool: EnginePool, make: Callable[[str], Server]) -> None:
+    """Add servers that appear in the file, and take away those that vanish from it."""
+    known = {make(url).name for url in await asyncio.to_thread(read_urls, path)}
+    while True:
+        await asyncio.sleep(WATCH_INTERVAL_S)
+        try:
+            servers = [make(url) for url in await asyncio.to_thread(read_urls, path)]
+        except ConfigError as error:  # half written, or wrong: what is there stays
+            logger.warning("%s", error)
+            continue
+        for server in servers:
+            if server.name not in known:
+                logger.warning("%s joins", server.name)
+                pool.add_server(server)
+        for name in known - {server.name for server in servers}:
+            logger.warning("%s leaves", name)
+            pool.remove_server(name)
+        known = {server.name for server in servers}
+
+
+def read_urls(path: Path) -> list[str]:
+    """One URL a line; empty lines and # comments are skipped. Raises ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"engine.urls_file: {path} cannot be read: {error}") from error
+    urls = [line.partition("#")[0].strip() for line in lines]
+    urls = [url for url in urls if url]
+    if not urls:
+        raise ConfigError(f"engine.urls_file: {path} names no server")
+    if len(set(urls)) < len(urls):
+        raise ConfigError(f"engine.urls_file: {path} names a server twice")
+    return urls
