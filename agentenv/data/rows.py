@@ -210,7 +210,7 @@ class RowReader:
 def _find(row: Row, mapped: str, key: str, known: tuple[str, ...]) -> Found:
     """The first column that the row has, or the mapped one, which it must have."""
     for column in (mapped,) if mapped else known:
-        here, value = _get(row, column)
+        here, value = look_up(row, column)
         if value is not None or (mapped and here):
             return Found(column, value)
     if mapped:
@@ -220,13 +220,16 @@ def _find(row: Row, mapped: str, key: str, known: tuple[str, ...]) -> Found:
     return Found("", None)
 
 
-def _get(row: Row, column: str) -> tuple[bool, Any]:
-    """Whether a row has a column, and its value; a dot goes into an object."""
+def look_up(row: Row, column: str, *, any_case: bool = False) -> tuple[bool, Any]:
+    """Whether a row has a column, and its value; a dot goes into an object. With `any_case`, the
+    column is found whatever its case."""
+    if any_case:
+        row, column = {str(key).lower(): value for key, value in row.items()}, column.lower()
     if column in row:
         return True, row[column]
     head, dot, rest = column.partition(".")
     inner = row.get(head) if dot else None
-    return _get(inner, rest) if isinstance(inner, dict) else (False, None)
+    return look_up(inner, rest, any_case=any_case) if isinstance(inner, dict) else (False, None)
 
 
 def _chat(messages: list[Any], column: str) -> tuple[str, str]:

@@ -1,7 +1,10 @@
 """Benchmarks by name, from files that the user has: `load_benchmark("gaia", "metadata.jsonl")`.
 
-The metadata of its tasks holds the benchmark's name and the fields that scores are split by, and
-of the rest of a row only a system prompt and GSM8K's solution.
+What is known of each stands in benchmarks.toml. A benchmark more is one table [benchmarks.NAME],
+there, in a TOML file of the user's own, which the name then begins with ("mine.toml:NAME"), or in
+the benchmarks.toml of an installed package that declares itself in the entry point group
+"agentenv.benchmarks". The metadata of the tasks holds the benchmark's name and the fields that
+scores are split by, and of the rest of a row only a system prompt and GSM8K's solution.
 """
 
 from __future__ import annotations
@@ -13,21 +16,208 @@ import difflib
 import logging
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import metadata, resources
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+from msgspec import Struct
 from msgspec.structs import replace
 
+from agentenv.config import build_config, read_toml
 from agentenv.data.dataset import Paths, load_tasks
 from agentenv.data.files import Row, find_files
-from agentenv.data.rows import ANSWERS, QUESTIONS, ColumnsConfig, RowsConfig
+from agentenv.data.rows import ANSWERS, QUESTIONS, ColumnsConfig, RowsConfig, look_up
 from agentenv.errors import ConfigError, DataError
 from agentenv.prompt import SYSTEM_KEY
 from agentenv.types import Task
 from envs.grading.verdict import last_boxed
-from launchers.evaluation.benchmark_specs import SPECS, Benchmark
 from launchers.evaluation.store import EvalRow
+
+Kind = Literal["math", "qa", "deep_search"]
+Metric = Literal["math", "f1", "judge"]
+
+MAX_CALLS = {"python": 5, "search": 10}  # of one question, in the evaluation of ARPO
+SPARE_TURNS = 5  # for the answer, and calls that are answered with "no more calls"
+
+
+class Way(NamedTuple):
+    """How questions of one kind are asked: the environment's table, its tools, and the system
+    prompt, a preset of `agentenv.prompt`."""
+
+    env: dict[str, Any]
+    tools: tuple[str, ...]
+    prompt: str
+
+
+WAYS: dict[Kind, Way] = {
+    "math": Way({"id": "agentenv/CodeInterpreter-v0"}, ("python",), "python"),
+    "qa": Way(
+        {"id": "agentenv/WebSearch-v0", "kwargs": {"open_page": False}}, ("search",), "search"
+    ),
+    "deep_search": Way({"id": "agentenv/DeepSearch-v0"}, ("search", "python"), "search+python"),
+}
+
+
+class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One benchmark. `kind` says which tools are there (maths: python, QA: search, deep search:
+    both) and so chooses the environment, `metric` what the papers report: mathematical equivalence
+    (backed by a judge), token F1, or an LLM judge.
+
+    `hub` is its id on huggingface.co, `part` what of it is evaluated, `note` what has to be known
+    or done before; `columns` are those of the published file. `num_questions` are asked unless
+    more are wanted; 0 is all. `group_by` maps the fields that scores are split by to their
+    columns; a dot goes into an object. A row with something in `attachment` cannot be asked as
+    text and is left out. `aliases` is a column of further golds, `solution` one whose last box is
+    the gold where no answer stands beside it, `literal` one that holds an object as text. With
+    `encrypted`, question and answer may be base64 of the text XORed with the row's canary.
+    `private` is what stands for an answer that is not published. `prompt` is a system prompt other
+    than that of the kind, `also` other names, in small letters and digits.
+    """
+
+    title: str
+    kind: Kind
+    metric: Metric
+    hub: str
+    part: str
+    licence: str
+    columns: tuple[str, ...]
+    name: str = ""  # that of its table
+    note: str = ""
+    num_questions: int = 0
+    group_by: dict[str, str] = {}
+    ids: tuple[str, ...] = ("id", "_id", "task_id", "unique_id")
+    attachment: str = ""
+    aliases: str = ""
+    solution: str = ""
+    literal: str = ""
+    encrypted: bool = False
+    private: str = ""
+    prompt: str = ""
+    also: tuple[str, ...] = ()
+
+    @property
+    def preset(self) -> str:
+        """The system prompt, a preset of `agentenv.prompt`."""
+        return self.prompt or WAYS[self.kind].prompt
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """The tools that the papers give the model."""
+        return WAYS[self.kind].tools
+
+    @property
+    def env_id(self) -> str:
+        """The environment that has these tools."""
+        return str(WAYS[self.kind].env["id"])
+
+    def usual_keys(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """How the benchmark is asked where the configuration does not say: env and its tools with
+        the calls that the papers allow, the answer alone as reward, and the prompt.
+
+        `given` are the keys that stand above. Of an environment or grader of another kind none of
+        its keys are given here, since they would not be read.
+        """
+        env: Mapping[str, Any] = given.get("env") or {}
+        grader: Mapping[str, Any] = given.get("grader") or {}
+        keys: dict[str, Any] = {"prompt": {"template": self.preset}, "grader": {}}
+        if env.get("id", self.env_id) == self.env_id:
+            tools = [{"name": name, "max_calls": MAX_CALLS[name]} for name in self.tools]
+            num_calls = sum(MAX_CALLS[name] for name in self.tools)
+            keys["env"] = {**WAYS[self.kind].env, "tools": tools}
+            keys["limits"] = {
+                "max_tool_calls": num_calls,
+                "max_turns": num_calls + SPARE_TURNS,
+                "on_limit": "result",
+            }
+        if not grader.get("path") and grader.get("kind") != "custom":
+            keys["grader"] = {"reward": "answer"}
+            if not grader.get("judge"):
+                keys["grader"]["kind"] = "layered"
+        return keys
+
+    @property
+    def how_to_get(self) -> str:
+        """One sentence on where the file comes from."""
+        note = f"; {self.note}" if self.note else ""
+        return (
+            f"{self.title} is published at huggingface.co/datasets/{self.hub} ({self.part}; "
+            f"{self.licence}), columns {', '.join(self.columns)}: "
+            f"`hf download {self.hub} --repo-type dataset --local-dir DIR`{note}"
+        )
+
+
+# Which benchmarks there are.
+
+FILE = "benchmarks.toml"
+ENTRY_POINT_GROUP = "agentenv.benchmarks"
+logger = logging.getLogger(__name__)
+
+
+@cache
+def read_benchmarks(path: Path, prefix: str = "") -> dict[str, Benchmark]:
+    """The tables [benchmarks.NAME] of a TOML file by name, `prefix` before each name. Raises
+    ConfigError with file and key."""
+    found = {}
+    for name, table in read_toml(path).get("benchmarks", {}).items():
+        one = build_config(Benchmark, table, f"{path}: benchmarks.{name}")
+        found[prefix + name] = replace(one, name=prefix + name)
+    return found
+
+
+BENCHMARKS = read_benchmarks(Path(__file__).with_name(FILE))
+
+
+@cache
+def known_benchmarks() -> dict[str, Benchmark]:
+    """Ours, and those of installed packages; read once a process. Raises ConfigError for a name
+    that two of them have."""
+    known = dict(BENCHMARKS)
+    for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        with resources.as_file(resources.files(point.module) / FILE) as path:
+            found = read_benchmarks(path)
+        if twice := found.keys() & known.keys():
+            raise ConfigError(f"{point.module}: there is a benchmark {min(twice)!r} already")
+        known |= found
+    return known
+
+
+def benchmark(name: str) -> Benchmark:
+    """The benchmark of a name, whatever its case and hyphens; "FILE.toml:NAME" is one of a file.
+    Raises ConfigError with the nearest names for an unknown one."""
+    file, _, own = name.rpartition(":")
+    benchmarks = read_benchmarks(Path(file), f"{file}:") if file else known_benchmarks()
+    plain = _plain(own)
+    for known, one in benchmarks.items():
+        if plain in (_plain(known.removeprefix(f"{file}:")), *one.also):
+            return one
+    near = difflib.get_close_matches(plain, [_plain(known) for known in benchmarks], n=2)
+    meant = [known for known in benchmarks if _plain(known) in near]
+    hint = f"did you mean {' or '.join(meant)}?" if meant else f"known: {', '.join(benchmarks)}"
+    raise ConfigError(f"benchmark {name!r}: unknown; {hint}")
+
+
+def benchmark_of(row: EvalRow) -> Benchmark | None:
+    """The benchmark that a stored row is of; None for another dataset, and for a benchmark whose
+    file or package is not there any more."""
+    name = str(row.metadata.get(BENCHMARK_KEY, ""))
+    try:
+        return benchmark(name) if ":" in name else known_benchmarks().get(name)
+    except ConfigError:
+        return None
+
+
+def groups(row: EvalRow) -> list[tuple[str, str]]:
+    """The fields of a stored row that its benchmark is split by, e.g. [("level", "2")]."""
+    found = benchmark_of(row)
+    fields = found.group_by if found is not None else {}
+    return [(field, str(row.metadata[field])) for field in fields if field in row.metadata]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
 
 # Rows of a benchmark's file, published or reduced, into the one form that tasks are made of.
 
@@ -92,7 +282,7 @@ class BenchmarkRows:
             wanted = f"the column {mapped!r}" if mapped else f"a column {' or '.join(known)}"
             raise DataError(
                 f"expected {wanted} of {self.benchmark.title} (published columns: "
-                f"{', '.join(self.benchmark.published)}), the row has {sorted(row)}"
+                f"{', '.join(self.benchmark.columns)}), the row has {sorted(row)}"
             )
         return value
 
@@ -105,11 +295,6 @@ class BenchmarkRows:
         found = {name: str(value) for name, value in found.items() if _given(value)}
         self.fields_seen |= {*found}
         return found
-
-
-def encrypt(text: str, canary: str) -> str:
-    """A text as xBench publishes it: base64 of its UTF-8 bytes XORed with those of the canary."""
-    return base64.b64encode(_xor(text.encode(), canary)).decode()
 
 
 def _decoded(question: str, answer: Any, canary: Any) -> tuple[str, Any]:
@@ -152,37 +337,13 @@ def _first(row: Row, columns: tuple[str, ...]) -> Any:
     return next((value for name in columns if (value := _get(row, name)) is not None), None)
 
 
-def _get(row: Mapping[str, Any], column: str) -> Any:
-    """The value of a column whatever its case, or None; a dot goes into an object."""
-    named = {key.lower(): value for key, value in row.items() if isinstance(key, str)}
-    if column.lower() in named:
-        return named[column.lower()]
-    head, _, rest = column.partition(".")
-    inner = named.get(head.lower())
-    return _get(inner, rest) if rest and isinstance(inner, Mapping) else None
+def _get(row: Row, column: str) -> Any:
+    """The value of a column whatever its case, or None."""
+    return look_up(row, column, any_case=True)[1]
 
 
 def _given(value: Any) -> bool:
     return value is not None and value != "" and value != {}
-
-
-__all__ = ["BENCHMARKS", "Benchmark", "benchmark", "groups", "load_benchmark"]
-
-BENCHMARKS = {spec.name: spec for spec in SPECS}
-logger = logging.getLogger(__name__)
-
-
-def benchmark(name: str) -> Benchmark:
-    """The benchmark of a name, whatever its case and hyphens. Raises ConfigError with the nearest
-    names for an unknown one."""
-    plain = _plain(name)
-    for spec in SPECS:
-        if plain in (_plain(spec.name), *spec.also):
-            return spec
-    near = difflib.get_close_matches(plain, [_plain(known) for known in BENCHMARKS], n=2)
-    meant = [known for known in BENCHMARKS if _plain(known) in near]
-    hint = f"did you mean {' or '.join(meant)}?" if meant else f"known: {', '.join(BENCHMARKS)}"
-    raise ConfigError(f"benchmark {name!r}: unknown; {hint}")
 
 
 def load_benchmark(
@@ -231,14 +392,3 @@ def load_benchmark(
         columns = [spec.group_by[field] for field in missing]
         say(f"{spec.name}: no row has {', '.join(columns)}; there are no scores by it")
     return tasks
-
-
-def groups(row: EvalRow) -> list[tuple[str, str]]:
-    """The fields of a stored row that its benchmark is split by, e.g. [("level", "2")]."""
-    spec = BENCHMARKS.get(str(row.metadata.get(BENCHMARK_KEY, "")))
-    fields = spec.group_by if spec is not None else {}
-    return [(field, str(row.metadata[field])) for field in fields if field in row.metadata]
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())

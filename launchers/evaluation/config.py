@@ -46,8 +46,8 @@ class QuestionSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     benchmark: Annotated[
         str,
         Meta(
-            description="name of a known benchmark, whose schema, environment, prompt and size are "
-            "then known; empty: rows as in training"
+            description="name of a known benchmark, or FILE.toml:NAME, whose schema, environment, "
+            "prompt and size are then known; empty: rows as in training"
         ),
     ] = ""
     max_tasks: Annotated[

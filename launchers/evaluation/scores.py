@@ -24,7 +24,7 @@ from envs.grading.layers import Layered, compare, is_wordy
 from envs.grading.normalise import MAX_ANSWER_CHARS, clean, squashed, words_of
 from envs.grading.reference import reference_extract, reference_metrics
 from envs.grading.words import f1, has_cjk
-from launchers.evaluation.benchmarks import BENCHMARK_KEY, BENCHMARKS
+from launchers.evaluation.benchmarks import benchmark_of
 from launchers.evaluation.store import EvalRow, prediction, whole_text, written
 
 Compat = Literal["", "reference"]
@@ -124,9 +124,9 @@ def contains(answer: str, gold: str) -> bool:
 
 def is_math(row: EvalRow) -> bool:
     """Whether the question is mathematics: by its benchmark, else by golds that are no words."""
-    spec = BENCHMARKS.get(str(row.metadata.get(BENCHMARK_KEY, "")))
-    if spec is not None:
-        return spec.kind == "math"
+    known = benchmark_of(row)
+    if known is not None:
+        return known.kind == "math"
     return bool(row.answers) and not any(is_wordy(clean(gold)) for gold in row.answers)
 
 

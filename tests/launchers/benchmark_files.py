@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.types import Task
-from launchers.evaluation.benchmarks import encrypt, load_benchmark
+from launchers.evaluation.benchmarks import load_benchmark
+from tests.support.xbench import encrypt
 
 CANARY = "a-canary:0123-4567"
 Row = dict[str, Any]

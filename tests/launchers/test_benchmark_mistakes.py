@@ -44,7 +44,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_missing_file_is_answered_with_where_to_get_it(tmp_path: Path, name: str) -> None:
-    hub = BENCHMARKS[name].source.hub
+    hub = BENCHMARKS[name].hub
     for path in (tmp_path / "no.jsonl", str(tmp_path / "*.parquet"), ""):
         with pytest.raises(DataError, match=f"{name}: .*huggingface.co/datasets/{hub} ") as raised:
             load_benchmark(name, path)

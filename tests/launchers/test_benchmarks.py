@@ -14,14 +14,22 @@ import pytest
 import agentenv
 from agentenv.config import build_config
 from agentenv.env import close_shared
+from agentenv.errors import ConfigError
 from agentenv.prompt import PromptConfig, load_instruction
 from agentenv.types import Limits, Task
 from envs.grading.reward import GraderConfig
 from launchers.config import EnvConfig
 from launchers.data import EnvMaker
-from launchers.evaluation.benchmarks import BENCHMARKS, benchmark, encrypt, groups, load_benchmark
+from launchers.evaluation.benchmarks import (
+    BENCHMARKS,
+    benchmark,
+    groups,
+    load_benchmark,
+    read_benchmarks,
+)
 from launchers.evaluation.store import EvalRow
 from tests.launchers.benchmark_files import CANARY, Row, encrypted, load, write
+from tests.support.xbench import encrypt
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "datasets"
 
@@ -215,3 +223,46 @@ def test_keys_of_another_environment_or_grader_are_not_given() -> None:
     judged = spec.usual_keys({"grader": {"judge": {"url": "http://j/v1", "model": "m"}}})
     assert judged["grader"] == {"reward": "answer"}
     assert spec.usual_keys({"env": {"id": spec.env_id}})["env"] == spec.usual_keys({})["env"]
+
+
+def test_a_benchmark_of_the_users_own_file_is_asked_and_scored_as_it_says(tmp_path: Path) -> None:
+    """One table of TOML is a benchmark; its name leads back to the file in stored rows."""
+    (tmp_path / "mine.toml").write_text(
+        """
+        [benchmarks.tides]
+        title = "Tides"
+        kind = "qa"
+        metric = "f1"
+        hub = "me/tides"
+        part = "split test"
+        licence = "MIT"
+        columns = ["question", "answer", "Sea"]
+        num_questions = 1
+        group_by = { sea = "Sea" }
+        also = ["ebb"]
+        """
+    )
+    name = f"{tmp_path}/mine.toml:tides"
+    rows = [{"question": f"q{n}", "answer": "a", "Sea": "North"} for n in range(2)]
+    (task,) = load_benchmark(name, write(tmp_path / "tides.jsonl", *rows))
+    found = (task.env_id, task.kind, task.metadata["sea"])
+    assert found == ("agentenv/WebSearch-v0", "qa", "North")
+    row = EvalRow(dataset="d", task=task.id, sample=0, metadata=task.metadata)
+    assert groups(row) == [("sea", "North")]
+    assert benchmark(f"{tmp_path}/mine.toml:Ebb").name == name
+    (tmp_path / "mine.toml").write_text('[benchmarks.tides]\ntitle = "T"\n')
+    with pytest.raises(ConfigError, match=r"mine\.toml: .*benchmarks\.tides"):
+        read_benchmarks(tmp_path / "mine.toml")
+
+
+def test_the_table_of_the_documentation_says_what_the_code_reads() -> None:
+    told = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    lines = [line.split("|")[1:-1] for line in told.splitlines() if line.startswith("| `")]
+    cells = {line[0].strip(" `"): [cell.strip() for cell in line[1:]] for line in lines}
+    for name, one in BENCHMARKS.items():
+        tools, metric, asked, split, published = cells[name]
+        assert tools == ", ".join(sorted(one.tools, reverse=True)), name
+        assert metric == {"math": "equivalence", "f1": "F1", "judge": "judge"}[one.metric], name
+        assert asked == str(one.num_questions) or not one.num_questions, name
+        assert split == ", ".join(one.group_by).replace("_", " "), name
+        assert published.partition(" ")[0] == one.hub, name

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from launchers.evaluation.benchmarks import encrypt
+from tests.support.xbench import encrypt
 
 CANARY = "invented-canary-5b7d"
 HOUSES = {
