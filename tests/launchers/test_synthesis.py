@@ -14,8 +14,9 @@ from agentenv.actor import Actor
 from agentenv.config import build_config
 from agentenv.data.dataset import load_tasks
 from agentenv.data.rows import RowsConfig
+from agentenv.model_files import read_eos_ids
 from agentenv.prompt import PromptConfig
-from agentenv.renderer import TagsConfig, read_eos_ids
+from agentenv.renderer import TagsConfig
 from agentenv.tree import Trajectory
 from launchers import synthesize
 from launchers.assembly import load_tokenizer, make_renderer
