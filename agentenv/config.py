@@ -21,6 +21,7 @@ import msgspec
 from msgspec import inspect as mi
 
 from agentenv.errors import ConfigError
+from agentenv.old_keys import dropped_keys, moved_values
 
 T = TypeVar("T", bound=msgspec.Struct)
 Tree = dict[str, Any]
@@ -83,7 +84,7 @@ def apply_overrides(raw: Tree, overrides: Sequence[str]) -> None:
 
 def build_config(config_type: type[T], raw: Tree, source: str) -> T:
     """Check `raw` against the struct and convert it; errors name `source` and the key."""
-    _check_keys(raw, type_info(config_type), "", source)
+    _check_keys(raw, type_info(config_type), source)
     try:
         return msgspec.convert(raw, config_type, strict=True)
     except msgspec.ValidationError as error:
@@ -99,6 +100,15 @@ def build_config(config_type: type[T], raw: Tree, source: str) -> T:
             ) from error
         got = "" if value is None else f", got {value!r}"
         raise ConfigError(f"{source}: {key or 'the configuration'}: {reason}{got}") from error
+
+
+def upgrade(config_type: type[T], raw: Tree) -> Tree:
+    """Change the plain values of a stored configuration, which an earlier version may have
+    written, in place, into those of today: see agentenv/old_keys.py. A dropped key that was set
+    to something else than its default stays."""
+    for table, struct, _ in _tables(raw, type_info(config_type), ""):
+        _upgrade(table, struct)
+    return raw
 
 
 def to_plain(config: msgspec.Struct) -> Tree:
@@ -166,34 +176,63 @@ def _apply(raw: Tree, override: str) -> None:
     place[last] = value
 
 
-def _check_keys(raw: Any, kind: mi.Type, path: str, source: str) -> None:
-    """Refuse unknown keys with the nearest known one; types are msgspec's business."""
+def _check_keys(raw: Tree, kind: mi.Type, source: str) -> None:
+    """Refuse unknown keys with the nearest known one, and dropped keys with their reason; types
+    are msgspec's business."""
+    for table, struct, path in _tables(raw, kind, "", source):
+        _upgrade(table, struct)
+        known = [field.encode_name for field in struct.fields]
+        for key in table:
+            if key in known or key == struct.tag_field:
+                continue
+            name, gone = _join(path, key), dropped_keys(struct.cls).get(key)
+            if gone is not None:
+                raise ConfigError(f"{source}: {name} = {table[key]!r}: {gone.why}")
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean {_join(path, near[0])}?" if near else f"known: {sorted(known)}"
+            for_kind = f" for {path}.{struct.tag_field} = {struct.tag!r}" if struct.tag else ""
+            raise ConfigError(f"{source}: {name}: unknown key{for_kind}; {hint}")
+
+
+def _upgrade(table: Tree, struct: mi.StructType) -> None:
+    """Take dropped keys at their defaults out of a table, and put what was moved where it is."""
+    for key, gone in dropped_keys(struct.cls).items():
+        if key in table and table[key] == gone.default:
+            del table[key]
+    moved = moved_values(struct.cls)
+    for key, value in table.items() if moved else ():
+        if isinstance(value, str):
+            table[key] = moved.get(value, value)
+
+
+def _tables(
+    raw: Any, kind: mi.Type, path: str, source: str = ""
+) -> Iterator[tuple[Tree, mi.StructType, str]]:
+    """Every table of `raw` with the struct that describes it and its key; a table comes before
+    those that it holds. A table that does not say of which kind it is, is of the default one.
+    Raises ConfigError for an unknown kind where there is a `source` to name; else such a table
+    is passed over."""
     kind = unwrap(kind)
     if isinstance(kind, mi.DictType) and isinstance(raw, dict):
         for key, value in raw.items():
-            _check_keys(value, kind.value_type, _join(path, key), source)
-        return
-    if isinstance(kind, mi.ListType | mi.VarTupleType) and isinstance(raw, list):
+            yield from _tables(value, kind.value_type, _join(path, key), source)
+    elif isinstance(kind, mi.ListType | mi.VarTupleType) and isinstance(raw, list):
         for number, value in enumerate(raw):
-            _check_keys(value, kind.item_type, f"{path}[{number}]", source)
-        return
-    chosen = _chosen(raw, kind, path, source)
-    if chosen is None or not isinstance(raw, dict):
-        return
-    known = {field.encode_name: field.type for field in chosen.fields}
-    _name_defaults(raw, chosen)
-    for key, value in raw.items():
-        if key in known:
-            _check_keys(value, known[key], _join(path, key), source)
-        elif key != chosen.tag_field:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"did you mean {_join(path, near[0])}?" if near else f"known: {sorted(known)}"
-            for_kind = f" for {path}.{chosen.tag_field} = {chosen.tag!r}" if chosen.tag else ""
-            raise ConfigError(f"{source}: {_join(path, key)}: unknown key{for_kind}; {hint}")
+            yield from _tables(value, kind.item_type, f"{path}[{number}]", source)
+    elif isinstance(raw, dict):
+        struct = _chosen(raw, kind, path, source)
+        if struct is None:
+            return
+        _name_defaults(raw, struct)
+        yield raw, struct, path
+        types = {field.encode_name: field.type for field in struct.fields}
+        for key, value in raw.items():
+            if key in types:
+                yield from _tables(value, types[key], _join(path, key), source)
 
 
 def _name_defaults(raw: Tree, struct: mi.StructType) -> None:
-    """A table that does not say of which kind it is, is of the default one."""
+    """Name the default kind in the tables below that do not say of which kind they are."""
     for field in struct.fields:
         value, structs = raw.get(field.encode_name), struct_types(field.type)
         default = field.default
@@ -203,14 +242,17 @@ def _name_defaults(raw: Tree, struct: mi.StructType) -> None:
             value.setdefault(str(structs[0].tag_field), default.__struct_config__.tag)
 
 
-def _chosen(raw: Any, kind: mi.Type, path: str, source: str) -> mi.StructType | None:
-    """The struct that describes `raw`: of a tagged union the one its tag names."""
+def _chosen(raw: Tree, kind: mi.Type, path: str, source: str) -> mi.StructType | None:
+    """The struct that describes `raw`: of a tagged union the one its tag names. This is where a
+    name in a configuration becomes a class."""
     structs = struct_types(kind)
-    if len(structs) <= 1 or not isinstance(raw, dict):
+    if len(structs) <= 1:
         return structs[0] if structs else None
     tag_field = str(structs[0].tag_field)
     tags = {str(struct.tag): struct for struct in structs}
     name = raw.get(tag_field)
+    if name not in tags and not source:
+        return None
     if name not in tags:
         near = difflib.get_close_matches(str(name), tags, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -17,12 +17,13 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 from msgspec import Struct, field
 
-from agentenv.config import Tree, changes
+from agentenv.config import Tree, changes, upgrade
 from agentenv.disk import PARTIAL, write_whole
 from agentenv.errors import ConfigError, DataError
 from agentenv.renderer import TAGS, THOUGHT_OPEN
 from agentenv.types import Message, Task, ToolCall
 from envs.grading.verdict import final_answer
+from launchers.evaluation.config import EvaluateConfig
 from launchers.rundir import explain
 
 # Who writes in the directory of an evaluation: one command at a time.
@@ -260,7 +261,9 @@ def load_saved(folder: Path) -> Saved:
     """config.json of an evaluation. Raises DataError."""
     path = folder / CONFIG_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Saved)
+        saved = msgspec.json.decode(path.read_bytes(), type=Saved)
+        upgrade(EvaluateConfig, saved.config)
+        return saved
     except (OSError, msgspec.DecodeError) as error:
         within = [*folder.glob(f"*/{ROWS_FILE}"), *folder.glob(f"eval/*/{ROWS_FILE}")]
         within.sort(key=lambda rows: rows.stat().st_mtime)

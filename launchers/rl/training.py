@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agentenv.config import changes, to_plain
+from agentenv.config import changes, to_plain, upgrade
 from agentenv.data.dataset import TaskStream
 from agentenv.env import shared_stats
 from agentenv.errors import EnvError
@@ -195,6 +195,7 @@ class Training:
             for path in self.run.checkpoints.set_aside_after(self.state.step):
                 self.view.say(f"a newer checkpoint is moved to {path}")
             saved = json.loads((self.run.path / CONFIG_FILE).read_text(encoding="utf-8"))
+            upgrade(TrainConfig, saved)
             for change in changes(saved, json.loads(json.dumps(to_plain(config)))):
                 self.view.say(f"changed since the start: {change}")
         groups, size = config.queue.groups_per_step, config.algorithm.group_size

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from agentenv.config import changes, to_plain
+from agentenv.config import changes, to_plain, upgrade
 from agentenv.errors import DataError
 from agentenv.model_files import num_positions, read_eos_ids, read_model_config
 from agentenv.prompt import load_instruction
@@ -295,6 +295,7 @@ class Supervised:
             for path in self.run.checkpoints.set_aside_after(self.state.step):
                 self.view.say(f"a newer checkpoint is moved to {path}")
             saved = json.loads((self.run.path / CONFIG_FILE).read_text(encoding="utf-8"))
+            upgrade(type(self.config), saved)
             for change in changes(saved, json.loads(json.dumps(to_plain(self.config)))):
                 self.view.say(f"changed since the start: {change}")
         self.view.say(

@@ -1,0 +1,41 @@
+"""Keys and values of earlier configurations that are no more: why, and what takes their place.
+
+A key that stands here at the value that was its default is passed over, so that what an earlier
+version wrote can be resumed and asked again; with any other value it is refused by its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+
+class Dropped(NamedTuple):
+    """A key that is no more. `default` is the plain value that it had when nobody set it; `why`
+    says why it went and what to write in its place."""
+
+    default: Any
+    why: str
+
+
+# By the name of the struct that had the key, in the order of the structs' names.
+DROPPED: dict[str, dict[str, Dropped]] = {}
+
+# Texts that name something of ours under its earlier place: read as the new one.
+MOVED: dict[str, dict[str, str]] = {
+    "ScriptedConfig": {"envs.quickstart_script:scripted_turn": "envs.quickstart:scripted_turn"},
+}
+
+
+def dropped_keys(struct: type) -> dict[str, Dropped]:
+    """The dropped keys of a struct, those of the structs that it extends among them."""
+    return {key: one for name in _names(struct) for key, one in DROPPED.get(name, {}).items()}
+
+
+def moved_values(struct: type) -> dict[str, str]:
+    """What texts in a struct's keys have become, by their earlier form."""
+    return {old: new for name in _names(struct) for old, new in MOVED.get(name, {}).items()}
+
+
+def _names(struct: type) -> Iterator[str]:
+    return (kind.__name__ for kind in struct.__mro__)
