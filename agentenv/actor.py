@@ -7,7 +7,9 @@
     end      terminated (by the env), truncated (by which limit), or failed (infrastructure);
              then the plan may start fresh roots, and a failed branch is replaced by one
 
-Each env and each fork is closed exactly once, by the coroutine that opened it.
+An `Actor` serves any number of rollouts, a `Rollout` grows one tree, and a `Guide` may take part in
+its growing. `agentenv/branch.py` holds what a branch is. Each env and each fork is closed exactly
+once, by the coroutine that opened it.
 """
 
 from __future__ import annotations
@@ -16,73 +18,144 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from random import Random
-from typing import Protocol
 
 from msgspec.structs import replace
 
-from agentenv.branch import Branch, OpenEnvs, Patience, sample_turn
+from agentenv.branch import Branch, OpenEnvs
+from agentenv.deadline import Deadline, rollout_clock
 from agentenv.engine import Engine
-from agentenv.env import Env
-from agentenv.errors import AgentEnvError, DataError, EngineDeadError, EnvError
+from agentenv.env import Env, StepResult
+from agentenv.errors import AgentEnvError, DataError, EngineDeadError, EngineError, EnvError
 from agentenv.plan import RolloutPlan
 from agentenv.renderer import Renderer
 from agentenv.tree import TrajectoryTree
-from agentenv.types import Completion, Info, Limit, Limits, Message, SamplingParams, Task
+from agentenv.types import Chunk, Completion, Info, Limit, Limits, Message, SamplingParams, Task
 
-# Growing one tree: its branches from opening to end. The actor is the door to it.
-
-Opening = Callable[[], Awaitable[None]]
-Outcome = tuple[list[Message], float, bool, bool, Info]
+Opening = Callable[[], Awaitable[None]]  # gives a branch its env and its tokens
 
 
-class Means(Protocol):
-    """What trees are grown with: an Actor."""
+class Guide:
+    """Takes part in a rollout beside its plan and its envs; this one changes nothing.
 
-    engine: Engine
-    renderer: Renderer
-    make_env: Callable[[Task], Env]
-    limits: Limits
-    sampling: SamplingParams
-    seed: int | str
-    envs: OpenEnvs
+    One object a rollout. A subclass overrides what it changes, in the order of a trajectory:
+
+        prefix     the prompt was rendered
+        sampling   a turn will be sampled
+        step       the policy has acted and the env is to answer
+        redirect   the env has answered, and the episode goes on
+        finish     a limit ends the episode: the env is to grade
+        end        the branch is over in any way, cancelled too
+
+    Its constructor may refuse the rollout with a ConfigError.
+    """
+
+    def __init__(self, rollout: Rollout) -> None:
+        self.rollout = rollout
+
+    def prefix(self, branch: Branch, prompt_ids: list[int]) -> list[int]:
+        """Token ids that the first turn of every root begins with; asked once a tree.
+
+        They are context and not sampled, so that no loss mask covers them, and they count as
+        response, not as prompt.
+        """
+        return []
+
+    def sampling(self, branch: Branch) -> SamplingParams:
+        """How the next turn of the branch is sampled."""
+        return self.rollout.actor.sampling
+
+    async def step(self, branch: Branch, action: Message) -> StepResult:
+        """What the env answers to the action."""
+        assert branch.env is not None
+        return await branch.env.step(action)
+
+    async def redirect(self, branch: Branch, observation_ids: list[int]) -> bool:
+        """Whether the branch goes on from elsewhere than behind this observation.
+
+        If so, the branch stands there already: `Branch.take_back` and `Branch.restart` move it.
+        """
+        return False
+
+    async def finish(
+        self, branch: Branch, limit: Limit, action: Message | None
+    ) -> tuple[float, Info]:
+        """The reward of an episode that a limit ends, and facts; `action` was not stepped."""
+        assert branch.env is not None
+        return await self.rollout.actor.envs.finish(branch.env, limit, action)
+
+    async def end(self, branch: Branch) -> None:
+        """Free what belongs to the branch."""
 
 
-class Growth:
-    """Grows one tree; lives as long as its task group."""
+class _OutOfTimeError(Exception):
+    """A branch has reached its limit of seconds."""
+
+
+class Rollout:
+    """Grows one tree. The coroutines of its branches live in one task group."""
 
     def __init__(
-        self,
-        actor: Means,
-        tree: TrajectoryTree,
-        plan: RolloutPlan,
-        group: asyncio.TaskGroup,
-        session: str,
+        self, actor: Actor, tree: TrajectoryTree, plan: RolloutPlan, limits: Limits, session: str
     ) -> None:
         self.actor = actor
-        self.limits = actor.limits
         self.tree = tree
         self.plan = plan
-        self.group = group
-        self.session = session
-        self.num_root_names = 0
-        self.prompt_messages: list[Message] | None = None
+        self.limits = limits
+        self.prompt_messages: list[Message] | None = None  # of the first root
+        self._session = session
+        self._clock = rollout_clock(actor.engine)
+        self._guide = actor.make_guide(self)
+        self._group = asyncio.TaskGroup()
+        self._num_root_names = 0
+        self._num_prompt_tokens = 0
+
+    async def run(self, first_root: int) -> None:
+        """Grow the tree from its start to its last leaf; the first root is named `first_root`."""
+        self._num_root_names = first_root
+        async with self._group:
+            self._start_roots(self.plan.on_start(self.tree))
 
     # starting branches
 
-    def start_roots(self, count: int) -> None:
+    def _start_roots(self, count: int) -> None:
         for _ in range(count):
-            deadline = asyncio.get_running_loop().time() + self.limits.max_seconds
-            branch = Branch(str(self.num_root_names), self.tree.root, deadline)
-            self.num_root_names += 1
+            deadline = self._clock() + self.limits.max_seconds
+            branch = Branch(str(self._num_root_names), self.tree.root, deadline)
+            self._num_root_names += 1
             self.tree.num_roots += 1
             self._start(branch, partial(self._open_root, branch))
 
     def _start(self, branch: Branch, opening: Opening) -> asyncio.Task[None]:
         self.tree.num_started += 1
         self.tree.num_live += 1
-        return self.group.create_task(self._grow(branch, opening))
+        return self._group.create_task(self._grow(branch, opening))
 
-    async def _decide_forks(self, branch: Branch, origin: Branch, entropies: list[float]) -> None:
+    async def _open_root(self, branch: Branch) -> None:
+        branch.env = self.actor.make_env(self.tree.task)
+        seed = Random(f"{self.actor.seed}/{self.tree.task.id}").getrandbits(31)
+        messages, info = await self.actor.envs.reset(branch.env, seed)
+        branch.tools = info.get("tools", ())
+        if messages != self.prompt_messages:  # rendered once for all roots
+            self._render_prompt(messages, branch)
+        branch.prefix_ids = self.tree.root.observation_ids
+        branch.num_prompt_tokens = self._num_prompt_tokens
+
+    def _render_prompt(self, messages: list[Message], branch: Branch) -> None:
+        if self.prompt_messages is not None:
+            raise EnvError(f"task {self.tree.task.id}: two resets with one seed gave two prompts")
+        prompt_ids = self.actor.renderer.prompt(messages, branch.tools)
+        if len(prompt_ids) > self.limits.max_prompt_tokens:
+            raise DataError(
+                f"task {self.tree.task.id}: its prompt has {len(prompt_ids)} tokens, "
+                f"limits.max_prompt_tokens is {self.limits.max_prompt_tokens}"
+            )
+        self.prompt_messages = messages
+        self._num_prompt_tokens = len(prompt_ids)
+        self.tree.root.observation_ids = prompt_ids + self._guide.prefix(branch, prompt_ids)
+
+    # forking
+
+    async def _fork(self, branch: Branch, origin: Branch, entropies: list[float]) -> None:
         """Ask the plan, start the siblings, and wait until each holds its env.
 
         `origin` is the branch as it was before the turn; the branch itself may be further on.
@@ -100,20 +173,21 @@ class Growth:
         if holding:
             await asyncio.wait(holding)
 
+    async def _open_fork(self, branch: Branch, parent: Branch, held: asyncio.Future[None]) -> None:
+        assert parent.env is not None
+        branch.env = await self.actor.envs.fork(parent.env)
+        _settle(held)
+
     # one branch from opening to end
 
     async def _grow(self, branch: Branch, opening: Opening) -> None:
-        timeout = asyncio.timeout_at(branch.deadline)
-        patience = Patience(self.actor.engine, timeout, branch.extend)
         cut: tuple[Limit, Message | None] | None
         try:
             try:
-                async with timeout, patience:
+                async with Deadline(branch.deadline, self._clock, _OutOfTimeError()):
                     await opening()
                     cut = await self._turns(branch)
-            except TimeoutError:
-                if not timeout.expired():
-                    raise
+            except _OutOfTimeError:
                 cut = Limit.SECONDS, None
             if cut is not None:
                 await self._truncate(branch, *cut)
@@ -126,61 +200,36 @@ class Growth:
             leaf = branch.pending
             assert leaf is not None
             assert leaf.end is not None
-            self.start_roots(self.plan.on_leaf_end(self.tree, leaf))
+            self._start_roots(self.plan.on_leaf_end(self.tree, leaf))
         finally:
             await self._close(branch)
-
-    async def _open_root(self, branch: Branch) -> None:
-        branch.env = self.actor.make_env(self.tree.task)
-        seed = Random(f"{self.actor.seed}/{self.tree.task.id}").getrandbits(31)
-        messages, info = await self.actor.envs.reset(branch.env, seed)
-        branch.tools = info.get("tools", ())
-        if messages != self.prompt_messages:  # rendered once for all roots
-            self._render_prompt(messages, branch)
-        branch.prefix_ids = self.tree.root.observation_ids
-        branch.num_prompt_tokens = len(branch.prefix_ids)
-
-    def _render_prompt(self, messages: list[Message], branch: Branch) -> None:
-        if self.prompt_messages is not None:
-            raise EnvError(f"task {self.tree.task.id}: two resets with one seed gave two prompts")
-        prompt_ids = self.actor.renderer.prompt(messages, branch.tools)
-        if len(prompt_ids) > self.limits.max_prompt_tokens:
-            raise DataError(
-                f"task {self.tree.task.id}: its prompt has {len(prompt_ids)} tokens, "
-                f"limits.max_prompt_tokens is {self.limits.max_prompt_tokens}"
-            )
-        self.prompt_messages = messages
-        self.tree.root.observation_ids = prompt_ids
-
-    async def _open_fork(self, branch: Branch, parent: Branch, held: asyncio.Future[None]) -> None:
-        assert parent.env is not None
-        branch.env = await self.actor.envs.fork(parent.env)
-        _settle(held)
 
     async def _turns(self, branch: Branch) -> tuple[Limit, Message | None] | None:
         """Take turns until the env ends the episode, or return the limit that does, with an
         action that the env has not seen."""
+        renderer, limits = self.actor.renderer, self.limits
         while True:
             completion = await self._generate(branch)
-            action = self.actor.renderer.parse(completion, branch.tools, branch.prefix_ids)
+            action = renderer.parse(completion, branch.tools, branch.prefix_ids)
             node = branch.add_action(self.tree, completion)
             if branch.forking is not None:
                 await branch.forking
-            limit = branch.limit_of_action(completion, action, self.limits)
+            limit = branch.limit_of_action(completion, action, limits)
             if limit is not None:
                 return limit, action
-            messages, node.reward, terminated, truncated, info = await self._step(branch, action)
+            result = await self._guide.step(branch, action)
+            messages, node.reward, terminated, truncated, info = result
             node.info.update(info)
             if terminated or truncated:
                 node.end = "terminated" if terminated else "truncated"
                 node.limit = None if terminated else Limit.ENV
                 return None
-            observation_ids = self.actor.renderer.observation(
-                messages, branch.tools, self.limits.max_tool_result_tokens
+            observation_ids = renderer.observation(
+                messages, branch.tools, limits.max_tool_result_tokens
             )
-            if await self._moved(branch, observation_ids):
+            if await self._guide.redirect(branch, observation_ids):
                 continue
-            limit = branch.limit_of_observation(observation_ids, self.limits)
+            limit = branch.limit_of_observation(observation_ids, limits)
             if limit is not None:
                 return limit, None
             branch.add_observation(observation_ids)
@@ -188,44 +237,43 @@ class Growth:
             forkable = branch.env.fork_mode != "none"
             branch.may_fork = forkable and self.tree.num_started < self.plan.group_size
 
-    # what agentenv/assist changes
-
-    async def _step(self, branch: Branch, action: Message) -> Outcome:
-        assert branch.env is not None
-        return await branch.env.step(action)
-
-    async def _moved(self, branch: Branch, observation_ids: list[int]) -> bool:
-        """Whether the branch goes on from elsewhere than behind this observation."""
-        return False
-
-    def _sampling(self, branch: Branch) -> SamplingParams:
-        return self.actor.sampling
-
     async def _generate(self, branch: Branch) -> Completion:
-        actor, window, origin = self.actor, self.plan.fork_window, branch.sibling(branch.name)
-        room = self.limits.max_response_tokens - branch.num_response_tokens
-        sampling = self._sampling(branch)
+        """Sample the next turn. Where the branch may fork, `_fork` starts as soon as the entropies
+        of the first `fork_window` tokens are there, or at the end of a shorter turn."""
+        actor, limits, window = self.actor, self.limits, self.plan.fork_window
+        asks, origin = branch.may_fork and window > 0, branch.sibling(branch.name)
+        sampling = self._guide.sampling(branch)
         sampling = replace(
             sampling,
-            max_tokens=min(self.limits.max_turn_tokens, room),
+            max_tokens=min(
+                limits.max_turn_tokens, limits.max_response_tokens - branch.num_response_tokens
+            ),
             stop=(*actor.renderer.stop(branch.tools), *sampling.stop),
             seed=Random(self._key(branch, "turn")).getrandbits(63),
         )
-
-        def decide(entropies: list[float]) -> None:
-            decision = self._decide_forks(branch, origin, entropies)
-            branch.forking = self.group.create_task(decision)
-
+        first: list[float] = []
         branch.forking = None
-        return await sample_turn(
-            actor.engine,
-            branch.prefix_ids,
-            sampling,
-            session=self.session,
-            timeout_s=self.limits.engine_timeout_s,
-            window=window,
-            on_window=decide if branch.may_fork and window > 0 else None,
-        )
+
+        def fork(entropies: list[float]) -> None:
+            branch.forking = self._group.create_task(self._fork(branch, origin, entropies[:window]))
+
+        def on_tokens(chunk: Chunk) -> None:
+            first.extend(chunk.entropies)
+            if branch.forking is None and len(first) >= window:
+                fork(first)
+
+        late = EngineError(f"no turn within {limits.engine_timeout_s} s")
+        async with Deadline(self._clock() + limits.engine_timeout_s, self._clock, late):
+            completion = await actor.engine.generate(
+                branch.prefix_ids,
+                sampling,
+                session=self._session,
+                on_tokens=on_tokens if asks else None,
+                stream_interval=max(1, window),
+            )
+        if asks and branch.forking is None:
+            fork(completion.entropies)
+        return completion
 
     # ends
 
@@ -233,7 +281,7 @@ class Growth:
         leaf = branch.leaf(self.tree, "truncated")
         leaf.limit = limit
         if branch.env is not None:
-            reward, info = await self.actor.envs.finish(branch.env, limit, action)
+            reward, info = await self._guide.finish(branch, limit, action)
             leaf.reward += reward
             leaf.info.update(info)
 
@@ -246,13 +294,16 @@ class Growth:
             self.tree.num_retries += 1
             self.tree.num_started -= 1
             self.tree.num_roots -= branch.is_root
-            self.start_roots(1)
+            self._start_roots(1)
 
     async def _close(self, branch: Branch) -> None:
         """Close the env after the last sibling took its copy, even while being cancelled."""
         try:
-            if branch.forking is not None and not branch.forking.done():
-                await asyncio.wait({branch.forking})
+            try:
+                await self._guide.end(branch)
+            finally:
+                if branch.forking is not None and not branch.forking.done():
+                    await asyncio.wait({branch.forking})
         finally:
             if branch.env is not None:
                 await self.actor.envs.close(branch.env, self.tree.task.id)
@@ -271,7 +322,7 @@ class Actor:
     """Rolls out tasks. One actor serves any number of concurrent rollouts.
 
     `sampling` gives temperature, truncation, penalty and stop strings beside those of the renderer;
-    max_tokens and seed are set turn by turn.
+    max_tokens and seed are set turn by turn. `make_guide` gives each rollout its guide.
     All randomness is keyed by (seed, index, task, branch, turn).
     """
 
@@ -283,6 +334,7 @@ class Actor:
         limits: Limits,
         sampling: SamplingParams,
         seed: int | str,
+        make_guide: Callable[[Rollout], Guide] = Guide,
     ) -> None:
         self.engine = engine
         self.renderer = renderer
@@ -290,11 +342,8 @@ class Actor:
         self.limits = limits
         self.sampling = sampling
         self.seed = seed
+        self.make_guide = make_guide
         self.envs = OpenEnvs(limits.env_timeout_s)
-
-    @property
-    def num_open_envs(self) -> int:
-        return self.envs.count
 
     async def rollout(
         self,
@@ -317,15 +366,8 @@ class Actor:
         """
         tree = TrajectoryTree(task, index=index, policy_version=self.engine.policy_version)
         tree.add(None)
-        async with asyncio.TaskGroup() as group:
-            growth = self._growth(tree, plan, group, session or str(index))
-            growth.num_root_names = first_root
-            if max_failures is not None:
-                growth.limits = replace(self.limits, max_failures=max_failures)
-            growth.start_roots(plan.on_start(tree))
+        limits = self.limits
+        if max_failures is not None:
+            limits = replace(limits, max_failures=max_failures)
+        await Rollout(self, tree, plan, limits, session or str(index)).run(first_root)
         return tree
-
-    def _growth(
-        self, tree: TrajectoryTree, plan: RolloutPlan, group: asyncio.TaskGroup, session: str
-    ) -> Growth:
-        return Growth(self, tree, plan, group, session)

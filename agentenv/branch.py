@@ -1,26 +1,25 @@
-"""The mutable state of one growing trajectory."""
+"""A branch: one growing trajectory of a tree, and the envs that the branches of an actor hold."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from types import TracebackType
 
-from agentenv.engine import Engine
+from agentenv.deadline import Deadline, uncancelled
 from agentenv.env import Env
-from agentenv.errors import EngineError, EnvError
+from agentenv.errors import EnvError
 from agentenv.renderer import ToolSchemas
 from agentenv.tree import End, Node, TrajectoryTree
-from agentenv.types import Chunk, Completion, Info, Limit, Limits, Message, SamplingParams
+from agentenv.types import Completion, Info, Limit, Limits, Message
+
+logger = logging.getLogger(__name__)
 
 
 class Branch:
     """Where a trajectory stands: the tokens so far, what was counted, its env.
 
     `cursor` is the last node with an observation; `pending` an action below it whose observation
-    is not there yet, in the end the leaf.
+    is not there yet, in the end the leaf. `deadline` is a moment on the clock of rollouts.
     """
 
     def __init__(self, name: str, cursor: Node, deadline: float) -> None:
@@ -46,9 +45,6 @@ class Branch:
         other.num_turns = self.num_turns
         other.num_tool_calls = self.num_tool_calls
         return other
-
-    def extend(self, deadline: float) -> None:
-        self.deadline = deadline
 
     @property
     def is_root(self) -> bool:
@@ -88,17 +84,28 @@ class Branch:
         return self.pending
 
     def take_back(self, name: str, num_tool_calls: int) -> None:
-        """Undo the pending action, which made these calls; the turn is taken again under `name`,
-        so that another seed samples it."""
+        """Undo the pending action, which made these calls, but for its node on the tree.
+
+        The turn is taken again under `name`, so that another seed samples it.
+        """
         assert self.pending is not None
         self.prefix_ids = self.prefix_ids[: len(self.prefix_ids) - len(self.pending.action_ids)]
         self.num_turns -= 1
         self.num_tool_calls -= num_tool_calls
         self.pending, self.name = None, name
 
-    def restart(self, node: Node) -> None:
-        """Go on behind `node`, which begins a context of its own."""
-        self.cursor, self.pending, self.prefix_ids = node, None, node.observation_ids
+    def restart(
+        self, tree: TrajectoryTree, prompt_ids: list[int], num_response_tokens: int
+    ) -> None:
+        """Go on behind another prompt instead of the context so far, which stays on the tree.
+
+        `num_response_tokens` of max_response_tokens count as used from there on.
+        """
+        root = tree.add(
+            None, branch=self.name, observation_ids=prompt_ids, continues=self.cursor.index
+        )
+        self.cursor, self.pending, self.prefix_ids = root, None, prompt_ids
+        self.num_prompt_tokens = len(prompt_ids) - num_response_tokens
 
     def limit_of_action(
         self, completion: Completion, action: Message, limits: Limits
@@ -119,44 +126,37 @@ class Branch:
         return Limit.TURNS if self.num_turns >= limits.max_turns else None
 
 
-# The envs of an actor that are open: each call has a deadline, each env is closed once.
-
-logger = logging.getLogger(__name__)
-
-
 class OpenEnvs:
-    """All methods but `close` raise EnvError after `timeout_s` seconds."""
+    """The open envs of an actor: each is closed once, and every call of one has a deadline.
+
+    All methods but `close` raise EnvError after `timeout_s` seconds.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self.count = 0
         self._timeout_s = timeout_s
 
     async def reset(self, env: Env, seed: int) -> tuple[list[Message], Info]:
-        """Begin the episode of a new env. It is open from now on, even if this fails."""
+        """Begin the episode of a new env. The env is open from now on, even if this fails."""
         self.count += 1
         async with self._deadline("reset"):
             return await env.reset(seed=seed)
 
     async def fork(self, env: Env) -> Env:
-        """A copy, which is open."""
+        """A copy of the env, which is open."""
         async with self._deadline("fork"):
             copy = await env.fork()
         self.count += 1
         return copy
 
     async def finish(self, env: Env, limit: Limit, action: Message | None) -> tuple[float, Info]:
-        """The reward of an episode that a limit ends."""
+        """The reward and the facts of an episode that a limit ends."""
         async with self._deadline("finish"):
             return await env.finish(limit, action)
 
     async def close(self, env: Env, task_id: str) -> None:
-        """To its end, even while being cancelled. An env that does not close is only logged."""
-        closing = asyncio.ensure_future(self._close(env, task_id))
-        try:
-            await asyncio.shield(closing)
-        except asyncio.CancelledError:
-            await closing
-            raise
+        """Close the env, even while being cancelled. One that does not close is only logged."""
+        await uncancelled(self._close(env, task_id))
 
     async def _close(self, env: Env, task_id: str) -> None:
         try:
@@ -167,118 +167,5 @@ class OpenEnvs:
         finally:
             self.count -= 1
 
-    @asynccontextmanager
-    async def _deadline(self, what: str) -> AsyncIterator[None]:
-        timeout = asyncio.timeout(self._timeout_s)
-        try:
-            async with timeout:
-                yield
-        except TimeoutError as error:
-            if not timeout.expired():
-                raise
-            raise EnvError(f"env.{what} took over {self._timeout_s} s") from error
-
-
-# Deadlines that do not count the time in which no engine was there to wait for.
-
-MARGIN_S = 1e-3  # how long before a deadline it is looked whether it moves
-
-
-class Patience:
-    """Moves an entered asyncio.timeout by the outages of the engine (its `outage_s`).
-
-    A server that dies and comes back is not the policy's fault: without this, all trajectories
-    that were running would end at their limit of seconds. `on_move` is told the new deadline.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        timeout: asyncio.Timeout,
-        on_move: Callable[[float], None] = lambda when: None,
-    ) -> None:
-        self._engine, self._timeout, self._on_move = engine, timeout, on_move
-        self._counted_s = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-
-    async def __aenter__(self) -> None:
-        self._counted_s = self._outage_s()
-        self._arm()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _arm(self) -> None:
-        when = self._timeout.when()
-        if when is not None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(when - MARGIN_S, self._look)
-
-    def _look(self) -> None:
-        outage_s = self._outage_s()
-        lost_s, self._counted_s = outage_s - self._counted_s, outage_s
-        when = self._timeout.when()
-        if lost_s > MARGIN_S and when is not None:
-            self._timeout.reschedule(when + lost_s)
-            self._on_move(when + lost_s)
-            self._arm()
-
-    def _outage_s(self) -> float:
-        # Only engines that can be gone for a while have it.
-        found: float = getattr(self._engine, "outage_s", 0.0)
-        return found
-
-
-# Sampling one turn: its deadline, and the entropies that it begins with.
-
-
-async def sample_turn(
-    engine: Engine,
-    prefix_ids: Sequence[int],
-    sampling: SamplingParams,
-    *,
-    session: str,
-    timeout_s: float,
-    window: int,
-    on_window: Callable[[list[float]], None] | None,
-) -> Completion:
-    """One turn behind the prefix.
-
-    `on_window` is called once, with the entropies of the first `window` tokens as soon as they
-    are there, or at the end with those of a shorter turn. Raises EngineError after `timeout_s`
-    seconds with an engine, and what Engine.generate raises.
-    """
-    first: list[float] = []
-    waiting = on_window is not None
-
-    def on_tokens(chunk: Chunk) -> None:
-        nonlocal waiting
-        if waiting:
-            first.extend(chunk.entropies)
-            if len(first) >= window:
-                waiting = False
-                assert on_window is not None
-                on_window(first[:window])
-
-    timeout = asyncio.timeout(timeout_s)
-    try:
-        async with timeout, Patience(engine, timeout):
-            completion = await engine.generate(
-                prefix_ids,
-                sampling,
-                session=session,
-                on_tokens=on_tokens if waiting else None,
-                stream_interval=max(1, window),
-            )
-    except TimeoutError as error:
-        raise EngineError(f"no turn within {timeout_s} s") from error
-    if waiting:
-        assert on_window is not None
-        on_window(completion.entropies[:window])
-    return completion
+    def _deadline(self, call: str) -> Deadline:
+        return Deadline.after(self._timeout_s, f"env.{call}", EnvError)

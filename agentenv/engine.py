@@ -68,7 +68,7 @@ class SleepingEngine(Engine, Protocol):
 
     @property
     def outage_s(self) -> float:
-        """Seconds so far in which it could not sample, asleep or gone; see agentenv/branch.py."""
+        """Seconds so far in which it could not sample, asleep or gone; see agentenv/deadline.py."""
         ...
 
     async def sleep(self) -> None:

@@ -12,6 +12,7 @@ An installed package adds its environments by entry points, and needs no import 
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import inspect
@@ -24,6 +25,7 @@ from agentenv.errors import ConfigError
 from agentenv.types import Info, Limit, Message, Task
 
 ForkMode = Literal["pure", "replay", "snapshot", "none"]
+StepResult = tuple[list[Message], float, bool, bool, Info]  # as Env.step says
 
 ENTRY_POINT_GROUP = "agentenv.envs"
 
@@ -45,7 +47,7 @@ class Env(Protocol):
         """Start the episode; the messages are the prompt. Equal seeds give equal prompts."""
         ...
 
-    async def step(self, action: Message) -> tuple[list[Message], float, bool, bool, Info]:
+    async def step(self, action: Message) -> StepResult:
         """Observation messages, reward, terminated, truncated, info. Raises EnvError."""
         ...
 
@@ -63,6 +65,39 @@ class Env(Protocol):
     async def close(self) -> None:
         """Free everything; called once for each env and each fork; idempotent."""
         ...
+
+
+class EnvWrapper:
+    """An env around another one, which answers every call; a subclass overrides what it changes.
+
+    A fork is a wrapper of the same class and attributes around a fork of `env`.
+    """
+
+    def __init__(self, env: Env) -> None:
+        self.env = env
+
+    @property
+    def fork_mode(self) -> ForkMode:
+        return self.env.fork_mode
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[list[Message], Info]:
+        return await self.env.reset(seed=seed, options=options)
+
+    async def step(self, action: Message) -> StepResult:
+        return await self.env.step(action)
+
+    async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
+        return await self.env.finish(reason, action)
+
+    async def fork(self) -> Self:
+        other = copy.copy(self)
+        other.env = await self.env.fork()
+        return other
+
+    async def close(self) -> None:
+        await self.env.close()
 
 
 class EnvSpec:

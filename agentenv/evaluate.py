@@ -98,8 +98,8 @@ def _joined(index: int, parts: Sequence[TrajectoryTree]) -> TrajectoryTree:
         shift = len(whole.nodes) - 1
         for node in part.nodes[1:]:
             node.index += shift
-            if "refined_from" in node.info:
-                node.info["refined_from"] += shift
+            if node.continues is not None:
+                node.continues += shift
             elif node.parent:
                 node.parent += shift
             whole.nodes.append(node)

@@ -19,6 +19,7 @@ from typing import Any, Protocol, Self
 
 from msgspec import Struct
 
+from agentenv.deadline import uncancelled
 from agentenv.env import ForkMode
 from agentenv.errors import EnvError, InfraError, ToolError
 from agentenv.prompt import Instruction
@@ -32,7 +33,6 @@ from agentenv.tools import (
     ToolSource,
     close_states,
     run_call,
-    wait_out,
 )
 from agentenv.types import MALFORMED_CALL, Info, Limit, Message, Task, ToolCall
 
@@ -229,7 +229,7 @@ class ToolEnv:
                 return
             self._closing = asyncio.ensure_future(self._close_states(self._states))
             self._states = None
-        await wait_out(self._closing)  # bounded, since each tool has CLOSE_TIMEOUT_S
+        await uncancelled(self._closing)  # bounded, since each tool has CLOSE_TIMEOUT_S
 
     def _prompt_messages(self) -> list[Message]:
         if callable(self.prompt):

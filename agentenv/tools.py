@@ -469,17 +469,3 @@ async def close_states(tools: Mapping[str, Tool], states: Mapping[str, Any]) -> 
         if isinstance(outcome, BaseException):
             raise outcome
     return "; ".join(str(outcome) for outcome in outcomes if outcome)
-
-
-async def wait_out(task: asyncio.Task[None]) -> None:
-    """Wait until the task is done, also when cancelled meanwhile; then the cancellation, or what
-    the task raised, goes on."""
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    task.result()

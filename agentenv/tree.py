@@ -30,7 +30,9 @@ class Node(Struct):
     `branch` names the coroutine that grew the node: "0", "1", ... for from-scratch trajectories,
     "0.2+1" for the first fork taken from branch "0" at its second turn. `num_forks` is how many
     siblings the plan started at this node, None if it was never asked. A leaf has `end`; a
-    truncated one also says which `limit`, a failed one which `error`.
+    truncated one also says which `limit`, a failed one which `error`. A trajectory may go on in a
+    context of its own, such as a shorter one: the prompt of that is a node without a parent, and
+    `continues` is the index of the last node of the context before.
     """
 
     index: int
@@ -46,6 +48,7 @@ class Node(Struct):
     limit: Limit | None = None
     error: str | None = None
     num_forks: int | None = None
+    continues: int | None = None
     info: Info = field(default_factory=dict)
 
 
@@ -138,12 +141,10 @@ class TrajectoryTree(Struct):
         return path[::-1]
 
     def history(self, node: Node) -> list[Node]:
-        """The path to `node`, with what came before where it began a context of its own
-        (agentenv/assist): such a node has no parent, and info["refined_from"] names the last one
-        of the context that it takes the place of."""
+        """The path to `node` behind the contexts that the trajectory had before."""
         path = self.path(node)
-        while "refined_from" in path[0].info:
-            path = self.path(self.nodes[path[0].info["refined_from"]]) + path
+        while path[0].continues is not None:
+            path = self.path(self.nodes[path[0].continues]) + path
         return path
 
     def trajectories(self) -> Iterator[Trajectory]:

@@ -257,7 +257,7 @@ def test_any_plan_under_any_faults_fills_its_group_or_says_why(
     assert done == plan.group_size or tree.num_retries == actor.limits.max_failures
     assert done + failed == len(tree.leaves())
     assert tree.num_live == 0
-    assert actor.num_open_envs == 0
+    assert actor.envs.count == 0
     for trajectory in tree.trajectories():
         assert len(trajectory.token_ids) == len(trajectory.loss_mask)
 

@@ -66,7 +66,7 @@ def test_a_failure_is_tried_again_with_the_same_seeds() -> None:
     trees = run_virtual(evaluate(actor, TASKS, num_samples=2))
     assert not any(texts(trees).values())
     assert sum(len(tree.failures()) for tree in trees) == 12
-    assert actor.num_open_envs == 0
+    assert actor.envs.count == 0
 
 
 def test_no_more_than_asked_are_in_flight() -> None:
@@ -74,7 +74,7 @@ def test_no_more_than_asked_are_in_flight() -> None:
     generate = actor.engine.generate
 
     async def watch(*rest: Any, **keys: Any) -> Any:
-        seen.append(actor.num_open_envs)
+        seen.append(actor.envs.count)
         await asyncio.sleep(1.0)
         return await generate(*rest, **keys)
 

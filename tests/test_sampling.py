@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentenv.branch import Patience
 from agentenv.config import override_kinds
 from agentenv.errors import ConfigError
 from agentenv.plan import Independent
 from agentenv.types import Completion, SamplingParams
 from launchers.config import Sampling, TrainConfig
-from tests.support.virtual_clock import run_virtual
 from tests.test_actor import make_actor, rollout
 
 
@@ -55,28 +51,3 @@ def test_another_engine_leaves_out_the_keys_of_the_old_one(
     assert raw == {"engine": {"name": "vllm", "max_model_len": 512, "entropy_top_k": 5}}
     told = "engine.name = vllm has no such keys, left out: num_cached_seqs = 9"
     assert caplog.messages == [told]
-
-
-class Absent:
-    """An engine that is away from second 2 to second 12."""
-
-    @property
-    def outage_s(self) -> float:
-        return min(10.0, max(0.0, asyncio.get_running_loop().time() - 2.0))
-
-
-@pytest.mark.parametrize(("engine", "ends_at"), [(Absent(), 15.0), (Path(), 5.0)])
-def test_a_deadline_waits_for_the_engine_but_no_longer(engine: Any, ends_at: float) -> None:
-    """A limit of 5 s; an engine that is never away has no outage_s."""
-    moved: list[float] = []
-
-    async def main() -> float:
-        timeout = asyncio.timeout(5.0)
-        with pytest.raises(TimeoutError):
-            async with timeout, Patience(engine, timeout, moved.append):
-                await asyncio.sleep(100)
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == pytest.approx(ends_at, abs=0.01)
-    last = moved[-1] if moved else 5.0
-    assert last == pytest.approx(ends_at, abs=0.01)

@@ -4,11 +4,11 @@
     backtracer       around a rollout: a turn whose call failed is taken again from before it
     chain refiner    around a rollout: a model compresses what is written once it is long
 
-The browser agent is `search.mode = "summaries"` (envs/search/summary.py). An `AssistedActor` is an
-actor with these; it needs no other env, renderer or engine.
+The browser agent is `search.mode = "summaries"` (envs/search/summary.py). `assist_actor` gives an
+actor these; it needs no other env, renderer or engine.
 """
 
 from agentenv.assist.helpers import Assist, AssistConfig
-from agentenv.assist.rollout import AssistedActor
+from agentenv.assist.rollout import assist_actor
 
-__all__ = ["Assist", "AssistConfig", "AssistedActor"]
+__all__ = ["Assist", "AssistConfig", "assist_actor"]

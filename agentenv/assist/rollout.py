@@ -3,7 +3,7 @@ r"""A rollout that may go back, and whose context may be replaced by a shorter o
     backtracer   root - turn - turn (its call failed; info["abandoned"], no end: no answer)
                           \ - turn, taken again with another seed, in a copy of the env from before
     refiner      root - turn - turn                    the context that was too long
-                 prompt with the summary - turn - ..   a node without parent; info["refined_from"]
+                 prompt with the summary - turn - ..   a node without parent that continues the last
 
 Nothing is cut out of a context: the tokens on the path to a leaf are those that the engine saw,
 and `TrajectoryTree.history` is the whole way there.
@@ -11,21 +11,19 @@ and `TrajectoryTree.history` is the whole way there.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 from msgspec.structs import replace
 
-from agentenv.actor import Actor, Growth, Outcome
+from agentenv.actor import Actor, Guide, Rollout
 from agentenv.assist.helpers import Assist, Counts, HelperModel, Said, add, count_calls, debugged
 from agentenv.branch import Branch
-from agentenv.env import Env
+from agentenv.env import Env, StepResult
 from agentenv.errors import ConfigError, EnvError, InfraError
-from agentenv.plan import Independent, RolloutPlan
+from agentenv.plan import Independent
 from agentenv.tool_env import ToolEnv
-from agentenv.tree import TrajectoryTree
 from agentenv.types import Info, Message, SamplingParams, Task
 
 # What the chain refiner asks, and the prompt with which a rollout goes on.
@@ -81,20 +79,28 @@ class Notes:
         return int(self.counts.get(f"{helper}_uses", 0))
 
 
-class AssistedGrowth(Growth):
-    """Grows one tree with backtracer and refiner."""
+class AssistGuide(Guide):
+    """Takes backtracer and refiner along in one rollout, of an evaluation.
 
-    assist: Assist
+    What a trajectory was sampled from is not what training would need, so other plans than
+    Independent are refused.
+    """
 
-    def __init__(self, *rest: Any, assist: Assist) -> None:
-        super().__init__(*rest)
+    def __init__(self, rollout: Rollout, assist: Assist) -> None:
+        super().__init__(rollout)
+        if not isinstance(rollout.plan, Independent):
+            raise ConfigError(
+                f"assist: helpers are for evaluation, not for {type(rollout.plan).__name__}: "
+                "training needs a context that is only appended to"
+            )
         self.assist = assist
+        self._actor, self._tree = rollout.actor, rollout.tree
         self._notes: dict[Branch, Notes] = {}
 
     def _notes_of(self, branch: Branch) -> Notes:
         return self._notes.setdefault(branch, Notes(branch.num_prompt_tokens))
 
-    async def _step(self, branch: Branch, action: Message) -> Outcome:
+    async def step(self, branch: Branch, action: Message) -> StepResult:
         notes = self._notes_of(branch)
         await self._forget(notes)
         backtracer = self.assist.config.backtracer
@@ -104,36 +110,33 @@ class AssistedGrowth(Growth):
             and notes.uses("backtracer") < backtracer.max_uses
         ):
             await self._remember(branch, notes)
-        outcome = await super()._step(branch, action)
+        result = await super().step(branch, action)
         notes.num_calls = len(action.tool_calls)
-        notes.records = list(outcome[4].get("tool_calls", ()))
+        notes.records = list(result[4].get("tool_calls", ()))
         count_calls(notes.counts, notes.records)
         if notes.again:
             notes.again = False
             add(notes.counts, backtracer_ok=not any(map(_failed, notes.records)))
-        return outcome
+        return result
 
-    async def _moved(self, branch: Branch, observation_ids: list[int]) -> bool:
+    async def redirect(self, branch: Branch, observation_ids: list[int]) -> bool:
         if await self._go_back(branch, observation_ids):
             return True
         await self._forget(self._notes_of(branch))  # a copy may hold an interpreter
         return await self._refine(branch, observation_ids)
 
-    def _sampling(self, branch: Branch) -> SamplingParams:
-        sampling, config = super()._sampling(branch), self.assist.config.backtracer
+    def sampling(self, branch: Branch) -> SamplingParams:
+        sampling, config = super().sampling(branch), self.assist.config.backtracer
         if config is None or not self._notes_of(branch).again:
             return sampling
         return replace(sampling, temperature=max(sampling.temperature, config.min_temperature))
 
-    async def _close(self, branch: Branch) -> None:
+    async def end(self, branch: Branch) -> None:
         notes = self._notes.pop(branch, None)
-        try:
-            if notes is not None:
-                if branch.pending is not None:
-                    branch.pending.info["assist"] = notes.counts
-                await self._forget(notes)
-        finally:
-            await super()._close(branch)
+        if notes is not None:
+            if branch.pending is not None:
+                branch.pending.info["assist"] = notes.counts
+            await self._forget(notes)
 
     # the backtracer
 
@@ -141,15 +144,15 @@ class AssistedGrowth(Growth):
         """Copy the env, if it lets itself be copied here."""
         assert branch.env is not None
         try:
-            notes.before = await self.actor.envs.fork(branch.env)
+            notes.before = await self._actor.envs.fork(branch.env)
         except EnvError as error:
-            logger.warning("task %s: cannot go back to here: %s", self.tree.task.id, error)
+            logger.warning("task %s: cannot go back to here: %s", self._tree.task.id, error)
             add(notes.counts, backtracer_refused=1)
 
     async def _forget(self, notes: Notes) -> None:
         env, notes.before = notes.before, None
         if env is not None:
-            await self.actor.envs.close(env, self.tree.task.id)
+            await self._actor.envs.close(env, self._tree.task.id)
 
     async def _go_back(self, branch: Branch, observation_ids: list[int]) -> bool:
         notes, node = self._notes_of(branch), branch.pending
@@ -169,7 +172,7 @@ class AssistedGrowth(Growth):
         gone, branch.env, notes.before = branch.env, notes.before, None
         branch.take_back(f"{branch.name}~{notes.uses('backtracer')}", notes.num_calls)
         notes.again = True
-        await self.actor.envs.close(gone, self.tree.task.id)
+        await self._actor.envs.close(gone, self._tree.task.id)
         return True
 
     def _hopeless(self, record: Info, notes: Notes) -> bool:
@@ -191,28 +194,26 @@ class AssistedGrowth(Growth):
             return False
         size = len(branch.prefix_ids) + len(observation_ids)
         due = size - notes.num_prompt_tokens >= config.min_response_tokens
-        if not due or branch.num_turns >= self.limits.max_turns:
+        if not due or branch.num_turns >= self.rollout.limits.max_turns:
             return False
         assert branch.pending is not None
         summary = await self._summary(branch, notes, observation_ids)
         if not summary:
             return False
-        assert self.prompt_messages is not None
-        renderer = self.actor.renderer
-        messages = fresh_prompt(self.prompt_messages, renderer.neutralise(summary, branch.tools))
+        assert self.rollout.prompt_messages is not None
+        renderer = self._actor.renderer
+        messages = fresh_prompt(
+            self.rollout.prompt_messages, renderer.neutralise(summary, branch.tools)
+        )
         prompt_ids = renderer.prompt(messages, branch.tools)
         used = len(prompt_ids) - notes.num_prompt_tokens
         if config.count_tokens == "total":
             used += size - branch.num_prompt_tokens
-        if len(prompt_ids) >= size or used >= self.limits.max_response_tokens:
+        if len(prompt_ids) >= size or used >= self.rollout.limits.max_response_tokens:
             return False
         add(notes.counts, refiner_ok=1, refined_tokens=size - len(prompt_ids))
         branch.add_observation(observation_ids)
-        root = self.tree.add(None, branch=branch.name, observation_ids=prompt_ids)
-        root.info["refined_from"] = branch.cursor.index
-        branch.restart(root)
-        # for counting only: what is left of the response is the limit less `used`
-        branch.num_prompt_tokens = len(prompt_ids) - used
+        branch.restart(self._tree, prompt_ids, used)
         notes.summary = summary
         return True
 
@@ -220,15 +221,15 @@ class AssistedGrowth(Growth):
         """Of the work in this context and of the summary that it began with; empty without one."""
         assert self.assist.refiner is not None
         assert branch.pending is not None
-        decode = self.actor.renderer.decode
-        nodes = self.tree.path(branch.pending)[1:]
+        decode = self._actor.renderer.decode
+        nodes = self._tree.path(branch.pending)[1:]
         work = "".join(decode(node.action_ids) + decode(node.observation_ids) for node in nodes)
         work = f"{notes.summary}\n\n{work}{decode(observation_ids)}".strip()
         add(notes.counts, refiner_uses=1)
         try:
-            said = await ask_refiner(self.assist.refiner, self.tree.task.question, work)
+            said = await ask_refiner(self.assist.refiner, self._tree.task.question, work)
         except InfraError as error:
-            logger.warning("task %s: no refined chain: %s", self.tree.task.id, error)
+            logger.warning("task %s: no refined chain: %s", self._tree.task.id, error)
             return ""
         add(notes.counts, refiner_tokens=said.num_tokens)
         return said.text if said.whole else ""
@@ -238,35 +239,18 @@ def _failed(record: Info) -> bool:
     return record.get("error") is not None and "limit" not in (record.get("info") or {})
 
 
-# The actor with Tool-Star's inference-time tools.
+def assist_actor(actor: Actor, assist: Assist) -> None:
+    """Have the helpers of `assist` take part in every rollout of the actor."""
+    make_env = actor.make_env
 
+    def debuggable(task: Task) -> Env:
+        env = make_env(task)
+        if assist.fits(env):
+            assert isinstance(env, ToolEnv)
+            assert assist.config.debugger is not None
+            assert assist.debugger is not None
+            debugged(env, assist.config.debugger, assist.debugger)
+        return env
 
-class AssistedActor(Actor):
-    """An actor whose rollouts have the helpers of `assist`. For evaluation: what a trajectory was
-    sampled from is not what training would need, so other plans than Independent are refused."""
-
-    def __init__(self, *rest: Any, assist: Assist, **keys: Any) -> None:
-        super().__init__(*rest, **keys)
-        self.assist = assist
-        plain = self.make_env
-
-        def make_env(task: Task) -> Env:
-            env = plain(task)
-            if assist.fits(env):
-                assert isinstance(env, ToolEnv)
-                assert assist.config.debugger is not None
-                assert assist.debugger is not None
-                debugged(env, assist.config.debugger, assist.debugger)
-            return env
-
-        self.make_env = make_env
-
-    def _growth(
-        self, tree: TrajectoryTree, plan: RolloutPlan, group: asyncio.TaskGroup, session: str
-    ) -> Growth:
-        if not isinstance(plan, Independent):
-            raise ConfigError(
-                f"assist: helpers are for evaluation, not for {type(plan).__name__}: training "
-                "needs a context that is only appended to"
-            )
-        return AssistedGrowth(self, tree, plan, group, session, assist=self.assist)
+    actor.make_env = debuggable
+    actor.make_guide = partial(AssistGuide, assist=assist)

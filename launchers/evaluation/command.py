@@ -18,12 +18,12 @@ from rich.text import Text
 
 from agentenv.config import Tree, override_kinds, read_toml, to_plain
 from agentenv.engine import Engine
-from agentenv.env import Env, ForkMode
+from agentenv.env import Env, EnvWrapper, StepResult
 from agentenv.errors import ConfigError
 from agentenv.plan import Independent
 from agentenv.renderer import Renderer
 from agentenv.tree import Trajectory, TrajectoryTree
-from agentenv.types import Chunk, Completion, Info, Limit, Message, SamplingParams, Task
+from agentenv.types import Chunk, Completion, Info, Message, SamplingParams, Task
 from launchers.assembly import import_from_working_directory
 from launchers.evaluation.config import EvaluateConfig, merged, resolve_sets, settings
 from launchers.evaluation.parts import Builder, check_assist
@@ -148,7 +148,7 @@ class WatchedEngine:
                 self._stage.write(text[len(shown) :], "green")
                 shown = text
 
-        if list(prompt_ids[: len(self._seen)]) != self._seen:  # agentenv/assist went elsewhere
+        if list(prompt_ids[: len(self._seen)]) != self._seen:  # a helper moved the rollout
             self._stage.heading("taken again, or from a shorter context", "magenta")
         self._stage.heading("policy", "green")
         completion = await self.engine.generate(
@@ -169,15 +169,12 @@ class WatchedEngine:
         await self.engine.close()
 
 
-class WatchedEnv:
+class WatchedEnv(EnvWrapper):
     """An env whose prompt and answers are shown."""
 
     def __init__(self, env: Env, stage: Stage) -> None:
-        self.env, self._stage = env, stage
-
-    @property
-    def fork_mode(self) -> ForkMode:
-        return self.env.fork_mode
+        super().__init__(env)
+        self._stage = stage
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -188,7 +185,7 @@ class WatchedEnv:
             self._stage.write(message.content, "")
         return messages, info
 
-    async def step(self, action: Message) -> tuple[list[Message], float, bool, bool, Info]:
+    async def step(self, action: Message) -> StepResult:
         outcome = await self.env.step(action)
         records = outcome[4].get("tool_calls", ())
         for number, message in enumerate(outcome[0]):
@@ -203,15 +200,6 @@ class WatchedEnv:
             self._stage.heading(name, "red" if failed else "yellow")
             self._stage.write(message.content, "")
         return outcome
-
-    async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
-        return await self.env.finish(reason, action)
-
-    async def fork(self) -> WatchedEnv:
-        return WatchedEnv(await self.env.fork(), self._stage)
-
-    async def close(self) -> None:
-        await self.env.close()
 
 
 async def ask_one(

@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentenv.actor import Actor
-from agentenv.assist import Assist, AssistedActor
+from agentenv.assist import Assist, assist_actor
 from agentenv.engine import Engine, EngineStart, check_context
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces
 from agentenv.engines.openai import OpenAIConfig, TokensEngine
@@ -248,9 +248,10 @@ class Builder:
         own = settings(questions.config)
         parts = (engine, questions.renderer, questions.make_env, own.limits, own.sampling.params())
         seed = f"{self.seed(questions.config)}/eval/{name}"
+        actor = Actor(*parts, seed)
         if self.assist is not None:
-            return AssistedActor(*parts, seed, assist=self.assist)
-        return Actor(*parts, seed)
+            assist_actor(actor, self.assist)
+        return actor
 
     def seed(self, one: QuestionSet) -> int:
         """The seed of sampling of a set."""

@@ -6,13 +6,14 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 from agentenv.config import to_plain
+from agentenv.deadline import uncancelled
 from agentenv.errors import ConfigError
 from launchers.config import TrainConfig
 from launchers.rl.parts import Parts, build_parts
 from launchers.rl.recorder import PhaseClock, Recorder
 from launchers.rl.self_critic import SelfCritic
 from launchers.rl.state import RunState
-from launchers.rl.training import refuse_total_failure, uninterrupted
+from launchers.rl.training import refuse_total_failure
 from launchers.rundir import CONFIG_FILE, RunDirectory, load_state
 from launchers.terminal import View
 from learners.learner import Metrics, optimizer_of
@@ -45,7 +46,7 @@ def criticise(
                 run,
             )
             while state.step < num_rounds:
-                await uninterrupted(one_round(critic, parts, recorder, state))
+                await uncancelled(one_round(critic, parts, recorder, state))
             await evaluate_all(recorder, "after_rl")
             await recorder.save_checkpoint()
             view.say(

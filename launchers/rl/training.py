@@ -13,13 +13,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, TypeVar
 
 from agentenv.config import changes, to_plain, upgrade
 from agentenv.data.dataset import TaskStream
+from agentenv.deadline import uncancelled
 from agentenv.env import shared_stats
 from agentenv.errors import EnvError
 from agentenv.metrics import LoopLag, entropy_profile, failure_kind, rollout_metrics
@@ -113,24 +112,6 @@ def refuse_total_failure(trees: list[TrajectoryTree]) -> None:
         raise EnvError(
             f"all {len(failures)} trajectories of a step failed; the first: {failures[0].error}"
         )
-
-
-# Work that a cancellation must not cut in half.
-
-T = TypeVar("T")
-
-
-async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` to its end even if the waiter is cancelled meanwhile; then the cancellation
-    goes on."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        if not task.cancelled() and task.exception() is not None:
-            task.result()
-        raise
 
 
 class Training:
@@ -233,7 +214,7 @@ class Training:
                     with self.clock.phase("rl"):
                         with self.watch.part("wait"):
                             trees = await self.queue.get(self._keep)
-                        await uninterrupted(self._learn(trees))
+                        await uncancelled(self._learn(trees))
                     with self.watch.part("evaluate_and_save"):
                         await self.recorder.after_step()
                 feeder.cancel()

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from random import Random
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.actor import Actor, Growth, Outcome
+from agentenv.actor import Actor, Guide
 from agentenv.branch import Branch
 from agentenv.data.rows import RowsConfig
 from agentenv.engine import Engine
-from agentenv.env import Env, ForkMode
+from agentenv.env import EnvWrapper, StepResult
 from agentenv.errors import ConfigError, DataError
 from agentenv.evaluate import Answer
-from agentenv.plan import RolloutPlan
 from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN
-from agentenv.tree import TrajectoryTree
 from agentenv.types import Info, Limit, Message, Task
 from launchers.data import load_set, try_env
 from launchers.evaluation.parts import Builder, Questions, Say
@@ -36,16 +33,9 @@ from launchers.terminal import View
 NUM_PROMPT_TOKENS = "num_prompt_tokens"  # of the root's info: what follows is the hinted text
 
 
-class LanguageOnly:
+class LanguageOnly(EnvWrapper):
     """An environment whose policy hears of no tools: nothing it writes is a call, so its first
     turn is its answer, graded as ever."""
-
-    def __init__(self, env: Env) -> None:
-        self.env = env
-
-    @property
-    def fork_mode(self) -> ForkMode:
-        return self.env.fork_mode
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -53,68 +43,39 @@ class LanguageOnly:
         messages, info = await self.env.reset(seed=seed, options=options)
         return messages, {**info, "tools": ()}
 
-    async def step(self, action: Message) -> Outcome:
-        return await self.env.step(action)
 
-    async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
-        return await self.env.finish(reason, action)
+class HintGuide(Guide):
+    """Begins the trajectories of a task behind the hint in its metadata (`MARK`).
 
-    async def fork(self) -> Self:
-        return type(self)(await self.env.fork())
-
-    async def close(self) -> None:
-        await self.env.close()
-
-
-class HintedActor(Actor):
-    """Rolls out tasks whose metadata has a hint (`MARK`). Its prefix stands in the root's
-    observation, behind the prompt: context, never sampled, so no loss mask covers it. The env
-    reads it as the beginning of the first action, and it counts as response, not as prompt."""
-
-    def _growth(
-        self, tree: TrajectoryTree, plan: RolloutPlan, group: asyncio.TaskGroup, session: str
-    ) -> Growth:
-        return HintedGrowth(self, tree, plan, group, session)
-
-
-class HintedGrowth(Growth):
-    """Grows one tree behind its hint."""
+    The prefix of the hint stands in the root's observation, behind the prompt: context, never
+    sampled. The env reads it as the beginning of the first action.
+    """
 
     written = ""  # what the env reads before the first action
 
-    def _render_prompt(self, messages: list[Message], branch: Branch) -> None:
-        super()._render_prompt(messages, branch)
-        renderer, root = self.actor.renderer, self.tree.root
-        prefix = hint_of(self.tree.task)["prefix"]
-        tail = renderer.decode(root.observation_ids[-NUM_TAIL_IDS:])
-        opened = tail.rstrip().endswith(THOUGHT_OPEN)
+    def prefix(self, branch: Branch, prompt_ids: list[int]) -> list[int]:
+        renderer, tree = self.rollout.actor.renderer, self.rollout.tree
+        prefix: str = tree.task.metadata[MARK]["prefix"]
+        opened = renderer.decode(prompt_ids[-NUM_TAIL_IDS:]).rstrip().endswith(THOUGHT_OPEN)
         if opened:  # by the chat template
             prefix = prefix.removeprefix(THOUGHT_OPEN).lstrip("\n")
         self.written = (THOUGHT_OPEN + "\n" if opened else "") + prefix
-        root.info[NUM_PROMPT_TOKENS] = len(root.observation_ids)
-        root.observation_ids = root.observation_ids + renderer.encode(prefix)
+        tree.root.info[NUM_PROMPT_TOKENS] = len(prompt_ids)
+        return renderer.encode(prefix)
 
-    async def _open_root(self, branch: Branch) -> None:
-        await super()._open_root(branch)
-        branch.num_prompt_tokens = self.tree.root.info[NUM_PROMPT_TOKENS]
+    async def step(self, branch: Branch, action: Message) -> StepResult:
+        return await super().step(branch, self._whole(branch, action))
 
-    async def _step(self, branch: Branch, action: Message) -> Outcome:
-        return await super()._step(branch, self._whole(branch, action))
-
-    async def _truncate(self, branch: Branch, limit: Limit, action: Message | None) -> None:
+    async def finish(
+        self, branch: Branch, limit: Limit, action: Message | None
+    ) -> tuple[float, Info]:
         whole = None if action is None else self._whole(branch, action)
-        await super()._truncate(branch, limit, whole)
+        return await super().finish(branch, limit, whole)
 
     def _whole(self, branch: Branch, action: Message) -> Message:
         if branch.num_turns != 1:
             return action
         return replace(action, content=self.written + action.content)
-
-
-def hint_of(task: Task) -> dict[str, Any]:
-    """The hint of a task. It is never without one here."""
-    found: dict[str, Any] = task.metadata[MARK]
-    return found
 
 
 def hinted_row(row: EvalRow, answer: Answer) -> EvalRow:
@@ -237,12 +198,11 @@ class Sampling:
     def _actor(self, name: str, engine: Engine) -> Actor:
         if name not in self._actors:
             actor = self._builder.actor(name, self._sets[name], engine)
-            make_env = actor.make_env
             if name.endswith(".direct"):
-                actor.make_env = lambda task: _language_only(make_env(task))
+                make_env = actor.make_env
+                actor.make_env = lambda task: LanguageOnly(make_env(task))
             elif name.endswith(".hints"):
-                parts = (actor.limits, actor.sampling, actor.seed)
-                actor = HintedActor(engine, actor.renderer, make_env, *parts)
+                actor.make_guide = HintGuide
             self._actors[name] = actor
         return self._actors[name]
 
@@ -266,10 +226,6 @@ class Sampling:
                 way: Way = next(ways, "direct")
                 judged.append(judge(row, way, self._tools[one.task.env_id], config))
         return judged
-
-
-def _language_only(env: Env) -> Env:
-    return LanguageOnly(env)
 
 
 # Which questions are asked: each once, and none that must not be in the data.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.branch import Patience
+from agentenv.deadline import Deadline, rollout_clock
 from agentenv.engines.server import ServerLostError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.types import Chunk, Completion, VersionSpan
@@ -26,8 +26,8 @@ async def test_turns_go_on_from_their_tokens_and_no_deadline_or_retry_is_used_up
     chunks: list[Chunk] = []
 
     async def within(seconds: float) -> Completion:
-        timeout = asyncio.timeout(seconds)
-        async with timeout, Patience(b.pool, timeout):
+        clock = rollout_clock(b.pool)
+        async with Deadline(clock() + seconds, clock, TimeoutError()):
             return await b.ask(on_tokens=chunks.append)
 
     asking = asyncio.create_task(within(3.0))  # the turn takes 2.3 s

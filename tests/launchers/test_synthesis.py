@@ -24,7 +24,7 @@ from launchers.evaluation.store import read_rows
 from launchers.supervised.config import ChatDataConfig, RowFormat
 from launchers.supervised.dialogues import find_sources, read_conversation
 from launchers.supervised.encoding import ChatEncoder
-from launchers.synthesis.sampling import HintedActor
+from launchers.synthesis.sampling import HintGuide
 from tests.launchers.synthesizing import (
     HINT,
     HINTS,
@@ -160,7 +160,7 @@ def test_a_hint_is_read_by_policy_and_grader_and_trained_by_nobody(
 
     async def kept(self: Actor, *rest: Any, **keys: Any) -> Any:
         tree = await rollout(self, *rest, **keys)
-        if isinstance(self, HintedActor):
+        if self.make_guide is HintGuide:
             trees.append((tree, self.renderer))
         return tree
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from agentenv.assist import Assist, AssistConfig, AssistedActor
+from agentenv.actor import Actor
+from agentenv.assist import Assist, AssistConfig, assist_actor
 from agentenv.config import build_config
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.env import Env
@@ -81,15 +82,15 @@ class Rollout:
     ) -> None:
         self.engine = Watched(script)
         self.assist = Assist(build_config(AssistConfig, assist, "test"))
-        self.actor = AssistedActor(
+        self.actor = Actor(
             self.engine,
             TagRenderer(CharTokenizer()),
             make_env,
             limits or Limits(max_response_tokens=50_000, max_failures=0),
             SamplingParams(max_tokens=1, temperature=temperature),
             seed=3,
-            assist=self.assist,
         )
+        assist_actor(self.actor, self.assist)
         self.tree = TrajectoryTree(TASK)
 
     async def grow(self) -> Rollout:
@@ -99,7 +100,7 @@ class Rollout:
             self.tree = await self.actor.rollout(TASK, Independent(1))
         finally:
             await self.assist.close()
-            assert self.actor.num_open_envs == 0
+            assert self.actor.envs.count == 0
         return self
 
     @property

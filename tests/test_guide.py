@@ -1,0 +1,136 @@
+"""A guide takes part in a rollout: it changes the context, the turns and the end of a branch."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from agentenv.actor import Guide, Rollout
+from agentenv.branch import Branch
+from agentenv.env import StepResult
+from agentenv.errors import ConfigError
+from agentenv.plan import Independent
+from agentenv.tree import Trajectory
+from agentenv.types import Info, Limit, Limits, Message, SamplingParams
+from tests.support.toy import CharTokenizer, CountingEnv
+from tests.support.virtual_clock import run_virtual
+from tests.test_actor import TASK, make_actor, rollout
+
+
+def encode(text: str) -> list[int]:
+    return CharTokenizer().encode(text)
+
+
+class Prefixed(Guide):
+    """Begins every trajectory with a text, and shows it to the env."""
+
+    def prefix(self, branch: Branch, prompt_ids: list[int]) -> list[int]:
+        return encode("So ")
+
+    async def step(self, branch: Branch, action: Message) -> StepResult:
+        *rest, info = await super().step(branch, action)
+        return (*rest, {**info, "read": "So " + action.content})  # type: ignore[return-value]
+
+
+def test_a_prefix_is_context_that_counts_as_response() -> None:
+    actor = make_actor(limits=Limits(max_prompt_tokens=len(TASK.question) + 1))
+    actor.make_guide = Prefixed
+    tree = rollout(actor, Independent(2))
+    for found in tree.trajectories():
+        text = CharTokenizer().decode(found.token_ids)
+        assert text.startswith(f"{TASK.question}\nSo <think>")
+        size = len(found.path[0].observation_ids)
+        assert not any(found.loss_mask[:size])
+        assert found.loss_mask[size]
+        assert found.turns[0].info["read"].startswith("So <think>")
+    actor = make_actor(limits=Limits(max_response_tokens=30))
+    actor.make_guide = Prefixed
+    (leaf,) = rollout(actor, Independent(1)).leaves()
+    assert (leaf.limit, len(leaf.action_ids)) == (Limit.RESPONSE_TOKENS, 27)
+
+
+class TurnedBack(Guide):
+    """Takes the first turn again, colder, and goes on from a prompt of its own after the second."""
+
+    def sampling(self, branch: Branch) -> SamplingParams:
+        self.temperatures = [*getattr(self, "temperatures", []), 0.5 if "~" in branch.name else 1.0]
+        return SamplingParams(max_tokens=1, temperature=self.temperatures[-1])
+
+    async def redirect(self, branch: Branch, observation_ids: list[int]) -> bool:
+        if "~" not in branch.name:
+            branch.take_back(branch.name + "~1", 1)
+            return True
+        if branch.num_turns == 2:
+            branch.add_observation(observation_ids)
+            branch.restart(self.rollout.tree, encode("short"), 7)
+            assert branch.num_response_tokens == 7
+            return True
+        return False
+
+
+def test_a_branch_goes_on_from_where_the_guide_has_moved_it() -> None:
+    actor = make_actor()
+    actor.make_guide = TurnedBack
+    tree = rollout(actor, Independent(1))
+    (leaf,) = tree.leaves()
+    assert [(node.branch, node.parent) for node in tree.nodes[1:4]] == [
+        ("0", 0), ("0~1", 0), ("0~1", 2)
+    ]  # fmt: skip
+    assert tree.nodes[1].action_ids != tree.nodes[2].action_ids
+    assert (tree.nodes[4].parent, tree.nodes[4].continues) == (None, 3)
+    assert tree.path(leaf)[0] is tree.nodes[4]
+    assert [node.index for node in tree.history(leaf)][:4] == [0, 2, 3, 4]
+    text = CharTokenizer().decode(Trajectory(tree.path(leaf)).token_ids)
+    assert text.startswith("short<think>")
+
+
+class Watching(Guide):
+    """Notes what ends, and grades what a limit ends."""
+
+    ended: list[str]
+
+    async def finish(
+        self, branch: Branch, limit: Limit, action: Message | None
+    ) -> tuple[float, Info]:
+        return 5.0, {"limit": limit}
+
+    async def end(self, branch: Branch) -> None:
+        assert branch.env is None or not branch.env.closed  # type: ignore[attr-defined]
+        self.ended.append(branch.name)
+
+
+def test_a_guide_hears_of_every_end_also_of_a_cancelled_one() -> None:
+    actor = make_actor(limits=Limits(max_turns=1))
+    ended: list[str] = []
+    Watching.ended = ended
+    actor.make_guide = Watching
+    tree = rollout(actor, Independent(2))
+    assert sorted(ended) == ["0", "1"]
+    assert [(leaf.reward, leaf.info["limit"]) for leaf in tree.leaves()] == [(5.0, "turns")] * 2
+    ended.clear()
+    slow = make_actor(latency_s=50.0)
+    slow.make_guide = Watching
+
+    async def cancelled() -> None:
+        running = asyncio.create_task(slow.rollout(TASK, Independent(2)))
+        await asyncio.sleep(1.0)
+        running.cancel()
+        await asyncio.wait({running})
+
+    run_virtual(cancelled())
+    assert sorted(ended) == ["0", "1"]
+    assert CountingEnv.num_open == 0
+
+
+class Refusing(Guide):
+    def __init__(self, rollout: Rollout) -> None:
+        raise ConfigError("not with this plan")
+
+
+def test_a_guide_may_refuse_a_rollout() -> None:
+    actor: Any = make_actor()
+    actor.make_guide = Refusing
+    with pytest.raises(ConfigError, match="not with this plan"):
+        rollout(actor, Independent(1))
