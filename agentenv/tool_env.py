@@ -11,7 +11,9 @@ the episode: the grader sees what the policy wrote, never what the tools said.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
@@ -20,8 +22,8 @@ from typing import Any, Protocol, Self
 from msgspec import Struct
 
 from agentenv.deadline import uncancelled
-from agentenv.env import ForkMode
-from agentenv.errors import EnvError, InfraError, ToolError
+from agentenv.env import ForkMode, StepResult, shared
+from agentenv.errors import AgentEnvError, EnvError, InfraError, ToolError
 from agentenv.prompt import Instruction
 from agentenv.tools import (
     CallBudget,
@@ -31,12 +33,14 @@ from agentenv.tools import (
     Toolbox,
     ToolLimits,
     ToolSource,
-    close_states,
-    run_call,
 )
-from agentenv.types import MALFORMED_CALL, Info, Limit, Message, Task, ToolCall
+from agentenv.types import MALFORMED_CALL, Info, Limit, Message, Task, ToolCall, ToolResult
 
-# The seam of grading: from what the policy wrote to a reward and its parts.
+FIRST_DELAY_S = 0.1  # before the first retry of a call; doubles with each, up to MAX_DELAY_S
+MAX_DELAY_S = 5.0
+CLOSE_TIMEOUT_S = 10.0
+
+logger = logging.getLogger(__name__)
 
 
 class Grade(Struct, frozen=True):
@@ -173,7 +177,7 @@ class ToolEnv:
             self._states[name] = tool.start(own_seed)
         return self._prompt_messages(), {"tools": self._toolbox.schemas()}
 
-    async def step(self, action: Message) -> tuple[list[Message], float, bool, bool, Info]:
+    async def step(self, action: Message) -> StepResult:
         """Run the calls of `action` in order; without any, grade and end the episode.
 
         info["tool_calls"] says of each call: name, arguments, ok, error, duration_s.
@@ -272,21 +276,71 @@ class ToolEnv:
         return text, record
 
     async def _call(self, call: ToolCall, state: Any, record: Info) -> str:
-        """One call with its retries; facts that the tool reports go to record["info"]."""
-        limits = self._limits(call.name)
+        """One call; failures of machinery are retried with jittered delays. Facts that the tool
+        reports go to record["info"].
+
+        Raises ToolError, and EnvError when the retries are used up.
+        """
+        tool, limits = self.tools[call.name], self._limits(call.name)
+        assert limits.num_retries is not None
         rng = Random(f"{self._seed}/{self.task.id}/{self._budget.num_calls}")
-        try:
-            result = await run_call(self.tools[call.name], call.arguments, state, limits, rng)
-        except EnvError as error:
-            raise EnvError(f"task {self.task.id}: {error}") from error
-        record |= {"info": result.info} if result.info else {}
-        return result.text
+        problem = ""
+        for attempt in range(limits.num_retries + 1):
+            if attempt:
+                delay = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (attempt - 1))
+                await asyncio.sleep(delay * rng.uniform(0.5, 1.5))
+            try:
+                result = await _within(limits, tool, call.arguments, state)
+            except InfraError as error:
+                problem = str(error)
+            except TimeoutError:
+                problem = f"no result within {limits.timeout_s:g} s"
+            else:
+                record |= {"info": result.info} if result.info else {}
+                return result.text
+        text = f"tool {tool.name} failed {limits.num_retries + 1} times, the last time: {problem}"
+        if limits.required:
+            raise EnvError(f"task {self.task.id}: {text}")
+        logger.warning("%s; the policy reads that it is not available", text)
+        raise ToolError(f"The tool {tool.name!r} is not available at the moment.")
 
     def _limits(self, name: str) -> ToolLimits:
         limits = self.tool_limits.get(name, ToolLimits())
         return limits.filled(self.tool_timeout_s, self.num_retries)
 
-    async def _close_states(self, states: dict[str, Any]) -> None:
-        problems = await close_states(self.tools, states)
+    async def _close_states(self, states: Mapping[str, Any]) -> None:
+        """Close every state within CLOSE_TIMEOUT_S. Raises EnvError for those that do not close,
+        and a bug of a tool, after the others are closed."""
+
+        async def close(name: str, state: Any) -> str:
+            try:
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self.tools[name].close(state)
+            except AgentEnvError as error:
+                return f"{name}: {error}"
+            except TimeoutError:
+                return f"{name}: not closed within {CLOSE_TIMEOUT_S:g} s"
+            return ""
+
+        outcomes = await asyncio.gather(
+            *(close(name, state) for name, state in states.items()), return_exceptions=True
+        )
+        for outcome in outcomes:  # only now, so that one bad tool leaves no other one open
+            if isinstance(outcome, BaseException):
+                raise outcome
+        problems = "; ".join(str(outcome) for outcome in outcomes if outcome)
         if problems:
             raise EnvError(f"task {self.task.id}: {problems}")
+
+
+async def _within(
+    limits: ToolLimits, tool: Tool, arguments: dict[str, Any], state: Any
+) -> ToolResult:
+    """One try. The wait for a free place is not part of the deadline, which raises TimeoutError."""
+    async with contextlib.AsyncExitStack() as stack:
+        if limits.max_concurrency is not None:
+            size = limits.max_concurrency
+            places = shared(("tool places", tool.name, size), lambda: asyncio.Semaphore(size))
+            await stack.enter_async_context(places)
+        async with asyncio.timeout(limits.timeout_s):
+            return await tool.call(arguments, state)

@@ -1,41 +1,38 @@
-"""The tools that a configuration names: loaded, or still the name of one that the environment has.
+"""Tools: what the policy can call, what bounds each, and which ones an episode has.
 
-[[env.tools]]
-name = "search"                  # a tool that the environment has
-max_calls = 10
+    @tool
+    async def weather(city: str, days: int = 1) -> str:
+        '''Forecast for a city.'''
 
-[[env.tools]]
-name = "my_tools:weather"        # a @tool function, or a class or function that makes a tool
-kwargs = { units = "metric" }
-required = false
+A tool object is shared by all episodes; what belongs to one episode is its `state`. A configuration
+names tools, those of the environment or others that are loaded:
+
+    [[env.tools]]
+    name = "search"                  # a tool that the environment has
+    max_calls = 10
+
+    [[env.tools]]
+    name = "my_tools:weather"        # a @tool function, or a class or function that makes a tool
+    kwargs = { units = "metric" }
+    required = false
 """
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from random import Random
 from typing import Annotated, Any, Literal, Protocol, get_type_hints, runtime_checkable
 
 import msgspec
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from agentenv.env import ForkMode, shared
-from agentenv.errors import AgentEnvError, ConfigError, EnvError, InfraError, ToolError
+from agentenv.env import ForkMode
+from agentenv.errors import AgentEnvError, ConfigError, ToolError
 from agentenv.types import ToolResult
-
-# Tools: what the policy can call. `@tool` makes one from a typed function.
-#
-#     @tool
-#     async def weather(city: str, days: int = 1) -> str:
-#         '''Forecast for a city.'''
-#
-# A tool object is shared by all episodes; what belongs to one episode is its `state`.
 
 
 class Tool(Protocol):
@@ -156,47 +153,35 @@ def _arguments_struct(function: Callable[..., Any]) -> type[msgspec.Struct]:
     )
 
 
-# What the tools of an episode may be asked: the limits of each, and the calls that are left.
-
-OnLimit = Literal["end", "result"]
-
-# shared keywords of the two structs below
-_MaxCalls = Annotated[
-    Annotated[int, Meta(ge=0)] | None,
-    Meta(description="calls of the tool in one episode; none: only the total counts"),
-]
-_Timeout = Annotated[
-    Annotated[float, Meta(gt=0)] | None,
-    Meta(description="deadline of one call; none: that of the environment"),
-]
-_Concurrency = Annotated[
-    Annotated[int, Meta(ge=1)] | None,
-    Meta(description="calls of the tool in flight in this process; none: no bound"),
-]
-_Retries = Annotated[
-    Annotated[int, Meta(ge=0)] | None,
-    Meta(description="retries after a failure of machinery; none: as the environment does"),
-]
-_Required = Annotated[
-    bool,
-    Meta(
-        description="false: a tool that cannot be loaded is left out with a warning, and one that "
-        "fails for good is reported to the policy as not available"
-    ),
-]
-
-
 class ToolLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bounds of one tool; what is None is left to the environment."""
 
-    max_calls: _MaxCalls = None
-    timeout_s: _Timeout = None
-    max_concurrency: _Concurrency = None
-    num_retries: _Retries = None
-    required: _Required = True
+    max_calls: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="calls of the tool in one episode; none: only the total counts"),
+    ] = None
+    timeout_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="deadline of one call; none: that of the environment"),
+    ] = None
+    max_concurrency: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="calls of the tool in flight in this process; none: no bound"),
+    ] = None
+    num_retries: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="retries after a failure of machinery; none: as the environment does"),
+    ] = None
+    required: Annotated[
+        bool,
+        Meta(
+            description="false: a tool that cannot be loaded is left out with a warning, and one "
+            "that fails for good is reported to the policy as not available"
+        ),
+    ] = True
 
     def filled(self, timeout_s: float, num_retries: int) -> ToolLimits:
-        """With what the environment says where this says nothing."""
+        """These limits, with what the environment says where they say nothing."""
         return replace(
             self,
             timeout_s=timeout_s if self.timeout_s is None else self.timeout_s,
@@ -204,8 +189,8 @@ class ToolLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
 
-class ToolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tool of an episode. A list of them replaces the environment's own list."""
+class ToolConfig(ToolLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tool of an episode and its limits. A list of them replaces the environment's own list."""
 
     name: Annotated[
         str, Meta(description="a tool that the environment has, by its name, or 'module:name'")
@@ -213,21 +198,9 @@ class ToolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kwargs: Annotated[
         dict[str, Any], Meta(description="keyword arguments of the class or function named")
     ] = field(default_factory=dict)
-    max_calls: _MaxCalls = None
-    timeout_s: _Timeout = None
-    max_concurrency: _Concurrency = None
-    num_retries: _Retries = None
-    required: _Required = True
 
-    @property
-    def limits(self) -> ToolLimits:
-        return ToolLimits(
-            max_calls=self.max_calls,
-            timeout_s=self.timeout_s,
-            max_concurrency=self.max_concurrency,
-            num_retries=self.num_retries,
-            required=self.required,
-        )
+
+OnLimit = Literal["end", "result"]  # what a call beyond a limit does: end the episode, or be told
 
 
 class CallBudget:
@@ -272,55 +245,7 @@ class CallBudget:
         return ""
 
 
-# The running of one tool call within its limits.
-
-FIRST_DELAY_S = 0.1  # before the first retry; doubles with each, up to MAX_DELAY_S
-MAX_DELAY_S = 5.0
-
 logger = logging.getLogger(__name__)
-
-
-async def run_call(
-    tool: Tool, arguments: dict[str, Any], state: Any, limits: ToolLimits, rng: Random
-) -> ToolResult:
-    """One call within its limits, failures of machinery retried with jittered delays.
-
-    `timeout_s` and `num_retries` must be given. The wait for a free place is not part of the
-    deadline. Raises ToolError, and EnvError when the retries are used up.
-    """
-    assert limits.timeout_s is not None
-    assert limits.num_retries is not None
-    problem = ""
-    for attempt in range(limits.num_retries + 1):
-        if attempt:
-            delay = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (attempt - 1))
-            await asyncio.sleep(delay * rng.uniform(0.5, 1.5))
-        try:
-            return await _within(tool, arguments, state, limits)
-        except InfraError as error:
-            problem = str(error)
-        except TimeoutError:
-            problem = f"no result within {limits.timeout_s:g} s"
-    text = f"tool {tool.name} failed {limits.num_retries + 1} times, the last time: {problem}"
-    if limits.required:
-        raise EnvError(text)
-    logger.warning("%s; the policy reads that it is not available", text)
-    raise ToolError(f"The tool {tool.name!r} is not available at the moment.")
-
-
-async def _within(
-    tool: Tool, arguments: dict[str, Any], state: Any, limits: ToolLimits
-) -> ToolResult:
-    if limits.max_concurrency is None:
-        async with asyncio.timeout(limits.timeout_s):
-            return await tool.call(arguments, state)
-    size = limits.max_concurrency
-    places = shared(("tool places", tool.name, size), lambda: asyncio.Semaphore(size))
-    async with places, asyncio.timeout(limits.timeout_s):
-        return await tool.call(arguments, state)
-
-
-# Which tools an episode has, and the bounds of each.
 
 ChosenTool = tuple[Tool | ToolSource | str, ToolLimits]
 
@@ -328,7 +253,8 @@ _WEAKEST_FIRST: tuple[ForkMode, ...] = ("none", "snapshot", "replay", "pure")
 
 
 class Toolbox:
-    """`tools` and their `limits` by name, and the sources that `load` asks for theirs."""
+    """The tools of an episode: `tools` and their `limits` by name, and the sources that `load` asks
+    for theirs."""
 
     def __init__(
         self,
@@ -406,14 +332,14 @@ def load_tools(
                     f"{key}.kwargs: {config.name!r} is a tool of the environment, made with "
                     "env.kwargs; only 'module:name' takes keyword arguments"
                 )
-            chosen.append((config.name, config.limits))
+            chosen.append((config.name, config))
             continue
         kwargs = {
             name: str(resolve(value)) if isinstance(value, str) and "{run}" in value else value
             for name, value in config.kwargs.items()
         }
         try:
-            chosen.append((_load(config.name, kwargs, key), config.limits))
+            chosen.append((_load(config.name, kwargs, key), config))
         except AgentEnvError as error:
             if config.required:
                 raise
@@ -441,31 +367,3 @@ def _load(path: str, kwargs: dict[str, Any], key: str) -> Tool | ToolSource:
         raise ConfigError(f"{key}.name: {path} makes no tool: it has no {', '.join(missing)}")
     tool: Tool | ToolSource = made
     return tool
-
-
-# The states of an episode's tools, closed together and to the end.
-
-CLOSE_TIMEOUT_S = 10.0
-
-
-async def close_states(tools: Mapping[str, Tool], states: Mapping[str, Any]) -> str:
-    """Close every state within CLOSE_TIMEOUT_S; what went wrong, in words, "" for nothing. A bug
-    in a tool is raised after the others are closed."""
-
-    async def close(name: str, state: Any) -> str:
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await tools[name].close(state)
-        except AgentEnvError as error:
-            return f"{name}: {error}"
-        except TimeoutError:
-            return f"{name}: not closed within {CLOSE_TIMEOUT_S:g} s"
-        return ""
-
-    outcomes = await asyncio.gather(
-        *(close(name, state) for name, state in states.items()), return_exceptions=True
-    )
-    for outcome in outcomes:  # only now, so that one bad tool leaves no other one open
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return "; ".join(str(outcome) for outcome in outcomes if outcome)
