@@ -1,4 +1,4 @@
-"""Slots keep their columns through every move."""
+"""Slots keep their columns through every move, and take little more memory than columns."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class Walk:
     def __init__(self, seed: int, num_cached: int) -> None:
         self.rng = random.Random(seed)
         self.version = 0
+        self.num_cached = num_cached
         self.cache = SlotCache(ARCH, 4, num_cached, torch.float32, torch.device("cpu"))
         self.texts: dict[int, list[int]] = {}  # of running slots
         self.versions: dict[int, list[int]] = {}
@@ -43,11 +44,11 @@ class Walk:
         self.hits = 0
 
     def write(self, slot: int, start: int) -> None:
-        pool, row = self.cache.location(slot)
+        block, row = self.cache.location(slot)
         text = self.texts[slot][start:]
         end = start + len(text)
-        pool.kv[0, 0, row, 0, start:end, 0] = torch.tensor(text, dtype=torch.float32)
-        pool.kv[0, 1, row, 0, start:end, 1] = float(self.version)
+        block.kv[0, 0, row, 0, start:end, 0] = torch.tensor(text, dtype=torch.float32)
+        block.kv[0, 1, row, 0, start:end, 1] = float(self.version)
         self.versions[slot][start:] = [self.version] * len(text)
 
     def admit(self) -> None:
@@ -71,7 +72,7 @@ class Walk:
         slots = list(self.texts)
         for slot in slots:
             length = int(self.cache.lengths[slot])
-            if length == self.cache.location(slot)[0].capacity:
+            if length == self.cache.location(slot)[0].width:
                 self.cache.grow(slot, length + 1)
             self.texts[slot].append(self.rng.randrange(9))
             self.versions[slot].append(self.version)
@@ -80,20 +81,19 @@ class Walk:
         self.cache.append(np.array(slots, dtype=np.int64), tokens)
 
     def check(self) -> None:
-        placed = []
         for slot, text in self.texts.items():
-            pool, row = self.cache.location(slot)
-            assert row < pool.num_running
-            placed.append((pool.capacity, row))
-            keys = pool.kv[0, :, row, 0, : len(text)]
-            assert keys[0, :, 0].tolist() == text
-            assert keys[1, :, 1].tolist() == self.versions[slot]
-        assert (
-            len(set(placed)) == len(placed) == sum(p.num_running for p in self.cache.pools.values())
-        )
-        for pool in self.cache.pools.values():
-            for row, owner in enumerate(pool.slots):
-                assert (owner is None) == (row in pool.free)
+            block, row = self.cache.location(slot)
+            assert block.slots[row] == slot
+            columns = block.columns(row, len(text))
+            assert columns[0, 0, 0, :, 0].tolist() == text
+            assert columns[0, 1, 0, :, 1].tolist() == self.versions[slot]
+        placed = [slot for block in self.cache.blocks.values() for slot in block.slots]
+        assert sorted(placed) == sorted(self.texts)
+        assert len(self.cache.idle) <= self.num_cached
+        for slot, kept in self.cache.idle.items():
+            text = self.cache.tokens[slot, : self.cache.lengths[slot]].tolist()
+            assert kept[0, 0, 0, :, 0].tolist() == text
+            assert set(kept[0, 1, 0, :, 1].tolist()) == {float(self.version)}
 
 
 @pytest.mark.parametrize("num_cached", [0, 1, 3])
@@ -117,3 +117,21 @@ def test_columns_survive_every_move(num_cached: int) -> None:
             walk.check()
         hits += walk.hits
     assert hits > (50 if num_cached else 10)
+
+
+def test_one_long_sequence_does_not_widen_the_others() -> None:
+    cache = SlotCache(ARCH, 64, 64, torch.float32, torch.device("cpu"))
+    column = 2 * 2 * 4  # bytes: key and value of two float32 each
+    lengths = [*range(20, 20 + 2 * 62, 2), 300, 20_000]
+    for length in lengths:
+        prompt = np.full(length, length % 9, dtype=np.int32)
+        slot, _ = cache.open(prompt, "s", None, 0, 0)
+        cache.publish(slot, 0)
+    running = sum(block.kv.nbytes for block in cache.blocks.values())
+    # rows twice as wide as their sequence is long, and a block that has twice the rows it needs
+    assert running <= column * 4 * sum(lengths)
+    for block in list(cache.blocks.values()):
+        for slot in list(block.slots):
+            cache.close(slot, 0)
+    assert list(cache.blocks) == [64]
+    assert sum(kept.nbytes for kept in cache.idle.values()) == column * sum(lengths)

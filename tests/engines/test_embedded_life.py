@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from agentenv.engines.embedded import EmbeddedConfig
-from agentenv.engines.embedded.engine import EmbeddedEngine
-from agentenv.engines.embedded.scheduler import Call, Scheduler
+from agentenv.engines.embedded.engine import Call, EmbeddedEngine
+from agentenv.engines.embedded.scheduler import Scheduler
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.small_models import VOCAB, Steps, check, prompt, serving

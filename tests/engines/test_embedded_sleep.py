@@ -87,7 +87,7 @@ async def test_turns_go_on_after_a_sleep_as_if_nothing_had_been(
         await fall_asleep(engine, steps)
         num = len(got)
         assert engine.stats()["running"] == 0
-        assert engine._scheduler._cache.pools == {}
+        assert engine._scheduler._cache.blocks == {}
         await asyncio.sleep(0.2)
         assert len(got) == num
         await engine.wake()

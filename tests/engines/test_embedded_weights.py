@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,36 @@ async def test_bad_update_keeps_the_old_weights(tiny: tuple[Path, Any], tmp_path
         reference = make(tmp_path / "again", seed=3)
         done = await engine.generate(ids, SamplingParams(max_tokens=9), session="s")
         check(reference, ids, done)
+
+
+@pytest.mark.parametrize("fault", ["unreadable", "torn", "shape", "dtype"])
+async def test_a_load_that_fails_half_way_keeps_the_old_weights_whole(
+    tiny: tuple[Path, Any], tmp_path: Path, fault: str
+) -> None:
+    """The first shards are good and of other weights, the last one is not: no tensor changes."""
+    folder, model = tiny
+    make(tmp_path, seed=3).save_pretrained(tmp_path, max_shard_size="20KB")
+    (tmp_path / "model.safetensors").unlink(missing_ok=True)
+    last = tmp_path / max(name for name in os.listdir(tmp_path) if name.endswith(".safetensors"))
+    tensors = load_file(last)
+    name = next(iter(tensors))
+    if fault == "unreadable":
+        last.unlink()
+        last.mkdir()
+    elif fault == "torn":
+        last.write_bytes(last.read_bytes()[:-100])
+    elif fault == "shape":
+        save_file(tensors | {name: torch.zeros(5)}, last)
+    else:
+        save_file(tensors | {name: tensors[name].to(torch.int32)}, last)
+    ids = prompt(0, 10)
+    async with serving(folder) as engine:
+        with pytest.raises(EngineError, match=name if fault in ("shape", "dtype") else last.name):
+            await engine.load_weights(tmp_path, 5)
+        assert engine.policy_version == 0
+        done = await engine.generate(ids, SamplingParams(max_tokens=9), session="s")
+        assert done.version_spans == [VersionSpan(0, 0, 9)]
+        check(model, ids, done)
 
 
 async def test_logits_that_are_nan_are_a_failure(tiny: tuple[Path, Any], tmp_path: Path) -> None:

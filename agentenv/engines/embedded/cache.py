@@ -1,8 +1,18 @@
-"""The prefix cache of the embedded engine: slots for sequences, and prefixes shared between them.
+"""The keys and values of the embedded engine, and the prefixes that requests share.
 
-A slot holds the keys and values of one token sequence, a column a token, in a row of a pool; it
-keeps its number when its row moves. Idle slots are the prefix cache, least recently used first
-out. A slot's columns can be shared only while its version is the engine's version.
+A slot stands for one token sequence, with a column of keys and values for each computed token.
+The slot of a running request is a row in a block of memory whose rows have one width, so that
+decoding works on views:
+
+    width 64: | running | running | running | free |        width 128: | running | free |
+                row 0     row 1     row 2
+
+A row that is full moves to the block of twice the width. So the rows that run are at most twice as
+wide as they are long, and a long sequence widens no other row, neither in memory nor in the
+columns that attention reads: with one width for all, a sequence of 4,000 tokens among 63 short
+ones cost four times the time and eight times the memory. Idle slots, the prefix cache, are
+tensors of their exact length; the least recently used one goes first. Columns are shared only
+while the version of their slot is the version of the engine.
 """
 
 from __future__ import annotations
@@ -16,27 +26,37 @@ from torch import Tensor
 
 from agentenv.engines.embedded.weights import Architecture
 
-# Keys and values of the embedded engine: rows of equal capacity form a pool.
-#
-# Short sequences never pay for the padding of long ones. The rows of running requests come first,
-# so that decoding works on a view:
-#
-#     pool of capacity 128:  | running | running | running | idle | free | idle | free |
-#                            0                              num_running
+IntArray = npt.NDArray[np.int32]
+FIRST_WIDTH = 64  # columns; the widths are this times the powers of two
+LOOKUP_BLOCK = 256  # tokens compared at a time
+NO_VERSION = -(2**62)
 
 
-class Pool:
-    """Rows of `capacity` columns. kv: [num_layers, 2, rows, num_kv_heads, capacity, head_dim]."""
+class Block:
+    """Memory of running slots. kv: [num_layers, 2, rows, num_kv_heads, width, head_dim]; the first
+    len(slots) rows are in use, each by one of `slots`."""
 
     def __init__(
-        self, arch: Architecture, capacity: int, dtype: torch.dtype, device: torch.device
+        self, arch: Architecture, width: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.capacity = capacity
-        self.num_running = 0
-        self.slots: list[int | None] = []  # slot of each row
-        self.free: set[int] = set()
-        shape = (arch.num_layers, 2, 0, arch.num_kv_heads, capacity, arch.head_dim)
+        self.width = width
+        self.slots: list[int] = []
+        shape = (arch.num_layers, 2, 0, arch.num_kv_heads, width, arch.head_dim)
         self._set_kv(torch.zeros(shape, dtype=dtype, device=device))
+
+    def add(self, slot: int) -> int:
+        """The row that is the slot's from now on."""
+        row = len(self.slots)
+        if row == self.kv.shape[2]:
+            # Zeros, not empty: a masked column still meets 0 * value, and 0 * NaN is NaN.
+            added = self.kv.new_zeros(*self.kv.shape[:2], max(1, row), *self.kv.shape[3:])
+            self._set_kv(torch.cat([self.kv, added], 2))
+        self.slots.append(slot)
+        return row
+
+    def columns(self, row: int, length: int) -> Tensor:
+        """A view of a row's first columns: [num_layers, 2, num_kv_heads, length, head_dim]."""
+        return self.kv[:, :, row, :, :length]
 
     def _set_kv(self, kv: Tensor) -> None:
         self.kv = kv
@@ -45,34 +65,9 @@ class Pool:
         self.flat_keys = [keys.view(-1, keys.shape[-1]) for keys in self.keys]
         self.flat_values = [values.view(-1, values.shape[-1]) for values in self.values]
 
-    def running(self) -> list[int]:
-        """Slots of the running rows, in order."""
-        return [slot for slot in self.slots[: self.num_running] if slot is not None]
-
-    def free_row(self) -> int:
-        """A row without a slot, behind the running ones or at their end."""
-        if not self.free:
-            rows = len(self.slots)
-            added = max(8, rows)
-            shape = list(self.kv.shape)
-            shape[2] = rows + added
-            # Zeros, not empty: a masked column still meets 0 * value, and 0 * NaN is NaN.
-            kv = torch.zeros(shape, dtype=self.kv.dtype, device=self.kv.device)
-            kv[:, :, :rows] = self.kv
-            self._set_kv(kv)
-            self.slots += [None] * added
-            self.free.update(range(rows, rows + added))
-        return min(self.free)
-
-
-IntArray = npt.NDArray[np.int32]
-CAPACITIES = sorted([2**n for n in range(6, 31)] + [3 * 2**n for n in range(5, 30)])
-LOOKUP_BLOCK = 256
-NO_VERSION = -(2**62)
-
 
 class SlotCache:
-    """All slots: running ones of requests and up to `num_cached` idle ones."""
+    """All slots: those of running requests and up to `num_cached` idle ones."""
 
     def __init__(
         self,
@@ -85,24 +80,21 @@ class SlotCache:
         self._arch, self._dtype, self._device = arch, dtype, device
         self._num_cached = num_cached
         num_slots = num_running + num_cached
-        self.pools: dict[int, Pool] = {}
-        self._unused = list(range(num_slots))
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        self._row = [0] * num_slots
-        self._pool: list[Pool | None] = [None] * num_slots
+        self.blocks: dict[int, Block] = {}  # by width
+        self._free = list(range(num_slots))
+        self._place: dict[int, tuple[Block, int]] = {}  # of running slots: block and row
+        self.idle: OrderedDict[int, Tensor] = OrderedDict()  # columns, as of Block.columns
         self._session = [""] * num_slots
         self._version = np.full(num_slots, NO_VERSION, dtype=np.int64)
         self.lengths = np.zeros(num_slots, dtype=np.int64)  # columns computed
-        self.tokens = np.zeros((num_slots, CAPACITIES[0]), dtype=np.int32)
+        self.tokens = np.zeros((num_slots, FIRST_WIDTH), dtype=np.int32)
 
-    def location(self, slot: int) -> tuple[Pool, int]:
-        """Pool and row of a slot that is in use."""
-        pool = self._pool[slot]
-        assert pool is not None
-        return pool, self._row[slot]
+    def location(self, slot: int) -> tuple[Block, int]:
+        """Block and row of a running slot."""
+        return self._place[slot]
 
     def version(self, slot: int) -> int:
-        """Version of all columns of the slot, or NO_VERSION when they cannot be shared."""
+        """Version of all columns of the slot, or NO_VERSION when the columns cannot be shared."""
         return int(self._version[slot])
 
     def find(self, prompt: IntArray, session: str, version: int) -> tuple[int | None, int]:
@@ -128,7 +120,7 @@ class SlotCache:
         ties = slots[common == longest].tolist()
 
         def rank(slot: int) -> tuple[bool, bool]:
-            whole = slot in self._idle and self.lengths[slot] == longest
+            whole = slot in self.idle and self.lengths[slot] == longest
             return whole, self._session[slot] == session
 
         return max(ties, key=rank), longest
@@ -136,28 +128,25 @@ class SlotCache:
     def open(
         self, prompt: IntArray, session: str, source: int | None, common: int, room: int
     ) -> tuple[int, int]:
-        """Give a new running request its slot with the shared columns of `source` in place.
+        """Give a new running request its slot, with the shared columns of `source` in place.
 
-        Returns the slot and how many columns it already has, at most len(prompt) - 1. `room`
-        columns beyond the prompt are reserved. The slot cannot be shared before `publish`.
+        Returns the slot and how many columns the slot already has, at most len(prompt) - 1. `room`
+        columns beyond the prompt are reserved. The slot cannot be shared before `publish`. An idle
+        `source` that the prompt continues whole is used up.
         """
         cached = min(common, len(prompt) - 1)
-        pool = self._pool_for(len(prompt) + room)
-        if source is not None and source in self._idle and self.lengths[source] == common:
-            slot = source
-            del self._idle[slot]
-            self._start_idle_row(slot, pool, cached)
-        else:
-            slot = self._unused.pop()
-            row = self._claim_front(pool)
-            if source is not None and cached:
-                if source in self._idle:
-                    self._idle.move_to_end(source)
-                self._copy(self.location(source), (pool, row), cached)
-            self._put(slot, pool, row)
+        shared = None if source is None else self._columns(source, cached)
+        slot = self._free.pop()
+        block = self._block_for(len(prompt) + room)
+        self._put(slot, block, shared)
+        if source is not None and source in self.idle:
+            if self.lengths[source] == common:
+                del self.idle[source]
+                self._free_slot(source)
+            else:
+                self.idle.move_to_end(source)
         self.tokens[slot, : len(prompt)] = prompt
         self._session[slot] = session
-        self._version[slot] = NO_VERSION
         self.lengths[slot] = len(prompt)
         return slot, cached
 
@@ -171,117 +160,75 @@ class SlotCache:
         self.lengths[slots] += 1
 
     def grow(self, slot: int, columns: int) -> None:
-        """Move a running slot to a pool in which `columns` columns fit."""
-        old, row = self.location(slot)
-        new = self._pool_for(columns)
-        target = self._claim_front(new)
-        self._copy((old, row), (new, target), int(self.lengths[slot]))
-        old.slots[row] = None
-        self._put(slot, new, target)
-        self._fill_gap(old, row)
+        """Move a running slot to a block in which `columns` columns fit."""
+        shared = self._columns(slot, int(self.lengths[slot]))
+        block, row = self._place[slot]
+        self._put(slot, self._block_for(columns), shared)
+        self._remove(block, row)
 
     def close(self, slot: int, version: int) -> None:
-        """End a running slot; it stays as a cache entry if all its columns are of `version`."""
-        pool, row = self.location(slot)
+        """End a running slot, which stays as a cache entry if all its columns are of `version`."""
+        block, row = self._place.pop(slot)
         if self._num_cached and self.version(slot) == version:
-            if row != pool.num_running - 1:
-                target = pool.free_row()
-                pool.free.discard(target)
-                self._copy((pool, row), (pool, target), int(self.lengths[slot]))
-                pool.slots[row] = None
-                self._put(slot, pool, target)
-                self._fill_gap(pool, row)
-            else:
-                pool.num_running -= 1
-            self._idle[slot] = None
-            if len(self._idle) > self._num_cached:
-                self._drop(self._idle.popitem(last=False)[0])
+            self.idle[slot] = block.columns(row, int(self.lengths[slot])).clone()
+            if len(self.idle) > self._num_cached:
+                self._free_slot(self.idle.popitem(last=False)[0])
         else:
-            self._drop(slot)
-            self._fill_gap(pool, row)
+            self._free_slot(slot)
+        self._remove(block, row)
 
     def forget_all(self) -> None:
         """Drop all idle slots and bar the running ones from ever being shared."""
-        while self._idle:
-            self._drop(self._idle.popitem()[0])
+        for slot in self.idle:
+            self._free_slot(slot)
+        self.idle.clear()
         self._version[:] = NO_VERSION
 
     def clear(self) -> None:
         """Drop all slots, running ones too, and their memory."""
-        self.pools.clear()
-        self._idle.clear()
-        num_slots = len(self._row)
-        self._unused = list(range(num_slots))
-        self._pool = [None] * num_slots
-        self._version[:] = NO_VERSION
-        self.lengths[:] = 0
+        self.forget_all()
+        for slot in self._place:
+            self._free_slot(slot)
+        self._place.clear()
+        self.blocks.clear()
 
-    def _pool_for(self, columns: int) -> Pool:
-        capacity = next(c for c in CAPACITIES if c >= columns)
-        if capacity not in self.pools:
-            self.pools[capacity] = Pool(self._arch, capacity, self._dtype, self._device)
-            self.pools = dict(sorted(self.pools.items()))
-            if capacity > self.tokens.shape[1]:
-                added = capacity - self.tokens.shape[1]
-                self.tokens = np.pad(self.tokens, ((0, 0), (0, added)))
-        return self.pools[capacity]
+    def _columns(self, slot: int, length: int) -> Tensor:
+        """A view of the first columns of a running or an idle slot."""
+        if slot in self.idle:
+            return self.idle[slot][:, :, :, :length]
+        block, row = self._place[slot]
+        return block.columns(row, length)
 
-    def _put(self, slot: int, pool: Pool, row: int) -> None:
-        self._pool[slot], self._row[slot] = pool, row
-        pool.slots[row] = slot
-        pool.free.discard(row)
+    def _block_for(self, columns: int) -> Block:
+        width = FIRST_WIDTH
+        while width < columns:
+            width *= 2
+        if width not in self.blocks:
+            self.blocks[width] = Block(self._arch, width, self._dtype, self._device)
+            added = max(0, width - self.tokens.shape[1])
+            self.tokens = np.pad(self.tokens, ((0, 0), (0, added)))
+        return self.blocks[width]
 
-    @staticmethod
-    def _copy(source: tuple[Pool, int], target: tuple[Pool, int], columns: int) -> None:
-        (old, row), (new, place) = source, target
-        new.kv[:, :, place, :, :columns] = old.kv[:, :, row, :, :columns]
+    def _put(self, slot: int, block: Block, columns: Tensor | None) -> None:
+        """Give the slot a row of the block, which begins with `columns`."""
+        row = block.add(slot)
+        self._place[slot] = block, row
+        if columns is not None:
+            block.columns(row, columns.shape[3])[:] = columns
 
-    def _claim_front(self, pool: Pool) -> int:
-        """Make the first row behind the running ones a running one; its idle slot moves away."""
-        if pool.num_running == len(pool.slots):
-            pool.free_row()
-        row = pool.num_running
-        tenant = pool.slots[row]
-        if tenant is not None:
-            place = pool.free_row()
-            self._copy((pool, row), (pool, place), int(self.lengths[tenant]))
-            self._put(tenant, pool, place)
-            pool.slots[row] = None
-        pool.free.discard(row)
-        pool.num_running += 1
-        return row
-
-    def _start_idle_row(self, slot: int, pool: Pool, columns: int) -> None:
-        """Make the row of an idle slot a running one of `pool`."""
-        old, row = self.location(slot)
-        if old is pool and row == pool.num_running:
-            pool.num_running += 1
-            return
-        target = self._claim_front(pool)
-        self._copy((old, row), (pool, target), columns)
-        old.slots[row] = None
-        old.free.add(row)
-        self._put(slot, pool, target)
-
-    def _fill_gap(self, pool: Pool, row: int) -> None:
-        """Close the gap that a running row left: the last running row moves there."""
-        pool.num_running -= 1
-        last = pool.num_running
+    def _remove(self, block: Block, row: int) -> None:
+        """Close the gap that a row leaves: the last row of the block moves there. A wide block
+        without rows gives its memory back."""
+        last, slot = len(block.slots) - 1, block.slots.pop()
         if row != last:
-            slot = pool.slots[last]
-            assert slot is not None
-            self._copy((pool, last), (pool, row), int(self.lengths[slot]))
-            self._put(slot, pool, row)
-            pool.slots[last] = None
-        pool.free.add(last)
+            length = int(self.lengths[slot])
+            block.columns(row, length)[:] = block.columns(last, length)
+            block.slots[row] = slot
+            self._place[slot] = block, row
+        elif not block.slots and block.width > FIRST_WIDTH:
+            del self.blocks[block.width]
 
-    def _drop(self, slot: int) -> None:
-        """Free slot and row. A running row's gap is the caller's to fill."""
-        pool, row = self.location(slot)
-        pool.slots[row] = None
-        if row >= pool.num_running:
-            pool.free.add(row)
-        self._pool[slot] = None
+    def _free_slot(self, slot: int) -> None:
         self._version[slot] = NO_VERSION
         self.lengths[slot] = 0
-        self._unused.append(slot)
+        self._free.append(slot)

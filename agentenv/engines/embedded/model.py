@@ -2,9 +2,10 @@
 
 All tokens of a step are packed in one list [T], so that the matrix products meet no padding:
 
-    | rows of pool 64 | rows of pool 96 | ... | new tokens of prompt A | of prompt B | ...
+    | rows of width 256 | of width 512 | ... | new tokens of prompt A | of prompt B | ...
 
-Attention runs once per pool over a view of its running rows, and once per new prompt.
+Attention runs once per block of the cache over a view of its running rows, and once per new
+prompt.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from agentenv.engines.embedded.cache import Pool
+from agentenv.engines.embedded.cache import Block
 from agentenv.engines.embedded.weights import Architecture, LayerWeights, Weights, rope_frequencies
 from agentenv.types import SamplingParams
 
@@ -23,25 +24,25 @@ COLUMN_STEP = 16  # decode attention reads a multiple of this many columns
 
 
 class DecodeGroup:
-    """Rows 0..n-1 of one pool, one new token each: packed tokens [start, start + n)."""
+    """Rows 0..n-1 of one block, one new token each: packed tokens [start, start + n)."""
 
-    def __init__(self, pool: Pool, start: int, positions: Sequence[int], device: torch.device):
-        num_rows, kv_heads, capacity = len(positions), pool.kv.shape[3], pool.capacity
-        self.pool, self.start, self.stop = pool, start, start + num_rows
+    def __init__(self, block: Block, start: int, positions: Sequence[int], device: torch.device):
+        num_rows, kv_heads, width = len(positions), block.kv.shape[3], block.width
+        self.block, self.start, self.stop = block, start, start + num_rows
         self.longest = max(positions)
         self._positions = torch.tensor(positions, device=device).unsqueeze(1)
-        self._columns = torch.arange(capacity, device=device)
+        self._columns = torch.arange(width, device=device)
         heads = torch.arange(num_rows * kv_heads, device=device)
-        # Where each new key goes in the pool seen as [rows * num_kv_heads * capacity, head_dim].
-        self.places = heads * capacity + self._positions.repeat_interleave(kv_heads)
+        # Where each new key goes in the block seen as [rows * num_kv_heads * width, head_dim].
+        self.places = heads * width + self._positions.repeat_interleave(kv_heads)
         self.prepare()
 
     def prepare(self) -> None:
         """Set the additive mask [n, 1, 1, columns] for the current positions."""
         wanted = (self.longest // COLUMN_STEP + 1) * COLUMN_STEP
-        self.num_columns = min(wanted, self.pool.capacity)
+        self.num_columns = min(wanted, self.block.width)
         hidden = self._columns[: self.num_columns] > self._positions
-        mask = torch.zeros(hidden.shape, dtype=self.pool.kv.dtype, device=hidden.device)
+        mask = torch.zeros(hidden.shape, dtype=self.block.kv.dtype, device=hidden.device)
         self.mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
 
     def advance(self) -> None:
@@ -56,9 +57,9 @@ class Prefill:
     """Tokens [past, past + n) of a prompt, for row `row`: packed tokens [start, start + n)."""
 
     def __init__(
-        self, pool: Pool, row: int, past: int, start: int, stop: int, device: torch.device
+        self, block: Block, row: int, past: int, start: int, stop: int, device: torch.device
     ) -> None:
-        self.pool, self.row, self.past, self.start, self.stop = pool, row, past, start, stop
+        self.block, self.row, self.past, self.start, self.stop = block, row, past, start, stop
         num_new = stop - start
         self.causal = past == 0 and num_new > 1
         self.mask: Tensor | None = None
@@ -93,7 +94,7 @@ class Batch:
 
 
 class DecoderModel:
-    """A Qwen3, Qwen2 or Llama decoder as a function over pools of keys and values."""
+    """A Qwen3, Qwen2 or Llama decoder as a function over blocks of keys and values."""
 
     def __init__(self, arch: Architecture, weights: Weights) -> None:
         self._arch, self._weights = arch, weights
@@ -162,14 +163,14 @@ def decode_attention(
     index: int, group: DecodeGroup, queries: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
     """Store one column per row, attend over the row: [n, num_heads * head_dim]."""
-    pool, rows, d = group.pool, slice(group.start, group.stop), queries.shape[-1]
+    block, rows, d = group.block, slice(group.start, group.stop), queries.shape[-1]
     num_rows, columns = group.stop - group.start, group.num_columns
-    pool.flat_keys[index].index_copy_(0, group.places, keys[rows].reshape(-1, d))
-    pool.flat_values[index].index_copy_(0, group.places, values[rows].reshape(-1, d))
+    block.flat_keys[index].index_copy_(0, group.places, keys[rows].reshape(-1, d))
+    block.flat_values[index].index_copy_(0, group.places, values[rows].reshape(-1, d))
     out = F.scaled_dot_product_attention(
         queries[rows],
-        pool.keys[index][:num_rows, :, :columns],
-        pool.values[index][:num_rows, :, :columns],
+        block.keys[index][:num_rows, :, :columns],
+        block.values[index][:num_rows, :, :columns],
         attn_mask=group.mask,
     )
     return out.reshape(num_rows, -1)
@@ -181,8 +182,8 @@ def prefill_attention(
     """Store n columns of one row, attend over past and new ones: [n, num_heads * head_dim]."""
     span = slice(new.start, new.stop)
     end = new.past + new.stop - new.start
-    row_keys = new.pool.keys[index][new.row]
-    row_values = new.pool.values[index][new.row]
+    row_keys = new.block.keys[index][new.row]
+    row_values = new.block.values[index][new.row]
     row_keys[:, new.past : end] = keys[span].transpose(0, 1)
     row_values[:, new.past : end] = values[span].transpose(0, 1)
     query = queries[span].permute(1, 2, 0, 3)  # [num_kv_heads, group, n, head_dim]
@@ -195,9 +196,6 @@ def prefill_attention(
         is_causal=new.causal,
     )
     return out.permute(2, 0, 1, 3).reshape(end - new.past, -1)
-
-
-# Sampling of one token per row, with its log-probability and the entropy of what it came from.
 
 
 class Sampler:

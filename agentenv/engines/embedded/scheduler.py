@@ -7,14 +7,13 @@ requests that are done go.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -27,9 +26,10 @@ from agentenv.engines.stop_strings import StopMatcher, StopStrings
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
-# One call of generate: what the engine thread keeps of it, and what the event loop keeps.
-
 MIN_TEMPERATURE = 1e-3  # below it logits / temperature could overflow; 0 is greedy
+MAX_PREFILL_TOKENS = 4096  # new prompt tokens of one step, unless one prompt alone has more
+MIN_WAIT_GAIN = 16  # a prompt waits a step for a twin that saves it this many tokens
+ROOM = 16  # columns reserved beyond a prompt, so that short turns need no move
 
 
 @dataclass(eq=False)
@@ -65,7 +65,11 @@ class Request:
     def lie_down(self) -> None:
         """Give up the slot and begin once more behind the tokens so far."""
         self.slot = -1
-        self.context = np.concatenate([self.prompt, np.array(self.token_ids, dtype=np.int32)])
+        self.context = np.array(self.all_ids(), dtype=np.int32)
+
+    def all_ids(self) -> list[int]:
+        """The tokens of prompt and output so far."""
+        return [*self.prompt.tolist(), *self.token_ids]
 
     def enter_version(self, version: int) -> None:
         """Tokens from here on are chosen by `version`."""
@@ -102,38 +106,6 @@ class Request:
 Event = tuple[Request, Chunk | None, Completion | EngineError | None]
 
 
-class Call:
-    """One call of generate, as the event loop sees it."""
-
-    def __init__(
-        self, future: asyncio.Future[Completion], on_tokens: Callable[[Chunk], None] | None
-    ) -> None:
-        self.future, self._on_tokens = future, on_tokens
-        self.over = False  # generate has returned or is about to
-
-    def report(self, chunk: Chunk) -> None:
-        """Hand out a chunk; if the callback raises, the call fails and the loop logs why."""
-        if self.over or self._on_tokens is None:
-            return
-        failed = True
-        try:
-            self._on_tokens(chunk)
-            failed = False
-        finally:
-            if failed:
-                settle(self.future, EngineError("on_tokens raised; the request is aborted"))
-
-
-def settle(future: asyncio.Future[Any], outcome: object) -> None:
-    """Give the future its result or exception unless its caller is gone."""
-    if future.done():
-        return
-    if isinstance(outcome, EngineError):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
-
-
 def check_request(
     prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int, max_length: int
 ) -> IntArray:
@@ -166,15 +138,13 @@ def check_request(
     return prompt.astype(np.int32)
 
 
-# The rows of a step: which request is where in the batch.
-
-
-class Rows:
-    """The decoding rows pool by pool, then the prompts of `fresh` in order. Kept while the same
-    requests go on in the same rows.
+class Step:
+    """The requests of one step and what the model computes for them: a row for each that decodes,
+    block by block, then the new prompts in order. Kept while the same requests go on in the same
+    rows.
 
     `slots` are those of the decoding rows, `inputs` their tokens, which the next step computes;
-    `num_steps` is how many steps there is room for until a slot is full.
+    `num_steps` is how many steps there is room for until a row is full.
     """
 
     def __init__(
@@ -185,51 +155,44 @@ class Rows:
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        new_slots = {request.slot for request in fresh}
-        groups: list[DecodeGroup] = []
+        decodes: list[DecodeGroup] = []
         slots: list[int] = []
-        spare: list[int] = []  # steps until a slot is full
-        for pool in cache.pools.values():
-            rows = [slot for slot in pool.running() if slot not in new_slots]
+        spare: list[int] = []  # steps until a row is full
+        new = {request.slot for request in fresh}
+        for block in cache.blocks.values():
+            rows = [slot for slot in block.slots if slot not in new]  # the new ones are the last
             if rows:
                 lengths = cache.lengths[rows].tolist()
-                groups.append(DecodeGroup(pool, len(slots), lengths, device))
-                spare.append(pool.capacity - max(lengths))
+                decodes.append(DecodeGroup(block, len(slots), lengths, device))
+                spare.append(block.width - max(lengths))
                 slots += rows
         self.slots = np.array(slots, dtype=np.int64)
-        positions = cache.lengths[self.slots].tolist()
         self.requests = [running[slot] for slot in slots]
-        token_ids = [request.token_ids[-1] for request in self.requests]
-        self.inputs = token_ids[:]
+        self.inputs = [request.token_ids[-1] for request in self.requests]
+        token_ids, positions = self.inputs[:], cache.lengths[self.slots].tolist()
         prefills: list[Prefill] = []
         for request in fresh:
-            pool, row = cache.location(request.slot)
+            block, row = cache.location(request.slot)
             past, start = request.num_cached, len(token_ids)
             token_ids += request.context[past:].tolist()
             positions += range(past, len(request.context))
-            prefills.append(Prefill(pool, row, past, start, len(token_ids), device))
-            spare.append(pool.capacity - len(request.context) + 1)
+            prefills.append(Prefill(block, row, past, start, len(token_ids), device))
+            spare.append(block.width - len(request.context) + 1)
         self.requests += fresh
         self.num_steps = min(spare)
-        order = self.requests
+        tokens = torch.tensor(token_ids, device=device)
+        self.batch = Batch(tokens, torch.tensor(positions, device=device), decodes, prefills)
         self.sampler = Sampler(
-            [request.sampling for request in order],
+            [request.sampling for request in self.requests],
             device,
             vocab_size,
-            lambda row: [*order[row].prompt.tolist(), *order[row].token_ids],
+            lambda row: self.requests[row].all_ids(),
         )
-        tokens = torch.tensor(token_ids, device=device)
-        self.batch = Batch(tokens, torch.tensor(positions, device=device), groups, prefills)
 
     def advance(self, sampled: Tensor, token_ids: list[int]) -> None:
         """Go on with the tokens just sampled, given twice; only without prompts."""
         self.batch.advance(sampled)
         self.inputs = token_ids
-
-
-MAX_PREFILL_TOKENS = 4096  # new prompt tokens of one step, unless one prompt alone has more
-MIN_WAIT_GAIN = 16  # a prompt waits a step for a twin that saves it this many tokens
-ROOM = 16  # columns reserved beyond a prompt, so that short turns need no move
 
 
 class Scheduler:
@@ -255,7 +218,7 @@ class Scheduler:
         self._stop_strings = stop_strings
         self._max_num_seqs = max_num_seqs
         self._device = weights.embed.device
-        self._rows: Rows | None = None  # of the last step, if the next one may have the same
+        self._step: Step | None = None  # the last one, if the next may have the same rows
         self._steps_to_grow = 0
 
     @property
@@ -304,7 +267,7 @@ class Scheduler:
             request.lie_down()
             self.waiting.appendleft(request)
         self.running.clear()
-        self._rows = None
+        self._step = None
         self._cache.clear()
         if self._device.type != "cpu":
             self._weights.give_back()
@@ -325,32 +288,32 @@ class Scheduler:
         fresh = self._admit()
         if not self.running:
             return
-        rows = self._rows
-        if rows is None:
-            rows = Rows(self._cache, self.running, fresh, self._arch.vocab_size, self._device)
-            self._rows, self._steps_to_grow = rows, rows.num_steps
-        self._cache.append(rows.slots, rows.inputs)
-        uniforms = [request.rng.random() for request in rows.requests]
-        sampled, logprobs, entropies = rows.sampler.sample(
-            self._model.forward(rows.batch),
+        step = self._step
+        if step is None:
+            step = Step(self._cache, self.running, fresh, self._arch.vocab_size, self._device)
+            self._step, self._steps_to_grow = step, step.num_steps
+        self._cache.append(step.slots, step.inputs)
+        uniforms = [request.rng.random() for request in step.requests]
+        sampled, logprobs, entropies = step.sampler.sample(
+            self._model.forward(step.batch),
             torch.tensor(uniforms, dtype=torch.float64, device=self._device),
         )
         for request in fresh:
             self._cache.publish(request.slot, self.policy_version)
         self._steps_to_grow -= 1
         if fresh:
-            self._rows = None
+            self._step = None
         token_ids = sampled.tolist()
-        self._record(rows.requests, token_ids, logprobs.tolist(), entropies.tolist())
-        if self._rows is rows:
-            rows.advance(sampled, token_ids)
+        self._record(step.requests, token_ids, logprobs.tolist(), entropies.tolist())
+        if self._step is step:
+            step.advance(sampled, token_ids)
 
     def _grow_slots(self) -> None:
-        """Move the running slots that are full to a larger pool."""
-        self._rows = None
+        """Move the running slots whose rows are full to wider ones."""
+        self._step = None
         for slot in self.running:
             length = int(self._cache.lengths[slot])
-            if length == self._cache.location(slot)[0].capacity:
+            if length == self._cache.location(slot)[0].width:
                 self._cache.grow(slot, length + 1)
 
     def _admit(self) -> list[Request]:
@@ -385,7 +348,7 @@ class Scheduler:
         self.running[request.slot] = request
         request.enter_version(self.policy_version)
         self.counts["cached_tokens"] += request.num_cached
-        self._rows = None
+        self._step = None
 
     def _record(
         self,
@@ -423,7 +386,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self._cache.close(request.slot, self.policy_version)
         del self.running[request.slot]
-        self._rows = None
+        self._step = None
 
 
 def twin_prefix(request: Request, others: list[Request]) -> int:

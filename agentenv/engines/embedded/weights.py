@@ -1,17 +1,20 @@
-"""Which models the embedded engine knows, as their configuration files describe them."""
+"""The models that the embedded engine knows: sizes from config.json, weights from safetensors.
+
+Weights are replaced in place, all or none of them, so that what holds a view of a parameter keeps
+it across updates.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from msgspec import Struct
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError, deserialize
 from torch import Tensor
 
 from agentenv.errors import EngineError
@@ -152,9 +155,7 @@ def rope_frequencies(arch: Architecture) -> Tensor:
     return frequencies
 
 
-# Weights of the embedded engine, loaded and replaced in place.
-
-FLOAT_DTYPES = ("F32", "BF16", "F16")
+FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class LayerWeights:
@@ -223,19 +224,16 @@ class Weights:
     def load(self, source: Path) -> None:
         """Replace all parameters by those of a directory with model.safetensors or its shards.
 
-        Raises EngineError, before anything has been copied, if names, shapes or dtypes differ.
+        Raises EngineError and changes nothing if a file cannot be read or names, shapes or dtypes
+        differ: everything is in main memory, and checked, before the first parameter is replaced.
         """
-        with ExitStack() as stack, torch.no_grad():
-            found: dict[str, Any] = {}
-            try:
-                for path in _weight_files(source):
-                    handle = stack.enter_context(safe_open(path, framework="pt"))
-                    found.update((name, handle) for name in handle.keys())  # noqa: SIM118
-                self._check(source, found)
-                for name, place in self.targets.items():
-                    place.copy_(found[name].get_tensor(name))
-            except (SafetensorError, OSError) as error:
-                raise EngineError(f"cannot read the weights in {source}: {error}") from error
+        found: dict[str, Tensor] = {}
+        for path in _weight_files(source):
+            found |= _read_tensors(path)
+        self._check(source, found)
+        with torch.no_grad():
+            for name, place in self.targets.items():
+                place.copy_(found[name])
 
     def give_back(self) -> None:
         """Free their memory on the device; `take_back` brings them back."""
@@ -260,23 +258,17 @@ class Weights:
         }
         yield from seen.values()
 
-    def _check(self, source: Path, found: dict[str, Any]) -> None:
+    def _check(self, source: Path, found: dict[str, Tensor]) -> None:
         missing = sorted(self.targets.keys() - found.keys())
         unknown = sorted(found.keys() - self.targets.keys() - self.ignored)
         if missing or unknown:
             raise EngineError(f"weights in {source}: missing {missing[:3]}, unknown {unknown[:3]}")
         for name, place in self.targets.items():
-            entry = found[name].get_slice(name)
-            shape = tuple(entry.get_shape())
+            shape = tuple(found[name].shape)
             # The norms of all query heads share one vector in the file.
             expected = tuple(place.shape[-1:] if "_norm." in name else place.shape)
             if shape != expected:
                 raise EngineError(f"weights in {source}: {name} is {shape}, expected {expected}")
-            if entry.get_dtype() not in FLOAT_DTYPES:
-                raise EngineError(
-                    f"weights in {source}: {name} has dtype {entry.get_dtype()}, "
-                    f"expected one of {', '.join(FLOAT_DTYPES)}"
-                )
 
 
 def _weight_files(source: Path) -> list[Path]:
@@ -285,3 +277,23 @@ def _weight_files(source: Path) -> list[Path]:
         names = read_json(index).get("weight_map", {})
         return [source / name for name in sorted(set(names.values()))]
     return [source / "model.safetensors"]
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name, in main memory: a mapped file would be read later, where a
+    failure kills the process. Raises EngineError."""
+    try:
+        entries = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
+    except (SafetensorError, OSError) as error:
+        raise EngineError(f"cannot read the weights in {path}: {error}") from error
+    tensors: dict[str, Tensor] = {}
+    for name, entry in entries:
+        dtype = FLOAT_DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise EngineError(
+                f"weights in {path}: {name} has dtype {entry['dtype']}, "
+                f"expected one of {', '.join(FLOAT_DTYPES)}"
+            )
+        data = torch.frombuffer(entry["data"], dtype=dtype) if entry["data"] else torch.empty(0)
+        tensors[name] = data.view(entry["shape"])
+    return tensors
