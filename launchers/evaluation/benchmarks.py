@@ -20,7 +20,7 @@ from functools import cache
 from importlib import metadata, resources
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -33,7 +33,9 @@ from agentenv.errors import ConfigError, DataError
 from agentenv.prompt import SYSTEM_KEY
 from agentenv.types import Task
 from envs.grading.verdict import last_boxed
-from launchers.evaluation.store import EvalRow
+
+if TYPE_CHECKING:  # rows of answers, whose configuration names benchmarks
+    from launchers.evaluation.store import EvalRow
 
 Kind = Literal["math", "qa", "deep_search"]
 Metric = Literal["math", "f1", "judge"]
