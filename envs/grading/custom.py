@@ -20,15 +20,21 @@ from typing import Any
 
 import msgspec
 
-from agentenv.errors import ConfigError, GraderError
+from agentenv.errors import ConfigError, GraderError, InfraError
 from agentenv.tool_env import Grade
 from agentenv.types import Message, Task
-from envs.grading.workers import JobFailedError, JobTimeoutError, WorkerPool
+from envs.workers import JobDiedError, JobRaisedError, JobStoppedError, WorkerPool
+
+STOPPED = "stopped"  # the part of a grade that says that the function gave none
 
 
 class CustomGrader:
     """The grader of `kind = "custom"`. An answer counts as right when the function says so by
-    "success", "correct" or "acc", else from the score `success_at` on."""
+    "success", "correct" or "acc", else from the score `success_at` on.
+
+    An answer on which the function computes or sleeps for over `timeout_s`, or its process dies,
+    scores 0 and has the part "stopped"; waiting for a core of a busy machine does not count.
+    """
 
     def __init__(
         self,
@@ -50,8 +56,10 @@ class CustomGrader:
         self.success_at = success_at
         self._pool = WorkerPool(
             "envs.grading.custom:CustomFunction",
+            name="custom",
             arguments={"path": self.path, "name": name},
             max_jobs=num_workers,
+            max_asleep_s=timeout_s,
         )
 
     async def start(self) -> None:
@@ -66,7 +74,7 @@ class CustomGrader:
     async def grade(
         self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
     ) -> Grade:
-        """Raises GraderError when the function raises or takes too long."""
+        """Raises GraderError when the function raises, or no process can be had."""
         payload = {
             "task": msgspec.to_builtins(task),
             "written": msgspec.to_builtins(list(written)),
@@ -75,13 +83,19 @@ class CustomGrader:
         await self.start()
         try:
             found = await self._pool.run(payload, self.timeout_s)
-        except (JobTimeoutError, JobFailedError) as error:
+        except (JobStoppedError, JobDiedError) as error:
+            return Grade(0.0, False, {STOPPED: 1.0}, f"{self.name} of {self.path}: {error}")
+        except (JobRaisedError, InfraError) as error:
             raise GraderError(f"task {task.id}: {self.name} of {self.path}: {error}") from None
         success = found["success"]
         if success is None:
             success = found["score"] >= self.success_at
         parts = {"score": found["score"], **found["parts"]}
         return Grade(found["score"], success, parts, found["reason"] or f"by {self.name}")
+
+    def stats(self) -> dict[str, float]:
+        """Calls of the function, and those that were stopped."""
+        return self._pool.stats()
 
     def close(self) -> None:
         """Kill the workers."""

@@ -15,7 +15,7 @@ from agentenv.env import shared
 from agentenv.errors import ConfigError, GraderError
 from agentenv.tool_env import Grade, Grader, start_grader
 from agentenv.types import Message, Task
-from envs.grading.custom import CustomGrader
+from envs.grading.custom import STOPPED, CustomGrader
 from envs.grading.exact import Exact, TokenF1
 from envs.grading.judge import JudgeConfig
 from envs.grading.layers import Layered
@@ -158,7 +158,9 @@ class GraderConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     judge: Annotated[JudgeConfig | None, Meta(description="judge: the server and its model")] = None
     path: Annotated[str, Meta(description="custom: the Python file")] = ""
     name: Annotated[str, Meta(description="custom: the function in it")] = "compute_score"
-    timeout_s: Annotated[float, Meta(gt=0, description="custom: limit of one call, seconds")] = 10.0
+    timeout_s: Annotated[
+        float, Meta(gt=0, description="custom: limit of one call: seconds of CPU time, and asleep")
+    ] = 10.0
     num_workers: Annotated[int, Meta(ge=1, description="custom: worker processes")] = 2
     success_at: Annotated[
         float, Meta(description="custom: the score from which an answer counts as right")
@@ -264,6 +266,10 @@ async def check_grader(grader: Grader, tasks: Sequence[Task]) -> None:
             raise ConfigError(
                 f"the grader fails on row {task.id}, given its own gold {gold!r}: {error}"
             ) from None
+        if grade.parts.get(STOPPED):
+            raise ConfigError(
+                f"the grader fails on row {task.id}, given its own gold {gold!r}: {grade.reason}"
+            )
         if not math.isfinite(grade.reward):
             raise ConfigError(
                 f"the grader gives row {task.id} the reward {grade.reward}; expected a number"

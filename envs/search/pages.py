@@ -7,13 +7,9 @@ import ipaddress
 import os
 import re
 import socket
-import struct
-import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from math import log
-from pathlib import Path
 from typing import Annotated, Literal
 
 import aiohttp
@@ -22,9 +18,11 @@ from aiohttp.resolver import ThreadedResolver
 from msgspec import Meta, Struct
 from yarl import URL
 
+from agentenv.env import summed_stats
 from agentenv.errors import ConfigError, InfraError, ToolError
 from envs.search.cache import ResultCache
 from envs.search.corpus import words
+from envs.search.page_text import TextExtractor
 from envs.search.upstream import Cassette, HttpRequest, Reply, SingleFlight, TrafficConfig, Upstream
 
 # Which network addresses a page may come from: public ones, and networks that are named.
@@ -94,93 +92,6 @@ class GuardedResolver(AbstractResolver):
         """Close the resolver behind."""
         if self._inner is not None:
             await self._inner.close()
-
-
-# From a page to its text, in worker processes that are killed when a page makes them hang.
-
-WORKER = Path(__file__).with_name("extract_worker.py")
-START_TIMEOUT_S = 60.0  # importing trafilatura on a busy machine
-
-
-class TextExtractor:
-    """A pool of at most `num_workers` processes, started when needed.
-
-    A page that takes over `timeout_s` is a ToolError, and its worker is replaced.
-    """
-
-    def __init__(self, num_workers: int = 2, timeout_s: float = 5.0, worker: Path = WORKER) -> None:
-        self.timeout_s = timeout_s
-        self.num_killed = 0
-        self._worker = worker
-        self._slots = asyncio.Semaphore(num_workers)
-        self._idle: list[asyncio.subprocess.Process] = []
-        self._closed = False
-
-    async def extract(self, page: Reply) -> str:
-        """The text of a fetched page; plain texts come back as they are, decoded."""
-        async with self._slots:
-            fresh = not self._idle
-            process = await self._start() if fresh else self._idle.pop()
-            healthy = False
-            try:
-                async with asyncio.timeout(START_TIMEOUT_S if fresh else None):
-                    if fresh:  # its imports are no fault of the page
-                        await _ask(process, "text/html", b"<p>warm</p>")
-                async with asyncio.timeout(self.timeout_s):
-                    found = await _ask(process, page.content_type, page.body)
-                healthy = not self._closed
-            except TimeoutError:
-                self.num_killed += 1
-                raise ToolError(f"{page.url} could not be read: its text takes too long.") from None
-            except (OSError, asyncio.IncompleteReadError) as error:
-                self.num_killed += 1
-                raise ToolError(f"{page.url} could not be read.") from error
-            finally:
-                if healthy:
-                    self._idle.append(process)
-                else:
-                    await _kill(process)
-        return found
-
-    async def close(self) -> None:
-        """Kill the workers; idempotent."""
-        self._closed = True
-        while self._idle:
-            await _kill(self._idle.pop())
-
-    async def _start(self) -> asyncio.subprocess.Process:
-        try:
-            return await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-I",
-                str(self._worker),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                env={},
-                limit=1 << 20,
-            )
-        except OSError as error:
-            raise InfraError(f"no process for text extraction: {error}") from error
-
-
-async def _ask(process: asyncio.subprocess.Process, kind: str, body: bytes) -> str:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    content = kind.replace("\n", " ").encode() + b"\n" + body
-    process.stdin.write(struct.pack(">I", len(content)) + content)
-    await process.stdin.drain()
-    (length,) = struct.unpack(">I", await process.stdout.readexactly(4))
-    return (await process.stdout.readexactly(length)).decode("utf-8", "replace")
-
-
-async def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill, and wait until the process is gone, also when cancelled meanwhile."""
-    with suppress(ProcessLookupError):
-        process.kill()
-    if process.stdin is not None:
-        process.stdin.close()
-    await asyncio.shield(process.wait())
 
 
 # Fetching pages that the policy names: nothing private is reached, nothing endless is read.
@@ -354,7 +265,9 @@ class PagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_chars: Annotated[int, Meta(ge=100, description="of a page, given to the policy")] = 6000
     max_page_chars: Annotated[int, Meta(ge=1000, description="of a page's text, kept")] = 100_000
     num_workers: Annotated[int, Meta(ge=1, description="processes that extract text")] = 2
-    extract_timeout_s: Annotated[float, Meta(gt=0, description="for one page")] = 5.0
+    extract_timeout_s: Annotated[
+        float, Meta(gt=0, description="CPU time for the text of one page")
+    ] = 5.0
     summarize: Annotated[bool, Meta(description="open_page gives a model's summary")] = False
 
 
@@ -384,13 +297,14 @@ class PageReader:
         return await self._flight.run(key, lambda: self._read(key, url))
 
     def stats(self) -> dict[str, float]:
-        """Requests of the reader."""
-        return self._jina.stats()
+        """Requests of Jina's reader, and pages whose text was extracted."""
+        return summed_stats([self._jina, self._extractor])
 
     async def close(self) -> None:
         """Stop what is in the air, kill the workers and close the connections; idempotent."""
         await self._flight.close()
-        await asyncio.gather(self._fetcher.close(), self._extractor.close(), self._jina.close())
+        self._extractor.close()
+        await asyncio.gather(self._fetcher.close(), self._jina.close())
 
     async def _read(self, key: str, url: str) -> str:
         if self.config.reader == "jina":

@@ -24,7 +24,6 @@ from msgspec import Struct
 from agentenv.disk import write_whole
 from agentenv.env import close_shared
 from agentenv.errors import DataError
-from envs.grading.math import shared_math
 from launchers.evaluation.figures import Estimate, Question, Summary, summarise
 from launchers.evaluation.scores import Compat, Scorer
 from launchers.evaluation.store import EvalRow, keep_filled, load_saved, num_filled, read_rows
@@ -330,8 +329,6 @@ def make_scorer(view: View, compat: Compat = "") -> Scorer:
     math = importlib.util.find_spec("math_verify") is not None
     if not math:
         view.say('no math-verify (pip install "agentenv[math]"): expressions are compared as text')
-    else:
-        shared_math().take_turns()
     return Scorer(compat=compat, math=math)
 
 

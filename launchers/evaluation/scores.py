@@ -29,7 +29,7 @@ from launchers.evaluation.store import EvalRow, prediction, whole_text, written
 
 Compat = Literal["", "reference"]
 
-CONCURRENCY = 64  # rows; math-verify takes turns, see MathEquivalence.take_turns
+CONCURRENCY = 64  # rows
 NUM_TRIES = 2
 RETRY_DELAY_S = 0.5
 

@@ -3,20 +3,18 @@ r"""The layered grader: what it accepts, what it refuses, and why; hostile answe
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from agentenv.env import close_shared
-from agentenv.errors import ConfigError, GraderError
+from agentenv.errors import ConfigError
 from agentenv.types import Message, Task, ToolCall
 from envs.grading.layers import Layered, compare
 from envs.grading.math import risk_of
 from envs.grading.reward import ToolReward, check_grader, grader_config, make_grader
-from envs.grading.verdict import Verdict
 from envs.grading.words import f1, squad_f1
 from tests import check_fixtures
 from tests import check_grader as pairs
@@ -175,28 +173,12 @@ async def test_hostile_answers_are_wrong_and_hold_up_no_other_grading() -> None:
     matcher = Layered(limit_s=1.0)
     await matcher.start()
     hostile = [asyncio.ensure_future(matcher.verdict("?", text, ["x + 5"])) for text in HOSTILE]
-    ordinary = await _patiently(lambda: matcher.verdict("?", "5 + x", ["x + 5"]))
-    assert ordinary.right
-    verdicts = await asyncio.gather(*hostile, return_exceptions=True)
-    reasons = []
-    for verdict in verdicts:
-        if isinstance(verdict, Verdict):
-            assert not verdict.right
-            reasons.append(verdict.reason)
-        else:
-            assert isinstance(verdict, GraderError)
-            reasons.append(str(verdict))
-    stopped = ("did not finish", "too busy", "gave way", "have been at work")
-    assert any(any(words in reason for words in stopped) for reason in reasons)
+    assert (await matcher.verdict("?", "5 + x", ["x + 5"])).right
+    verdicts = await asyncio.gather(*hostile)
+    assert not any(verdict.right for verdict in verdicts)
+    reasons = [verdict.reason for verdict in verdicts]
+    assert any("did not finish" in reason for reason in reasons)
     assert any("not evaluated" in reason for reason in reasons)
-
-
-async def _patiently(ask: Callable[[], Awaitable[Verdict]]) -> Verdict:
-    """On a machine that others keep busy, the grader says so rather than that it is wrong."""
-    for _ in range(20):
-        with contextlib.suppress(GraderError):
-            return await ask()
-    return await ask()
 
 
 async def test_agreement_with_the_labelled_pairs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ from agentenv.errors import ConfigError, GraderError
 from agentenv.tool_env import Grader
 from agentenv.types import Message, Task
 from envs.grading.reward import check_grader, make_grader
-from envs.grading.workers import JobFailedError, JobTimeoutError, WorkerPool
 
 TASK = Task("row 7", "e", "q?", ("12",), "math", {"extra_info": {"index": 3}})
 ANSWER = Message("assistant", r"<think>.</think><answer>\boxed{12}</answer>")
@@ -92,8 +91,14 @@ async def test_a_hanging_function_is_killed_and_holds_up_no_other(path: str) -> 
     hanging = grader_of(path, "hangs", timeout_s=0.5)
     waiting = asyncio.ensure_future(hanging.grade(TASK, [ANSWER], {}))
     assert (await grader_of(path, "number").grade(TASK, [ANSWER], {})).success
-    with pytest.raises(GraderError, match=r"row 7: hangs of .*mine.py: stopped after 0.5 s"):
-        await waiting
+    grade = await waiting
+    assert (grade.reward, grade.success, grade.parts) == (0.0, False, {"stopped": 1.0})
+    assert grade.reason.endswith("mine.py: stopped after 0.5 s")
+
+
+async def test_a_function_that_raises_gives_no_grade(path: str) -> None:
+    with pytest.raises(GraderError, match=r"row 7: raises of .*mine.py: ValueError: no gold here"):
+        await grader_of(path, "raises").grade(TASK, [ANSWER], {})
 
 
 @pytest.mark.parametrize(
@@ -117,26 +122,3 @@ async def test_a_file_that_does_not_import_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import a_module_that_is_nowhere")
     with pytest.raises(ConfigError, match="a_module_that_is_nowhere"):
         await check_grader(grader_of(str(tmp_path / "broken.py"), "f"), [])
-
-
-async def test_a_pool_survives_kills_cancellation_and_the_death_of_its_process() -> None:
-    pool = WorkerPool("operator:neg", max_jobs=2)
-    sleeper = WorkerPool("time:sleep", max_jobs=2)
-    assert await asyncio.gather(*(pool.run(number, 5.0) for number in range(8))) == [
-        -number for number in range(8)
-    ]
-    with pytest.raises(JobFailedError, match="TypeError"):
-        await pool.run("x", 5.0)
-    with pytest.raises(JobTimeoutError):
-        await sleeper.run(60, 0.1)
-    cancelled = asyncio.ensure_future(sleeper.run(60, 30.0))
-    await asyncio.sleep(0.1)
-    cancelled.cancel()
-    await asyncio.wait({cancelled})
-    assert cancelled.cancelled()
-    assert await sleeper.run(0, 5.0) is None
-    pool.close()
-    assert await pool.run(3, 5.0) == -3
-    for each in (pool, sleeper):
-        each.close()
-        each.close()

@@ -9,9 +9,9 @@ import pytest
 from aiohttp import web
 
 from agentenv.errors import ToolError
-from envs.search import extract_worker
 from envs.search.cache import ResultCache
-from envs.search.pages import FetchConfig, PageReader, PagesConfig, TextExtractor, passages, window
+from envs.search.page_text import TextExtractor, page_text
+from envs.search.pages import FetchConfig, PageReader, PagesConfig, passages, window
 from envs.search.upstream import Cassette, Reply, TrafficConfig
 from tests.envs.search_server import serving
 
@@ -30,7 +30,7 @@ ONLY_127_0_0_1 = FetchConfig(allow_networks=("127.0.0.1/32",), num_retries=0)
 @pytest.mark.parametrize("trafilatura", [True, False])
 def test_the_text_of_a_page_without_its_boilerplate(trafilatura: bool) -> None:
     module = pytest.importorskip("trafilatura") if trafilatura else None
-    text = extract_worker.page_text(PAGE, module)
+    text = page_text(PAGE, module)
     assert "founded in 1535" in text
     assert "ten million" in text
     for junk in ("track", "Home", "rights"):
@@ -38,7 +38,7 @@ def test_the_text_of_a_page_without_its_boilerplate(trafilatura: bool) -> None:
 
 
 async def test_pages_are_extracted_in_workers() -> None:
-    extractor = TextExtractor(num_workers=1, timeout_s=60)
+    extractor = TextExtractor(num_workers=1, limit_s=60)
     umlauts = "<html><p>Gr\u00f6\u00dfe</p>" + "<p>L\u00e4nge und Breite</p>" * 3
     try:
         page = Reply(200, umlauts.encode("latin-1"), "text/html; charset=latin-1", "http://x/")
@@ -48,23 +48,11 @@ async def test_pages_are_extracted_in_workers() -> None:
         nested = Reply(200, b"<div>" * 100_000 + b"deep", "text/html", "http://x/")
         assert (await extractor.extract(nested)).strip() in ("", "deep")
     finally:
-        await extractor.close()
+        extractor.close()
 
 
-HANGING = """import sys
-while True:
-    header = sys.stdin.buffer.read(4)
-    page = sys.stdin.buffer.read(int.from_bytes(header, "big")).partition(b"\\n")[2]
-    while b"hang" in page: pass
-    if b"die" in page: sys.exit(1)
-    sys.stdout.buffer.write(len(page).to_bytes(4, "big") + page)
-    sys.stdout.buffer.flush()
-"""
-
-
-async def test_a_worker_that_hangs_or_dies_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "worker.py").write_text(HANGING)
-    extractor = TextExtractor(num_workers=1, timeout_s=0.3, worker=tmp_path / "worker.py")
+async def test_a_page_that_makes_its_worker_hang_or_die_cannot_be_read() -> None:
+    extractor = TextExtractor(num_workers=1, limit_s=0.3, handler="tests.support.jobs:read")
 
     def page(body: bytes) -> Reply:
         return Reply(200, body, "text/html", "http://x/")
@@ -74,17 +62,10 @@ async def test_a_worker_that_hangs_or_dies_is_replaced(tmp_path: Path) -> None:
             await extractor.extract(page(b"hang"))
         with pytest.raises(ToolError, match="http://x/ could not be read"):
             await extractor.extract(page(b"die"))
-        assert extractor.num_killed == 2
-        extractor.timeout_s = 60
-        assert await extractor.extract(page(b"fine")) == "fine"
-        waiting = asyncio.ensure_future(extractor.extract(page(b"hang")))
-        await asyncio.sleep(0.05)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
+        assert extractor.stats() == {"pages/num_jobs": 2, "pages/num_killed": 2}
         assert await extractor.extract(page(b"fine")) == "fine"
     finally:
-        await extractor.close()
+        extractor.close()
 
 
 # reading

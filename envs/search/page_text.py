@@ -1,22 +1,18 @@
-"""The process that turns pages into text; run by its path, so it imports nothing of ours.
-
-Reads frames from standard input and answers each on standard output: 4 bytes of length (big
-endian), then the content type, a line break and the page, or the text in UTF-8.
-It may hang or die on a hostile page: then it is killed.
-"""
+"""From a page to its text, in workers that are killed when a page makes them hang."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import re
-import resource
-import struct
-import sys
 from html.parser import HTMLParser
 from typing import Any
 
-MAX_MEMORY_BYTES = 2_000_000_000
+from agentenv.errors import ToolError
+from envs.search.corpus import wanted
+from envs.search.upstream import Reply
+from envs.workers import JobError, JobStoppedError, WorkerPool
+
+MEMORY_BYTES = 2_000_000_000
 
 _DROPPED = {"script", "style", "noscript", "template", "svg", "nav", "header", "footer", "aside"}
 _DROPPED |= {"form", "iframe", "button", "select", "head"}
@@ -88,22 +84,55 @@ def page_text(page: str, trafilatura: Any) -> str:
     return plain_text(page)
 
 
-def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    try:
-        trafilatura: Any = importlib.import_module("trafilatura")
-    except ImportError:
-        trafilatura = None
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    while header := source.read(4):
-        kind, _, body = source.read(struct.unpack(">I", header)[0]).partition(b"\n")
-        page = decoded(kind.decode("utf-8", "replace"), body)
-        if "html" in kind.decode("utf-8", "replace").lower() or b"<html" in body[:1000].lower():
-            page = page_text(page, trafilatura)
-        text = page.encode("utf-8", "replace")
-        sink.write(struct.pack(">I", len(text)) + text)
-        sink.flush()
+class PageText:
+    """What runs in a worker: callable with {"kind", "body"}, a content type and a page."""
+
+    def __init__(self) -> None:
+        self._trafilatura = wanted("trafilatura")
+        page_text("<p>warm</p>", self._trafilatura)  # before the first fork
+
+    def __call__(self, payload: dict[str, Any]) -> str:
+        """The text; of what is no HTML all of it."""
+        kind, body = payload["kind"], payload["body"]
+        page = decoded(kind, body)
+        if "html" in kind.lower() or b"<html" in body[:1000].lower():
+            page = page_text(page, self._trafilatura)
+        return page.encode("utf-8", "replace").decode()
 
 
-if __name__ == "__main__":
-    main()
+class TextExtractor:
+    """Extracts at most `num_workers` pages at once, each in `limit_s` seconds of CPU time."""
+
+    def __init__(
+        self,
+        num_workers: int = 2,
+        limit_s: float = 5.0,
+        handler: str = "envs.search.page_text:PageText",
+    ) -> None:
+        self.limit_s = limit_s
+        self._pool = WorkerPool(
+            handler,
+            name="pages",
+            max_jobs=num_workers,
+            memory_bytes=MEMORY_BYTES,
+            environment={},
+        )
+
+    async def extract(self, page: Reply) -> str:
+        """The text of a fetched page; plain texts come back as they are, decoded. ToolError: the
+        page takes too long, or more memory than there is; InfraError: no process can be had."""
+        try:
+            payload = {"kind": page.content_type, "body": page.body}
+            return str(await self._pool.run(payload, self.limit_s))
+        except JobStoppedError:
+            raise ToolError(f"{page.url} could not be read: its text takes too long.") from None
+        except JobError as error:
+            raise ToolError(f"{page.url} could not be read.") from error
+
+    def stats(self) -> dict[str, float]:
+        """Pages, and those that were given up."""
+        return self._pool.stats()
+
+    def close(self) -> None:
+        """Kill the workers; idempotent."""
+        self._pool.close()

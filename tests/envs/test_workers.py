@@ -1,0 +1,187 @@
+"""Worker pools: a job is bounded by what it uses, whatever else the machine does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from agentenv.errors import ConfigError, InfraError
+from envs.grading.layers import Layered
+from envs.grading.math import MathEquivalence
+from envs.workers import JobDiedError, JobRaisedError, JobStoppedError, WorkerPool
+from tests.support.warehouse import ROOT
+
+HANDLER = "tests.support.jobs:work"
+ENOUGH_S = 60.0
+
+
+@pytest.fixture
+async def make_pool() -> AsyncIterator[Callable[..., WorkerPool]]:
+    pools: list[WorkerPool] = []
+
+    def make(**keys: Any) -> WorkerPool:
+        pools.append(WorkerPool(HANDLER, name="jobs", **keys))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+        pool.close()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, _workers_of(os.getpid()), ENOUGH_S)
+    assert not alive
+
+
+def _workers_of(pid: int) -> list[psutil.Process]:
+    """Fork servers and workers below a process; dead ones may still be listed."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            if "envs.workers" in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+async def test_time_that_a_job_waits_for_a_core_does_not_count(
+    make_pool: Callable[..., WorkerPool],
+) -> None:
+    num_jobs = 4 * len(os.sched_getaffinity(0))  # so each takes at least four times its CPU time
+    pool = make_pool(max_jobs=num_jobs, max_asleep_s=1.0)
+    jobs = [pool.run({"spin_s": 0.5}, 1.0) for _ in range(num_jobs)]
+    assert await asyncio.gather(*jobs) == ["done"] * num_jobs
+
+
+@pytest.mark.parametrize(
+    ("payload", "limit_s", "error", "says"),
+    [
+        ({"spin_s": 99.0}, 0.3, JobStoppedError, r"stopped after 0\.3 s"),
+        ({"sleep_s": 99.0}, 99.0, JobStoppedError, r"stopped after 0\.5 s"),
+        ({"num_bytes": 1 << 31}, 9.0, JobRaisedError, "MemoryError"),
+        ({"raises": "no gold"}, 9.0, JobRaisedError, "ValueError: no gold"),
+        ({"exits": True}, 9.0, JobDiedError, "the worker process died"),
+        ({"spin_s": "x"}, 9.0, JobRaisedError, "TypeError"),
+    ],
+)
+async def test_a_job_that_fails_harms_no_other(
+    make_pool: Callable[..., WorkerPool],
+    payload: dict[str, Any],
+    limit_s: float,
+    error: type[Exception],
+    says: str,
+) -> None:
+    pool = make_pool(max_jobs=1, memory_bytes=1 << 30, max_asleep_s=0.5)
+    failing = asyncio.ensure_future(pool.run(payload, limit_s))
+    others = [pool.run({}, 9.0) for _ in range(3)]
+    assert await asyncio.gather(*others) == ["done"] * 3
+    with pytest.raises(error, match=says):
+        await failing
+    is_killed = error is not JobRaisedError
+    assert pool.stats() == {"jobs/num_jobs": 4, "jobs/num_killed": is_killed}
+
+
+async def test_a_cancelled_job_gives_its_place_back(make_pool: Callable[..., WorkerPool]) -> None:
+    pool = make_pool(max_jobs=1)
+    await pool.run({}, 9.0)
+    job = asyncio.ensure_future(pool.run({"sleep_s": 99.0}, 9.0))
+    await asyncio.sleep(0.1)
+    job.cancel()
+    await asyncio.wait({job})
+    assert job.cancelled()
+    assert await pool.run({}, 9.0) == "done"
+
+
+async def test_a_pool_outlives_the_death_of_its_processes(
+    make_pool: Callable[..., WorkerPool],
+) -> None:
+    pool = make_pool()
+    await pool.run({}, 9.0)
+    job = asyncio.ensure_future(pool.run({"sleep_s": 0.5}, 9.0))
+    await asyncio.sleep(0.2)
+    for process in _workers_of(os.getpid()):  # as the kernel does where memory runs out
+        process.kill()
+    assert await job == "done"  # tried again
+    pool.close()
+    assert await pool.run({}, 9.0) == "done"
+    job = asyncio.ensure_future(pool.run({"sleep_s": 99.0}, 9.0))
+    await asyncio.sleep(0.2)
+    pool.close()
+    with pytest.raises(InfraError, match="were closed"):
+        await job
+
+
+@pytest.mark.parametrize(
+    ("handler", "says"),
+    [
+        ("tests.support.jobs:nothing", "nothing cannot be loaded: AttributeError"),
+        ("a_module_that_is_nowhere:f", "ModuleNotFoundError: .*a_module_that_is_nowhere"),
+    ],
+)
+async def test_a_handler_that_cannot_be_loaded_is_refused(handler: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        await WorkerPool(handler, name="jobs").start()
+
+
+HOST = f"""
+import asyncio
+from envs.workers import WorkerPool
+
+async def main():
+    pool = WorkerPool({HANDLER!r}, name="jobs", max_jobs=2)
+    await pool.run({{}}, 9.0)
+    hanging = [asyncio.ensure_future(pool.run({{"spin_s": 99.0}}, 99.0)) for _ in range(2)]
+    await asyncio.sleep(0.2)
+    print("ready", flush=True)
+    await asyncio.gather(*hanging)
+
+asyncio.run(main())
+"""
+
+
+def test_workers_die_with_their_host() -> None:
+    host = subprocess.Popen(
+        [sys.executable, "-c", HOST], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert host.stdout is not None
+    assert host.stdout.readline() == "ready\n"
+    found = _workers_of(host.pid)
+    assert len(found) == 3
+    host.send_signal(signal.SIGKILL)
+    host.wait()
+    host.stdout.close()
+    gone, alive = psutil.wait_procs(found, timeout=ENOUGH_S)
+    assert len(gone) == 3
+    assert not alive
+
+
+async def test_slow_expressions_cost_no_other_answer_its_verdict() -> None:
+    """64 right answers that only math-verify can tell, beside 64 that it never finishes."""
+    pytest.importorskip("math_verify")
+    math = MathEquivalence(limit_s=0.2)
+    try:
+        slow = [
+            math.equal(rf"(x+y+z+w+{n})^{{60}}", rf"(x+y+z+w+{n + 1})^{{60}}") for n in range(64)
+        ]
+        right = [math.equal(rf"\frac{{{k}\sqrt{{3}}}}{{3}}", rf"\frac{{{k}}}{{\sqrt{{3}}}}")
+                 for k in range(2, 66)]  # fmt: skip
+        outcomes = await asyncio.gather(*slow, *right)
+    finally:
+        await math.close()
+    assert set(outcomes[:64]) == {(False, "math-verify did not finish within 0.2 s")}
+    assert set(outcomes[64:]) == {(True, "math-verify: equal")}
+
+
+async def test_a_layered_grader_scores_an_endless_answer_as_wrong() -> None:
+    pytest.importorskip("math_verify")
+    matcher = Layered(limit_s=0.3)
+    verdict = await matcher.verdict("", r"(x+y+z+w+1)^{60}", [r"(x+y+z+w+2)^{60}"])
+    assert not verdict.right
+    assert verdict.reason.endswith("math-verify did not finish within 0.3 s")
