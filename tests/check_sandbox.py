@@ -26,7 +26,7 @@ if __package__ is None or __package__ == "":
 
 from agentenv.errors import AgentEnvError, ConfigError
 from envs.sandbox import RunResult, Sandbox
-from envs.sandbox.launch import Rung
+from envs.sandbox.process import Rung
 
 MARK = "PWNED"
 SECRET = "the secret of the host"

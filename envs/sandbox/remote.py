@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from agentenv.errors import ConfigError, EnvError, InfraError
-from envs.sandbox.launch import SandboxLimits
+from envs.sandbox.process import SandboxLimits
 from envs.sandbox.sandbox import CODE_TOO_LONG, MAX_CODE_CHARS, RunResult, SandboxCounters
 
 if TYPE_CHECKING:

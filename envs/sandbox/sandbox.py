@@ -1,4 +1,4 @@
-"""The sandbox that episodes share: a zygote on the first rung that holds."""
+"""The sandbox that episodes share, and the session that an episode has in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from agentenv.errors import ConfigError, EnvError, InfraError
-from envs.sandbox.launch import (
+from envs.sandbox.process import (
     NAMESPACES_ADVICE,
     Channel,
     ChannelClosedError,
@@ -22,8 +22,6 @@ from envs.sandbox.launch import (
     ZygoteProcess,
 )
 from envs.sandbox.self_test import find_escape
-
-# The session that an episode has in a sandbox, and its fork by replay.
 
 MAX_CODE_CHARS = 100_000
 REPLAY_PATIENCE = 4  # a replayed cell may take this many times its limit, for a busy machine

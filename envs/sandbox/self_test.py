@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 
 from agentenv.errors import InfraError
-from envs.sandbox.launch import ChannelClosedError, ZygoteProcess
 from envs.sandbox.preload import ONE_THREAD
+from envs.sandbox.process import ChannelClosedError, ZygoteProcess
 
 TIMEOUT_S = 10.0
 

@@ -31,11 +31,10 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from envs.sandbox import cells, confine, landlock, preload, seccomp
+    from envs.sandbox import cells, confine, preload, seccomp
 else:  # inside, these files are all there is
     import cells
     import confine
-    import landlock
     import preload
     import seccomp
 
@@ -58,7 +57,7 @@ def main() -> None:
     if config["rung"] == "namespaces":
         home = "/tmp"
     elif config["rung"] == "landlock":
-        config["rules_fd"] = landlock.ruleset(landlock.abi(), config["readable"])
+        config["rules_fd"] = confine.landlock_ruleset(confine.landlock_abi(), config["readable"])
     else:
         home = tempfile.mkdtemp(prefix="agentenv-")
     with open("/proc/self/statm") as file:  # the limit is what a session may add
@@ -164,7 +163,7 @@ def _confine(config: dict[str, Any], home: str) -> None:
     confine.limit(config["rlimits"])
     confine.drop_privileges()
     if rung == "landlock":
-        landlock.restrict_self(config["rules_fd"])
+        confine.restrict_self_by(config["rules_fd"])
         preload.import_without_stat()
     os.closerange(CHANNEL_FD + 1, 1 << 20)
     if rung != "unsafe":

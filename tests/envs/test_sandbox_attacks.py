@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from agentenv.errors import ConfigError
-from envs.sandbox.launch import Rung
+from envs.sandbox.process import Rung
 from tests.check_sandbox import RUNGS, attack_all, read_attacks
 
 ROOT = Path(__file__).resolve().parents[2]

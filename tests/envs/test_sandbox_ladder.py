@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from agentenv.errors import ConfigError, InfraError
-from envs.sandbox import Sandbox, SandboxLimits, landlock
-from envs.sandbox import launch as zygote_process
-from envs.sandbox.launch import Interpreter
+from envs.sandbox import Sandbox, SandboxLimits, confine
+from envs.sandbox import process as zygote_process
+from envs.sandbox.process import Interpreter
 from tests.check_sandbox import RUNGS
 from tests.support.sandboxes import children, num_descriptors, said, until_processes
 
@@ -26,7 +26,7 @@ def no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_landlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landlock, "abi", lambda: 0)
+    monkeypatch.setattr(confine, "landlock_abi", lambda: 0)
 
 
 async def test_namespaces_are_the_first_rung(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from agentenv.errors import EnvError, InfraError
 from envs.sandbox import Sandbox
-from envs.sandbox import launch as zygote_process
+from envs.sandbox import process as zygote_process
 from tests.support.sandboxes import (
     said,
     until_gone,

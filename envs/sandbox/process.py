@@ -1,4 +1,8 @@
-"""The host's end of a session: length-prefixed JSON over a socket, capped and never trusted."""
+"""The zygote's process, as the host sees it: limits, interpreter, command line, sessions.
+
+Host and session speak length-prefixed JSON over a socket; what a session says is capped and never
+trusted.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,49 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agentenv.errors import ConfigError, InfraError
-from envs.sandbox import landlock
+from envs.sandbox import confine
+
+UNUSED_ID = 1_948_000_000  # uid and gid of model-written code when the host runs as root
+
+
+class MissingModuleError(ConfigError):
+    """The interpreter lacks a module; no other rung would help."""
+
+
+Rung = Literal["namespaces", "landlock", "unsafe"]
+PRELOAD_IF_INSTALLED = ("numpy", "sympy")
+READABLE = ("/usr", "/lib", "/lib32", "/lib64", "/dev/null", "/dev/urandom")
+LANDLOCK_ADVICE = (
+    "Landlock needs Linux 5.13 or newer, built with CONFIG_SECURITY_LANDLOCK and with landlock "
+    "in the lsm= list of the kernel's command line"
+)
+
+
+class SandboxLimits(Struct, frozen=True, forbid_unknown_fields=True):
+    """Bounds of one session."""
+
+    memory_bytes: Annotated[
+        int, Meta(ge=1 << 20, description="what it may add to what is preloaded")
+    ] = 512 << 20
+    cpu_s: Annotated[int, Meta(ge=1, description="CPU time of all its calls, seconds")] = 600
+    max_threads: Annotated[
+        int, Meta(ge=1, description="the interpreter's own counts: with 1, nothing outlives a call")
+    ] = 1
+    max_open_files: Annotated[int, Meta(ge=8, description="open files")] = 64
+    tmp_bytes: Annotated[int, Meta(ge=4096, description="its files in all")] = 16 << 20
+    max_output_chars: Annotated[
+        int, Meta(ge=16, description="of one call; head and tail are kept")
+    ] = 8000
+
+
+class SandboxSetup(Struct, frozen=True):
+    """What a zygote is made of. `interpreter` is a virtual or conda environment, or None for that
+    of this process; `preload` names modules, or is None for numpy and sympy where installed."""
+
+    limits: SandboxLimits = SandboxLimits()
+    interpreter: str | None = None
+    preload: tuple[str, ...] | None = None
+
 
 # Which Python the model's code runs on, and the folders it needs to be seen.
 
@@ -111,7 +157,7 @@ def _program(where: str) -> str:
 # The command line that puts the zygote into bubblewrap.
 
 HERE = Path(__file__).resolve().parent
-_INSIDE = ("zygote.py", "cells.py", "confine.py", "landlock.py", "preload.py", "seccomp.py")
+_INSIDE = ("zygote.py", "cells.py", "confine.py", "preload.py", "seccomp.py")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 NAMESPACES_ADVICE = (
     "Unprivileged user namespaces must be allowed: sysctl kernel.unprivileged_userns_clone=1 "
@@ -157,121 +203,11 @@ def bubblewrap(python: Interpreter) -> list[str]:
     return [*command, "--chdir", "/", "--setenv", "PYTHONHASHSEED", "0", "--"]
 
 
-MAX_FRAME_BYTES = 1 << 20
-
-
-class Answer(Struct):
-    """What a session may say: that it is ready, why it is not, or how a cell went.
-
-    `lost`: its variables fill the memory, so it cannot go on.
-    """
-
-    ready: bool = False
-    error: str = ""
-    output: str = ""
-    problem: str = ""
-    lost: bool = False
-
-
-class ChannelClosedError(Exception):
-    """The session is gone, or answered something that it never should."""
-
-
-class Channel:
-    """A non-blocking stream to one session; a cancelled call leaves it unusable."""
-
-    _decoder = msgspec.json.Decoder(Answer)
-
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        self._socket = sock
-
-    async def send(self, message: dict[str, Any]) -> None:
-        """Write one frame."""
-        data = msgspec.json.encode(message)
-        try:
-            frame = struct.pack("!I", len(data)) + data
-            await asyncio.get_running_loop().sock_sendall(self._socket, frame)
-        except OSError as error:
-            raise ChannelClosedError(str(error)) from error
-
-    async def receive(self) -> Answer:
-        """Read one frame."""
-        (size,) = struct.unpack("!I", await self._read(4))
-        if size > MAX_FRAME_BYTES:
-            raise ChannelClosedError(f"an answer of {size} bytes")
-        try:
-            return self._decoder.decode(await self._read(size))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ChannelClosedError(f"not an answer: {error}") from error
-
-    def close(self) -> None:
-        """Close the socket; idempotent."""
-        self._socket.close()
-
-    async def _read(self, size: int) -> bytes:
-        loop = asyncio.get_running_loop()
-        data = b""
-        while len(data) < size:
-            try:
-                piece = await loop.sock_recv(self._socket, size - len(data))
-            except OSError as error:
-                raise ChannelClosedError(str(error)) from error
-            if not piece:
-                raise ChannelClosedError("end of file")
-            data += piece
-        return data
-
-
-# What a sandbox is made of: its limits, its interpreter, its rung.
-
-UNUSED_ID = 1_948_000_000  # uid and gid of model-written code when the host runs as root
-
-
-class MissingModuleError(ConfigError):
-    """The interpreter lacks a module; no other rung would help."""
-
-
-Rung = Literal["namespaces", "landlock", "unsafe"]
-PRELOAD_IF_INSTALLED = ("numpy", "sympy")
-READABLE = ("/usr", "/lib", "/lib32", "/lib64", "/dev/null", "/dev/urandom")
-LANDLOCK_ADVICE = (
-    "Landlock needs Linux 5.13 or newer, built with CONFIG_SECURITY_LANDLOCK and with landlock "
-    "in the lsm= list of the kernel's command line"
-)
-
-
-class SandboxLimits(Struct, frozen=True, forbid_unknown_fields=True):
-    """Bounds of one session."""
-
-    memory_bytes: Annotated[
-        int, Meta(ge=1 << 20, description="what it may add to what is preloaded")
-    ] = 512 << 20
-    cpu_s: Annotated[int, Meta(ge=1, description="CPU time of all its calls, seconds")] = 600
-    max_threads: Annotated[
-        int, Meta(ge=1, description="the interpreter's own counts: with 1, nothing outlives a call")
-    ] = 1
-    max_open_files: Annotated[int, Meta(ge=8, description="open files")] = 64
-    tmp_bytes: Annotated[int, Meta(ge=4096, description="its files in all")] = 16 << 20
-    max_output_chars: Annotated[
-        int, Meta(ge=16, description="of one call; head and tail are kept")
-    ] = 8000
-
-
-class SandboxSetup(Struct, frozen=True):
-    """What a zygote is made of. `interpreter` is a virtual or conda environment, or None for that
-    of this process; `preload` names modules, or is None for numpy and sympy where installed."""
-
-    limits: SandboxLimits = SandboxLimits()
-    interpreter: str | None = None
-    preload: tuple[str, ...] | None = None
-
-
 def check_rung(limits: SandboxLimits, rung: Rung) -> None:
     """Raises ConfigError where this machine, or what it can do, does not allow the rung."""
     if rung != "landlock":
         return
-    if landlock.abi() < 1:
+    if confine.landlock_abi() < 1:
         raise ConfigError(f"this kernel offers no Landlock. {LANDLOCK_ADVICE}")
     if limits.max_threads > 1:  # they are counted by user, and all sessions are one
         raise ConfigError(
@@ -319,7 +255,73 @@ def settings_of(setup: SandboxSetup, python: Interpreter, rung: Rung, control_fd
     return msgspec.json.encode(config).decode()
 
 
-# The host's side of a zygote: starts it on its rung, orders sessions, ends it.
+# One session, and the process behind all of them.
+
+MAX_FRAME_BYTES = 1 << 20
+
+
+class CellAnswer(Struct):
+    """What a session may say: that it is ready, why it is not, or how a cell went.
+
+    `lost`: its variables fill the memory, so it cannot go on.
+    """
+
+    ready: bool = False
+    error: str = ""
+    output: str = ""
+    problem: str = ""
+    lost: bool = False
+
+
+class ChannelClosedError(Exception):
+    """The session is gone, or answered something that it never should."""
+
+
+class Channel:
+    """A non-blocking stream to one session; a cancelled call leaves it unusable."""
+
+    _decoder = msgspec.json.Decoder(CellAnswer)
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+
+    async def send(self, message: dict[str, Any]) -> None:
+        """Write one frame."""
+        data = msgspec.json.encode(message)
+        try:
+            frame = struct.pack("!I", len(data)) + data
+            await asyncio.get_running_loop().sock_sendall(self._socket, frame)
+        except OSError as error:
+            raise ChannelClosedError(str(error)) from error
+
+    async def receive(self) -> CellAnswer:
+        """Read one frame."""
+        (size,) = struct.unpack("!I", await self._read(4))
+        if size > MAX_FRAME_BYTES:
+            raise ChannelClosedError(f"an answer of {size} bytes")
+        try:
+            return self._decoder.decode(await self._read(size))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ChannelClosedError(f"not an answer: {error}") from error
+
+    def close(self) -> None:
+        """Close the socket; idempotent."""
+        self._socket.close()
+
+    async def _read(self, size: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        data = b""
+        while len(data) < size:
+            try:
+                piece = await loop.sock_recv(self._socket, size - len(data))
+            except OSError as error:
+                raise ChannelClosedError(str(error)) from error
+            if not piece:
+                raise ChannelClosedError("end of file")
+            data += piece
+        return data
+
 
 START_TIMEOUT_S = 60.0  # imports what is preloaded, perhaps from a cold disk
 STOP_TIMEOUT_S = 5.0
