@@ -19,7 +19,7 @@ from envs.code_interpreter import (
     shared_sandbox,
 )
 from envs.grading.reward import GraderConfig
-from envs.search.config import SearchConfig
+from envs.search.service import SearchConfig
 from envs.web_search import WebSearchEnv
 
 

@@ -19,10 +19,11 @@ from agentenv.tools import StatelessTool, argument_schema
 from agentenv.types import Info, Message, Task, ToolResult
 from envs.grading.reward import GraderConfig, make_grader
 from envs.search.bm25 import MAX_ON_LOOP, BM25Index
-from envs.search.config import Mode, SearchConfig
 from envs.search.corpus import Passage, read_corpus, words
 from envs.search.service import (
+    Mode,
     OpenPageTool,
+    SearchConfig,
     SearchPagesTool,
     SearchService,
     shared_service,

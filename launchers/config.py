@@ -21,7 +21,7 @@ from agentenv.tools import ToolConfig
 from agentenv.types import Limits, SamplingParams
 from envs.code_interpreter import PythonConfig
 from envs.grading.reward import GraderConfig
-from envs.search.config import SearchConfig
+from envs.search.service import SearchConfig
 from launchers.monitors import RolloutMonitorConfig
 from launchers.serving.gpus import GpuPlan
 from learners.algorithms import AnyAlgorithm

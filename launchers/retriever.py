@@ -27,9 +27,10 @@ from msgspec import Meta, Struct
 
 from agentenv.config import apply_overrides, build_config, load_config
 from agentenv.errors import AgentEnvError, InfraError
+from envs.search.bm25 import BM25Config
 from envs.search.cache import ResultCache
-from envs.search.config import BackendConfig, BM25Config, SearchConfig, build_backend
 from envs.search.corpus import Backend, Hit, Query, joined_contents
+from envs.search.service import BackendConfig, SearchConfig, build_backend
 from launchers.help import key_table
 
 MAX_BODY_BYTES = 4_000_000

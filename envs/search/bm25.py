@@ -6,16 +6,32 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta, Struct
 
-from envs.search.corpus import Hit, Passage, Query, read_corpus, wanted, words
+from envs.search.corpus import Hit, Passage, Query, corpus_path, read_corpus, wanted, words
+from envs.search.upstream import Cassette
 
 CORPUS_SCHEME = "corpus:"
 NUM_THREADS = 2
 MAX_ON_LOOP = 2_000  # passages; more take too long to search on the event loop
 MIN_COMPILED = 20_000  # passages; below, numpy is quick enough and compiling costs seconds
+
+
+class BM25Config(Struct, frozen=True, forbid_unknown_fields=True, tag="bm25", tag_field="name"):
+    """Embedded BM25 over a local corpus, in memory."""
+
+    corpus: Annotated[str, Meta(description='JSONL file; "" is the shipped Wikipedia sample')] = ""
+
+    @property
+    def cache_name(self) -> str:
+        return ""
+
+    def build(self, cassette: Cassette | None) -> BM25Backend:
+        """The index over the corpus."""
+        return BM25Backend(corpus_path(self.corpus))
 
 
 class BM25Index:

@@ -99,6 +99,12 @@ def detected_language(text: str) -> str:
 
 SHIPPED_CORPUS = Path(__file__).parents[1] / "data" / "wikipedia_passages.jsonl"
 
+
+def corpus_path(path: str) -> Path:
+    """The file of a configuration's corpus; "" is the shipped sample."""
+    return Path(path).resolve() if path else SHIPPED_CORPUS
+
+
 _WORD = re.compile(r"\w+")
 # Han and kana are written without spaces, so each run becomes its characters and bigrams
 _UNSPACED = re.compile(

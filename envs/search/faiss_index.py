@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 from agentenv.errors import ConfigError, DataError, InfraError
 from envs.search.bm25 import CORPUS_SCHEME
 from envs.search.corpus import Hit, Passage, Query, needed, read_corpus
+from envs.search.upstream import Cassette
 
 MAX_BATCH = 64  # queries that are encoded together
 
@@ -29,6 +30,14 @@ class FaissConfig(Struct, frozen=True, forbid_unknown_fields=True, tag="faiss", 
     max_tokens: Annotated[int, Meta(ge=8, description="of a query")] = 256
     normalize: Annotated[bool, Meta(description="vectors of length 1")] = True
     device: Annotated[str, Meta(description="of the encoder, e.g. cpu or cuda:0")] = "cpu"
+
+    @property
+    def cache_name(self) -> str:
+        return f"faiss {self.index} {self.encoder}"
+
+    def build(self, cassette: Cassette | None) -> FaissBackend:
+        """The index with the encoder of its queries."""
+        return FaissBackend(self)
 
 
 class FaissBackend:

@@ -18,6 +18,7 @@ from aiohttp.resolver import ThreadedResolver
 from msgspec import Meta, Struct
 from yarl import URL
 
+from agentenv.backoff import backoff_s
 from agentenv.env import summed_stats
 from agentenv.errors import ConfigError, InfraError, ToolError
 from envs.search.cache import ResultCache
@@ -169,7 +170,7 @@ class PageFetcher:
         async with self._slots:
             for attempt in range(self.config.num_retries + 1):
                 if attempt:
-                    await asyncio.sleep(0.5 * 2.0**attempt)
+                    await asyncio.sleep(backoff_s(attempt - 1, url, first_s=1.0, max_s=30.0))
                 try:
                     async with asyncio.timeout(self.config.timeout_s):
                         reply = await self._follow(url)

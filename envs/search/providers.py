@@ -1,4 +1,4 @@
-"""Web search providers: how each is asked, and where its results are.
+"""Backends that others serve over HTTP: web search providers, and retrievers with /retrieve.
 
 Keys come from the environment only. A provider is a pair of pure functions, so that each can be
 read beside its documentation.
@@ -15,8 +15,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agentenv.errors import ConfigError, InfraError
-from envs.search.corpus import Hit, Query
-from envs.search.upstream import HttpRequest, Reply, TrafficConfig
+from envs.search.corpus import Hit, Query, split_contents
+from envs.search.upstream import Cassette, HttpRequest, Reply, TrafficConfig, Upstream
 
 ProviderName = Literal["brightdata", "serper", "serpapi", "tavily", "brave", "searxng"]
 
@@ -40,6 +40,14 @@ class WebConfig(Struct, frozen=True, forbid_unknown_fields=True, tag="web", tag_
     zone: Annotated[str, Meta(description="Bright Data: the SERP zone")] = "serp_api"
     traffic: Annotated[TrafficConfig, Meta(description="rate limit and retries")] = TrafficConfig()
 
+    @property
+    def cache_name(self) -> str:
+        return self.provider
+
+    def build(self, cassette: Cassette | None) -> WebBackend:
+        """The provider, asked by the account of this environment."""
+        return WebBackend(self, cassette)
+
 
 def api_key(variable: str, needed_by: str) -> str:
     """The key in an environment variable; a ConfigError names the variable if it is not set."""
@@ -54,30 +62,52 @@ def api_key(variable: str, needed_by: str) -> str:
     return key
 
 
-def provider_key(config: WebConfig) -> str:
-    """The key of the provider from the environment, "" if it needs none; raises ConfigError."""
-    needed_by = f"search.backend.provider = {config.provider!r}"
-    return api_key(PROVIDERS[config.provider].key_variable, needed_by)
+class HttpBackend:
+    """Base of the backends that ask one service: they have nothing to build and no documents."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self.upstream = upstream
+
+    async def start(self) -> None:
+        """Nothing to do."""
+
+    async def document(self, url: str) -> Hit | None:
+        """None: pages are fetched from where they are."""
+        return None
+
+    def stats(self) -> dict[str, float]:
+        """Requests of the service."""
+        return self.upstream.stats()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.upstream.close()
 
 
-def provider_hint(config: WebConfig) -> str:
-    """What to do when the provider refuses requests."""
-    variable = PROVIDERS[config.provider].key_variable
-    if not variable:
-        return "expected an instance with json among search.formats in its settings.yml"
-    return f"check the key in {variable}, and what the account may do"
+class WebBackend(HttpBackend):
+    """A web search provider."""
 
+    def __init__(self, config: WebConfig, cassette: Cassette | None = None) -> None:
+        self._config = config
+        self._provider = provider = PROVIDERS[config.provider]
+        hint = "expected an instance with json among search.formats in its settings.yml"
+        if provider.key_variable:
+            hint = f"check the key in {provider.key_variable}, and what the account may do"
+        super().__init__(Upstream(config.provider, config.traffic, cassette, refused_hint=hint))
+        self._url = (config.url or provider.url).rstrip("/")
+        if not self._url:
+            raise ConfigError(
+                f"search.backend.url: {config.provider} has no public address; "
+                'expected the address of your instance, e.g. "http://localhost:8080"'
+            )
+        needed_by = f"search.backend.provider = {config.provider!r}"
+        replayed = cassette is not None and cassette.mode == "replay"
+        self._key = "" if replayed else api_key(provider.key_variable, needed_by)
 
-def provider_request(config: WebConfig, key: str, query: Query) -> HttpRequest:
-    """What to send for a query."""
-    provider = PROVIDERS[config.provider]
-    url = config.url or provider.url
-    if not url:
-        raise ConfigError(
-            f"search.backend.url: {config.provider} has no public address; "
-            'expected the address of your instance, e.g. "http://localhost:8080"'
-        )
-    return provider.request(url.rstrip("/"), key, config.zone, query)
+    async def search(self, query: Query) -> list[Hit]:
+        """Ask the provider."""
+        request = self._provider.request(self._url, self._key, self._config.zone, query)
+        return provider_hits(self._config, await self.upstream.send(request), query.max_results)
 
 
 def provider_hits(config: WebConfig, reply: Reply, max_results: int) -> list[Hit]:
@@ -207,3 +237,86 @@ PROVIDERS: dict[ProviderName, Provider] = {
     ),
     "searxng": Provider("", "", _searxng, lambda reply: reply.get("results"), "content", "url"),
 }
+
+
+# Retrievers.
+
+Dialect = Literal["search_r1", "skyrl"]
+
+
+class RemoteSearchConfig(
+    Struct, frozen=True, forbid_unknown_fields=True, tag="remote", tag_field="name"
+):
+    """A retriever that serves POST /retrieve, e.g. launchers/retriever.py."""
+
+    url: Annotated[str, Meta(description='e.g. "http://localhost:8000"')]
+    dialect: Annotated[Dialect, Meta(description="form of the request: queries, or query")] = (
+        "search_r1"
+    )
+    traffic: Annotated[TrafficConfig, Meta(description="rate limit and retries")] = TrafficConfig(
+        rate_per_s=0
+    )
+
+    @property
+    def cache_name(self) -> str:
+        return f"remote {self.url}"
+
+    def build(self, cassette: Cassette | None) -> RemoteBackend:
+        """The retriever at the address."""
+        return RemoteBackend(self, cassette)
+
+
+class _Found(Struct):
+    document: dict[str, Any]
+    score: float | None = None
+
+
+class _Retrieved(Struct):
+    result: list[Any]
+
+
+class RemoteBackend(HttpBackend):
+    """A retriever in one of the two dialects of /retrieve."""
+
+    def __init__(self, config: RemoteSearchConfig, cassette: Cassette | None = None) -> None:
+        super().__init__(Upstream(f"retriever {config.url}", config.traffic, cassette))
+        self._url = config.url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
+        self._dialect = config.dialect
+
+    async def search(self, query: Query) -> list[Hit]:
+        """Ask the retriever."""
+        asked = {"query": query.text} if self._dialect == "skyrl" else {"queries": [query.text]}
+        body = {**asked, "topk": query.max_results, "return_scores": True}
+        reply = await self.upstream.send(HttpRequest("POST", self._url, json=body))
+        return retrieved_hits(reply, self._url)[: query.max_results]
+
+
+def retrieved_hits(reply: Reply, url: str) -> list[Hit]:
+    """The hits of one query. With and without scores, and with a flat or a nested list."""
+    if reply.status != 200:
+        raise InfraError(f"retriever {url}: status {reply.status}, expected 200")
+    try:
+        rows = msgspec.json.decode(reply.body, type=_Retrieved).result
+        if rows and isinstance(rows[0], list):
+            rows = rows[0]
+        return [_retrieved_hit(row) for row in rows]
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InfraError(
+            f"retriever {url}: {error}; expected "
+            '{"result": [[{"document": {"contents": text}, "score": number}]]}'
+        ) from error
+
+
+def _retrieved_hit(row: Any) -> Hit:
+    if isinstance(row, dict) and "document" not in row:
+        row = {"document": row}
+    found = msgspec.convert(row, _Found)
+    document = found.document
+    title, text = split_contents(str(document.get("contents") or ""))
+    return Hit(
+        str(document.get("text") or text),
+        str(document.get("title") or title),
+        str(document.get("url") or ""),
+        str(document.get("id") or ""),
+        found.score or 0.0,
+    )

@@ -5,14 +5,34 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
 
 from agentenv.errors import ConfigError, DataError
 from envs.search.bm25 import CORPUS_SCHEME
-from envs.search.corpus import Hit, Query, each_passage, needed, words
+from envs.search.corpus import Hit, Query, corpus_path, each_passage, needed, words
+from envs.search.upstream import Cassette
 
 NUM_THREADS = 2
 DONE = "agentenv_complete"  # a file that says the index was built to its end
+
+
+class TantivyConfig(
+    Struct, frozen=True, forbid_unknown_fields=True, tag="tantivy", tag_field="name"
+):
+    """Tantivy: BM25 on disk, for corpora of a million passages and more."""
+
+    directory: Annotated[str, Meta(description="where the index is, or is to be built")]
+    corpus: Annotated[str, Meta(description='JSONL file; "" is the shipped Wikipedia sample')] = ""
+
+    @property
+    def cache_name(self) -> str:
+        return ""
+
+    def build(self, cassette: Cassette | None) -> TantivyBackend:
+        """The index in the directory."""
+        return TantivyBackend(corpus_path(self.corpus), Path(self.directory))
 
 
 class TantivyBackend:

@@ -11,13 +11,13 @@ import base64
 import email.utils
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from random import Random
 from typing import IO, Annotated, Any, Generic, Literal, TypeVar
 
 import aiohttp
 import msgspec
 from msgspec import Meta, Struct, field
 
+from agentenv.backoff import backoff_s
 from agentenv.errors import ConfigError, DataError, InfraError
 
 # Cassettes: replies of the outside world, recorded once and replayed without a network.
@@ -294,7 +294,6 @@ class Upstream:
         cassette: Cassette | None = None,
         *,
         refused_hint: str = "check the key in the environment and the address",
-        seed: int = 0,
     ) -> None:
         self.name = name
         self._refused_hint = refused_hint
@@ -302,7 +301,6 @@ class Upstream:
         self.num_requests = 0
         self.num_retries = 0
         self._cassette = cassette
-        self._random = Random(f"{seed}/{name}")
         self._bucket = TokenBucket(config.rate_per_s, config.burst)
         self._breaker = CircuitBreaker(name, config.max_failures, config.cool_down_s)
         self._slots = asyncio.Semaphore(config.max_concurrency)
@@ -346,7 +344,15 @@ class Upstream:
                 if wanted_s:  # the service speaks to all of us
                     self._bucket.pause(min(wanted_s, self.config.max_delay_s))
                 if attempt < self.config.num_retries:
-                    await asyncio.sleep(self._delay_s(attempt, wanted_s))
+                    await asyncio.sleep(
+                        backoff_s(
+                            attempt,
+                            f"{self.name} {request.key}",
+                            first_s=self.config.first_delay_s,
+                            max_s=self.config.max_delay_s,
+                            at_least_s=wanted_s or 0.0,
+                        )
+                    )
         self._breaker.failed()
         raise InfraError(f"{self.name}: {self.config.num_retries + 1} attempts failed: {problem}")
 
@@ -381,11 +387,6 @@ class Upstream:
         except (aiohttp.ClientError, OSError) as error:
             # the text of the error may hold the address, and so a key
             return f"{type(error).__name__}", None
-
-    def _delay_s(self, attempt: int, wanted_s: float | None) -> float:
-        backoff: float = self.config.first_delay_s * 2.0**attempt
-        delay = min(self.config.max_delay_s, max(backoff, wanted_s or 0.0))
-        return delay * self._random.uniform(1.0, 1.5)  # never before the time asked for
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from agentenv.engines.server_config import LaunchConfig
 from agentenv.errors import ConfigError
-from envs.search.config import SearchConfig
 from envs.search.providers import PROVIDERS, WebConfig
+from envs.search.service import SearchConfig
 from launchers.config import TrainConfig
 from launchers.help import values_of
 from launchers.planning.memory import GIB

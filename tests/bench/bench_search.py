@@ -36,8 +36,7 @@ from agentenv.errors import AgentEnvError
 from envs.search.bm25 import BM25Backend
 from envs.search.cache import CachedBackend, ResultCache
 from envs.search.corpus import Query
-from envs.search.providers import WebConfig
-from envs.search.remote import WebBackend
+from envs.search.providers import WebBackend, WebConfig
 from envs.search.tantivy_index import TantivyBackend
 from envs.search.upstream import TrafficConfig
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from envs.search.config import SearchConfig
-from envs.search.service import Episode, SearchService
+from envs.search.service import Episode, SearchConfig, SearchService
 from envs.web_search import search_config
 
 FILLER = "Nothing of interest stands in this sentence. " * 200

@@ -12,8 +12,7 @@ from agentenv.assist.helpers import count_calls
 from agentenv.env import close_shared
 from agentenv.errors import EnvError
 from agentenv.types import Message, Task, ToolCall
-from envs.search.config import SearchConfig
-from envs.search.service import Episode, SearchService
+from envs.search.service import Episode, SearchConfig, SearchService
 from envs.web_search import WebSearchEnv, search_config
 from tests.envs.search_server import serving
 

@@ -13,7 +13,7 @@ import pytest
 from agentenv.errors import ConfigError, DataError, InfraError
 from envs.search.cache import CachedBackend, ResultCache, hits_of_arpo
 from envs.search.corpus import Hit, Query
-from envs.search.remote import HttpBackend
+from envs.search.providers import HttpBackend
 from envs.search.upstream import Cassette, Reply
 from tests.envs.search_server import Scripted, send, serving
 

@@ -11,8 +11,7 @@ import pytest
 
 from agentenv.config import to_plain
 from agentenv.errors import ConfigError
-from envs.search.config import PRESETS, SearchConfig
-from envs.search.service import REPEATED, Episode, SearchService
+from envs.search.service import PRESETS, REPEATED, Episode, SearchConfig, SearchService
 from envs.search.summary import truncated_reasoning
 from envs.web_search import search_config
 from tests.envs.search_site import SNIPPET, Web, search

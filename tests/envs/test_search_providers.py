@@ -14,8 +14,16 @@ from aiohttp import web
 
 from agentenv.errors import ConfigError, InfraError
 from envs.search.corpus import Hit, Query
-from envs.search.providers import PROVIDERS, ProviderName, WebConfig, provider_hits
-from envs.search.remote import RemoteBackend, RemoteConfig, WebBackend, retrieved_hits
+from envs.search.providers import (
+    PROVIDERS,
+    ProviderName,
+    RemoteBackend,
+    RemoteSearchConfig,
+    WebBackend,
+    WebConfig,
+    provider_hits,
+    retrieved_hits,
+)
 from envs.search.upstream import Reply, TrafficConfig
 from tests.envs.search_server import serving
 
@@ -184,7 +192,7 @@ async def test_both_dialects_of_retrieve(dialect: Any, sent: dict[str, Any]) -> 
     service = Service(NESTED, 500)
     async with serving(service) as url:
         for address in (url, url + "/retrieve"):
-            backend = RemoteBackend(RemoteConfig(address, dialect, QUICK))
+            backend = RemoteBackend(RemoteSearchConfig(address, dialect, QUICK))
             assert await backend.search(Query("peru", 2)) == RETRIEVED
             await backend.close()
     assert service.request.path == "/retrieve"

@@ -18,7 +18,7 @@ from agentenv.prompt import PromptConfig, preset
 from agentenv.renderer import TagRenderer
 from agentenv.types import Limits, SamplingParams
 from envs.grading.reward import GraderConfig
-from envs.search.config import SearchConfig
+from envs.search.service import SearchConfig
 from launchers.config import EnvConfig
 from launchers.data import EnvMaker
 from launchers.evaluation.benchmarks import benchmark, load_benchmark

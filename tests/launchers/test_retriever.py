@@ -20,7 +20,7 @@ import launchers.retriever
 from agentenv.errors import ConfigError, InfraError
 from envs.search.bm25 import CORPUS_SCHEME, BM25Backend
 from envs.search.corpus import Query
-from envs.search.remote import HttpBackend, RemoteBackend, RemoteConfig
+from envs.search.providers import HttpBackend, RemoteBackend, RemoteSearchConfig
 from launchers.retriever import Retriever, RetrieverConfig, main, read_config
 
 ROWS = [
@@ -98,7 +98,7 @@ async def test_a_failing_backend_is_unavailable_and_not_empty() -> None:
 
 @pytest.mark.parametrize("dialect", ["search_r1", "skyrl"])
 async def test_our_client_finds_what_the_corpus_holds(client: Any, dialect: Any) -> None:
-    backend = RemoteBackend(RemoteConfig(str(client.make_url("/")), dialect))
+    backend = RemoteBackend(RemoteSearchConfig(str(client.make_url("/")), dialect))
     (hit,) = await backend.search(Query("peru", 1))
     assert (hit.id, hit.title, hit.text) == ("lima", "Lima", ROWS[0]["text"])
     assert not hit.url.startswith(CORPUS_SCHEME)  # no document is to be had from afar
