@@ -383,9 +383,21 @@ def _serve(handler: Handler, sock: socket.socket, memory_bytes: int | None) -> N
 
 
 def _frame(message: dict[str, Any]) -> bytes:
-    """Length and MessagePack; values that it does not know become text."""
-    data = msgspec.msgpack.encode(message, enc_hook=str)
+    """Length and MessagePack; values that MessagePack does not know become text."""
+    try:
+        data = msgspec.msgpack.encode(message, enc_hook=str)
+    except UnicodeEncodeError:
+        data = msgspec.msgpack.encode(_without_surrogates(message), enc_hook=str)
     return struct.pack("!I", len(data)) + data
+
+
+def _without_surrogates(value: Any) -> Any:
+    """The value with lone surrogates, which are no characters, written as escapes."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(one) for key, one in value.items()}
+    return [*map(_without_surrogates, value)] if isinstance(value, list | tuple) else value
 
 
 def _received(sock: socket.socket, size: int) -> bytes:

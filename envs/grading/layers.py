@@ -128,10 +128,9 @@ def _both_signs(part: str) -> list[str]:
     return [before + after, f"{before}-{after}"]
 
 
-# Numbers in a base, ranges and ratios, degrees under a sine.
+# Numbers in a base.
 
 _BASE = re.compile(r"([0-9A-Z]+)\s*_\s*\{?\s*(\w+)\s*\}?")
-_RANGE = re.compile(r"(?:from\s+|between\s+)?([\d.]+)\s*(-|:|to|and)\s*([\d.]+)")
 
 
 def in_base(found: str, wanted: str) -> bool | None:
@@ -143,23 +142,6 @@ def in_base(found: str, wanted: str) -> bool | None:
     if answer is None:
         return found == gold[1]
     return answer[1] == gold[1] and tokens(answer[2]) == tokens(gold[2])
-
-
-def same_range(found: str, wanted: str) -> bool | None:
-    """1939-1945 and from 1939 to 1945; 3:2 and 3 to 2. None when either is no such pair."""
-    answer, gold = _RANGE.fullmatch(found), _RANGE.fullmatch(wanted)
-    if answer is None or gold is None:
-        return None
-    if answer[2] != gold[2] and "to" not in (answer[2], gold[2]):
-        return None
-    return (answer[1], answer[3]) == (gold[1], gold[3])
-
-
-def in_radians(text: str) -> str:
-    """Degrees under a trigonometric function as radians; elsewhere the sign is dropped."""
-    if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
-        return re.sub(r"(\d+(?:\.\d+)?)\s*\N{DEGREE SIGN}", r"(\\frac{\1\\pi}{180})", text)
-    return text.replace("\N{DEGREE SIGN}", "")
 
 
 # An answer in a sentence: what its last clause says, if the sentence denies and hedges nothing.
@@ -326,7 +308,7 @@ class Layered:
             found, wanted = clean(answer), clean(gold)
             if not ("=" in found and "=" in wanted):  # else two equations, to compare as such
                 found, wanted = without_name(found), without_name(wanted)
-            right, why = await self._math.equal(in_radians(found), in_radians(wanted))
+            right, why = await self._math.equal(found, wanted)
             layer = "math"
             if right:
                 return _right(answer, gold, "math")
@@ -400,9 +382,6 @@ def _compare(found: str, wanted: str) -> tuple[bool | None, str]:
     by_base = in_base(found, wanted)
     if by_base is not None:
         return by_base, "number in a base"
-    by_range = same_range(found, wanted)
-    if by_range is not None:
-        return by_range, "range"
     when = dates.dates(wanted)
     if when:
         return bool(when & dates.dates(found)), "date"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -224,31 +224,41 @@ def make_grader(
     config = shared(asked, lambda: grader_config(keys, kind=kind, reward=reward))
     key = ("grader", msgspec.json.encode(config))
     if config.kind == "custom":
-        return shared(
-            key,
-            lambda: CustomGrader(
-                config.path,
-                config.name,
-                timeout_s=config.timeout_s,
-                num_workers=config.num_workers,
-                success_at=config.success_at,
-            ),
-        )
-    matcher: Matcher
-    if config.kind == "exact":
-        matcher = Exact()
-    elif config.kind == "f1":
-        matcher = TokenF1()
-    elif config.kind == "judge" and config.judge is not None:
-        from envs.grading.judge import Judge  # brings an HTTP client, which only it needs
-
-        judge, layered = config.judge, Layered(math=config.math)
-        matcher = shared(key, lambda: Judge(judge, first=layered))
-    else:
-        matcher = Layered(math=config.math, partial_credit=config.partial_credit)
+        return shared(key, lambda: _custom(config))
+    matcher = shared(key, lambda: MATCHERS[config.kind](config))
     if config.reward == "tools":
         return ToolReward(matcher, compat=config.compat)
     return AnswerReward(matcher)
+
+
+def _layered(config: GraderConfig) -> Matcher:
+    return Layered(math=config.math, partial_credit=config.partial_credit)
+
+
+def _judge(config: GraderConfig) -> Matcher:
+    from envs.grading.judge import Judge  # brings an HTTP client, which only a judge needs
+
+    assert config.judge is not None, "the configuration was checked"
+    return Judge(config.judge, first=Layered(math=config.math))
+
+
+def _custom(config: GraderConfig) -> Grader:
+    return CustomGrader(
+        config.path,
+        config.name,
+        timeout_s=config.timeout_s,
+        num_workers=config.num_workers,
+        success_at=config.success_at,
+    )
+
+
+# what compares answers, by the kind of the configuration; "custom" is a grader of its own
+MATCHERS: Mapping[str | None, Callable[[GraderConfig], Matcher]] = {
+    "exact": lambda config: Exact(),
+    "f1": lambda config: TokenF1(),
+    "layered": _layered,
+    "judge": _judge,
+}
 
 
 async def check_grader(grader: Grader, tasks: Sequence[Task]) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 
 from envs.grading.normalise import unify, words_of
 
-# Names of people and things that are the same but for form: titles, initials, acronyms, typos.
+# Names that are the same but for form: titles, initials, acronyms.
 
 _TITLES = frozenset(
     str.split(
@@ -29,7 +29,6 @@ _KINDS = frozenset(
 )
 _SMALL = frozenset(str.split("of the and for a an in on de"))
 _ROMAN_NUMERAL = re.compile(r"[IVX]+")
-MIN_TYPO_CHARS = 6
 
 
 def without_class(text: str) -> str:
@@ -69,75 +68,6 @@ def is_acronym(short: str, long: str) -> bool:
         word if _ROMAN_NUMERAL.fullmatch(word) else word[0].upper() for word in words
     )
     return len(words) >= 3 and initials == short
-
-
-def is_typo(one: list[str], other: list[str]) -> bool:
-    """Names of several words that differ by one letter in one long word."""
-    if len(one) != len(other) or len(one) < 2:
-        return False
-    pairs = [(a, b) for a, b in zip(one, other, strict=True) if a != b]
-    return len(pairs) == 1 and _near(*pairs[0])
-
-
-def _near(one: str, other: str) -> bool:
-    """One letter more, less, different, or two neighbours swapped; not the first letter."""
-    if min(len(one), len(other)) < MIN_TYPO_CHARS or not (one + other).isalpha():
-        return False
-    if one[0] != other[0] or abs(len(one) - len(other)) > 1:
-        return False
-    start = 0
-    while start < min(len(one), len(other)) and one[start] == other[start]:
-        start += 1
-    rest, other_rest = one[start:], other[start:]
-    return (
-        rest[1:] == other_rest
-        or rest == other_rest[1:]
-        or (len(rest) > 1 and rest[2:] == other_rest[2:] and rest[:2] == other_rest[1::-1])
-    )
-
-
-# Qualifiers of places: Battle Creek, Michigan is Battle Creek; Springfield, IL has its state.
-
-_STATES = (
-    "alabama/al alaska/ak arizona/az arkansas/ar california/ca colorado/co connecticut/ct "
-    "delaware/de florida/fl georgia/ga hawaii/hi idaho/id illinois/il indiana/in iowa/ia kansas/ks "
-    "kentucky/ky louisiana/la maine/me maryland/md massachusetts/ma michigan/mi minnesota/mn "
-    "mississippi/ms missouri/mo montana/mt nebraska/ne nevada/nv new_hampshire/nh new_jersey/nj "
-    "new_mexico/nm new_york/ny north_carolina/nc north_dakota/nd ohio/oh oklahoma/ok oregon/or "
-    "pennsylvania/pa rhode_island/ri south_carolina/sc south_dakota/sd tennessee/tn texas/tx "
-    "utah/ut vermont/vt virginia/va washington/wa west_virginia/wv wisconsin/wi wyoming/wy"
-)
-_COUNTRIES = (
-    "afghanistan albania algeria argentina armenia australia austria azerbaijan bangladesh belarus "
-    "belgium bolivia bosnia botswana brazil bulgaria cambodia cameroon canada chile china colombia "
-    "croatia cuba cyprus czechia czech_republic denmark ecuador egypt england estonia ethiopia "
-    "finland france germany ghana greece guatemala haiti honduras hungary iceland india indonesia "
-    "iran iraq ireland israel italy jamaica japan jordan kazakhstan kenya kuwait latvia lebanon "
-    "libya lithuania luxembourg malaysia malta mexico mongolia morocco myanmar nepal netherlands "
-    "new_zealand nicaragua nigeria north_korea northern_ireland norway oman pakistan palestine "
-    "panama paraguay peru philippines poland portugal qatar romania russia rwanda saudi_arabia "
-    "scotland senegal serbia singapore slovakia slovenia somalia south_africa south_korea spain "
-    "sri_lanka sudan sweden switzerland syria taiwan tanzania thailand tunisia turkey uganda uk "
-    "ukraine united_kingdom united_states uruguay us usa uzbekistan venezuela vietnam wales yemen "
-    "zambia zimbabwe ontario quebec british_columbia"
-)
-_LONG = dict(pair.split("/")[::-1] for pair in _STATES.split())
-_QUALIFIERS = frozenset(_LONG.values()) | frozenset(_COUNTRIES.split())
-
-
-def place(text: str) -> tuple[str, tuple[str, ...]]:
-    """A lower-case text as its first part and the states and countries behind it; no qualifiers
-    when a part behind a comma is neither."""
-    first, *rest = [part.strip().strip(".") for part in text.lower().split(",")]
-    found = tuple(_LONG.get(part, part.replace(" ", "_")) for part in rest)
-    if not first or not found or not all(part in _QUALIFIERS for part in found):
-        return text.lower(), ()
-    return first, found
-
-
-def compatible(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
-    """Whether neither list of qualifiers contradicts the other."""
-    return set(one) <= set(other) or set(other) <= set(one)
 
 
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
@@ -240,15 +170,11 @@ def same_words(answer: str, gold: str) -> bool:
         return True
     if is_acronym(answer, gold) or is_acronym(gold, answer):
         return True
-    (where, behind), (gold_where, gold_behind) = place(answer), place(gold)
-    if (behind or gold_behind) and compatible(behind, gold_behind):
-        return tokens(where) == tokens(gold_where)
     found, wanted = tokens(without_class(answer)), tokens(without_class(gold))
     found, wanted = _folded(untitled(found)), _folded(untitled(wanted))
     if found == wanted or same_person(found, wanted):
         return True
-    names = answer != answer.lower() and gold != gold.lower()
-    return (names and is_typo(found, wanted)) or _cjk_core(answer) == _cjk_core(gold) != ""
+    return _cjk_core(answer) == _cjk_core(gold) != ""
 
 
 def _folded(found: list[str]) -> list[str]:
