@@ -48,12 +48,6 @@ ARMS: dict[str, Raw] = {
     "arpo+advantage": _NONE | {"entropy_advantage": 0.2},
     # ARPO with another decision where to fork
     "arpo-coin": {"name": "arpo", **_FORKING, "entropy_weight": 0.0},
-    "arpo-zscore": {
-        "name": "arpo",
-        "group_size": 8,
-        "entropy_window": 20,
-        "fork_criterion": "zscore",
-    },
     "arpo-relative": {
         "name": "arpo",
         "group_size": 8,

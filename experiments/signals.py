@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentenv.plan import relative_rise, rise_score
+from learners.arpo import relative_rise
 
 Row = dict[str, Any]
 Floats = NDArray[np.float64]
 WINDOWS = (1, 2, 5, 10, 20, 50)
 BETA = 0.2  # the published weight
-RISE_SCALE = 0.02  # default of algorithm.rise_scale
+RISE_SCALE, PRIOR_COUNT, MAX_SCORE = 0.02, 2.0, 3.0  # of zscore: a spread taken as seen twice
 
 
 def level(row: Row, window: int) -> float:
@@ -49,14 +49,20 @@ def signals(rows: Sequence[Row]) -> dict[str, Floats]:
 
 
 def zscores(rows: Sequence[Row], window: int) -> list[float]:
-    """The criterion "zscore": each rise against those before it on the same tree."""
+    """Each rise against the mean m and the spread s of those before it on the same tree, within
+    +-3; 0 for the first. s^2 = (2 RISE_SCALE^2 + sum (r - m)^2) / (n + 2)."""
     seen: dict[tuple[str, int, str], list[float]] = {}
     found = [0.0] * len(rows)
     for index in sorted(range(len(rows)), key=lambda i: int(rows[i]["order"])):
         row = rows[index]
         before = seen.setdefault((row["run"], row["step"], row["question"]), [])
         change = rise(row, window) / math.log(row["vocab_size"])
-        found[index] = rise_score(change, before, RISE_SCALE)
+        if before:
+            mean = fmean(before)
+            squares = math.fsum((value - mean) ** 2 for value in before)
+            spread = PRIOR_COUNT * RISE_SCALE**2 + squares
+            scale = math.sqrt(spread / (len(before) + PRIOR_COUNT))
+            found[index] = min(MAX_SCORE, max(-MAX_SCORE, (change - mean) / scale))
         before.append(change)
     return found
 

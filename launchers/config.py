@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta, Struct, field
+from msgspec.structs import force_setattr
 
 from agentenv.data.rows import MixPart, RowsConfig
 from agentenv.engine import EngineConfig
@@ -24,8 +25,13 @@ from envs.grading.reward import GraderConfig
 from envs.search.service import SearchConfig
 from launchers.monitors import RolloutMonitorConfig
 from launchers.serving.gpus import GpuPlan
-from learners.algorithms import AnyAlgorithm
+from learners.aepo import AEPO
+from learners.arpo import ARPO
+from learners.baselines import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforcePP
 from learners.learner import LearnerConfig, OptimizerConfig
+
+# Every algorithm that configurations name; a new one is one more name here.
+AnyAlgorithm = GRPO | DrGRPO | DAPO | RLOO | ReinforcePP | GSPO | CISPO | ARPO | AEPO
 
 # Every engine that can serve the policy; a new one is one more line here.
 AnyEngine = EmbeddedConfig | ScriptedConfig | VLLMConfig | SGLangConfig
@@ -480,6 +486,10 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     monitor: RolloutMonitorConfig = RolloutMonitorConfig()
 
     def __post_init__(self) -> None:
+        if getattr(self.algorithm, "compat", "none") == "reference":
+            from reference.algorithms import released
+
+            force_setattr(self, "algorithm", released(self.algorithm))
         for key, part in (("sft", self.sft), ("self_critic", self.self_critic)):
             if part is not None:
                 self.learner.check_optimizer(part.optimizer, f"{key}.optimizer.optimizer")

@@ -1,15 +1,22 @@
-"""AEPO: ARPO with a balanced budget, a penalty on runs of forks, and an entropy-aware update."""
+"""AEPO: ARPO with a balanced budget, a penalty on runs of forks, and an entropy-aware update.
+
+The whole algorithm is here: keys (`AEPO`), the plan of the rollout (`AEPOPlan`), and what of the
+loss is AEPO's (`token_loss`, `advantage_scale`). Loads no torch.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
-from agentenv.aepo_plan import AEPOPlan
 from agentenv.plan import RolloutPlan
-from agentenv.reference_plan import ReferencePlan
-from learners.arpo import Forking
+from agentenv.tree import Node, TrajectoryTree
+from learners.arpo import ARPO, ARPOPlan, clip_probability
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,31 +24,28 @@ if TYPE_CHECKING:
     from learners.losses import LossBatch
 
 
-class AEPO(Forking, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aepo"):
+class AEPO(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aepo"):
     """Agentic entropy-balanced policy optimisation (Dong 2025, arXiv 2510.14545).
 
     Four parts, each with a switch of its own; without all four this is ARPO:
 
         budget_split               m = k sigmoid(budget_beta (H_root - H_tool)) of k trajectories
-                                   start from scratch
+                                   start from scratch (`num_roots_of`)
         branch_penalty             P = (alpha + beta dH) max(0, 1 - branch_penalty l), l = forks
-                                   in a row on this path
+                                   in a row on this path (`penalty_factor`)
         entropy_balanced_clipping  gradient -A (1 + clip_high) in place of 0 where
-                                   r > 1 + clip_high and A > 0
-        entropy_advantage          A' = A (1 + a z(H))
+                                   r > 1 + clip_high and A > 0 (`losses.entropy_balanced_loss`)
+        entropy_advantage          A' = A (1 + a z(H)) (`losses.entropy_multiplier`)
 
     On the quick start the four together change nothing measurable over ARPO: the split stays at
     half of the group and hardly a token is clipped from above (docs/experiments.md).
 
-    They are `num_roots_of` and `penalty_factor` in `agentenv.aepo_plan`, `entropy_balanced_loss`
-    and `entropy_multiplier` in `learners.losses`.
-
     Differs from the paper: dual clip (inf switches it off); z over all tokens of the mini-batch,
-    from entropies of the old policy, so that it depends neither on micro-batches nor on the step;
+    from entropies of the old policy, so that z depends neither on micro-batches nor on the step;
     the multiplier is clamped to [0, 2], so that no advantage changes its sign; missing entropies
-    are an error. compat = "reference" is the released code: z over the micro-batch, from current
-    entropies, not clamped; its forks and split as in `agentenv.reference_plan`, with budget_beta
-    0.5 and branch_penalty 0.05 unless set (its scripts have budget_split = false).
+    are an error. compat = "reference" is the released code, `reference.algorithms`: z over the
+    micro-batch, from current entropies, not clamped; forks and split as in `reference.rollout`
+    (its scripts have budget_split = false).
     """
 
     budget_split: Annotated[
@@ -67,50 +71,20 @@ class AEPO(Forking, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
 
     @property
     def needs_entropies(self) -> bool:
-        return self.entropy_advantage > 0 and not self.is_compat
+        return self.entropy_advantage > 0
 
     @property
     def beta_of_split(self) -> float:
         """`budget_beta` or its default."""
-        default = 0.5 if self.is_compat else 10.0
-        return default if self.budget_beta is None else self.budget_beta
+        return 10.0 if self.budget_beta is None else self.budget_beta
 
     @property
     def penalty_per_fork(self) -> float:
         """`branch_penalty` or its default."""
-        default = 0.05 if self.is_compat else 0.1
-        return default if self.branch_penalty is None else self.branch_penalty
+        return 0.1 if self.branch_penalty is None else self.branch_penalty
 
     def plan(self, vocab_size: int) -> RolloutPlan:
-        if self.is_compat:
-            return ReferencePlan(
-                group_size=self.group_size,
-                initial_rollouts=self.num_initial,
-                vocab_size=vocab_size,
-                beam_size=self.beam_size,
-                base_probability=self.base_probability,
-                entropy_weight=self.entropy_weight,
-                penalized=True,
-                branch_penalty=self.penalty_per_fork,
-                split=self.budget_split,
-                budget_beta=self.beta_of_split,
-            )
-        return AEPOPlan(
-            group_size=self.group_size,
-            initial_rollouts=self.num_initial,
-            beam_size=self.beam_size,
-            base_probability=self.base_probability,
-            entropy_weight=self.entropy_weight,
-            mode=self.fork_mode,
-            threshold=self.fork_threshold,
-            fork_window=self.entropy_window,
-            vocab_size=vocab_size,
-            criterion=self.fork_criterion,
-            rise_scale=self.rise_scale,
-            split=self.budget_split,
-            budget_beta=self.beta_of_split,
-            branch_penalty=self.penalty_per_fork,
-        )
+        return AEPOPlan(self, vocab_size)
 
     def token_loss(self, ratio: Tensor, advantages: Tensor) -> Tensor:
         from learners.losses import entropy_balanced_loss
@@ -122,16 +96,103 @@ class AEPO(Forking, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
         )
 
     def advantage_scale(self, batch: LossBatch, entropies: Tensor) -> Tensor | float:
-        from learners.losses import entropy_multiplier, entropy_statistics
+        from learners.losses import entropy_multiplier
 
         if self.entropy_advantage == 0:
             return 1.0
-        if not self.is_compat:
-            return entropy_multiplier(
-                batch.entropies, batch.entropy_mean, batch.entropy_std, self.entropy_advantage
-            )
-        current = entropies.detach()
-        if batch.weight.sum() < 2:  # the released code gives nan here
-            return 1.0
-        mean, std = entropy_statistics(current, batch.weight)
-        return entropy_multiplier(current, mean, std, self.entropy_advantage, compat=True)
+        return entropy_multiplier(
+            batch.entropies, batch.entropy_mean, batch.entropy_std, self.entropy_advantage
+        )
+
+
+@dataclass(frozen=True)
+class AEPOPlan(ARPOPlan):
+    """ARPO with entropy pre-monitoring and a branch penalty (AEPO, arXiv 2510.14545, 3.1).
+
+    Pre-monitoring (`budget_split`): the first from-scratch trajectory is the probe, and the probe
+    is kept. When it ends, m = `num_roots_of` of the k = group_size trajectories are to start from
+    scratch, the probe among them, and the other m - 1 start at once; while it grows, its forks
+    draw on the configured split. A probe without a tool turn leaves the configured split.
+
+    Penalty: P = clip((alpha + beta * dH) * `penalty_factor`, 0, 1).
+
+    Differs from the paper: entropies are means over the window in place of sums, hence the larger
+    budget_beta; the probe is one of the trajectories and no extra one.
+    """
+
+    rules: AEPO
+
+    def on_start(self, tree: TrajectoryTree) -> int:
+        return 1 if self.rules.budget_split else super().on_start(tree)
+
+    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
+        roots = 0
+        if self.rules.budget_split and tree.num_roots == 1 and is_root_branch(leaf):
+            roots = self.num_roots(tree, leaf) - 1
+        return roots or super().on_leaf_end(tree, leaf)
+
+    def num_roots(self, tree: TrajectoryTree, probe: Node) -> int:
+        """m, from the probe that ended at leaf `probe`; at most what its forks have left."""
+        turns = tree.path(probe)[1:]
+        after_tools = [
+            self.entropy(turn.entropies)
+            for turn, before in zip(turns[1:], turns, strict=False)
+            if before.observation_ids and turn.entropies
+        ]
+        wanted = self.rules.num_initial
+        if after_tools:
+            root = self.entropy(turns[0].entropies)
+            wanted = num_roots_of(self.group_size, self.rules.beta_of_split, root, after_tools)
+        num_forks = tree.num_started - 1
+        return max(1, min(wanted, self.group_size - num_forks))
+
+    def fork_budget(self, tree: TrajectoryTree) -> int:
+        if self.rules.budget_split and probing(tree):
+            return self.group_size - self.rules.num_initial - (tree.num_started - 1)
+        return super().fork_budget(tree)
+
+    def fork_probability(
+        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float]
+    ) -> float:
+        probability = self.rules.base_probability + self.raise_of(tree, node, entropies)
+        run = consecutive_forks(tree, node)
+        return clip_probability(probability * penalty_factor(self.rules.penalty_per_fork, run))
+
+
+def num_roots_of(group_size: int, beta: float, root: float, after_tools: Sequence[float]) -> int:
+    """Entropy pre-monitoring: m = round(k * sigmoid(beta * (H_root - mean H_tool))), half up,
+    within [1, k]. More uncertainty at the question than after its tools asks for more roots."""
+    share = sigmoid(beta * (root - fmean(after_tools)))
+    return max(1, min(group_size, math.floor(group_size * share + 0.5)))
+
+
+def penalty_factor(penalty: float, run: int) -> float:
+    """max(0, 1 - penalty * l), l = forks in a row on this path before the decision."""
+    return max(0.0, 1.0 - penalty * run)
+
+
+def probing(tree: TrajectoryTree) -> bool:
+    """True while the first from-scratch trajectory is the only one and still grows."""
+    return tree.num_roots <= 1 and not any(
+        leaf.end != "failed" and is_root_branch(leaf) for leaf in tree.leaves()
+    )
+
+
+def is_root_branch(node: Node) -> bool:
+    """True if the node was grown by a from-scratch trajectory, not by a fork."""
+    return "+" not in node.branch
+
+
+def consecutive_forks(tree: TrajectoryTree, node: Node) -> int:
+    """Fork points above `node`, the nearest first, at which this path forked without a break."""
+    count = 0
+    for above in reversed(tree.path(node)[:-1]):
+        if above.num_forks == 0:
+            break
+        count += above.num_forks is not None
+    return count
+
+
+def sigmoid(x: float) -> float:
+    """1 / (1 + exp(-x)) without overflow."""
+    return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(x) / (1.0 + math.exp(x))

@@ -10,7 +10,7 @@ Loading this module loads neither torch nor deepspeed; only `loss` needs torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct, field
 
@@ -151,6 +151,8 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
                 "algorithm.reference_every: there is no reference policy; set kl_loss or kl_reward"
             )
 
+    is_released: ClassVar[bool] = False  # the form that compat = "reference" asks for
+
     # what the learner has to provide
 
     @property
@@ -177,11 +179,6 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     @property
     def refills(self) -> bool:
         """Whether groups without signal are to be replaced by later ones, as `queue.refill`."""
-        return False
-
-    @property
-    def is_compat(self) -> bool:
-        """Whether the released code is reproduced where it differs from the paper."""
         return False
 
     @property
@@ -244,6 +241,12 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
         return objective(self, batch, logprobs, entropies)
 
+    def ratio(self, logprobs: Tensor, proximal: Tensor) -> Tensor:
+        """current / proximal per token, with gradient."""
+        from learners.losses import ratio_of
+
+        return ratio_of(logprobs, proximal)
+
     def token_loss(self, ratio: Tensor, advantages: Tensor) -> Tensor:
         """Loss per token, before weights: PPO's clip."""
         from learners.losses import ppo_loss
@@ -271,17 +274,12 @@ class Clipped(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Grouped(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Group-normalised advantages, as in GRPO, and the switch to the released code.
 
-    compat = "reference" keeps what the released code of ARPO does: the only member of a group
-    keeps its reward, equal rewards leave rounding noise, the log-ratio is not bounded. It does
-    not bring back that code's weighting of micro-batches, which depends on the packing.
+    compat = "reference" is what the released code of ARPO does, in a class of its own:
+    `reference.algorithms` builds it from these keys.
     """
 
     normalize_by_std: NormalizeByStd = True
     compat: Compat = "none"
 
-    @property
-    def is_compat(self) -> bool:
-        return self.compat == "reference"
-
     def advantages(self, returns: Floats) -> Floats:
-        return group_advantages(returns, norm_by_std=self.normalize_by_std, compat=self.is_compat)
+        return group_advantages(returns, norm_by_std=self.normalize_by_std)

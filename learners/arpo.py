@@ -1,20 +1,71 @@
-"""ARPO: forks after tool results whose entropy rose, credit shared below a fork."""
+"""ARPO: trajectories fork after tool results whose entropy rose, and share credit above a fork.
+
+The whole algorithm is here: keys (`ARPO`), the fork criterion, which AEPO shares, the plan of the
+rollout (`ARPOPlan`), and its docstring says which credit and which loss. Loads no torch.
+
+When is the policy uncertain after a tool result? Two answers, as pure functions of the tree.
+Entropies are means over the first `entropy_window` tokens of a turn, divided by ln V, and so lie
+in [0, 1] for a vocabulary of V tokens.
+
+    rise      dH = H(after the tool result) - H(first turn of the root)
+    paper     P = alpha + beta * dH                                (ARPO, arXiv 2507.19849, 3.1)
+    relative  P = alpha + beta * (H after - H first) / (H after + H first)
+
+With the paper's beta of 0.2 "paper" is a coin toss: on the quick start one standard deviation of
+dH moves P = 0.5 by 0.001 to 0.003. "relative" lies within +-1 and keeps its scale when entropies
+fall during training. Whether a rise says anything about what a fork is worth depends on the
+window: the window has to reach the tokens in which the turn is decided, behind a fixed phrase at
+the start of the turn. docs/experiments.md has the evidence.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import fmean
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from agentenv.errors import ConfigError
-from agentenv.plan import ARPOPlan, Criterion, RolloutPlan
-from agentenv.reference_plan import ReferencePlan
+from agentenv.plan import RolloutPlan
+from agentenv.tree import Node, TrajectoryTree
 from learners.algorithm import Grouped
 from learners.credit import Sharing
 
+Criterion = Literal["paper", "relative"]
 
-class Forking(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ARPO and AEPO share: the fork criterion and the credit of shared tokens."""
+_ZSCORE_GONE = (
+    "the criterion zscore kept the least information of all (docs/algorithms.md); "
+    'fork_criterion = "relative" with entropy_weight = 0.5 lets entropy decide'
+)
+DROPPED = {
+    'algorithm.fork_criterion = "zscore"': _ZSCORE_GONE,
+    "algorithm.rise_scale": _ZSCORE_GONE,
+}
+
+
+class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="arpo"):
+    """Agentic reinforced policy optimisation (Dong 2025, arXiv 2507.19849).
+
+    Rollout, eq. 3 and section 3.1: see `ARPOPlan`; forks and refills share a budget of group_size
+    trajectories. Credit, section 3.2: the advantages of GRPO over all leaves; a token shared by d
+    leaves counts d times, with their own advantages (soft) or d times with the mean (hard), as
+    `learners.credit` computes it. Loss: that of GRPO, `Algorithm.token_loss`.
+
+    Differs from the paper: sampling a fork is the default, its text forks iff P > tau
+    (fork_mode = "threshold"); entropies are means over the window; the loss is a token-mean
+    without KL.
+
+    The paper's signal is inert: with entropy_weight = 0.2 a standard deviation of dH moves the
+    fork probability by 0.001 to 0.003 (quick start; docs/experiments.md), so what is gained comes
+    from forking as such. fork_criterion = "relative" lets the signal decide; the signal carries
+    information only with an entropy_window that reaches past a turn's opening phrase.
+
+    compat = "reference" is the released code: `reference.rollout` and `reference.algorithms`;
+    entropy_window is then 20 tokens whatever is set.
+    """
 
     initial_rollouts: Annotated[
         Annotated[int, Meta(ge=1)] | None,
@@ -40,15 +91,10 @@ class Forking(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Criterion,
         Meta(
             description="what the weight multiplies: paper, the entropy rise / ln V, which moves "
-            "the probability by less than 0.01 and leaves a coin toss; zscore, the rise against "
-            "the spread of the rises before on the same tree; relative, the rise over the sum of "
-            "both entropies"
+            "the probability by less than 0.01 and leaves a coin toss; relative, the rise over "
+            "the sum of both entropies"
         ),
     ] = "paper"
-    rise_scale: Annotated[
-        float,
-        Meta(gt=0, description="spread of rises to expect before any was seen (zscore), in ln V"),
-    ] = 0.02
     entropy_window: Annotated[
         int, Meta(ge=1, description="tokens after a tool result whose entropy decides")
     ] = 20
@@ -56,14 +102,6 @@ class Forking(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Sharing,
         Meta(description="shared tokens get each leaf's advantage (soft) or their mean (hard)"),
     ] = "soft"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.is_compat and (self.fork_mode, self.fork_criterion) != ("sample", "paper"):
-            raise ConfigError(
-                'algorithm.compat = "reference" has one fork criterion: leave fork_mode and '
-                "fork_criterion out"
-            )
 
     @property
     def num_initial(self) -> int:
@@ -74,48 +112,81 @@ class Forking(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def credit_sharing(self) -> Sharing:
         return self.sharing
 
+    def plan(self, vocab_size: int) -> RolloutPlan:
+        return ARPOPlan(self, vocab_size)
 
-class ARPO(Forking, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="arpo"):
-    """Agentic reinforced policy optimisation (Dong 2025, arXiv 2507.19849).
 
-    Rollout, eq. 3 and section 3.1: after a tool result P = alpha + beta * dH, where dH is the
-    rise over the root's entropy; forks and refills share a budget of group_size trajectories.
-    Update, section 3.2: GRPO over all leaves; a token shared by d leaves counts d times, with
-    their own advantages (soft) or d times with the mean (hard). Loss: see GRPO.
+@dataclass(frozen=True)
+class ARPOPlan:
+    """Fork where the policy became uncertain after a tool result (ARPO, arXiv 2507.19849, 3.1).
 
-    Differs from the paper: sampling a fork is the default, its text forks iff P > tau
-    (fork_mode = "threshold"); entropies are means over the window, see `agentenv.plan.ARPOPlan`;
-    the loss is a token-mean without KL.
+    P = clip(alpha + beta * `raise_of`, 0, 1). fork_mode "sample": each of beam_size - 1 siblings
+    starts with probability P; fork_mode "threshold", the paper's text: all of them start if
+    P > tau. Forks share the first turn of their root, so they inherit its baseline. What is left
+    of the budget when nothing is growing any more starts from scratch, all at once.
 
-    The paper's signal is inert: with entropy_weight = 0.2 a standard deviation of dH moves the
-    fork probability by 0.001 to 0.003 (quick start; docs/experiments.md), so what is gained comes
-    from forking as such. fork_criterion = "relative" or "zscore" lets the signal decide; it
-    carries information only with an entropy_window that reaches past a turn's opening phrase.
-
-    compat = "reference" is the released code: see `agentenv.reference_plan` for its rollout and
-    `Grouped` for its update; entropy_window is then 20 tokens whatever is set.
+    Differs from the paper: it prints dH as a sum over k divided by V, which leaves beta without
+    influence; here dH is a mean over the tokens and divided by ln V.
     """
 
-    def plan(self, vocab_size: int) -> RolloutPlan:
-        if self.is_compat:
-            return ReferencePlan(
-                group_size=self.group_size,
-                initial_rollouts=self.num_initial,
-                vocab_size=vocab_size,
-                beam_size=self.beam_size,
-                base_probability=self.base_probability,
-                entropy_weight=self.entropy_weight,
-            )
-        return ARPOPlan(
-            group_size=self.group_size,
-            initial_rollouts=self.num_initial,
-            beam_size=self.beam_size,
-            base_probability=self.base_probability,
-            entropy_weight=self.entropy_weight,
-            mode=self.fork_mode,
-            threshold=self.fork_threshold,
-            fork_window=self.entropy_window,
-            vocab_size=vocab_size,
-            criterion=self.fork_criterion,
-            rise_scale=self.rise_scale,
-        )
+    rules: ARPO
+    vocab_size: int
+
+    @property
+    def group_size(self) -> int:
+        return self.rules.group_size
+
+    @property
+    def fork_window(self) -> int:
+        return self.rules.entropy_window
+
+    def on_start(self, tree: TrajectoryTree) -> int:
+        return self.rules.num_initial
+
+    def on_fork_point(
+        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
+    ) -> int:
+        budget = min(self.rules.beam_size - 1, self.fork_budget(tree))
+        if budget <= 0:
+            return 0
+        probability = self.fork_probability(tree, node, entropies)
+        if self.rules.fork_mode == "threshold":
+            return budget if probability > self.rules.fork_threshold else 0
+        return sum(rng.random() < probability for _ in range(budget))
+
+    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
+        return 0 if tree.num_live else self.group_size - tree.num_started
+
+    def fork_budget(self, tree: TrajectoryTree) -> int:
+        """Siblings that may still start anywhere in the tree."""
+        return self.group_size - tree.num_started
+
+    def fork_probability(
+        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float]
+    ) -> float:
+        """P; `node` holds the tool result, `entropies` are those of the tokens after it (nats)."""
+        raised = self.raise_of(tree, node, entropies)
+        return clip_probability(self.rules.base_probability + raised)
+
+    def raise_of(self, tree: TrajectoryTree, node: Node, entropies: Sequence[float]) -> float:
+        """What the entropies add to the base probability."""
+        after, before = self.entropy(entropies), self.entropy(tree.path(node)[1].entropies)
+        is_relative = self.rules.fork_criterion == "relative"
+        rise = relative_rise(after, before) if is_relative else after - before
+        return self.rules.entropy_weight * rise
+
+    def entropy(self, entropies: Sequence[float]) -> float:
+        """Mean over the window (nats), divided by ln V; 0 for an empty turn."""
+        first = entropies[: self.rules.entropy_window]
+        return fmean(first) / math.log(self.vocab_size) if first else 0.0
+
+
+def relative_rise(after: float, before: float) -> float:
+    """(after - before) / (after + before) of two entropies, in [-1, 1]; 0 if both are 0."""
+    total = after + before
+    return (after - before) / total if total > 0 else 0.0
+
+
+def clip_probability(probability: float) -> float:
+    """The nearest probability in [0, 1]."""
+    return min(1.0, max(0.0, probability))

@@ -1,4 +1,8 @@
-"""DAPO: clip-higher, dynamic sampling, token-mean, overlong filter and soft length penalty."""
+"""The algorithms without forks: GRPO, Dr. GRPO, DAPO, RLOO, REINFORCE++, GSPO, CISPO.
+
+Each rolls out independent trajectories and changes one thing of another: the advantage of a group,
+the clip, or how token losses become a mean. Loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -34,30 +38,34 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# CISPO: the ratio is clipped as a weight, so that no token loses its gradient.
+class GRPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="grpo"):
+    """Group relative policy optimisation (Shao 2024, arXiv 2402.03300, section 4.1).
 
+        A_i = (R_i - mean(R)) / (std(R) + 1e-6)
+        J = mean over tokens of min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
-class CISPO(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="cispo"):
-    """Clipped importance sampling policy optimisation (MiniMax-M1, arXiv 2506.13585, eq. 4).
-
-        J = sum over all tokens of sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi / number
-
-    PPO drops tokens whose ratio leaves the band, which on stale data are the rare, uncertain
-    ones; a bounded weight keeps them. As in the paper the band is open below (clip_low 1) and
-    clip_high is the knob. Differs from the paper: the value reported is -sg(clip(r)) A.
+    Differs from the paper: the token-mean and clip_high > clip_low are DAPO's (Yu 2025, arXiv
+    2503.14476, eq. 8), aggregation = "seq-mean-token-mean" and clip_high = 0.2 are GRPO's own;
+    no KL by default (kl_loss = 0.04 is the paper's); dual clip (Ye 2020), inf switches it off;
+    equal and single returns give exactly 0.
     """
 
-    clip_low: ClipLow = 1.0
-    clip_high: ClipHigh = 1.0
-    normalize_by_std: NormalizeByStd = True
+
+class DrGRPO(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="dr_grpo"):
+    """Dr. GRPO (Liu 2025, arXiv 2503.20783, section 3.2).
+
+        A_i = R_i - mean(R)
+        J = 1/N sum_i 1/L sum_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+
+    No division by the group's deviation (it favours questions that are too easy or too hard),
+    none by a trajectory's own length (it favours long wrong answers): L is the constant
+    norm_length. Differs from the paper: dual clip, and L is no limit of the rollout.
+    """
+
+    aggregation: AggregationKey = "seq-mean-token-sum-norm"
 
     def advantages(self, returns: Floats) -> Floats:
-        return group_advantages(returns, norm_by_std=self.normalize_by_std)
-
-    def token_loss(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        from learners.losses import cispo_loss
-
-        return cispo_loss(ratio, advantages, self.clip_low, self.clip_high)
+        return group_advantages(returns, norm_by_std=False)
 
 
 OVERLONG: dict[Limit, Truncated] = {
@@ -95,71 +103,22 @@ class DAPO(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
         return group_advantages(returns, norm_by_std=self.normalize_by_std)
 
 
-# Dr. GRPO: GRPO without its two biases.
+class RLOO(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="rloo"):
+    """REINFORCE leave-one-out (Ahmadian 2024, arXiv 2402.14740).
 
+        A_i = R_i - mean of the other returns of the group
+        J = 1/N sum_i sum_t r A_i
 
-class DrGRPO(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="dr_grpo"):
-    """Dr. GRPO (Liu 2025, arXiv 2503.20783, section 3.2).
-
-        A_i = R_i - mean(R)
-        J = 1/N sum_i 1/L sum_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
-
-    No division by the group's deviation (it favours questions that are too easy or too hard),
-    none by a trajectory's own length (it favours long wrong answers): L is the constant
-    norm_length. Differs from the paper: dual clip, and L is no limit of the rollout.
+    A trajectory is one action, so its tokens add up (seq-mean-token-sum). Differs from the paper:
+    the ratio is clipped as in PPO, since one update takes several steps on asynchronous data; on
+    the first step on fresh data r = 1, and the gradient is REINFORCE's. The paper's KL in the
+    reward is kl_reward.
     """
 
-    aggregation: AggregationKey = "seq-mean-token-sum-norm"
+    aggregation: AggregationKey = "seq-mean-token-sum"
 
     def advantages(self, returns: Floats) -> Floats:
-        return group_advantages(returns, norm_by_std=False)
-
-
-# GRPO: independent trajectories, group-normalised advantages, PPO clipping.
-
-
-class GRPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="grpo"):
-    """Group relative policy optimisation (Shao 2024, arXiv 2402.03300, section 4.1).
-
-        A_i = (R_i - mean(R)) / (std(R) + 1e-6)
-        J = mean over tokens of min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
-
-    Differs from the paper: the token-mean and clip_high > clip_low are DAPO's (Yu 2025, arXiv
-    2503.14476, eq. 8), aggregation = "seq-mean-token-mean" and clip_high = 0.2 are GRPO's own;
-    no KL by default (kl_loss = 0.04 is the paper's); dual clip (Ye 2020), inf switches it off;
-    equal and single returns give exactly 0.
-    """
-
-
-# GSPO: one ratio and one clip per trajectory.
-
-
-class GSPO(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="gspo"):
-    """Group sequence policy optimisation (Zheng 2025, arXiv 2507.18071, eq. 5 and 7).
-
-        s_i = exp(mean over the policy tokens of trajectory i of log r)
-        J = mean over i of min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
-
-    The gradient is that of GSPO-token (eq. 13) with equal advantages: a token shared by several
-    trajectories gets the sum of -A_i s_i over those that are not clipped. s_i needs all tokens
-    of a trajectory, which micro-batches may cut, so a step computes log-probs once more before.
-    Differs from the paper: log-ratios are bounded by +-20 per token.
-    """
-
-    aggregation: AggregationKey = "seq-mean-token-mean"
-    clip_low: ClipLow = 3e-4
-    clip_high: ClipHigh = 4e-4
-    normalize_by_std: NormalizeByStd = True
-
-    @property
-    def clips_sequences(self) -> bool:
-        return True
-
-    def advantages(self, returns: Floats) -> Floats:
-        return group_advantages(returns, norm_by_std=self.normalize_by_std)
-
-
-# REINFORCE++ with a group baseline: advantages normalised over the batch, not the group.
+        return leave_one_out(returns)
 
 
 class ReinforcePP(
@@ -189,22 +148,49 @@ class ReinforcePP(
         return normalize_over_batch(trees, super().credits(trees), self.credit_sharing)
 
 
-# RLOO: REINFORCE with the other trajectories of the group as baseline.
+class GSPO(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="gspo"):
+    """Group sequence policy optimisation (Zheng 2025, arXiv 2507.18071, eq. 5 and 7).
 
+        s_i = exp(mean over the policy tokens of trajectory i of log r)
+        J = mean over i of min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
 
-class RLOO(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="rloo"):
-    """REINFORCE leave-one-out (Ahmadian 2024, arXiv 2402.14740).
-
-        A_i = R_i - mean of the other returns of the group
-        J = 1/N sum_i sum_t r A_i
-
-    A trajectory is one action, so its tokens add up (seq-mean-token-sum). Differs from the paper:
-    the ratio is clipped as in PPO, since one update takes several steps on asynchronous data; on
-    the first step on fresh data r = 1, and the gradient is REINFORCE's. The paper's KL in the
-    reward is kl_reward.
+    The gradient is that of GSPO-token (eq. 13) with equal advantages: a token shared by several
+    trajectories gets the sum of -A_i s_i over those that are not clipped. s_i needs all tokens
+    of a trajectory, which micro-batches may cut, so a step computes log-probs once more before.
+    Differs from the paper: log-ratios are bounded by +-20 per token.
     """
 
-    aggregation: AggregationKey = "seq-mean-token-sum"
+    aggregation: AggregationKey = "seq-mean-token-mean"
+    clip_low: ClipLow = 3e-4
+    clip_high: ClipHigh = 4e-4
+    normalize_by_std: NormalizeByStd = True
+
+    @property
+    def clips_sequences(self) -> bool:
+        return True
 
     def advantages(self, returns: Floats) -> Floats:
-        return leave_one_out(returns)
+        return group_advantages(returns, norm_by_std=self.normalize_by_std)
+
+
+class CISPO(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="cispo"):
+    """Clipped importance sampling policy optimisation (MiniMax-M1, arXiv 2506.13585, eq. 4).
+
+        J = sum over all tokens of sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi / number
+
+    PPO drops tokens whose ratio leaves the band, which on stale data are the rare, uncertain
+    ones; a bounded weight keeps them. As in the paper the band is open below (clip_low 1) and
+    clip_high is the knob. Differs from the paper: the value reported is -sg(clip(r)) A.
+    """
+
+    clip_low: ClipLow = 1.0
+    clip_high: ClipHigh = 1.0
+    normalize_by_std: NormalizeByStd = True
+
+    def advantages(self, returns: Floats) -> Floats:
+        return group_advantages(returns, norm_by_std=self.normalize_by_std)
+
+    def token_loss(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        from learners.losses import cispo_loss
+
+        return cispo_loss(ratio, advantages, self.clip_low, self.clip_high)

@@ -46,27 +46,18 @@ class TreeCredit:
         return bool(np.any(self.adv_pos) or np.any(self.adv_neg))
 
 
-def group_advantages(
-    rewards: Sequence[float] | Floats,
-    *,
-    norm_by_std: bool = True,
-    epsilon: float = EPSILON,
-    compat: bool = False,
-) -> Floats:
-    """(r - mean) / (std + epsilon) over one group, std unbiased (GRPO, Shao 2024, section 4.1.2).
+def group_advantages(rewards: Sequence[float] | Floats, *, norm_by_std: bool = True) -> Floats:
+    """(r - mean) / (std + 1e-6) over one group, std unbiased (GRPO, Shao 2024, section 4.1.2).
 
     Without norm_by_std: r - mean (Dr. GRPO, Liu 2025). Equal rewards and single rewards give
-    exactly 0; compat reproduces the released ARPO code, in which a single reward keeps its value
-    (divided by 1 + epsilon) and equal ones leave rounding noise.
+    exactly 0.
     """
     values = np.asarray(rewards, np.float64)
-    if values.size == 1 and compat:
-        return values / (1.0 + epsilon) if norm_by_std else values.copy()
-    if values.size < 2 or (not compat and values.max() == values.min()):
+    if values.size < 2 or values.max() == values.min():
         return np.zeros_like(values)
     centred: Floats = values - values.mean()
     if norm_by_std:
-        centred /= values.std(ddof=1) + epsilon
+        centred /= values.std(ddof=1) + EPSILON
     return centred
 
 
@@ -95,11 +86,9 @@ def tree_credit(
     *,
     group_size: int,
     min_group_fraction: float = 0.75,
-    norm_by_std: bool = True,
     sharing: Sharing = "soft",
     truncated: Mapping[Limit, Truncated] | None = None,
-    compat: bool = False,
-    estimator: Estimator | None = None,
+    estimator: Estimator = group_advantages,
     penalty: Callable[[Trajectory], float] | None = None,
 ) -> TreeCredit | None:
     """Credit of every node, or None when the group is too short to be normalised.
@@ -107,7 +96,7 @@ def tree_credit(
     Failed leaves are in no group. A truncated leaf counts with its return ("score"), with return
     0 ("zero") or not at all ("mask"), by its limit; limits not in the mapping are scored. What is
     left must be at least min_group_fraction of group_size. `penalty` is added to each return.
-    `estimator` takes the place of `group_advantages`. Soft sharing gives a token each leaf's own
+    `estimator` makes advantages of returns. Soft sharing gives a token each leaf's own
     advantage, hard sharing the mean over the leaves below it, counted as often (ARPO, Dong 2025,
     section 3.2).
     """
@@ -121,11 +110,8 @@ def tree_credit(
     )
     if penalty is not None:
         returns += [penalty(path) for path in trajectories]
-    if estimator is None:
-        advantages = group_advantages(returns, norm_by_std=norm_by_std, compat=compat)
-    else:
-        advantages = estimator(returns)
-    return spread(tree, [path.path for path in trajectories], returns, advantages, sharing)
+    paths = [path.path for path in trajectories]
+    return spread(tree, paths, returns, estimator(returns), sharing)
 
 
 def spread(

@@ -20,6 +20,7 @@ from agentenv.engines.weights import Address, Group, Manifest, TransferError
 from agentenv.errors import ConfigError, EngineError, LearnerError
 from agentenv.tree import TrajectoryTree
 from learners import messages as wire
+from learners.algorithm import Algorithm
 from learners.batch import EncodedTree, encode
 from learners.deepspeed_settings import deepspeed_settings
 from learners.learner import LearnerConfig, Metrics, OptimizerConfig, Score, optimizer_of
@@ -116,7 +117,7 @@ class DeepSpeedLearner:
     def __init__(
         self,
         config: LearnerConfig,
-        algorithm: wire.AnyAlgorithm,
+        algorithm: Algorithm,
         ranks: RankGroup,
         evidence: Evidence,
     ) -> None:
@@ -132,7 +133,7 @@ class DeepSpeedLearner:
     async def start(
         cls,
         config: LearnerConfig,
-        algorithm: wire.AnyAlgorithm,
+        algorithm: Algorithm,
         model_dir: Path,
         log_path: Path,
         *,
@@ -146,7 +147,7 @@ class DeepSpeedLearner:
         that contradict each other or a directory that is not a model, LearnerError if a rank
         does not come up.
         """
-        _check(config, model_dir)
+        _check(config, algorithm, model_dir)
         if config.deepspeed_config:  # ranks may run in another directory
             path = _absolute(Path(config.deepspeed_config))
             config = replace(config, deepspeed_config=path)
@@ -154,7 +155,7 @@ class DeepSpeedLearner:
         learner = cls(config, algorithm, ranks, Evidence(log_path.with_name("skipped")))
         try:
             await ranks.start(config.start_timeout_s)
-            init = wire.Init(config, algorithm, _absolute(model_dir), seed, ranks.store)
+            init = wire.Init.of(config, algorithm, _absolute(model_dir), seed, ranks.store)
             await learner._call([init] * config.num_ranks, config.start_timeout_s)
         except BaseException:
             await learner.close()
@@ -305,7 +306,11 @@ class DeepSpeedLearner:
         return replies
 
 
-def _check(config: LearnerConfig, model_dir: Path) -> None:
+def _check(config: LearnerConfig, algorithm: Algorithm, model_dir: Path) -> None:
+    if getattr(algorithm, "compat", "none") == "reference" and not algorithm.is_released:
+        raise ConfigError(
+            'algorithm.compat = "reference": train with `reference.algorithms.released`'
+        )
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{model_dir}: not a Hugging Face model directory (no config.json)")
     if config.backend == "deepspeed":

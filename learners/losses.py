@@ -1,8 +1,8 @@
-"""Per-token policy losses, aggregation and KL estimators: pure functions of tensors.
+"""Per-token policy losses and KL estimators as functions of tensors, and the objective of all.
 
-All functions accept any float dtype and any common shape. `compat=True` reproduces the released
-code of ARPO and AEPO to the digit; the default adds the numeric guards and is equal to it
-wherever the released code stays finite and log-ratios stay within +-20.
+All functions accept any float dtype and any common shape. They add numeric guards to what the
+released code of ARPO and AEPO does (`reference.losses`), and are equal to that code wherever it
+stays finite and log-ratios stay within +-20.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from learners import losses
-from learners.off_policy import Aggregation, KLKind
+from learners.off_policy import KLKind
 
 if TYPE_CHECKING:
     from learners.algorithm import Algorithm
@@ -61,10 +60,9 @@ class LossBatch:
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: far outside any clip range, far inside float32
 
 
-def ratio_of(logprobs: Tensor, old_logprobs: Tensor, *, compat: bool = False) -> Tensor:
+def ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """exp(logprobs - old_logprobs), with gradient; the log-ratio is clamped to +-20."""
-    log_ratio = logprobs - old_logprobs
-    return log_ratio.exp() if compat else log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def ppo_loss(
@@ -109,32 +107,6 @@ def cispo_loss(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: fl
     return -weight * advantages * (ratio / ratio.detach())
 
 
-def gspo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    clip_low: float,
-    clip_high: float,
-    *,
-    compat: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Per-token loss and sequence ratio s_i, all [sequence, token] (GSPO-token, arXiv 2507.18071,
-    eq. 13 and 14): s_i = exp(mean of the log-ratios), whose gradient is each token's own.
-
-    The flat form, on which `learners.baselines` is tested. compat, the released variant: where the
-    log of s_i exceeds 10 it is cut there, and the gradient with it. A sequence without valid
-    tokens has a ratio of 1.
-    """
-    log_ratio = torch.where(mask > 0, logprobs - old_logprobs, torch.zeros_like(logprobs))
-    mean = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1.0)
-    log_sequence = logprobs - logprobs.detach() + mean.detach()
-    bound = 10.0 if compat else MAX_LOG_RATIO
-    ratio = log_sequence.clamp(max=bound).exp()
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return torch.max(-advantages * ratio, -advantages * clipped), ratio
-
-
 def sequence_terms(
     ratio: Floats, advantages: Floats, clip_low: float, clip_high: float
 ) -> tuple[Floats, Floats]:
@@ -143,16 +115,6 @@ def sequence_terms(
     plain = -advantages * ratio
     clipped = -advantages * np.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     return np.maximum(plain, clipped), np.where(plain >= clipped, plain, 0.0)
-
-
-def clip_shares(
-    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float
-) -> tuple[Tensor, Tensor]:
-    """0/1 per token: loss taken from the clipped ratio; loss cut by the dual clip."""
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    plain, bounded = -advantages * ratio, -advantages * clipped
-    below = (torch.max(plain, bounded) > -advantages * dual_clip) & (advantages < 0)
-    return (bounded > plain).to(ratio.dtype), below.to(ratio.dtype)
 
 
 def entropy_statistics(entropies: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,43 +128,16 @@ def entropy_statistics(entropies: Tensor, weights: Tensor) -> tuple[Tensor, Tens
     return mean, variance.clamp(min=0.0).sqrt()
 
 
-def entropy_multiplier(
-    entropies: Tensor, mean: Tensor, std: Tensor, coefficient: float, *, compat: bool = False
-) -> Tensor:
+def entropy_multiplier(entropies: Tensor, mean: Tensor, std: Tensor, coefficient: float) -> Tensor:
     """1 + a (H - mean) / std, detached: AEPO's entropy-aware advantage scale.
 
-    The default clamps to [0, 2], so that no advantage changes its sign, and gives 1 where std is
-    undefined (fewer than two tokens) or no more than rounding noise (equal entropies); compat
-    does neither, and takes a std of 0 for 1.
+    Clamped to [0, 2], so that no advantage changes its sign; 1 where std is undefined (fewer than
+    two tokens) or no more than rounding noise (equal entropies).
     """
-    if compat:
-        std = torch.where(std == 0, torch.ones_like(std), std)
-        return 1.0 + coefficient * (entropies.detach() - mean) / std
     defined = std.isfinite() & (std > 1e-6 * mean.abs())
     score = (entropies.detach() - mean) / torch.where(defined, std, torch.ones_like(std))
     multiplier = (1.0 + coefficient * score).clamp(0.0, 2.0)
     return torch.where(defined, multiplier, torch.ones_like(multiplier))
-
-
-def aggregate(loss: Tensor, mask: Tensor, mode: Aggregation, *, compat: bool = False) -> Tensor:
-    """A scalar from per-token losses and a 0/1 mask of shape [sequence, token].
-
-    seq-mean-token-sum-norm divides by the padded length. The default leaves masked losses out
-    even where they are not finite, and fully masked sequences out of seq-mean-token-mean;
-    compat multiplies by the mask (nan for a fully masked sequence).
-    """
-    kept = loss * mask if compat else torch.where(mask > 0, loss, torch.zeros_like(loss))
-    if mode == "token-mean":
-        return kept.sum() / (mask.sum() + 1e-8)
-    if mode == "seq-mean-token-sum":
-        return kept.sum(-1).mean()
-    if mode == "seq-mean-token-sum-norm":
-        return kept.sum() / mask.shape[-1]
-    lengths = mask.sum(-1)
-    if compat:
-        return (kept.sum(-1) / lengths).mean()
-    present = (lengths > 0).to(loss.dtype)
-    return (kept.sum(-1) / lengths.clamp(min=1.0)).sum() / present.sum().clamp(min=1.0)
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
@@ -233,10 +168,10 @@ def objective(
     weighted by `batch.weight`, over `batch.total_weight`. A mini-batch without tokens gives 0.
     """
     total = batch.total_weight or 1.0
-    ratio = losses.ratio_of(logprobs, batch.proximal, compat=algorithm.is_compat)
+    ratio = algorithm.ratio(logprobs, batch.proximal)
     importance = batch.importance
     if importance is None:
-        behaviour = losses.ratio_of(batch.proximal, batch.behaviour)
+        behaviour = ratio_of(batch.proximal, batch.behaviour)
         importance = behaviour.clamp(max=algorithm.importance_cap)
     scale = algorithm.advantage_scale(batch, entropies)
     adv_pos, adv_neg = batch.adv_pos * scale, batch.adv_neg * scale
@@ -249,7 +184,7 @@ def objective(
     metrics = _metrics(algorithm, batch, logprobs.detach(), ratio.detach(), part)
     metrics["entropy"] = (part * entropies.detach()).sum()
     if algorithm.kl_loss > 0 and batch.reference is not None:
-        kl = losses.kl_penalty(logprobs, batch.reference, algorithm.kl_kind)
+        kl = kl_penalty(logprobs, batch.reference, algorithm.kl_kind)
         loss = loss + algorithm.kl_loss * (batch.weight * kl).sum() / total
     if batch.reference is not None:
         difference = logprobs.detach() - batch.reference
@@ -263,7 +198,7 @@ def objective(
 def _metrics(
     algorithm: Algorithm, batch: LossBatch, logprobs: Tensor, ratio: Tensor, part: Tensor
 ) -> dict[str, Tensor]:
-    behaviour = losses.ratio_of(batch.proximal, batch.behaviour)
+    behaviour = ratio_of(batch.proximal, batch.behaviour)
     metrics = {
         "ratio_mean": (part * ratio).sum(),
         "ratio_max": ratio.max() if len(ratio) else ratio.new_tensor(0.0),

@@ -8,13 +8,15 @@ Failed. TCP, so that a rank may live on another machine.
 
 from __future__ import annotations
 
+import importlib
 from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
 from agentenv.engines.weights import Address, Bucket, Group
-from learners.algorithms import AnyAlgorithm as AnyAlgorithm
+from agentenv.errors import ConfigError
+from learners.algorithm import Algorithm
 from learners.batch import EncodedTree
 from learners.learner import LearnerConfig, OptimizerConfig, Score
 
@@ -37,11 +39,38 @@ class Hello(Struct, tag=True, tag_field="type"):
 
 
 class Init(Struct, tag=True, tag_field="type"):
+    """What a rank is built from. `algorithm_class` is an import path, module:Class, so that a
+    class from outside the project reaches the ranks as well."""
+
     config: LearnerConfig
-    algorithm: AnyAlgorithm
+    algorithm_class: str
+    algorithm: msgspec.Raw
     model_dir: str
     seed: int
     store: str = ""
+
+    @classmethod
+    def of(
+        cls, config: LearnerConfig, algorithm: Algorithm, model_dir: str, seed: int, store: str = ""
+    ) -> Init:
+        """The message for an algorithm at hand."""
+        kind = type(algorithm)
+        path = f"{kind.__module__}:{kind.__qualname__}"
+        raw = msgspec.Raw(msgspec.msgpack.encode(algorithm))
+        return cls(config, path, raw, model_dir, seed, store)
+
+    def make_algorithm(self) -> Algorithm:
+        """The algorithm again. Raises ConfigError where its module is not on the rank's path."""
+        module, _, name = self.algorithm_class.partition(":")
+        try:
+            kind = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"a learner rank cannot load the algorithm {self.algorithm_class}: {error}; "
+                "install its module where the rank runs"
+            ) from error
+        algorithm: Algorithm = msgspec.msgpack.decode(self.algorithm, type=kind)
+        return algorithm
 
 
 class Update(Struct, tag=True, tag_field="type"):

@@ -33,7 +33,7 @@ from learners.batch import LeafMap
 #
 # A token shared by several trajectories takes the sum of their coefficients. The released code of
 # ARPO differs: it aggregates each micro-batch on its own and weights by rows, so that the result
-# depends on the packing; and its last mode divides by L without N (`learners.losses.aggregate`).
+# depends on the packing; and its last mode divides by L without N (`reference.losses.aggregate`).
 # Trajectories without policy tokens count in none of the modes.
 
 Floats = NDArray[np.float64]

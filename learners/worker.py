@@ -167,7 +167,7 @@ class Rank:
         self.backend = make_backend(init)
         if self.backend.num_ranks > 1:
             torch.manual_seed(init.seed + self.backend.rank)
-        self.trainer = Trainer(self.backend, init.algorithm, init.config)
+        self.trainer = Trainer(self.backend, init.make_algorithm(), init.config)
         self.broadcaster = Broadcaster(self.backend, interrupted, host)
         self.policy_version = 0
         self._aside: Aside | None = None  # the rank sleeps

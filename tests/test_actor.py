@@ -13,14 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentenv.actor import Actor
-from agentenv.aepo_plan import AEPOPlan
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.errors import DataError, EngineDeadError
-from agentenv.plan import ARPOPlan, Independent, RolloutPlan
-from agentenv.reference_plan import ReferencePlan
+from agentenv.plan import Independent, RolloutPlan
 from agentenv.renderer import TagRenderer
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limit, Limits, SamplingParams, Task
+from learners.aepo import AEPO
+from learners.arpo import ARPO
+from reference.algorithms import ReleasedAEPO, ReleasedARPO
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.support.virtual_clock import run_virtual
 
@@ -223,12 +224,11 @@ def test_sampling_depends_on_place_not_on_time() -> None:
 PLANS: list[RolloutPlan] = [
     Independent(5),
     AlwaysFork(group_size=5),
-    ARPOPlan(group_size=6, initial_rollouts=3, vocab_size=256, fork_window=8),
-    ARPOPlan(group_size=6, initial_rollouts=3, vocab_size=256, fork_window=8, criterion="zscore"),
-    ARPOPlan(group_size=6, initial_rollouts=3, vocab_size=256, fork_window=8, criterion="relative"),
-    AEPOPlan(group_size=6, initial_rollouts=3, vocab_size=256, fork_window=8),
-    ReferencePlan(group_size=6, initial_rollouts=3, vocab_size=256, beam_size=3),
-    ReferencePlan(group_size=6, initial_rollouts=3, vocab_size=256, penalized=True, split=True),
+    ARPO(group_size=6, entropy_window=8).plan(256),
+    ARPO(group_size=6, entropy_window=8, fork_criterion="relative").plan(256),
+    AEPO(group_size=6, entropy_window=8).plan(256),
+    ReleasedARPO(group_size=6, beam_size=3).plan(256),
+    ReleasedAEPO(group_size=6).plan(256),
 ]
 
 

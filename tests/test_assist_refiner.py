@@ -11,8 +11,8 @@ import pytest
 
 from agentenv.errors import ConfigError
 from agentenv.evaluate import evaluate
-from agentenv.plan import ARPOPlan
 from agentenv.types import Limit, Limits
+from learners.arpo import ARPO
 from tests.support.assisted import ANSWER, TASK, Rollout, Turns, look, search_env
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 
@@ -144,7 +144,7 @@ async def test_both_together(server: ScriptedEndpoint) -> None:
 
 
 def test_training_refuses_them() -> None:
-    plan = ARPOPlan(group_size=4, initial_rollouts=2, vocab_size=256)
+    plan = ARPO(group_size=4).plan(256)
     rollout = Rollout(Turns(ANSWER), search_env, backtracer={})
     with pytest.raises(ConfigError, match="for evaluation, not for ARPOPlan"):
         asyncio.run(rollout.actor.rollout(TASK, plan))

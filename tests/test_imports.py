@@ -10,13 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("agentenv", "envs", "learners", "launchers")
+PACKAGES = ("agentenv", "envs", "learners", "reference", "launchers")
 FORBIDDEN = {
-    "agentenv": {"envs", "learners", "launchers"},
-    "envs": {"learners", "launchers"},
-    "learners": {"envs", "launchers"},
+    "agentenv": {"envs", "learners", "reference", "launchers"},
+    "envs": {"learners", "reference", "launchers"},
+    "learners": {"envs", "reference", "launchers"},
+    "reference": {"launchers"},
     "launchers": set(),
 }
+ALGORITHMS = (
+    "learners.arpo, learners.aepo, learners.baselines, learners.credit, reference.algorithms"
+)
 HEAVY = {"torch", "deepspeed", "vllm", "sglang", "transformers"}
 
 
@@ -42,7 +46,9 @@ def test_import_arrows(package: str) -> None:
         assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
 
 
-@pytest.mark.parametrize("modules", ["agentenv, envs", "launchers.config, launchers.help"])
+@pytest.mark.parametrize(
+    "modules", ["agentenv, envs", "launchers.config, launchers.help", ALGORITHMS]
+)
 def test_importing_loads_nothing_heavy(modules: str) -> None:
     code = f"import {modules}, sys; print(*sorted({HEAVY} & set(sys.modules)))"
     result = subprocess.run(

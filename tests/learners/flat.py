@@ -19,6 +19,7 @@ from learners.algorithm import Algorithm
 from learners.batch import ActionTokens, encode
 from learners.credit import group_advantages, leave_one_out
 from learners.minibatch import MiniBatch, prepare
+from reference.losses import gspo_loss
 from tests.learners.trees import random_tree
 
 
@@ -97,7 +98,8 @@ def flat_form(algorithm: Algorithm, trees: list[TrajectoryTree], figures: Figure
         advantages = advantages * (1 + algorithm.entropy_advantage * score).clamp(0, 2)
     low, high = algorithm.clip_low, algorithm.clip_high
     if algorithm.clips_sequences:
-        token_loss, _ = losses.gspo_loss(current, proximal, advantages, mask, low, high)
+        bound = losses.MAX_LOG_RATIO
+        token_loss, _ = gspo_loss(current, proximal, advantages, mask, low, high, bound)
     else:
         token_loss = algorithm.token_loss((current - proximal).exp(), advantages)
     token_loss = token_loss * _corrections(algorithm, proximal, behaviour, mask)
@@ -145,6 +147,9 @@ def _corrections(algorithm, proximal, behaviour, mask) -> Tensor:
 
 
 def _mean(algorithm: Algorithm, values: Tensor, mask: Tensor) -> Tensor:
-    if algorithm.aggregation == "seq-mean-token-sum-norm":
-        return (values * mask).sum() / (len(mask) * algorithm.norm_length)
-    return losses.aggregate(values, mask, algorithm.aggregation)
+    kept, mode = torch.where(mask > 0, values, torch.zeros_like(values)), algorithm.aggregation
+    if mode == "token-mean":
+        return kept.sum() / mask.sum()
+    if mode == "seq-mean-token-mean":
+        return (kept.sum(-1) / mask.sum(-1)).mean()
+    return kept.sum(-1).mean() / (algorithm.norm_length if mode.endswith("norm") else 1)

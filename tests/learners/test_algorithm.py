@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 
-from agentenv.aepo_plan import AEPOPlan
 from agentenv.errors import ConfigError
-from agentenv.plan import ARPOPlan, Independent
-from agentenv.reference_plan import ReferencePlan
+from agentenv.plan import Independent
 from agentenv.types import Limit
+from launchers.config import AnyAlgorithm
+from learners.aepo import AEPOPlan
+from learners.arpo import ARPOPlan
 from learners.learner import LearnerConfig
-from learners.messages import AnyAlgorithm
+from learners.messages import Init
 
 
 def algorithm(**keys: object) -> AnyAlgorithm:
@@ -37,32 +40,18 @@ def test_name_chooses_the_algorithm_and_its_plan(name: str, plan: type) -> None:
     assert msgspec.json.decode(msgspec.json.encode(chosen), type=AnyAlgorithm) == chosen
 
 
-def test_the_plan_gets_every_setting() -> None:
-    plan = algorithm(
-        name="aepo",
-        group_size=6,
-        beam_size=3,
-        base_probability=0.4,
-        entropy_weight=0.3,
-        fork_mode="threshold",
-        fork_threshold=0.6,
-        entropy_window=7,
-        budget_beta=2.0,
-        branch_penalty=0.2,
-    ).plan(100)
-    assert plan == AEPOPlan(
-        group_size=6,
-        initial_rollouts=3,
-        vocab_size=100,
-        beam_size=3,
-        base_probability=0.4,
-        entropy_weight=0.3,
-        mode="threshold",
-        threshold=0.6,
-        fork_window=7,
-        budget_beta=2.0,
-        branch_penalty=0.2,
-    )
+@pytest.mark.parametrize("name", NAMES)
+def test_an_algorithm_reaches_the_ranks_whole(name: str) -> None:
+    chosen = algorithm(name=name, group_size=6, dual_clip=math.inf) if name == "arpo" else None
+    chosen = chosen or algorithm(name=name, group_size=6)
+    sent = msgspec.msgpack.encode(Init.of(LearnerConfig(), chosen, "model", seed=0))
+    assert msgspec.msgpack.decode(sent, type=Init).make_algorithm() == chosen
+
+
+def test_a_rank_without_the_algorithms_module_says_what_to_do() -> None:
+    init = Init(LearnerConfig(), "mine.own:Best", msgspec.Raw(b""), "model", seed=0)
+    with pytest.raises(ConfigError, match=r"mine\.own:Best.*install its module"):
+        init.make_algorithm()
 
 
 @pytest.mark.parametrize(
@@ -88,32 +77,20 @@ def test_every_key_is_described() -> None:
             assert (field.type.extra_json_schema or {})["description"], field.name
 
 
-def test_compat_chooses_the_released_rollout_with_its_own_defaults() -> None:
-    plan = algorithm(name="arpo", group_size=16, compat="reference").plan(100)
-    assert plan == ReferencePlan(group_size=16, initial_rollouts=8, vocab_size=100)
-    aepo = {"name": "aepo", "compat": "reference", "budget_split": False}
-    plan = algorithm(group_size=16, **aepo).plan(100)
-    assert plan == ReferencePlan(
-        group_size=16, initial_rollouts=8, vocab_size=100, penalized=True, branch_penalty=0.05
-    )
-    chosen = algorithm(branch_penalty=0.2, budget_beta=3.0, **aepo)
-    assert (chosen.penalty_per_fork, chosen.beta_of_split) == (0.2, 3.0)
-
-
 def test_aepos_parts_are_switched_one_by_one() -> None:
     off = {"budget_split": False, "branch_penalty": 0.0, "entropy_advantage": 0.0}
-    plan = algorithm(name="aepo", **off).plan(100)
-    assert (plan.split, plan.branch_penalty) == (False, 0.0)
-    assert not algorithm(name="aepo", **off).needs_entropies
-    assert algorithm(name="aepo").needs_entropies
-    assert algorithm(name="aepo", **{**off, "budget_split": True}).plan(100).split
+    plain = algorithm(name="aepo", **off)
+    assert (plain.budget_split, plain.penalty_per_fork) == (False, 0.0)
+    assert not plain.needs_entropies
+    chosen = algorithm(name="aepo")
+    assert chosen.needs_entropies
+    assert (chosen.beta_of_split, chosen.penalty_per_fork) == (10.0, 0.1)
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"name": "arpo", "reference_every": 5}, "no reference policy"),
-        ({"name": "arpo", "compat": "reference", "fork_mode": "threshold"}, "one fork criterion"),
         ({"name": "reinforce_pp", "kl_reward": 0.1}, "set kl_loss"),
         ({"name": "dapo", "overlong_tokens": 10}, "overlong_buffer"),
         ({"name": "grpo", "token_mask": {"low": 1.5, "high": 2.0}}, "contain 1"),

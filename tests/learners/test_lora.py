@@ -32,7 +32,7 @@ CONFIG = two_ranks(num_ranks=1, backend="torch", lora=LORA, learning_rate=1e-2)
 
 
 def start(model_dir: Path, config: LearnerConfig = CONFIG) -> Rank:
-    return Rank(wire.Init(config, ALGORITHM, str(model_dir), seed=0))
+    return Rank(wire.Init.of(config, ALGORITHM, str(model_dir), seed=0))
 
 
 def train(rank: Rank) -> None:

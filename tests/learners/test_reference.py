@@ -92,7 +92,7 @@ def test_the_policy_comes_back_to_the_bit_also_after_a_failure(model_dir: Path) 
 
 def test_with_adapters_only_they_are_kept(model_dir: Path, tmp_path: Path) -> None:
     config = two_ranks(num_ranks=1, backend="torch", lora=LoRAConfig(r=2), learning_rate=1e-2)
-    one, other = (Rank(wire.Init(config, ALGORITHM, str(model_dir), seed=0)) for _ in range(2))
+    one, other = (Rank(wire.Init.of(config, ALGORITHM, str(model_dir), seed=0)) for _ in range(2))
     trees = encoded(uneven_trees(3))
     for rank in (one, other):
         rank.run(wire.Update([trees], 1.0))
@@ -102,7 +102,7 @@ def test_with_adapters_only_they_are_kept(model_dir: Path, tmp_path: Path) -> No
         assert is_adapter(name)
         kept = saved.read(name, REFERENCE, 0, torch.Size(shape).numel())
         assert bool(kept.any()) == ("lora_A" in name), "B begins at zero"
-    resumed = Rank(wire.Init(config, ALGORITHM, str(model_dir), seed=1))
+    resumed = Rank(wire.Init.of(config, ALGORITHM, str(model_dir), seed=1))
     resumed.load(tmp_path / "trainer")
     expected = other.run(wire.Update([trees], 1.0)).metrics
     found = resumed.run(wire.Update([trees], 1.0)).metrics

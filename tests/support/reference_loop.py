@@ -2,7 +2,7 @@
 
 Each pass: all active trajectories get one segment, then tools run, then survivors may fork, then
 prompts without survivors get one refill. What forks and what is refilled is decided by the real
-`ReferencePlan` on real trees; the loop adds what only a barrier over a batch has: baselines by
+`reference.rollout` on real trees; the loop adds what only a barrier over a batch has: baselines by
 list index that outlive a batch, and the count of passes in a row per prompt.
 """
 
@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from agentenv.reference_plan import ReferencePlan, truncated_entropy
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
+from reference.algorithms import ReleasedAEPO, ReleasedARPO
+from reference.rollout import truncated_entropy
 
 
 class Recorded(Random):
@@ -58,15 +59,16 @@ class ReferenceLoop:
         self.encoding = vocabulary
         self.letters = {number: letter for letter, number in vocabulary.items()}
         self.letters |= {eos: "$", pad: "#"}
-        self.plan = ReferencePlan(
-            group_size=case["n"],
-            initial_rollouts=case["initial_rollouts"],
-            vocab_size=case["vocab_size"],
-            beam_size=case["beam_size"],
-            base_probability=case["branch_probability"],
-            entropy_weight=case["entropy_weight"],
-            penalized=case["algorithm"] == "aepo",
-        )
+        keys = {
+            "group_size": case["n"],
+            "initial_rollouts": case["initial_rollouts"],
+            "beam_size": case["beam_size"],
+            "base_probability": case["branch_probability"],
+            "entropy_weight": case["entropy_weight"],
+        }
+        aepo = case["algorithm"] == "aepo"
+        rules = ReleasedAEPO(budget_split=False, **keys) if aepo else ReleasedARPO(**keys)
+        self.plan = rules.plan(case["vocab_size"])
         self.draws = Recorded(case["uniform_draws"])
         self.baselines = {int(key): h for key, h in case["stale_initial_entropy"].items()}
         self.trees = [

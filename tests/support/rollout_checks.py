@@ -1,13 +1,14 @@
-"""Fixtures of the released rollout against `agentenv.reference_plan`."""
+"""Fixtures of the released rollout against `reference.rollout`."""
 
 from __future__ import annotations
 
 from statistics import fmean
 from typing import Any
 
-from agentenv import reference_plan as plan
-from agentenv.aepo_plan import sigmoid
 from envs.grading.reference import reference_rollback, reference_tag_count
+from learners.aepo import sigmoid
+from reference import rollout as plan
+from reference.algorithms import ReleasedAEPO, ReleasedARPO
 from tests.support.reference_loop import ReferenceLoop, response_mask
 
 Case = dict[str, Any]
@@ -19,18 +20,9 @@ PENALTY = 0.05
 def branch_decision(case: Case) -> Values:
     draw, weight, base = case["u"], case["entropy_weight"], case["branch_probability"]
     rise, run = case["entropy_now"] - case["entropy_initial"], case["consecutive"]
-    arpo, aepo = (
-        plan.ReferencePlan(
-            group_size=2,
-            initial_rollouts=1,
-            vocab_size=2,
-            base_probability=base,
-            entropy_weight=weight,
-            penalized=penalized,
-            branch_penalty=PENALTY,
-        )
-        for penalized in (False, True)
-    )
+    keys = {"base_probability": base, "entropy_weight": weight}
+    arpo = ReleasedARPO(**keys).plan(2)
+    aepo = ReleasedAEPO(**keys, branch_penalty=PENALTY).plan(2)
     return {
         "arpo_branches": arpo.forks(draw, rise, run),
         "arpo_score": plan.arpo_score(draw, rise, weight),

@@ -7,10 +7,11 @@ from random import Random
 
 import pytest
 
-from agentenv.aepo_plan import AEPOPlan, consecutive_forks, num_roots_of, penalty_factor
-from agentenv.plan import ARPOPlan, Independent
+from agentenv.plan import Independent
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
+from learners.aepo import AEPO, AEPOPlan, consecutive_forks, num_roots_of, penalty_factor
+from learners.arpo import ARPO, ARPOPlan, relative_rise
 
 V = 100
 UNIT = math.log(V)
@@ -38,8 +39,8 @@ def make_tree(*turns: float, started: int = 1, roots: int = 1) -> tuple[Trajecto
     return tree, node
 
 
-def arpo(**fields: object) -> ARPOPlan:
-    return ARPOPlan(group_size=8, initial_rollouts=4, vocab_size=V, **fields)  # type: ignore[arg-type]
+def arpo(**keys: object) -> ARPOPlan:
+    return ARPOPlan(ARPO(group_size=8, **keys), V)
 
 
 def test_independent_starts_its_group_and_nothing_else() -> None:
@@ -61,13 +62,13 @@ def test_arpo_forks_with_probability_alpha_plus_beta_times_the_rise() -> None:
 
 def test_arpo_looks_at_the_window_only_and_at_a_mean() -> None:
     tree, node = make_tree(0.0)
-    plan = arpo(entropy_weight=1.0, base_probability=0.0, fork_window=2)
+    plan = arpo(entropy_weight=1.0, base_probability=0.0, entropy_window=2)
     assert plan.fork_probability(tree, node, [0.2 * UNIT, 0.4 * UNIT, 99.0]) == pytest.approx(0.3)
 
 
 def test_arpo_threshold_mode_forks_above_tau_only() -> None:
     tree, node = make_tree(0.3)
-    plan = arpo(mode="threshold", beam_size=3)
+    plan = arpo(fork_mode="threshold", beam_size=3)
     assert plan.on_fork_point(tree, node, [0.31 * UNIT], Random(0)) == 2
     assert plan.on_fork_point(tree, node, [0.30 * UNIT], Random(0)) == 0
 
@@ -89,8 +90,28 @@ def test_forks_stop_at_the_budget_and_the_rest_starts_at_once() -> None:
     assert plan.on_leaf_end(tree, node) == 3
 
 
-def aepo(**fields: object) -> AEPOPlan:
-    return AEPOPlan(group_size=16, initial_rollouts=8, vocab_size=V, **fields)  # type: ignore[arg-type]
+def test_a_relative_rise_has_no_scale_of_its_own() -> None:
+    """It decides alike when training has made all entropies a hundred times smaller."""
+    assert relative_rise(0.03, 0.01) == pytest.approx(0.5)
+    assert relative_rise(0.0003, 0.0001) == pytest.approx(0.5)
+    assert relative_rise(0.0, 0.2) == -1.0
+    assert relative_rise(0.0, 0.0) == 0.0
+    relative = arpo(fork_criterion="relative", entropy_weight=0.4)
+    for base in (0.3, 0.003):
+        tree, node = make_tree(base)
+        assert relative.fork_probability(tree, node, [3 * base * UNIT]) == pytest.approx(0.7)
+        assert relative.fork_probability(tree, node, [base / 3 * UNIT]) == pytest.approx(0.3)
+        assert arpo().fork_probability(tree, node, [base * UNIT]) == pytest.approx(0.5)
+
+
+def test_the_papers_signal_is_inert_at_the_published_weight() -> None:
+    """dH of 0.02 in ln V, as measured on the quick start."""
+    tree, node = make_tree(0.3, 0.3)
+    assert arpo().fork_probability(tree, node, [0.32 * UNIT] * 2) == pytest.approx(0.504)
+
+
+def aepo(**keys: object) -> AEPOPlan:
+    return AEPOPlan(AEPO(group_size=16, **keys), V)
 
 
 @pytest.mark.parametrize(
@@ -143,15 +164,15 @@ def test_aepo_without_its_parts_is_arpo() -> None:
     tree, node = make_tree(0.3, 0.3, started=2, roots=1)
     tree.nodes[1].num_forks = 1
     after = [0.5 * UNIT] * 2
-    plain = aepo(split=False, branch_penalty=0.0)
-    same = ARPOPlan(group_size=16, initial_rollouts=8, vocab_size=V)
+    plain = aepo(budget_split=False, branch_penalty=0.0)
+    same = ARPOPlan(ARPO(group_size=16), V)
     for plan in (plain, same):
         assert plan.on_start(tree) == 8
         assert plan.fork_budget(tree) == 14
         assert plan.fork_probability(tree, node, after) == pytest.approx(0.54)
         assert plan.on_leaf_end(tree, node) == 14
-    assert aepo(split=False).on_start(tree) == 8
-    assert aepo(split=False).fork_probability(tree, node, after) == pytest.approx(0.54 * 0.9)
+    assert aepo(budget_split=False).on_start(tree) == 8
+    assert aepo(budget_split=False).fork_probability(tree, node, after) == pytest.approx(0.54 * 0.9)
     assert aepo(branch_penalty=0.0).on_start(tree) == 1
 
 

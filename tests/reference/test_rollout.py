@@ -9,20 +9,22 @@ from random import Random
 
 import pytest
 
-from agentenv.aepo_plan import AEPOPlan, num_roots_of
-from agentenv.plan import ARPOPlan
-from agentenv.reference_plan import (
-    ReferencePlan,
+from agentenv.tree import Node, TrajectoryTree
+from agentenv.types import Task
+from learners.aepo import AEPO, AEPOPlan, num_roots_of
+from learners.arpo import ARPO, ARPOPlan
+from reference.algorithms import ReleasedAEPO, ReleasedARPO
+from reference.rollout import (
+    ReleasedAEPOPlan,
+    ReleasedARPOPlan,
     arpo_probability,
     initial_rollouts,
     segment_entropy,
     truncated_entropy,
 )
-from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Task
 from tests.support.reference_loop import Recorded, ReferenceLoop, response_mask
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parent.parent / "fixtures"
 V = 100
 UNIT = math.log(V)
 
@@ -38,13 +40,16 @@ def make_tree(*turns: float, started: int = 2) -> tuple[TrajectoryTree, Node]:
     return tree, node
 
 
-def reference(**fields: object) -> ReferencePlan:
-    keys = {"group_size": 8, "initial_rollouts": 4, "vocab_size": V, **fields}
-    return ReferencePlan(**keys)  # type: ignore[arg-type]
+def reference(**keys: object) -> ReleasedARPOPlan:
+    return ReleasedARPOPlan(ReleasedARPO(group_size=8, **keys), V)
 
 
-def paper(**fields: object) -> ARPOPlan:
-    return ARPOPlan(group_size=8, initial_rollouts=4, vocab_size=V, **fields)  # type: ignore[arg-type]
+def reference_aepo(**keys: object) -> ReleasedAEPOPlan:
+    return ReleasedAEPOPlan(ReleasedAEPO(**keys), V)
+
+
+def paper(**keys: object) -> ARPOPlan:
+    return ARPOPlan(ARPO(group_size=8, **keys), V)
 
 
 def traces() -> list[dict]:
@@ -150,7 +155,7 @@ def test_difference_aepo_rounds_its_split_up_and_reads_all_segments() -> None:
 
 
 def test_difference_aepo_mirrors_the_base_probability_and_counts_by_prompt() -> None:
-    plan = reference(penalized=True, base_probability=0.8)
+    plan = reference_aepo(base_probability=0.8)
     assert not plan.forks(0.5, 0.0, 0)
     assert plan.forks(0.9, 0.0, 0)
     assert not plan.forks(0.9, 0.0, 3)  # 0.9 * 0.85 < 0.8
@@ -158,14 +163,14 @@ def test_difference_aepo_mirrors_the_base_probability_and_counts_by_prompt() -> 
     tree, node = make_tree(0.3, 0.3)
     tree.nodes[1].num_forks = 1
     other = tree.add(tree.root, branch="1", entropies=[0.3 * UNIT], observation_ids=[3])
-    ours = AEPOPlan(group_size=8, initial_rollouts=4, vocab_size=V, branch_penalty=0.2)
+    ours = AEPOPlan(AEPO(group_size=8, branch_penalty=0.2), V)
     assert ours.fork_probability(tree, node, [0.3 * UNIT]) == pytest.approx(0.4)
     assert ours.fork_probability(tree, other, [0.3 * UNIT]) == pytest.approx(0.5)
 
 
 def test_compat_split_keeps_its_probe_and_lets_it_not_fork() -> None:
     tree, leaf = make_tree(0.2, 0.2, started=1)
-    plan = reference(split=True, group_size=16, base_probability=1.0)
+    plan = reference_aepo(group_size=16, base_probability=1.0)
     assert plan.on_start(tree) == 1
     assert plan.on_fork_point(tree, leaf, [], Random(0)) == 0
     leaf.end = "terminated"

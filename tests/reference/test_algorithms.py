@@ -1,27 +1,74 @@
-"""Where the update differs from the released code by default, and what compat keeps."""
+"""Where the update differs from the released code by default, and what compat brings back."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+from agentenv.config import build_config, load_config, to_plain
+from agentenv.errors import ConfigError
+from launchers.config import TrainConfig
 from learners import losses
 from learners.aepo import AEPO
 from learners.arpo import ARPO
-from learners.credit import group_advantages
+from learners.baselines import GRPO
 from learners.losses import LossBatch
+from reference import losses as released_losses
+from reference.algorithms import ReleasedAEPO, ReleasedARPO, group_advantages, released
+from reference.rollout import ReleasedARPOPlan
 from tests.learners.flat import figures, grown, tree_form
 
-DEFAULT, COMPAT = ARPO(group_size=2), ARPO(group_size=2, compat="reference")
+DEFAULT, COMPAT = ARPO(group_size=2), ReleasedARPO(group_size=2)
+COMPAT_AEPO = ReleasedAEPO(group_size=2)
 
 
 def batch(size: int, entropies: torch.Tensor, **fields: object) -> LossBatch:
     zeros, ones = torch.zeros(size, dtype=torch.float64), torch.ones(size, dtype=torch.float64)
     mean, std = losses.entropy_statistics(entropies, ones)
     return LossBatch(zeros, zeros, entropies, ones, zeros, ones, float(size), mean, std, **fields)
+
+
+def test_compat_is_the_released_algorithm_with_the_same_keys() -> None:
+    chosen = AEPO(group_size=16, compat="reference", branch_penalty=0.2, dual_clip=2.0)
+    found = released(chosen)
+    assert type(found) is ReleasedAEPO
+    assert msgspec.to_builtins(found) == msgspec.to_builtins(chosen)
+    assert released(found) is found
+    assert not found.needs_entropies
+    assert released(DEFAULT) is DEFAULT
+
+
+def test_a_configuration_with_compat_trains_the_released_algorithm() -> None:
+    path = Path(__file__).parent.parent.parent / "configs" / "arpo_deep_search_8b.toml"
+    config = load_config(TrainConfig, path, ["algorithm.compat=reference"])
+    assert type(config.algorithm) is ReleasedARPO
+    assert to_plain(config)["algorithm"]["compat"] == "reference"
+    assert build_config(TrainConfig, to_plain(config), "saved") == config
+    plan = config.algorithm.plan(100)
+    assert (type(plan), plan.group_size) == (ReleasedARPOPlan, config.algorithm.group_size)
+
+
+def test_compat_has_its_own_defaults_of_split_and_penalty() -> None:
+    assert (COMPAT_AEPO.penalty_per_fork, COMPAT_AEPO.beta_of_split) == (0.05, 0.5)
+    chosen = ReleasedAEPO(branch_penalty=0.2, budget_beta=3.0)
+    assert (chosen.penalty_per_fork, chosen.beta_of_split) == (0.2, 3.0)
+
+
+def test_compat_has_one_fork_criterion_and_three_algorithms() -> None:
+    for keys in ({"fork_mode": "threshold"}, {"fork_criterion": "relative"}):
+        with pytest.raises(ConfigError, match="one fork criterion"):
+            released(ARPO(compat="reference", **keys))
+
+    class Mine(GRPO, tag="mine"):
+        pass
+
+    with pytest.raises(ConfigError, match="Mine has no released form"):
+        released(Mine(compat="reference"))
 
 
 def test_difference_a_single_member_of_a_group_keeps_its_reward() -> None:
@@ -32,7 +79,7 @@ def test_difference_a_single_member_of_a_group_keeps_its_reward() -> None:
 def test_difference_equal_rewards_leave_rounding_noise() -> None:
     rewards = np.array([0.1, 0.1, 0.1])
     assert not DEFAULT.advantages(rewards).any()
-    assert group_advantages(rewards, compat=True).any()
+    assert group_advantages(rewards).any()
     assert np.abs(COMPAT.advantages(rewards)).max() < 1e-9
 
 
@@ -40,7 +87,7 @@ def test_difference_the_log_ratio_is_not_bounded() -> None:
     far = torch.tensor([30.0, -30.0], dtype=torch.float64)
     old = torch.zeros_like(far)
     assert losses.ratio_of(far, old)[0] == pytest.approx(math.exp(20))
-    assert losses.ratio_of(far, old, compat=True)[0] == pytest.approx(math.exp(30))
+    assert released_losses.ratio_of(far, old)[0] == pytest.approx(math.exp(30))
     for algorithm, expected in ((DEFAULT, math.exp(20)), (COMPAT, math.exp(30))):
         entropies = torch.ones(2, dtype=torch.float64)
         _, metrics = algorithm.loss(batch(2, entropies), far, entropies)
@@ -52,7 +99,7 @@ def test_difference_aepo_scales_by_the_micro_batch_and_current_entropies() -> No
     current = torch.tensor([0.0, 0.0, 0.0, 4.0], dtype=torch.float64)
     whole = batch(4, old)
     default = AEPO(group_size=2).advantage_scale(whole, current)
-    compat = AEPO(group_size=2, compat="reference").advantage_scale(whole, current)
+    compat = ReleasedAEPO(group_size=2).advantage_scale(whole, current)
     torch.testing.assert_close(default, 1 + 0.2 * (old - old.mean()) / old.std())
     torch.testing.assert_close(compat, 1 + 0.2 * (current - current.mean()) / current.std())
 
@@ -60,8 +107,8 @@ def test_difference_aepo_scales_by_the_micro_batch_and_current_entropies() -> No
 def test_difference_the_multiplier_may_turn_an_advantage_round_in_compat_only() -> None:
     entropies = torch.tensor([3.0] * 60 + [0.0], dtype=torch.float64)
     low, high = (
-        AEPO(group_size=2, compat=compat).advantage_scale(batch(61, entropies), entropies)
-        for compat in ("reference", "none")
+        kind(group_size=2).advantage_scale(batch(61, entropies), entropies)
+        for kind in (ReleasedAEPO, AEPO)
     )
     assert low.min() < 0.0
     assert high.min() == 0.0
@@ -70,8 +117,8 @@ def test_difference_the_multiplier_may_turn_an_advantage_round_in_compat_only() 
 def test_one_token_has_no_spread_and_is_not_scaled() -> None:
     """The released code gives nan, here as in the fixture `single_valid_token`."""
     entropies = torch.ones(1, dtype=torch.float64)
-    for compat in ("reference", "none"):
-        scale = AEPO(group_size=2, compat=compat).advantage_scale(batch(1, entropies), entropies)
+    for kind in (ReleasedAEPO, AEPO):
+        scale = kind(group_size=2).advantage_scale(batch(1, entropies), entropies)
         assert torch.as_tensor(scale).item() == 1.0
 
 
@@ -110,7 +157,7 @@ def test_gspo_clips_whole_sequences() -> None:
     logprobs = torch.tensor([[0.3, 0.0, 0.0], [0.01, 0.0, -0.01]], dtype=torch.float64)
     logprobs.requires_grad_()
     ones = torch.ones_like(old)
-    loss, ratio = losses.gspo_loss(logprobs, old, ones, ones, 0.05, 0.05)
+    loss, ratio = released_losses.gspo_loss(logprobs, old, ones, ones, 0.05, 0.05)
     loss.sum().backward()
     torch.testing.assert_close(ratio[:, 0].detach(), torch.tensor([math.exp(0.1), 1.0]).double())
     assert not logprobs.grad[0].any()

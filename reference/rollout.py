@@ -7,9 +7,9 @@ own list entry, on sums of truncated entropies:
     ARPO   fork iff clip(u - w dH, 0, 1) <= p
     AEPO   fork iff clip((u + w dH) max(0, 1 - 0.05 l), 0, 1) >= p,   l counted per prompt
 
-Functions here are exact. `ReferencePlan` is the same rule without that code's barrier over all
-prompts of a batch, and so without what only exists there: baselines kept from earlier batches
-under the same list index, and l reset by passes in which another prompt got a trajectory.
+Functions here are exact. The plans are the same rules without that code's barrier over all prompts
+of a batch, and so without what only exists there: baselines kept from earlier batches under the
+same list index, and l reset by passes in which another prompt got a trajectory.
 `tests/support/reference_loop.py` adds the barrier and replays recorded runs.
 """
 
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from random import Random
 from statistics import fmean
 
-from agentenv.aepo_plan import is_root_branch, penalty_factor, probing, sigmoid
-from agentenv.plan import clip_probability
 from agentenv.tree import Node, TrajectoryTree
+from learners.aepo import AEPO, is_root_branch, penalty_factor, probing, sigmoid
+from learners.arpo import ARPO, clip_probability
 
 WINDOW = 20
 
@@ -71,46 +71,31 @@ def initial_rollouts(group_size: int, beta: float, root: float, steps: Sequence[
     return max(1, min(group_size, math.floor(group_size * share) + 1))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReferencePlan:
-    """See the module. `penalized` chooses AEPO's test, `split` its pre-monitoring.
+@dataclass(frozen=True)
+class ReleasedARPOPlan:
+    """The rollout of the released ARPO. Decisions need nothing that comes after the tool result:
+    they wait for one token."""
 
-    The probe of the split is one of the m, where the released code throws it away; it does not
-    fork. Decisions need nothing that comes after the tool result: they wait for one token.
-    """
-
-    group_size: int
-    initial_rollouts: int
+    rules: ARPO
     vocab_size: int
-    beam_size: int = 2
-    base_probability: float = 0.5
-    entropy_weight: float = 0.2
-    penalized: bool = False
-    branch_penalty: float = 0.05
-    split: bool = False
-    budget_beta: float = 0.5
     fork_window: int = 1
 
+    @property
+    def group_size(self) -> int:
+        return self.rules.group_size
+
     def on_start(self, tree: TrajectoryTree) -> int:
-        return 1 if self.split else min(self.initial_rollouts, self.group_size)
+        return self.rules.num_initial
 
     def on_fork_point(
         self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
     ) -> int:
-        if self.split and probing(tree):
-            return 0
         left = self.group_size - tree.num_started
         return self.num_forks(rng, self.rise(tree, node), forks_in_a_row(tree), left)
 
     def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
         """One refill at a time, when nothing of the prompt is growing any more."""
-        left = self.group_size - tree.num_started
-        if self.split and tree.num_roots == 1 and is_root_branch(leaf):
-            steps = [self.entropy(turn) for turn in tree.path(leaf)[1:]]
-            wanted = initial_rollouts(self.group_size, self.budget_beta, steps[0], steps)
-            if wanted > 1:
-                return min(wanted - 1, left)
-        return min(1, left) if tree.num_live == 0 else 0
+        return min(1, self.group_size - tree.num_started) if tree.num_live == 0 else 0
 
     def entropy(self, turn: Node) -> float:
         """H of the turn's tokens."""
@@ -124,7 +109,7 @@ class ReferencePlan:
     def num_forks(self, rng: Random, rise: float, run: int, left: int) -> int:
         """Up to beam_size - 1 draws, as long as the prompt's budget lasts."""
         count = 0
-        for _ in range(self.beam_size - 1):
+        for _ in range(self.rules.beam_size - 1):
             if count >= left:
                 break
             count += self.forks(rng.random(), rise, run)
@@ -132,10 +117,40 @@ class ReferencePlan:
 
     def forks(self, draw: float, rise: float, run: int) -> bool:
         """The test on one uniform draw."""
-        if self.penalized:
-            score = aepo_score(draw, rise, self.entropy_weight, self.branch_penalty, run)
-            return score >= self.base_probability
-        return arpo_score(draw, rise, self.entropy_weight) <= self.base_probability
+        return arpo_score(draw, rise, self.rules.entropy_weight) <= self.rules.base_probability
+
+
+@dataclass(frozen=True)
+class ReleasedAEPOPlan(ReleasedARPOPlan):
+    """The same of AEPO. The probe of the split is one of the m, where the released code throws the
+    probe away; the probe does not fork."""
+
+    rules: AEPO
+
+    def on_start(self, tree: TrajectoryTree) -> int:
+        return 1 if self.rules.budget_split else super().on_start(tree)
+
+    def on_fork_point(
+        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
+    ) -> int:
+        if self.rules.budget_split and probing(tree):
+            return 0
+        return super().on_fork_point(tree, node, entropies, rng)
+
+    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
+        if self.rules.budget_split and tree.num_roots == 1 and is_root_branch(leaf):
+            steps = [self.entropy(turn) for turn in tree.path(leaf)[1:]]
+            beta = self.rules.beta_of_split
+            wanted = initial_rollouts(self.group_size, beta, steps[0], steps)
+            if wanted > 1:
+                return min(wanted - 1, self.group_size - tree.num_started)
+        return super().on_leaf_end(tree, leaf)
+
+    def forks(self, draw: float, rise: float, run: int) -> bool:
+        """The test on one uniform draw."""
+        rules = self.rules
+        score = aepo_score(draw, rise, rules.entropy_weight, rules.penalty_per_fork, run)
+        return score >= rules.base_probability
 
 
 def forks_in_a_row(tree: TrajectoryTree) -> int:
