@@ -220,7 +220,13 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     def credits(self, trees: Sequence[TrajectoryTree]) -> list[TreeCredit | None]:
         """Credit of all trees of an update."""
-        return [self.credit(tree) for tree in trees]
+        return self.over_update(trees, [self.credit(tree) for tree in trees])
+
+    def over_update(
+        self, trees: Sequence[TrajectoryTree], credits: Sequence[TreeCredit | None]
+    ) -> list[TreeCredit | None]:
+        """Credit of all trees of an update from that of each tree by itself."""
+        return list(credits)
 
     @property
     def default_truncated(self) -> dict[Limit, Truncated]:

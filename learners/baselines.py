@@ -144,8 +144,10 @@ class ReinforcePP(
     def advantages(self, returns: Floats) -> Floats:
         return group_advantages(returns, norm_by_std=False)
 
-    def credits(self, trees: Sequence[TrajectoryTree]) -> list[TreeCredit | None]:
-        return normalize_over_batch(trees, super().credits(trees), self.credit_sharing)
+    def over_update(
+        self, trees: Sequence[TrajectoryTree], credits: Sequence[TreeCredit | None]
+    ) -> list[TreeCredit | None]:
+        return normalize_over_batch(trees, credits, self.credit_sharing)
 
 
 class GSPO(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="gspo"):

@@ -22,6 +22,7 @@ from agentenv.types import Limit
 Floats = NDArray[np.float64]
 Sharing = Literal["soft", "hard"]
 Truncated = Literal["score", "zero", "mask"]
+CreditedTree = tuple[TrajectoryTree, "TreeCredit"]  # a group that has something to teach
 Estimator = Callable[[Floats], Floats]  # returns of a group -> advantages
 
 EPSILON = 1e-6

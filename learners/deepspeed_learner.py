@@ -22,6 +22,7 @@ from agentenv.tree import TrajectoryTree
 from learners import messages as wire
 from learners.algorithm import Algorithm
 from learners.batch import EncodedTree, encode
+from learners.credit import CreditedTree
 from learners.deepspeed_settings import deepspeed_settings
 from learners.learner import LearnerConfig, Metrics, OptimizerConfig, Score, optimizer_of
 from learners.lora import check_installed
@@ -171,16 +172,12 @@ class DeepSpeedLearner:
         """Process id of rank 0; None once closed."""
         return next(iter(self.ranks.pids), None)
 
-    async def update(self, trees: Sequence[TrajectoryTree], lr_scale: float = 1.0) -> Metrics:
-        """Train on whole groups; metrics count groups as trained, filtered and dropped.
-
-        Filtered groups have no signal (all advantages 0), dropped ones are too short. What is
-        left is dealt evenly to as few mini-batches as groups_per_minibatch allows; if nothing is
-        left, no step is taken.
-        """
-        kept, encoded, metrics = await asyncio.to_thread(self._encode, list(trees))
-        if not encoded:
-            return metrics
+    async def update(self, groups: Sequence[CreditedTree], lr_scale: float = 1.0) -> Metrics:
+        """Train on whole groups, which are dealt evenly to as few mini-batches as
+        groups_per_minibatch allows; without one no step is taken."""
+        if not groups:
+            return {"num_trained": 0.0, "num_steps": 0.0}
+        encoded = await asyncio.to_thread(self._encode, groups)
         count = -(-len(encoded) // self.config.groups_per_minibatch)
         cuts = list(pairwise(len(encoded) * i // count for i in range(count + 1)))
         parts: list[list[list[EncodedTree]]] = [[] for _ in range(self.config.num_ranks)]
@@ -191,30 +188,12 @@ class DeepSpeedLearner:
         replies = await self._call([wire.Update(part, lr_scale) for part in parts])
         for step in replies[0].steps:
             span = slice(*cuts[int(step["minibatch"])])
-            self.evidence.save(step, self._policy_version, kept[span], encoded[span])
-        return metrics | replies[0].metrics
+            trees = [tree for tree, _ in groups[span]]
+            self.evidence.save(step, self._policy_version, trees, encoded[span])
+        return {"num_trained": float(len(encoded))} | replies[0].metrics
 
-    def _encode(
-        self, trees: list[TrajectoryTree]
-    ) -> tuple[list[TrajectoryTree], list[EncodedTree], Metrics]:
-        credits = self.algorithm.credits(trees)
-        kept = [
-            (tree, credit)
-            for tree, credit in zip(trees, credits, strict=True)
-            if credit is not None and credit.has_signal
-        ]
-        encoded = [encode(tree, credit, self._policy_version) for tree, credit in kept]
-        num_dropped = sum(credit is None for credit in credits)
-        return (
-            [tree for tree, _ in kept],
-            encoded,
-            {
-                "num_trained": float(len(encoded)),
-                "num_filtered": float(len(trees) - len(encoded) - num_dropped),
-                "num_dropped": float(num_dropped),
-                "num_steps": 0.0,
-            },
-        )
+    def _encode(self, groups: Sequence[CreditedTree]) -> list[EncodedTree]:
+        return [encode(tree, credit, self._policy_version) for tree, credit in groups]
 
     async def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float = 1.0) -> Metrics:
         if not sequences:

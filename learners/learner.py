@@ -10,8 +10,8 @@ from typing import Annotated, Literal, Protocol
 from msgspec import Meta, Struct
 
 from agentenv.errors import ConfigError
-from agentenv.tree import TrajectoryTree
 from learners.batch import EncodedTree
+from learners.credit import CreditedTree
 from learners.lora import LoRAConfig
 
 # What configures an optimizer, and learning-rate schedules by the number of updates done.
@@ -259,8 +259,8 @@ class Learner(Protocol):
         """Number of updates published; the version of the weights published last."""
         ...
 
-    async def update(self, trees: Sequence[TrajectoryTree], lr_scale: float = 1.0) -> Metrics:
-        """Train on whole groups: one optimizer step per mini-batch."""
+    async def update(self, groups: Sequence[CreditedTree], lr_scale: float = 1.0) -> Metrics:
+        """Train on whole groups, each a tree with its credit: one optimizer step per mini-batch."""
         ...
 
     async def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float = 1.0) -> Metrics:

@@ -34,6 +34,7 @@ from launchers.rl.self_critic import SelfCritic
 from launchers.rl.state import RunState, Throughput
 from launchers.rundir import CONFIG_FILE, RunDirectory, load_state
 from launchers.terminal import View
+from learners.credit import CreditedTree, TreeCredit
 from learners.learner import Metrics, lr_factor, optimizer_of
 
 # What becomes of each tree of a step, and the sums that a run keeps of them.
@@ -47,16 +48,22 @@ class StepAccounts:
     def __init__(self, config: TrainConfig, state: RunState) -> None:
         self.config = config
         self.state = state
+        self._credits: dict[int, TreeCredit | None] = {}  # by the tree's index, until it settles
 
-    def fate(self, tree: TrajectoryTree) -> str:
-        """trained, filtered (all returns equal) or failed."""
-        credit = self.config.algorithm.credit(tree)
-        if credit is None:
-            return "failed"
-        return "trained" if credit.has_signal else "filtered"
+    def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
+        """The tree's credit, computed once; None where too few leaves count for a group."""
+        if tree.index not in self._credits:
+            self._credits[tree.index] = self.config.algorithm.credit(tree)
+        return self._credits[tree.index]
 
-    def settle(self, delivered: list[TrajectoryTree], version: int) -> list[TrajectoryTree]:
-        """Account for each tree of a step under the learner's `version`; returns those to train.
+    def has_signal(self, tree: TrajectoryTree) -> bool:
+        """Whether the tree will be trained."""
+        credit = self.credit(tree)
+        return credit is not None and credit.has_signal
+
+    def settle(self, delivered: list[TrajectoryTree], version: int) -> list[CreditedTree]:
+        """Account for each tree of a step under the learner's `version`: trained, filtered (all
+        returns equal) or failed. Returns those to train, with their credit.
 
         Raises EnvError when not one trajectory succeeded.
         """
@@ -64,16 +71,18 @@ class StepAccounts:
         self.state.totals.add(delivered, version)
         self.state.entropy = self.state.entropy.merged(entropy_profile(delivered))
         ledger, trained = self.state.ledger, []
-        for tree in delivered:
-            fate = self.fate(tree)
-            if fate == "trained":
-                trained.append(tree)
-                ledger.trained += 1
-            elif fate == "filtered":
-                ledger.filtered += 1
-            else:
+        credits = [self.credit(tree) for tree in delivered]
+        credits = self.config.algorithm.over_update(delivered, credits)
+        for tree, credit in zip(delivered, credits, strict=True):
+            self._credits.pop(tree.index)
+            if credit is None:
                 kind = failure_kind(tree)
                 ledger.failed[kind] = ledger.failed.get(kind, 0) + 1
+            elif credit.has_signal:
+                trained.append((tree, credit))
+                ledger.trained += 1
+            else:
+                ledger.filtered += 1
         return trained
 
     def metrics(self, in_flight: int) -> Metrics:
@@ -246,7 +255,7 @@ class Training:
         self.queue.finish()
 
     def _keep(self, tree: TrajectoryTree) -> bool:
-        if not self.refill or self.accounts.fate(tree) == "trained":
+        if not self.refill or self.accounts.has_signal(tree):
             return True
         self.refused.append(tree)
         return False
@@ -278,10 +287,10 @@ class Training:
         state.ledger.check(in_flight=self.queue.num_waiting)
         await self._report_step(delivered, metrics)
 
-    async def _update(self, trees: list[TrajectoryTree]) -> Metrics:
+    async def _update(self, groups: list[CreditedTree]) -> Metrics:
         scale = lr_factor(self.config.learner, self.state.step, self.parts.num_steps)
         with self.watch.part("update"):
-            update = await self.parts.learner.update(trees, scale)
+            update = await self.parts.learner.update(groups, scale)
         self.state.totals.trained_tokens += int(update["num_tokens"])
         return {
             "learner/lr_scale": scale,

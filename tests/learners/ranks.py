@@ -20,7 +20,7 @@ from learners.batch import EncodedTree, encode
 from learners.learner import LearnerConfig
 from learners.policy import Policy
 from learners.trainer import Trainer
-from tests.learners.trees import random_tree, tiny_model
+from tests.learners.trees import credited, random_tree, tiny_model
 
 ALGORITHM = ARPO(group_size=4, min_group_fraction=0.5, importance_cap=1e9)
 
@@ -57,11 +57,7 @@ def uneven_trees(count: int, version: int = 0) -> list[TrajectoryTree]:
 
 
 def encoded(trees: list[TrajectoryTree], version: int = 0) -> list[EncodedTree]:
-    kept = []
-    for tree, credit in zip(trees, ALGORITHM.credits(trees), strict=True):
-        if credit is not None and credit.has_signal:
-            kept.append(encode(tree, credit, version))
-    return kept
+    return [encode(tree, credit, version) for tree, credit in credited(trees, ALGORITHM)]
 
 
 def plain_torch(

@@ -33,7 +33,7 @@ from tests.learners.ranks import (
     weights_in,
     weights_of,
 )
-from tests.learners.trees import random_tree
+from tests.learners.trees import credited, random_tree
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -80,8 +80,7 @@ async def test_update_equals_plain_torch(
     learner: DeepSpeedLearner, model_dir: Path, tmp_path: Path
 ) -> None:
     trees = some_trees(4)
-    metrics = await learner.update(trees, lr_scale=0.5)
-    assert metrics["num_trained"] + metrics["num_filtered"] == 4
+    metrics = await learner.update(credited(trees, learner.algorithm), lr_scale=0.5)
     assert metrics["num_steps"] == 2
     assert metrics["behaviour_ratio/staleness_0"] == 1.0
 
@@ -100,7 +99,7 @@ async def test_update_equals_plain_torch(
 
 
 async def test_resume_is_bit_exact(learner: DeepSpeedLearner, tmp_path: Path) -> None:
-    await learner.update(some_trees(4))
+    await learner.update(credited(some_trees(4), learner.algorithm))
     await learner.publish(tmp_path / "one")
     await learner.save(tmp_path / "checkpoint")
     await learner.save(tmp_path / "checkpoint")
@@ -108,7 +107,7 @@ async def test_resume_is_bit_exact(learner: DeepSpeedLearner, tmp_path: Path) ->
     for _ in range(2):
         await learner.load(tmp_path / "checkpoint")
         assert learner.policy_version == 1
-        await learner.update(some_trees(4, version=1))
+        await learner.update(credited(some_trees(4, version=1), learner.algorithm))
         results.append(weights_in(await learner.export(tmp_path / "export")))
     assert learner.policy_version == 1
     assert same(*results)
@@ -138,7 +137,7 @@ async def test_imitation_lowers_the_loss_that_score_reports(learner: DeepSpeedLe
 async def test_stale_tokens_are_corrected(learner: DeepSpeedLearner, tmp_path: Path) -> None:
     trees = some_trees(2)
     await learner.publish(tmp_path / "one")
-    metrics = await learner.update(trees)
+    metrics = await learner.update(credited(trees, learner.algorithm))
     ratio = metrics["behaviour_ratio/staleness_1"]
     assert ratio != 1.0
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
@@ -152,8 +151,8 @@ async def test_nothing_to_learn_takes_no_step(learner: DeepSpeedLearner, tmp_pat
             node.reward = 0.0
     for leaf in trees[0].leaves():
         leaf.end = "failed"
-    metrics = await learner.update(trees)
-    assert (metrics["num_filtered"], metrics["num_dropped"], metrics["num_steps"]) == (2, 1, 0)
+    metrics = await learner.update(credited(trees, learner.algorithm))
+    assert metrics == {"num_trained": 0, "num_steps": 0}
     assert same(before, weights_in(await learner.export(tmp_path / "after")))
 
 
@@ -161,7 +160,7 @@ async def test_non_finite_steps_are_skipped(learner: DeepSpeedLearner, tmp_path:
     before = weights_in(await learner.export(tmp_path / "before"))
     trees = some_trees(2)
     trees[0].nodes[1].logprobs[0] = float("nan")
-    metrics = await learner.update(trees)
+    metrics = await learner.update(credited(trees, learner.algorithm))
     assert metrics["num_skipped"] == 1
     assert same(before, weights_in(await learner.export(tmp_path / "after")))
     kept = max(learner.evidence.directory.glob("skipped-*.json"))
@@ -190,7 +189,7 @@ async def test_a_killed_rank_is_reported_at_once(model_dir: Path, tmp_path: Path
     log = tmp_path / "learner.log"
     learner = await DeepSpeedLearner.start(CONFIG, ALGORITHM, model_dir, log)
     trees = [random_tree(Random(i), index=i, num_leaves=40) for i in range(40)]
-    waiting = asyncio.create_task(learner.update(trees))
+    waiting = asyncio.create_task(learner.update(credited(trees, learner.algorithm)))
     await asyncio.sleep(0.3)
     os.kill(learner.pid, signal.SIGKILL)
     with pytest.raises(LearnerError, match=r"killed by SIGKILL .*; log .*learner\.log"):
@@ -238,7 +237,7 @@ async def test_zero_1_equals_plain_torch_with_aepo(model_dir: Path, tmp_path: Pa
         optimizer="adamw", zero_stage=1, max_tokens_per_microbatch=64, grad_clip=0.05
     )
     learner = await DeepSpeedLearner.start(config, algorithm, model_dir, tmp_path / "log")
-    metrics = await learner.update(some_trees(4))
+    metrics = await learner.update(credited(some_trees(4), learner.algorithm))
     partitioned = weights_in(await learner.export(tmp_path / "export"))
     encoded = encode_trees(some_trees(4), algorithm)
     with pytest.raises(LearnerError, match="took longer than 0 s for Update"):

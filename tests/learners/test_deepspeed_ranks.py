@@ -24,7 +24,7 @@ from tests.learners.ranks import (
     two_ranks,
     uneven_trees,
 )
-from tests.learners.trees import random_tree
+from tests.learners.trees import credited, random_tree
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ async def test_a_killed_rank_ends_all_with_its_number(
     learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, log)
     pids = list(learner.ranks.pids)
     trees = [random_tree(Random(i), index=i, num_leaves=30) for i in range(30)]
-    waiting = asyncio.create_task(learner.update(trees))
+    waiting = asyncio.create_task(learner.update(credited(trees, learner.algorithm)))
     await asyncio.sleep(0.4)
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(LearnerError, match=r"rank 1 was killed by SIGKILL.*learner-1\.log"):
@@ -122,7 +122,8 @@ async def test_ranks_of_a_launcher_connect_to_the_controller(
         log = tmp_path / "learner.log"
         learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, log)
         try:
-            assert (await learner.update(uneven_trees(3)))["num_steps"] == 1
+            metrics = await learner.update(credited(uneven_trees(3), ALGORITHM))
+            assert metrics["num_steps"] == 1
         finally:
             await learner.close()
         for process in processes:

@@ -26,6 +26,7 @@ from tests.learners.ranks import (
     uneven_trees,
     weights_in,
 )
+from tests.learners.trees import credited
 
 LORA = LoRAConfig(r=4, alpha=8)
 CONFIG = two_ranks(num_ranks=1, backend="torch", lora=LORA, learning_rate=1e-2)
@@ -130,7 +131,7 @@ async def test_two_ranks_with_cut_weights_equal_one(
     try:
         kept = encoded(uneven_trees(4))
         one.run(wire.Update([kept], 1.0))
-        await learner.update(uneven_trees(4))
+        await learner.update(credited(uneven_trees(4), learner.algorithm))
         found = weights_in(await learner.export(tmp_path / "export"))
         one.write_model(tmp_path / "one", publish=False)
         assert largest_difference(found, weights_in(tmp_path / "one")) < 1e-5

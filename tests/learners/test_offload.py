@@ -25,6 +25,7 @@ from tests.learners.ranks import (
     weights_in,
     weights_of,
 )
+from tests.learners.trees import credited
 
 TREES = uneven_trees(4)
 
@@ -52,12 +53,12 @@ async def test_sleeping_between_updates_changes_nothing(
         learner = await DeepSpeedLearner.start(config, ALGORITHM, model, log)
         try:
             for _ in range(2):
-                await learner.update(TREES)
+                await learner.update(credited(TREES, learner.algorithm))
                 if sleeps:
                     await learner.sleep()
                     await learner.sleep()
                     with pytest.raises(LearnerError, match="Update was asked of a learner that"):
-                        await learner.update(TREES)
+                        await learner.update(credited(TREES, learner.algorithm))
                     await learner.wake()
                     await learner.wake()
             await learner.publish(tmp_path / f"{sleeps}")

@@ -30,6 +30,7 @@ from tests.learners.ranks import (
     weights_in,
     weights_of,
 )
+from tests.learners.trees import credited
 
 
 @pytest.mark.parametrize("backend", ["zero-0", "zero-1", "zero-2", "zero-3", "torch"])
@@ -41,12 +42,12 @@ async def test_two_ranks_equal_one(backend: str, model_dir: Path, tmp_path: Path
     try:
         # three mini-batches: uneven trees; then the last one has one tree, so a rank has none
         trees = uneven_trees(7)
-        metrics = await learner.update(trees)
+        metrics = await learner.update(credited(trees, learner.algorithm))
         expected = train(oracle, trees, config.groups_per_minibatch)
         for name in expected.keys() - {"cpu_s", "wall_s"}:
             assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
         lone = uneven_trees(1)
-        assert (await learner.update(lone))["num_steps"] == 1
+        assert (await learner.update(credited(lone, learner.algorithm)))["num_steps"] == 1
         train(oracle, lone, 1)
         found = weights_in(await learner.publish(tmp_path / "published"))
         assert largest_difference(found, weights_of(oracle)) < 1e-5
@@ -74,7 +75,7 @@ async def _non_finite_steps_are_skipped(learner: DeepSpeedLearner, tmp_path: Pat
     before = weights_in(await learner.export(tmp_path / "before"))
     trees = uneven_trees(2, version=1)
     trees[0].nodes[1].logprobs[0] = float("nan")
-    assert (await learner.update(trees))["num_skipped"] == 1
+    assert (await learner.update(credited(trees, learner.algorithm)))["num_skipped"] == 1
     assert largest_difference(before, weights_in(await learner.export(tmp_path / "after"))) == 0
     assert (tmp_path / "skipped" / "skipped-00001.json").is_file()
 
@@ -85,7 +86,7 @@ async def _resume_is_bit_exact(learner: DeepSpeedLearner, tmp_path: Path) -> Non
     for number in range(2):
         await learner.load(tmp_path / "checkpoint")
         assert learner.policy_version == 1
-        await learner.update(uneven_trees(4, version=1))
+        await learner.update(credited(uneven_trees(4, version=1), learner.algorithm))
         results.append(weights_in(await learner.export(tmp_path / f"again-{number}")))
     assert largest_difference(*results) == 0
 
@@ -119,13 +120,13 @@ async def _one_rank_of_torch_goes_on_from_it_and_back(
     there = Checkpoint(tmp_path / "many")
     restore(oracle.backend, there.read, there.kinds, there.step_of)
     trees = uneven_trees(4, version=1)
-    await learner.update(trees)
+    await learner.update(credited(trees, learner.algorithm))
     train(oracle, trees, 3)
     found = weights_in(await learner.export(tmp_path / "onwards"))
     assert largest_difference(found, weights_of(oracle)) < 1e-5
     save(oracle.backend, replace(there.meta, num_ranks=1, zero_stage=0), tmp_path / "one")
     await learner.load(tmp_path / "one")
-    await learner.update(trees)
+    await learner.update(credited(trees, learner.algorithm))
     train(oracle, trees, 3)
     found = weights_in(await learner.export(tmp_path / "back"))
     assert largest_difference(found, weights_of(oracle)) < 1e-5
@@ -152,7 +153,7 @@ async def test_bfloat16_keeps_float32_weights(stage: int, model_dir: Path, tmp_p
     oracle = plain_torch(model_dir, config, torch.bfloat16)
     try:
         for _ in range(3):
-            metrics = await learner.update(uneven_trees(4))
+            metrics = await learner.update(credited(uneven_trees(4), learner.algorithm))
             expected = train(oracle, uneven_trees(4), 3)
         assert metrics["loss"] == pytest.approx(expected["loss"], rel=0.1, abs=0.02)
         assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)

@@ -25,6 +25,7 @@ from tests.learners.ranks import (
     weights_in,
     weights_of,
 )
+from tests.learners.trees import credited
 
 ALGORITHM = ARPO(
     group_size=4, min_group_fraction=0.5, importance_cap=1e9, kl_loss=0.3, kl_reward=0.05
@@ -50,7 +51,7 @@ async def test_two_ranks_equal_one(case: str, model_dir: Path, tmp_path: Path) -
     oracle = plain_torch(model_dir, config, torch.float32, ALGORITHM)
     try:
         for count in (7, 5, 1):  # with the last, a rank has no tree
-            metrics = await learner.update(uneven_trees(count))
+            metrics = await learner.update(credited(uneven_trees(count), learner.algorithm))
             expected = train(oracle, uneven_trees(count), config.groups_per_minibatch)
             for name in expected.keys() - {"cpu_s", "wall_s"}:
                 assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
@@ -64,7 +65,7 @@ async def test_two_ranks_equal_one(case: str, model_dir: Path, tmp_path: Path) -
         results = []
         for _ in range(2):
             await learner.load(tmp_path / "many")
-            last = await learner.update(uneven_trees(4, version=1))
+            last = await learner.update(credited(uneven_trees(4, version=1), learner.algorithm))
             results.append(weights_in(await learner.export(tmp_path / "export")))
         expected = train(resumed, uneven_trees(4, version=1), config.groups_per_minibatch)
         assert largest_difference(*results) == 0

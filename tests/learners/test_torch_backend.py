@@ -21,6 +21,7 @@ from tests.learners.ranks import (
     weights_in,
     weights_of,
 )
+from tests.learners.trees import credited
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ async def test_backends_agree_and_the_first_start_compiles_nothing(
     oracle = plain_torch(model_dir, config, torch.float32)
     try:
         for step in range(2):
-            metrics = await learner.update(uneven_trees(4 + step))
+            metrics = await learner.update(credited(uneven_trees(4 + step), learner.algorithm))
             expected = train(oracle, uneven_trees(4 + step), config.groups_per_minibatch)
             assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-7)
         found = weights_in(await learner.export(tmp_path / "export"))

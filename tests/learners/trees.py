@@ -21,7 +21,7 @@ from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Limit, Task, VersionSpan
 from learners.algorithm import Algorithm
 from learners.batch import ActionTokens, EncodedTree, pack
-from learners.credit import group_advantages
+from learners.credit import CreditedTree, group_advantages
 from learners.losses import LossBatch, entropy_statistics
 from learners.policy import Policy, tensors
 
@@ -53,6 +53,12 @@ def tiny_model(
     )
     model: Any = model_class(config)
     return model.to(dtype).eval()
+
+
+def credited(trees: list[TrajectoryTree], algorithm: Algorithm) -> list[CreditedTree]:
+    """What an update gets of these trees: those with a signal, with their credit."""
+    pairs = zip(trees, algorithm.credits(trees), strict=True)
+    return [(tree, credit) for tree, credit in pairs if credit is not None and credit.has_signal]
 
 
 def random_tree(

@@ -1,0 +1,66 @@
+"""What becomes of the trees of a step: each is credited once, and counted once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+from msgspec.structs import replace
+
+from agentenv.config import load_config
+from agentenv.tree import TrajectoryTree
+from launchers.config import TrainConfig
+from launchers.rl.state import RunState
+from launchers.rl.training import StepAccounts
+from learners.arpo import ARPO
+from learners.baselines import ReinforcePP
+from learners.batch import encode
+from learners.credit import TreeCredit
+from tests.learners.trees import credited, random_tree
+
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+credit_calls: list[int] = []
+
+
+class Counting(ARPO, frozen=True, kw_only=True, tag="counting"):
+    def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
+        credit_calls.append(tree.index)
+        return super().credit(tree)
+
+
+def accounts(algorithm: ARPO | ReinforcePP) -> StepAccounts:
+    config = replace(load_config(TrainConfig, CONFIG), algorithm=algorithm)
+    return StepAccounts(config, RunState())
+
+
+def trees() -> list[TrajectoryTree]:
+    """Two to train, one whose returns are equal, one whose leaves failed."""
+    grown = [random_tree(Random(i), index=i, num_leaves=5) for i in range(4)]
+    for node in grown[2].nodes:
+        node.reward = 0.0
+    for leaf in grown[3].leaves():
+        leaf.end, leaf.error = "failed", "EnvError: down"
+    return grown
+
+
+def test_credit_of_a_tree_is_computed_once_an_update() -> None:
+    """Though refilling asks before, accounting afterwards, and the learner encodes."""
+    credit_calls.clear()
+    ours, delivered = accounts(Counting(group_size=4)), trees()
+    assert [ours.has_signal(tree) for tree in delivered] == [True, True, False, False]
+    groups = ours.settle(delivered, version=0)
+    assert [tree.index for tree, _ in groups] == [0, 1]
+    assert all(encode(tree, credit, 0).num_action_tokens for tree, credit in groups)
+    assert credit_calls == [0, 1, 2, 3]
+    ledger = ours.state.ledger
+    assert (ledger.trained, ledger.filtered, ledger.failed) == (2, 1, {"EnvError": 1})
+    ours.settle(trees(), version=0)  # the same places in another run of the step
+    assert credit_calls == [0, 1, 2, 3] * 2
+
+
+def test_what_is_trained_is_normalised_over_the_update() -> None:
+    algorithm = ReinforcePP(group_size=4)
+    found = accounts(algorithm).settle(trees(), version=0)
+    expected = credited(trees(), algorithm)
+    for (_, credit), (_, wanted) in zip(found, expected, strict=True):
+        assert credit.adv_pos.tolist() == wanted.adv_pos.tolist()
