@@ -22,8 +22,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from envs.grading import reference
 from learners import losses
+from reference import grading
 from reference import losses as released
 from reference.algorithms import group_advantages
 from tests.support import rollout_checks
@@ -131,26 +131,26 @@ def kl_penalty(case: Case) -> Values:
 def reward(case: Case) -> Values:
     """The rule reward of the released code, on the whole text."""
     return {
-        "output": reference.reference_reward(case["response"], case["ground_truth"]),
-        "format_valid": list(reference.check_reference_format(case["response"])),
+        "output": grading.reference_reward(case["response"], case["ground_truth"]),
+        "format_valid": list(grading.check_reference_format(case["response"])),
     }
 
 
 def math_equiv(case: Case) -> Values:
-    values: Values = {"equiv": reference.reference_equal(case["a"], case["b"])}
+    values: Values = {"equiv": grading.reference_equal(case["a"], case["b"])}
     compared = None not in (case["a"], case["b"])
     for side in ("a", "b"):
-        values[f"{side}_norm"] = reference.reference_normal(case[side]) if compared else None
+        values[f"{side}_norm"] = grading.reference_normal(case[side]) if compared else None
     return values
 
 
 def eval_metrics(case: Case) -> Values:
-    found = reference.reference_metrics(case["task"], case["prediction"], case["reference"])
+    found = grading.reference_metrics(case["task"], case["prediction"], case["reference"])
     return {"metrics": found}
 
 
 def eval_extract_answer(case: Case) -> Values:
-    return {"prediction": reference.reference_extract(case["text"])}
+    return {"prediction": grading.reference_extract(case["text"])}
 
 
 CHECKS: dict[str, Callable[[Case], Values]] = {

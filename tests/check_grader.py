@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from agentenv.env import close_shared
 from envs.grading.layers import Layered
 from envs.grading.math import shared_math
-from envs.grading.reference import reference_f1
+from reference.grading import reference_f1
 
 NUM_SLOWEST = 10
 PLAIN_LIMIT_S = 4.0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -19,10 +20,10 @@ from envs.grading.custom import STOPPED, CustomGrader
 from envs.grading.exact import Exact, TokenF1
 from envs.grading.judge import JudgeConfig
 from envs.grading.layers import Layered
-from envs.grading.reference import reference_reward
 from envs.grading.verdict import Matcher, check_format, final_answer
 
 TOOL_BONUS = 0.1
+RELEASED_REWARD = "reference.grading:ReleasedReward"  # loaded for compat, never imported
 BONUS_TOOLS = ("search", "python")
 
 
@@ -63,21 +64,15 @@ class ToolReward:
     -1 for a bad format; else the matcher's score of the answer (default: 1 for a right one, 0 for
     a wrong one); and 0.1 more, if that is above 0, after both a search and a Python call really
     succeeded. "format", "accuracy" and "tool_bonus" add up to the reward.
-
-    `compat = "reference"` is the released rule: token F1 for every kind of question, and the
-    bonus for the text </search> and </python>. The tool results, which a grader here never sees,
-    stand in it as if each were empty.
     """
 
     def __init__(
         self,
         matcher: Matcher | None = None,
         *,
-        compat: Literal["", "reference"] = "",
         bonus_tools: Sequence[str] = BONUS_TOOLS,
     ) -> None:
         self.matcher = matcher or Exact()
-        self.compat = compat
         self.bonus_tools = tuple(bonus_tools)
 
     async def start(self) -> None:
@@ -88,8 +83,6 @@ class ToolReward:
         self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
     ) -> Grade:
         """Check the format of all turns together, then the answer, then the calls."""
-        if self.compat:
-            return _reference_grade(task, written)
         problem, answer = check_format("\n".join(message.content for message in written))
         if problem:
             parts = {"format": -1.0, "accuracy": 0.0, "tool_bonus": 0.0}
@@ -103,21 +96,6 @@ class ToolReward:
         }
         reason = verdict.reason + (f", with {' and '.join(self.bonus_tools)}" if bonus else "")
         return Grade(sum(counted.values()), verdict.right, {**verdict.parts, **counted}, reason)
-
-
-def _reference_grade(task: Task, written: Sequence[Message]) -> Grade:
-    text = "".join(
-        message.content + (" <result>\n\n</result>" if message.tool_calls else "")
-        for message in written
-    )
-    output = reference_reward(text, task.answers)
-    score, f1 = float(output["score"]), float(output["f1_score"])
-    parts = {
-        "format": min(score, 0.0),
-        "accuracy": f1,
-        "tool_bonus": max(0.0, score - f1),
-    }
-    return Grade(score, f1 >= 1.0, parts, str(output["reason"]))
 
 
 # The keys of a grader, and the graders they make.
@@ -222,12 +200,15 @@ def make_grader(
     in a process, since what runs processes or holds connections is shared."""
     asked = ("grader keys", msgspec.json.encode(keys), kind, reward)
     config = shared(asked, lambda: grader_config(keys, kind=kind, reward=reward))
+    if config.compat:
+        module, _, name = RELEASED_REWARD.partition(":")
+        return cast(Grader, getattr(importlib.import_module(module), name)())
     key = ("grader", msgspec.json.encode(config))
     if config.kind == "custom":
         return shared(key, lambda: _custom(config))
     matcher = shared(key, lambda: MATCHERS[config.kind](config))
     if config.reward == "tools":
-        return ToolReward(matcher, compat=config.compat)
+        return ToolReward(matcher)
     return AnswerReward(matcher)
 
 

@@ -22,7 +22,6 @@ from agentenv.errors import GraderError
 from envs.grading.exact import same_answer
 from envs.grading.layers import Layered, compare, is_wordy
 from envs.grading.normalise import MAX_ANSWER_CHARS, clean, squashed, words_of
-from envs.grading.reference import reference_extract, reference_metrics
 from envs.grading.words import f1, has_cjk
 from launchers.evaluation.benchmarks import benchmark_of
 from launchers.evaluation.store import EvalRow, prediction, whole_text, written
@@ -131,6 +130,8 @@ def is_math(row: EvalRow) -> bool:
 
 
 def _reference_scores(row: EvalRow) -> dict[str, float]:
+    from reference.grading import reference_extract, reference_metrics
+
     found = reference_extract(whole_text(row)) if row.segments else row.prediction
     task = "math" if is_math(row) else "qa"
     best: dict[str, float] = {}

@@ -16,6 +16,7 @@ from envs.grading.layers import Layered, compare
 from envs.grading.math import risk_of
 from envs.grading.reward import ToolReward, check_grader, grader_config, make_grader
 from envs.grading.words import f1, squad_f1
+from reference.grading import ReleasedReward
 from tests import check_fixtures
 from tests import check_grader as pairs
 
@@ -212,13 +213,17 @@ def test_compat_equals_the_released_code(name: str) -> None:
     assert not failed
 
 
+def test_compat_loads_the_released_reward() -> None:
+    assert isinstance(make_grader({"compat": "reference"}, reward="tools"), ReleasedReward)
+
+
 async def test_compat_reward_is_f1_with_a_bonus_for_the_text_of_tags() -> None:
     written = [
         Message("assistant", "<think>.</think><search>q</search>", (ToolCall("search", {}),)),
         Message("assistant", "<think></python></think><answer>\\boxed{Paris France}</answer>"),
     ]
     task = Task("t", "e", "?", ("Paris",))
-    found = await ToolReward(compat="reference").grade(task, written, {})
+    found = await ReleasedReward().grade(task, written, {})
     assert found.reward == pytest.approx(2 / 3 + 0.1)
     assert not found.success
     ours = await ToolReward(Layered(math=False, partial_credit=True)).grade(task, written, {})

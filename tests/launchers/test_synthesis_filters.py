@@ -8,7 +8,6 @@ import pytest
 from msgspec.structs import replace
 
 from agentenv.types import Task
-from envs.grading.reference import check_reference_format
 from launchers.evaluation.store import EvalRow
 from launchers.synthesis.config import FilterConfig, Way
 from launchers.synthesis.sampling import plain_question
@@ -25,6 +24,7 @@ from launchers.synthesis.sorting import (
     unify_tags,
     without_duplicates,
 )
+from reference.grading import check_reference_format
 
 TOOLS = ["search", "python"]
 PROMPT = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"

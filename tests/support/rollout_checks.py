@@ -5,10 +5,10 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
-from envs.grading.reference import reference_rollback, reference_tag_count
 from learners.aepo import sigmoid
 from reference import rollout as plan
 from reference.algorithms import ReleasedAEPO, ReleasedARPO
+from reference.grading import reference_rollback, reference_tag_count
 from tests.support.reference_loop import ReferenceLoop, response_mask
 
 Case = dict[str, Any]

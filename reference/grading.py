@@ -1,17 +1,19 @@
 r"""Reward, equivalence and evaluation metrics as the released code of ARPO and Tool-Star has them.
 
-For `compat = "reference"` only: token F1 for mathematics too, tags of tool results take part, a
-bonus for the mere text </search> and </python>. Source: reward rule, section 5 of the ARPO paper,
-and its released evaluation; reasons are spelled as there, since reports compare them.
+Token F1 for mathematics too, tags of tool results take part, a bonus for the mere text </search>
+and </python>. Source: reward rule, section 5 of the ARPO paper, and its released evaluation;
+reasons are spelled as there, since reports compare them.
 """
 
 from __future__ import annotations
 
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentenv.tool_env import Grade
+from agentenv.types import Message, Task
 from envs.grading.words import token_f1
 
 Output = dict[str, Any]
@@ -25,6 +27,24 @@ _INTEGERS = re.compile(r"(0|-?[1-9][0-9]{0,4000})/(0|-?[1-9][0-9]{0,4000})")
 
 class NoNormalFormError(ValueError):
     """An expression that the released rules cannot bring to a normal form."""
+
+
+class ReleasedReward:
+    """The released rule as a grader: token F1 for every kind of question. The tool results, which
+    a grader never sees, stand in the text as if each were empty."""
+
+    async def grade(
+        self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
+    ) -> Grade:
+        """Grade the text of all turns in a row; the calls that were really made do not count."""
+        text = "".join(
+            message.content + (" <result>\n\n</result>" if message.tool_calls else "")
+            for message in written
+        )
+        output = reference_reward(text, task.answers)
+        score, f1 = float(output["score"]), float(output["f1_score"])
+        parts = {"format": min(score, 0.0), "accuracy": f1, "tool_bonus": max(0.0, score - f1)}
+        return Grade(score, f1 >= 1.0, parts, str(output["reason"]))
 
 
 def check_reference_format(text: str) -> tuple[bool, str]:
