@@ -21,7 +21,7 @@ import msgspec
 from msgspec import inspect as mi
 
 from agentenv.errors import ConfigError
-from agentenv.old_keys import dropped_keys, moved_values
+from agentenv.old_keys import dropped_keys, moved_values, refused_values
 
 T = TypeVar("T", bound=msgspec.Struct)
 Tree = dict[str, Any]
@@ -182,6 +182,9 @@ def _check_keys(raw: Tree, kind: mi.Type, source: str) -> None:
     for table, struct, path in _tables(raw, kind, "", source):
         _upgrade(table, struct)
         known = [field.encode_name for field in struct.fields]
+        for (key, value), why in refused_values(struct.cls).items():
+            if table.get(key) == value:
+                raise ConfigError(f"{source}: {_join(path, key)} = {value!r}: {why}")
         for key in table:
             if key in known or key == struct.tag_field:
                 continue

@@ -18,8 +18,20 @@ class Dropped(NamedTuple):
     why: str
 
 
+_ZSCORE = (
+    "the criterion zscore kept the least information of all (docs/algorithms.md); "
+    'fork_criterion = "relative" with entropy_weight = 0.5 lets entropy decide'
+)
+
 # By the name of the struct that had the key, in the order of the structs' names.
-DROPPED: dict[str, dict[str, Dropped]] = {}
+DROPPED: dict[str, dict[str, Dropped]] = {
+    "ARPO": {"rise_scale": Dropped(0.02, _ZSCORE)},
+}
+
+# Values that a key takes no more, by key and value, and why.
+REFUSED: dict[str, dict[tuple[str, str], str]] = {
+    "ARPO": {("fork_criterion", "zscore"): _ZSCORE},
+}
 
 # Texts that name something of ours under its earlier place: read as the new one.
 MOVED: dict[str, dict[str, str]] = {
@@ -30,6 +42,11 @@ MOVED: dict[str, dict[str, str]] = {
 def dropped_keys(struct: type) -> dict[str, Dropped]:
     """The dropped keys of a struct, those of the structs that it extends among them."""
     return {key: one for name in _names(struct) for key, one in DROPPED.get(name, {}).items()}
+
+
+def refused_values(struct: type) -> dict[tuple[str, str], str]:
+    """Why a struct's key takes a value no more, by key and value."""
+    return {pair: why for name in _names(struct) for pair, why in REFUSED.get(name, {}).items()}
 
 
 def moved_values(struct: type) -> dict[str, str]:

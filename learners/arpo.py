@@ -36,15 +36,6 @@ from learners.credit import Sharing
 
 Criterion = Literal["paper", "relative"]
 
-_ZSCORE_GONE = (
-    "the criterion zscore kept the least information of all (docs/algorithms.md); "
-    'fork_criterion = "relative" with entropy_weight = 0.5 lets entropy decide'
-)
-DROPPED = {
-    'algorithm.fork_criterion = "zscore"': _ZSCORE_GONE,
-    "algorithm.rise_scale": _ZSCORE_GONE,
-}
-
 
 class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="arpo"):
     """Agentic reinforced policy optimisation (Dong 2025, arXiv 2507.19849).

@@ -1,18 +1,22 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from agentenv.config import load_config
 from agentenv.errors import ConfigError
 from agentenv.plan import Independent
 from agentenv.types import Limit
-from launchers.config import AnyAlgorithm
+from launchers.config import AnyAlgorithm, TrainConfig
 from learners.aepo import AEPOPlan
 from learners.arpo import ARPOPlan
 from learners.learner import LearnerConfig
 from learners.messages import Init
+
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
 
 def algorithm(**keys: object) -> AnyAlgorithm:
@@ -117,3 +121,16 @@ def test_wall_time_is_masked_by_default() -> None:
     truncated = algorithm(name="grpo").truncated
     assert truncated[Limit.SECONDS] == "mask"
     assert all(truncated[limit] == "score" for limit in Limit if limit is not Limit.SECONDS)
+
+
+@pytest.mark.parametrize("key", ['fork_criterion="zscore"', "rise_scale=0.1"])
+@pytest.mark.parametrize("name", ["arpo", "aepo"])
+def test_the_criterion_zscore_is_refused_and_what_replaces_it_is_named(name: str, key: str) -> None:
+    overrides = [f"algorithm.name={name}", f"algorithm.{key}"]
+    with pytest.raises(ConfigError, match=r"algorithm\..*least information.*relative"):
+        load_config(TrainConfig, CONFIG, overrides)
+
+
+def test_a_configuration_written_with_the_default_of_a_dropped_key_is_read() -> None:
+    overrides = ["algorithm.name=arpo", "algorithm.rise_scale=0.02"]
+    assert load_config(TrainConfig, CONFIG, overrides).algorithm_name == "arpo"
