@@ -1,6 +1,29 @@
 """agentenv: asynchronous agentic reinforcement learning on trees of trajectories.
 
-What an environment of your own needs is here; the rest lives in the modules that name it.
+What an environment of your own needs can be imported from here; the rest lives in these files:
+
+    nouns      types      task, message, tool call, completion, limits
+               tree       node, trajectory, tree
+               errors     every failure by its name
+    rollout    actor      grows a tree: turns, forks, ends; Guide, which takes part in that
+               branch     one growing trajectory, and the envs that are open
+               deadline   how long is waited, and what ends in spite of cancellations
+               plan       the seam that decides on roots and forks
+               replay     the queue to the learner and its bound on staleness
+               evaluate   questions asked with the same actor
+               metrics    figures of rollouts
+    tokens     renderer   messages to token ids and back: the tag protocol
+               native     the same by the chat template of the model
+               prompt     the system prompt
+    tools      tools      what the policy can call, and its bounds
+               tool_env   the environment that runs tool calls and grades
+               env        the environment contract, the registry, shared resources
+               gym        the environments as Gymnasium's, one or many at once
+               testing    a conformance kit for environments
+               assist/    Tool-Star's helpers at inference time
+    data/      files, rows, datasets: from files to tasks in order
+    engines/   what samples: embedded, scripted, vLLM, SGLang, pools of servers; engine is the seam
+    config     TOML files to structs
 """
 
 from agentenv.env import Env, envs, make, register, shared
@@ -15,7 +38,6 @@ from agentenv.errors import (
     LearnerError,
     ToolError,
 )
-from agentenv.gym import VectorEnv
 from agentenv.tool_env import Grade, Grader, ToolEnv
 from agentenv.tools import StatelessTool, Tool, ToolLimits, tool
 from agentenv.tree import Trajectory, TrajectoryTree
@@ -45,7 +67,6 @@ __all__ = [
     "ToolResult",
     "Trajectory",
     "TrajectoryTree",
-    "VectorEnv",
     "envs",
     "make",
     "register",

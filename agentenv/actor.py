@@ -92,7 +92,7 @@ class _OutOfTimeError(Exception):
 
 
 class Rollout:
-    """Grows one tree. The coroutines of its branches live in one task group."""
+    """Grows one tree: a coroutine a branch, all of them in one task group."""
 
     def __init__(
         self, actor: Actor, tree: TrajectoryTree, plan: RolloutPlan, limits: Limits, session: str

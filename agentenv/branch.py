@@ -48,7 +48,7 @@ class Branch:
 
     @property
     def is_root(self) -> bool:
-        """Whether it began from scratch."""
+        """Whether the branch began from scratch, which forks did not."""
         return "+" not in self.name
 
     @property
@@ -110,7 +110,7 @@ class Branch:
     def limit_of_action(
         self, completion: Completion, action: Message, limits: Limits
     ) -> Limit | None:
-        """The limit that the pending action reached, if any; counts its tool calls."""
+        """The limit that the pending action reached, or None; counts the action's tool calls."""
         if completion.finish_reason == "length":
             full = self.num_response_tokens >= limits.max_response_tokens
             return Limit.RESPONSE_TOKENS if full else Limit.TURN_TOKENS
@@ -120,7 +120,7 @@ class Branch:
         return Limit.TOOL_CALLS if self.num_tool_calls > limits.max_tool_calls else None
 
     def limit_of_observation(self, observation_ids: list[int], limits: Limits) -> Limit | None:
-        """The limit that leaves no room for a turn behind this observation, if any."""
+        """The limit that leaves no room for a turn behind this observation, or None."""
         if self.num_response_tokens + len(observation_ids) >= limits.max_response_tokens:
             return Limit.RESPONSE_TOKENS
         return Limit.TURNS if self.num_turns >= limits.max_turns else None

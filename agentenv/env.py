@@ -233,6 +233,11 @@ def summed_stats(resources: Iterable[Any]) -> dict[str, float]:
     return dict(total)
 
 
+def forget_shared() -> None:
+    """Drop every shared resource without closing it: in a forked child they are the parent's."""
+    _resources.clear()
+
+
 async def close_shared() -> None:
     """Close every shared resource, last built first; those without `close` are just dropped."""
     while _resources:

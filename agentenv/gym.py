@@ -1,38 +1,54 @@
-"""Our environments as real Gymnasium ones: synchronous, with texts for actions and observations.
+"""Our environments as real Gymnasium ones, single and vector; actions and observations are texts.
 
     import gymnasium, agentenv.gym
     env = gymnasium.make("agentenv/QAGrader-v0", data="questions.jsonl")
+    many = gymnasium.make_vec("agentenv/QAGrader-v0", num_envs=1000, data="questions.jsonl")
 
 Importing this module registers every known id with Gymnasium, and those registered later too. It
-is the only module that imports gymnasium.
+is the only module that imports gymnasium. An episode runs as a coroutine on one event loop in a
+thread, which all envs of the process share; a vector env steps thousands of them there, where
+Gymnasium's own "async" mode takes a process each.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
+import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from itertools import cycle
 from pathlib import Path
-from random import Random
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import gymnasium
+import numpy as np
 from gymnasium.spaces import Text
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import (
+    batch_space,
+    create_shared_memory,
+    read_from_shared_memory,
+    write_to_shared_memory,
+)
+from numpy.typing import NDArray
 
 import agentenv.env
 from agentenv.data.dataset import load_tasks
-from agentenv.env import Env, close_shared
+from agentenv.deadline import Deadline
+from agentenv.env import Env, close_shared, forget_shared
 from agentenv.errors import AgentEnvError, ConfigError, EnvError
 from agentenv.native import Parser, hermes_calls, llama_calls
 from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN, first_argument
 from agentenv.types import Info, Message, Task, ToolCall
 
-# An event loop in a thread, for callers that are not asynchronous.
-
 T = TypeVar("T")
+Step = tuple[str, float, bool, bool, Info]
+
+GAP_MARKER = " ... "
+CLOSE_SHARED_S = 60.0
+NO_CHARACTER = 0x110000  # one more than the last code point
 
 
 class LoopThread:
@@ -65,14 +81,20 @@ class LoopThread:
                 return
             type(self)._current = None
             try:
-                self.run(close_shared(), 60.0)
+                self.run(close_shared(), CLOSE_SHARED_S)
             finally:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join()
                 self._loop.close()
 
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run it in the loop and wait for it."""
+    @classmethod
+    def forget(cls) -> None:
+        """In a forked child: the thread, and what the episodes shared, belong to the parent."""
+        cls._current, cls._lock = None, threading.Lock()
+        forget_shared()
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        """Run the coroutine in the loop and wait for what it returns."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(timeout_s)
@@ -80,10 +102,10 @@ class LoopThread:
             if future.done():
                 raise
             future.cancel()
-            raise EnvError(f"the environment did not answer within {timeout_s:g} s") from error
+            raise EnvError(f"the environment did not answer within {timeout_s} s") from error
 
 
-GAP_MARKER = " ... "
+os.register_at_fork(after_in_child=LoopThread.forget)
 
 
 class AnyText(Text):  # type: ignore[misc]  # gymnasium is not typed for us
@@ -92,6 +114,54 @@ class AnyText(Text):  # type: ignore[misc]  # gymnasium is not typed for us
     def contains(self, x: Any) -> bool:
         """Whether x is a text that is short enough."""
         return isinstance(x, str) and self.min_length <= len(x) <= self.max_length
+
+
+class SharedTexts(Sequence[str]):
+    """One text of each env of Gymnasium's "async" mode, in memory that its processes share.
+
+    Gymnasium asks for them once and copies them after every step, so they are read when they are
+    copied. Each text stands as code points with NO_CHARACTER behind them.
+    """
+
+    def __init__(self, space: AnyText, memory: Any, num_envs: int) -> None:
+        shape = num_envs, space.max_length + 1
+        self._rows = np.frombuffer(memory.get_obj(), np.int32).reshape(shape)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        row = self._rows[index]
+        end = int((row == NO_CHARACTER).argmax())
+        return row[:end].tobytes().decode("utf-32-le", "surrogatepass")
+
+    def write(self, index: int, text: str) -> None:
+        """Put the text in the place of one env."""
+        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.int32)
+        self._rows[index, : len(points)] = points
+        self._rows[index, len(points)] = NO_CHARACTER
+
+    def __deepcopy__(self, memo: Any) -> tuple[str, ...]:
+        return tuple(self)
+
+
+@create_shared_memory.register(AnyText)  # type: ignore[untyped-decorator]
+def _create_texts(space: AnyText, n: int = 1, ctx: Any = multiprocessing) -> Any:
+    memory = ctx.Array("i", n * (space.max_length + 1))
+    for index in range(n):
+        SharedTexts(space, memory, n).write(index, "")
+    return memory
+
+
+@write_to_shared_memory.register(AnyText)  # type: ignore[untyped-decorator]
+def _write_text(space: AnyText, index: int, values: str, shared_memory: Any) -> None:
+    num_envs = len(shared_memory) // (space.max_length + 1)
+    SharedTexts(space, shared_memory, num_envs).write(index, values)
+
+
+@read_from_shared_memory.register(AnyText)  # type: ignore[untyped-decorator]
+def _read_texts(space: AnyText, shared_memory: Any, n: int = 1) -> SharedTexts:
+    return SharedTexts(space, shared_memory, n)
 
 
 class TextEnv(gymnasium.Env):  # type: ignore[misc]
@@ -126,7 +196,7 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
             raise ConfigError(f"{env_id}: render_mode is 'ansi' or None, not {render_mode!r}")
         if protocol not in _PROTOCOLS:
             raise ConfigError(f"{env_id}: protocol is one of {[*_PROTOCOLS]}, not {protocol!r}")
-        self.tasks = list(tasks) if tasks is not None else load_tasks(Path(str(data)), env_id)
+        self.tasks = tasks if tasks is not None else load_tasks(Path(str(data)), env_id)
         self.action_space = AnyText(max_chars, min_length=0)
         self.observation_space = AnyText(max_chars, min_length=0)
         self.render_mode = render_mode
@@ -145,32 +215,11 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, Info]:
         """The prompt of a task. info["task"] is its id, info["tools"] holds the tools' schemas."""
-        super().reset(seed=seed)
-        drawn = int(self.np_random.integers(len(self.tasks)))
-        own_seed = int(self.np_random.integers(2**31))
-        number = (options or {}).get("task", drawn)
-        if type(number) is not int or not 0 <= number < len(self.tasks):
-            raise ConfigError(
-                f'{self._env_id}: options["task"] is a number below {len(self.tasks)}, '
-                f"got {number!r}"
-            )
-        messages, info = self._run(self._restart(self.tasks[number], own_seed))
-        self._schemas = list(info.get("tools", ()))
-        self._transcript = ""
-        text = "\n\n".join(message.content for message in messages)
-        return self._show(text), {**info, "task": self.tasks[number].id}
+        return self._run(self.start(seed, options))
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+    def step(self, action: str) -> Step:
         """One turn of the policy, answered by the tools, or graded if it calls none."""
-        if self._env is None:
-            raise EnvError(f"{self._env_id}: step before reset or after close")
-        calls = self._protocol.parse(str(action), self._schemas)
-        message = Message("assistant", str(action), calls)
-        self._transcript += message.content
-        messages, reward, terminated, truncated, info = self._run(self._env.step(message))
-        opening, closing = self._protocol.opening, self._protocol.closing
-        text = "".join(opening + one.content + closing for one in messages)
-        return self._show(text), float(reward), terminated, truncated, _without_times(info)
+        return self._run(self.take(action))
 
     def render(self) -> str | None:
         """The episode so far, as text."""
@@ -181,25 +230,54 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
         loop = self._loop
         if loop is not None:
             try:
-                loop.run(self._close_env(), self._timeout_s)
+                loop.run(self.stop(), self._timeout_s)
             finally:
                 self._loop = None
                 loop.release()
-
-    async def _restart(self, task: Task, seed: int) -> tuple[list[Message], Info]:
-        await self._close_env()
-        self._env = agentenv.env.make(self._env_id, task, **self._kwargs)
-        return await self._env.reset(seed=seed)
-
-    async def _close_env(self) -> None:
-        env, self._env = self._env, None
-        if env is not None:
-            await env.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if self._loop is None:
             self._loop = LoopThread.acquire()
         return self._loop.run(coroutine, self._timeout_s)
+
+    # what `reset`, `step` and `close` do on the event loop, for a vector env too
+
+    async def start(self, seed: int | None, options: dict[str, Any] | None) -> tuple[str, Info]:
+        """Begin the next episode."""
+        super().reset(seed=seed)
+        drawn = int(self.np_random.integers(len(self.tasks)))
+        own_seed = int(self.np_random.integers(2**31))
+        number = (options or {}).get("task", drawn)
+        if type(number) is not int or not 0 <= number < len(self.tasks):
+            raise ConfigError(
+                f'{self._env_id}: options["task"] is a number below {len(self.tasks)}, '
+                f"got {number!r}"
+            )
+        await self.stop()
+        self._env = agentenv.env.make(self._env_id, self.tasks[number], **self._kwargs)
+        messages, info = await self._env.reset(seed=own_seed)
+        self._schemas = list(info.get("tools", ()))
+        self._transcript = ""
+        text = "\n\n".join(message.content for message in messages)
+        return self._show(text), {**info, "task": self.tasks[number].id}
+
+    async def take(self, action: str) -> Step:
+        """Take a turn of the episode."""
+        if self._env is None:
+            raise EnvError(f"{self._env_id}: step before reset or after close")
+        calls = self._protocol.parse(str(action), self._schemas)
+        message = Message("assistant", str(action), calls)
+        self._transcript += message.content
+        messages, reward, terminated, truncated, info = await self._env.step(message)
+        opening, closing = self._protocol.opening, self._protocol.closing
+        text = "".join(opening + one.content + closing for one in messages)
+        return self._show(text), float(reward), terminated, truncated, _without_times(info)
+
+    async def stop(self) -> None:
+        """Close the episode; idempotent."""
+        env, self._env = self._env, None
+        if env is not None:
+            await env.close()
 
     def _show(self, text: str) -> str:
         if len(text) > self._max_chars:
@@ -246,148 +324,162 @@ def _without_times(info: Info) -> Info:
     return {**info, "tool_calls": kept}
 
 
+class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
+    """`num_envs` environments of one id at once, as `gymnasium.make_vec` gives them.
+
+    Arguments are those of `TextEnv`; seeds, observations and infos are those of Gymnasium's own
+    vector envs. An environment that ended is reset by the next step, whatever its action
+    (next-step autoreset). One that fails, or takes over `timeout_s`, ends as truncated with
+    infos["error"]; the others go on. At most `max_concurrency` environments are at work at a time.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {
+        **TextEnv.metadata,
+        "autoreset_mode": AutoresetMode.NEXT_STEP,
+    }
+    _loop: LoopThread | None = None
+
+    def __init__(
+        self,
+        env_id: str,
+        num_envs: int = 1,
+        *,
+        timeout_s: float = 120.0,
+        max_concurrency: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if num_envs < 1:
+            raise ConfigError(f"{env_id}: num_envs is at least 1, not {num_envs}")
+        first = TextEnv(env_id, timeout_s=timeout_s, **kwargs)
+        kwargs |= {"tasks": first.tasks, "data": None}
+        others = (TextEnv(env_id, timeout_s=timeout_s, **kwargs) for _ in range(num_envs - 1))
+        self.envs = [first, *others]
+        self.num_envs = num_envs
+        self.render_mode = first.render_mode
+        self.single_action_space = first.action_space
+        self.single_observation_space = first.observation_space
+        self.action_space = batch_space(first.action_space, num_envs)
+        self.observation_space = batch_space(first.observation_space, num_envs)
+        self._timeout_s = timeout_s
+        self._ended = np.zeros(num_envs, bool)
+        self._shown = [""] * num_envs  # what each env observed last
+        self._places = asyncio.Semaphore(max_concurrency or num_envs)
+
+    def reset(
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[tuple[str, ...], Info]:
+        """Start all environments, or those of options["reset_mask"]; a number as `seed` stands for
+        seed, seed + 1, ..."""
+        seeds = [None] * self.num_envs if seed is None else seed
+        if isinstance(seeds, int):
+            super().reset(seed=seeds)
+            seeds = range(seeds, seeds + self.num_envs)
+        if len(seeds) != self.num_envs:
+            raise ConfigError(f"VectorEnv.reset: {len(seeds)} seeds for {self.num_envs} envs")
+        options = dict(options or {})
+        mask: NDArray[np.bool_] = options.pop("reset_mask", np.ones(self.num_envs, bool))
+        places = [place for place in range(self.num_envs) if mask[place]]
+        steps = self._all(
+            [self._start(self.envs[place], seeds[place], options) for place in places]
+        )
+        shown, _, _, _, infos = self._batch(places, steps)
+        return shown, infos
+
+    def step(
+        self, actions: Sequence[str]
+    ) -> tuple[tuple[str, ...], NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], Info]:
+        """One action an environment; batches in the order of the environments."""
+        if len(actions) != self.num_envs:
+            raise ConfigError(f"VectorEnv.step: {len(actions)} actions for {self.num_envs} envs")
+        steps = self._all(
+            [
+                self._start(env, None, None) if ended else self._within(env.take(action))
+                for env, action, ended in zip(self.envs, actions, self._ended, strict=True)
+            ]
+        )
+        return self._batch(range(self.num_envs), steps)
+
+    def render(self) -> tuple[str | None, ...] | None:
+        """The episodes so far, as texts."""
+        return None if self.render_mode is None else tuple(env.render() for env in self.envs)
+
+    def close_extras(self, **_: Any) -> None:
+        """Close every environment, also after one of them fails to."""
+        loop = self._loop
+        if loop is not None:
+            try:
+                self._all([self._within(_closed(env)) for env in self.envs])
+            finally:
+                self._loop = None
+                loop.release()
+
+    # inner workings
+
+    def _all(self, steps: Sequence[Coroutine[Any, Any, Step]]) -> list[Step]:
+        async def together() -> list[Step | BaseException]:
+            return await asyncio.gather(*steps, return_exceptions=True)
+
+        if self._loop is None:
+            self._loop = LoopThread.acquire()
+        found: list[Step] = []
+        for outcome in self._loop.run(together(), None):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            found.append(outcome)
+        return found
+
+    async def _start(self, env: TextEnv, seed: int | None, options: dict[str, Any] | None) -> Step:
+        async def started() -> Step:
+            shown, info = await env.start(seed, options)
+            return shown, 0.0, False, False, info
+
+        return await self._within(started())
+
+    async def _within(self, step: Coroutine[Any, Any, Step]) -> Step:
+        """The step, or one that says what went wrong."""
+        async with self._places:
+            try:
+                late = AgentEnvError(f"no answer within {self._timeout_s:g} s")
+                clock = asyncio.get_running_loop().time
+                async with Deadline(clock() + self._timeout_s, clock, late):
+                    return await step
+            except ConfigError:
+                raise
+            except AgentEnvError as error:
+                return "", 0.0, False, True, {"error": f"{type(error).__name__}: {error}"}
+
+    def _batch(
+        self, places: Sequence[int], steps: Sequence[Step]
+    ) -> tuple[tuple[str, ...], NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], Info]:
+        rewards = np.zeros(self.num_envs)
+        ends = np.zeros((2, self.num_envs), bool)
+        infos: Info = {}
+        for place, (shown, reward, terminated, truncated, info) in zip(places, steps, strict=True):
+            self._shown[place], rewards[place] = shown, reward
+            ends[:, place] = terminated, truncated
+            self._ended[place] = terminated or truncated
+            infos = self._add_info(infos, info, place)
+        return tuple(self._shown), rewards, ends[0], ends[1], infos
+
+
+async def _closed(env: TextEnv) -> Step:
+    await env.stop()
+    return "", 0.0, False, False, {}
+
+
 def _register(env_id: str) -> None:
     if env_id in gymnasium.registry:
         return
     with contextlib.suppress(gymnasium.error.Error):  # an id of a form that Gymnasium has not
-        gymnasium.register(env_id, "agentenv.gym:TextEnv", kwargs={"env_id": env_id})
+        gymnasium.register(
+            env_id,
+            "agentenv.gym:TextEnv",
+            vector_entry_point="agentenv.gym:VectorEnv",
+            kwargs={"env_id": env_id},
+        )
 
 
 agentenv.env.on_register(_register)
-
-
-# Many environments in one process: a coroutine each, where Gymnasium's vector envs need a
-# process each.
-#
-#     async with VectorEnv(make_env, tasks, num_envs=1000) as vector:
-#         observations, infos = await vector.reset(seed=0)
-#         while ...:
-#             observations, rewards, terminated, truncated, infos = await vector.step(actions)
-
-Step = tuple[list[Message], float, bool, bool, Info]
-
-
-class VectorEnv:
-    """Steps `num_envs` environments at once; each goes through tasks of its own.
-
-    An environment that ended is reset by the next step, with the next task and whatever its
-    action, as in Gymnasium's next-step autoreset. One that fails, or takes over `timeout_s`, ends
-    as truncated with info["error"]; the others go on. At most `max_concurrency` environments are
-    at work at a time.
-    """
-
-    def __init__(
-        self,
-        make_env: Callable[[Task], Env],
-        tasks: Sequence[Task],
-        num_envs: int,
-        *,
-        timeout_s: float = 120.0,
-        max_concurrency: int | None = None,
-    ) -> None:
-        if num_envs < 1 or not tasks:
-            raise ConfigError(
-                f"VectorEnv: needs at least one env and one task, got {num_envs} and {len(tasks)}"
-            )
-        self.num_envs = num_envs
-        self.timeout_s = timeout_s
-        self._make_env = make_env
-        self._tasks = tasks
-        self._upcoming: Iterator[Task] = cycle(tasks)
-        self._envs: list[Env | None] = [None] * num_envs
-        self._ended = [True] * num_envs
-        self._num_resets = 0
-        self._seed: int | None = None
-        self._places = asyncio.Semaphore(max_concurrency or num_envs)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: Any) -> None:
-        await self.close()
-
-    async def reset(self, *, seed: int | None = None) -> tuple[list[list[Message]], list[Info]]:
-        """Start all environments, from the first task on; equal seeds give equal episodes."""
-        await self.close()
-        self._upcoming, self._num_resets, self._seed = cycle(self._tasks), 0, seed
-        steps = await self._all(self._restart(place) for place in range(self.num_envs))
-        return [step[0] for step in steps], [step[4] for step in steps]
-
-    async def step(
-        self, actions: Sequence[Message]
-    ) -> tuple[list[list[Message]], list[float], list[bool], list[bool], list[Info]]:
-        """One action an environment; lists in the order of the environments."""
-        if len(actions) != self.num_envs:
-            raise ConfigError(f"VectorEnv.step: {len(actions)} actions for {self.num_envs} envs")
-        steps = await self._all(
-            self._restart(place) if self._ended[place] else self._step(place, action)
-            for place, action in enumerate(actions)
-        )
-        observations, rewards, terminated, truncated, infos = zip(*steps, strict=True)
-        return (
-            list(observations),
-            list(rewards),
-            list(terminated),
-            list(truncated),
-            list(infos),
-        )
-
-    async def close(self) -> None:
-        """Close every environment, also after one of them fails to; idempotent."""
-        closing = [self._close(place) for place in range(self.num_envs) if self._envs[place]]
-        for outcome in await asyncio.gather(*closing, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
-
-    # inner workings
-
-    async def _all(self, steps: Iterable[Coroutine[Any, Any, Step]]) -> list[Step]:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(step) for step in steps]
-        return [task.result() for task in tasks]
-
-    def _restart(self, place: int) -> Coroutine[Any, Any, Step]:
-        """Its task and seed are drawn now, in the order of the environments."""
-        task, number = next(self._upcoming), self._num_resets
-        self._num_resets += 1
-        seed = None if self._seed is None else Random(f"{self._seed}/{number}").getrandbits(31)
-        return self._start(place, task, seed)
-
-    async def _start(self, place: int, task: Task, seed: int | None) -> Step:
-        try:
-            await self._close(place)
-            env = self._envs[place] = self._make_env(task)
-            messages, info = await self._within(env.reset(seed=seed))
-        except AgentEnvError as error:
-            return self._failed(place, error)
-        self._ended[place] = False
-        return messages, 0.0, False, False, info
-
-    async def _step(self, place: int, action: Message) -> Step:
-        env = self._envs[place]
-        assert env is not None
-        try:
-            step = await self._within(env.step(action))
-        except AgentEnvError as error:
-            return self._failed(place, error)
-        self._ended[place] = step[2] or step[3]
-        return step
-
-    async def _within(self, awaitable: Awaitable[T]) -> T:
-        async with self._places:
-            try:
-                async with asyncio.timeout(self.timeout_s):
-                    return await awaitable
-            except TimeoutError as error:
-                raise AgentEnvError(f"no answer within {self.timeout_s:g} s") from error
-
-    def _failed(self, place: int, error: AgentEnvError) -> Step:
-        self._ended[place] = True
-        return [], 0.0, False, True, {"error": f"{type(error).__name__}: {error}"}
-
-    async def _close(self, place: int) -> None:
-        env, self._envs[place] = self._envs[place], None
-        self._ended[place] = True
-        if env is not None:
-            async with asyncio.timeout(self.timeout_s):
-                await env.close()

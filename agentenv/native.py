@@ -4,6 +4,15 @@ The template is asked once for what it writes between the turns, with stand-ins 
 from then on only those frames are used. What was sampled is never rendered again, so a template
 that drops earlier thoughts does no harm: the policy keeps seeing its own. A template that changes
 what it wrote before when messages are added is refused.
+
+Calls are read from the text of a turn behind its thoughts:
+
+    Hermes, Qwen   <tool_call>{"name": "search", "arguments": {"query": "Lima"}}</tool_call>, any
+                   number of them
+    Llama 3.1      {"name": "search", "parameters": {"query": "Lima"}} and nothing else, or code
+                   behind <|python_tag|>
+
+A call that cannot be read is a call too, to MALFORMED_CALL: the policy reads what is wrong.
 """
 
 from __future__ import annotations
@@ -21,15 +30,6 @@ from agentenv.errors import ConfigError, DataError, EnvError
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TextCodec, ToolSchemas
 from agentenv.types import MALFORMED_CALL, Completion, Message, ToolCall
-
-# How models write native tool calls: from the text of a turn to calls.
-#
-#     Hermes, Qwen   <tool_call>{"name": "search", "arguments": {"query": "Lima"}}</tool_call>, any
-#                    number of them
-#     Llama 3.1      {"name": "search", "parameters": {"query": "Lima"}} and nothing else, or code
-#                    behind <|python_tag|>
-#
-# A call that cannot be read is a call too, to MALFORMED_CALL: the policy reads what is wrong.
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"

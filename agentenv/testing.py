@@ -22,156 +22,12 @@ from agentenv.env import Env, ForkMode
 from agentenv.errors import AgentEnvError
 from agentenv.types import Limit, Message, Task
 
-# Cancelling an awaitable exactly where it waits for the n-th time, for conformance checks.
-
 T = TypeVar("T")
 Ending = Literal["cancelled", "finished before", "went on", "stuck"]
-
-
-async def cancel_at(awaitable: Awaitable[Any], suspension: int, timeout_s: float) -> Ending:
-    """Run it, cancel where it waits for the n-th time, and say how it ended: "went on" returned a
-    result all the same, "stuck" did not end within `timeout_s`."""
-    task = asyncio.ensure_future(_cancelling(awaitable, suspension))
-    await asyncio.wait({task}, timeout=timeout_s)
-    if not task.done():
-        task.cancel()
-        return "stuck"
-    if task.cancelled():
-        return "cancelled"
-    return "went on" if task.result()[0] else "finished before"
-
-
-@types.coroutine
-def _cancelling(awaitable: Awaitable[T], suspension: int) -> Generator[Any, Any, tuple[bool, T]]:
-    """Passes every wait on to the event loop, and has this task cancelled in the n-th."""
-    task = asyncio.current_task()
-    assert task is not None
-    loop = asyncio.get_running_loop()
-    iterator = awaitable.__await__()
-    error: BaseException | None = None
-    count = 0
-    while True:
-        try:
-            waiting = next(iterator) if error is None else iterator.throw(error)
-        except StopIteration as stop:
-            return count >= suspension, stop.value
-        count += 1
-        if count == suspension:
-            loop.call_soon(task.cancel)
-        try:
-            yield waiting
-            error = None
-        except BaseException as raised:  # a cancellation, above all: the awaitable must see it
-            error = raised
-
-
-# Episodes of a conformance check: played, their form looked at, and compared.
-
 Make = Callable[[Task], Env]
 Outcome = tuple[list[Message], float, bool, bool]
 
-SEED = 20
-
-
-async def play(make: Make, task: Task, actions: Sequence[Message]) -> list[Outcome]:
-    """One whole episode, with the seed of all."""
-    env = make(task)
-    try:
-        await env.reset(seed=SEED)
-        return await act(env, actions)
-    finally:
-        await env.close()
-
-
-async def act(env: Env, actions: Sequence[Message]) -> list[Outcome]:
-    """Take the actions, and see that what each step returns has the right form."""
-    outcomes: list[Outcome] = []
-    for action in actions:
-        outcome = await env.step(action)
-        check_outcome(outcome)
-        outcomes.append(outcome[:4])
-    return outcomes
-
-
-def check_outcome(outcome: Any) -> None:
-    """What `step` must return."""
-    assert isinstance(outcome, tuple), f"step returned {type(outcome).__name__}, not a tuple"
-    assert len(outcome) == 5, f"step returned {len(outcome)} values, not 5"
-    messages, reward, terminated, truncated, info = outcome
-    assert isinstance(messages, list), "the observation of step is not a list"
-    assert all(isinstance(message, Message) for message in messages), (
-        f"the observation of step holds something else than messages: {messages!r}"
-    )
-    check_reward(reward, "step")
-    roles = {message.role for message in messages}
-    assert roles <= {"tool", "user"}, f"an observation speaks as {sorted(roles)}"
-    assert type(terminated) is bool, f"terminated is {terminated!r}, not a bool"
-    assert type(truncated) is bool, f"truncated is {truncated!r}, not a bool"
-    assert isinstance(info, dict), f"info is {type(info).__name__}, not a dict"
-
-
-def check_reward(reward: Any, what: str) -> None:
-    """A reward is a finite number."""
-    assert type(reward) in (int, float), f"{what}: the reward is {reward!r}, not a number"
-    assert math.isfinite(reward), f"{what}: the reward is {reward!r}, not finite"
-
-
-def check_end(outcomes: list[Outcome]) -> None:
-    """The last action ends the episode, and none before it."""
-    for number, (_, _, terminated, truncated) in enumerate(outcomes):
-        ended = terminated or truncated
-        if number < len(outcomes) - 1:
-            assert not ended, f"action {number} already ends the episode"
-        else:
-            assert ended, "the last action does not end the episode"
-
-
-def same(expected: list[Outcome], found: list[Outcome], what: str) -> None:
-    """The outcomes are equal, and as many."""
-    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
-        assert one == other, f"{what} differ at step {number}:\n  {one}\n  {other}"
-
-
-# What code leaves behind in a process: tasks, descriptors, child processes.
-
-
-class Leftovers(NamedTuple):
-    """What an episode could leave behind in this process."""
-
-    tasks: int
-    descriptors: int
-    processes: int
-
-    @classmethod
-    def now(cls) -> Leftovers:
-        """The state at this moment."""
-        directory = "/proc/self/fd"
-        descriptors = len(os.listdir(directory)) if os.path.isdir(directory) else 0
-        children = psutil.Process().children(recursive=True)
-        return cls(len(asyncio.all_tasks()), descriptors, len(children))
-
-    @classmethod
-    async def settled(cls, wanted: Leftovers | None, settle_s: float) -> Leftovers:
-        """The state once it is no more than `wanted`, or no longer falls, or after settle_s."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + settle_s
-        last = cls.now()
-        while loop.time() < deadline:
-            await asyncio.sleep(0.05)
-            state = cls.now()
-            if wanted is not None and not state.beyond(wanted):
-                return state
-            if wanted is None and state == last:
-                return state
-            last = state
-        return last
-
-    def beyond(self, before: Leftovers) -> str:
-        """What there is more of than before, in words; "" for nothing."""
-        found = zip(("asyncio tasks", "file descriptors", "processes"), self, before, strict=True)
-        return ", ".join(f"{now - then} {what} left" for what, now, then in found if now > then)
-
-
+SEED = 20  # of every episode
 SETTLE_S = 5.0  # how long killed processes may take to be gone
 CANCEL_TIMEOUT_S = 30.0  # how long a cancelled step may take to let go
 MAX_SUSPENSIONS = 200
@@ -353,3 +209,136 @@ async def _check_forks(
             same(rest, outcomes, f"an env after its fork at {place} steps acted and closed")
         finally:
             await env.close()
+
+
+async def play(make: Make, task: Task, actions: Sequence[Message]) -> list[Outcome]:
+    """The outcomes of one whole episode with SEED."""
+    env = make(task)
+    try:
+        await env.reset(seed=SEED)
+        return await act(env, actions)
+    finally:
+        await env.close()
+
+
+async def act(env: Env, actions: Sequence[Message]) -> list[Outcome]:
+    """Take the actions, and see that what each step returns has the right form."""
+    outcomes: list[Outcome] = []
+    for action in actions:
+        outcome = await env.step(action)
+        check_outcome(outcome)
+        outcomes.append(outcome[:4])
+    return outcomes
+
+
+def check_outcome(outcome: Any) -> None:
+    """What `step` must return."""
+    assert isinstance(outcome, tuple), f"step returned {type(outcome).__name__}, not a tuple"
+    assert len(outcome) == 5, f"step returned {len(outcome)} values, not 5"
+    messages, reward, terminated, truncated, info = outcome
+    assert isinstance(messages, list), "the observation of step is not a list"
+    assert all(isinstance(message, Message) for message in messages), (
+        f"the observation of step holds something else than messages: {messages!r}"
+    )
+    check_reward(reward, "step")
+    roles = {message.role for message in messages}
+    assert roles <= {"tool", "user"}, f"an observation speaks as {sorted(roles)}"
+    assert type(terminated) is bool, f"terminated is {terminated!r}, not a bool"
+    assert type(truncated) is bool, f"truncated is {truncated!r}, not a bool"
+    assert isinstance(info, dict), f"info is {type(info).__name__}, not a dict"
+
+
+def check_reward(reward: Any, what: str) -> None:
+    """A reward is a finite number."""
+    assert type(reward) in (int, float), f"{what}: the reward is {reward!r}, not a number"
+    assert math.isfinite(reward), f"{what}: the reward is {reward!r}, not finite"
+
+
+def check_end(outcomes: list[Outcome]) -> None:
+    """The last action ends the episode, and none before it."""
+    for number, (_, _, terminated, truncated) in enumerate(outcomes):
+        ended = terminated or truncated
+        if number < len(outcomes) - 1:
+            assert not ended, f"action {number} already ends the episode"
+        else:
+            assert ended, "the last action does not end the episode"
+
+
+def same(expected: list[Outcome], found: list[Outcome], what: str) -> None:
+    """Both have the same outcomes, as many and equal."""
+    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert one == other, f"{what} differ at step {number}:\n  {one}\n  {other}"
+
+
+async def cancel_at(awaitable: Awaitable[Any], suspension: int, timeout_s: float) -> Ending:
+    """Run the awaitable, cancel it where it waits for the n-th time, and say how that ended:
+    "went on" returned a result all the same, "stuck" did not end within `timeout_s`."""
+    task = asyncio.ensure_future(_cancelling(awaitable, suspension))
+    await asyncio.wait({task}, timeout=timeout_s)
+    if not task.done():
+        task.cancel()
+        return "stuck"
+    if task.cancelled():
+        return "cancelled"
+    return "went on" if task.result()[0] else "finished before"
+
+
+@types.coroutine
+def _cancelling(awaitable: Awaitable[T], suspension: int) -> Generator[Any, Any, tuple[bool, T]]:
+    """Passes every wait on to the event loop, and has this task cancelled in the n-th wait."""
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    iterator = awaitable.__await__()
+    error: BaseException | None = None
+    count = 0
+    while True:
+        try:
+            waiting = next(iterator) if error is None else iterator.throw(error)
+        except StopIteration as stop:
+            return count >= suspension, stop.value
+        count += 1
+        if count == suspension:
+            loop.call_soon(task.cancel)
+        try:
+            yield waiting
+            error = None
+        except BaseException as raised:  # a cancellation, above all: the awaitable must see it
+            error = raised
+
+
+class Leftovers(NamedTuple):
+    """Counts of what an episode could leave behind in this process."""
+
+    tasks: int
+    descriptors: int
+    processes: int
+
+    @classmethod
+    def now(cls) -> Leftovers:
+        """The tasks, descriptors and child processes there are now."""
+        directory = "/proc/self/fd"
+        descriptors = len(os.listdir(directory)) if os.path.isdir(directory) else 0
+        children = psutil.Process().children(recursive=True)
+        return cls(len(asyncio.all_tasks()), descriptors, len(children))
+
+    @classmethod
+    async def settled(cls, wanted: Leftovers | None, settle_s: float) -> Leftovers:
+        """The counts once they are no more than `wanted`, or no longer fall, or after settle_s."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + settle_s
+        last = cls.now()
+        while loop.time() < deadline:
+            await asyncio.sleep(0.05)
+            state = cls.now()
+            if wanted is not None and not state.beyond(wanted):
+                return state
+            if wanted is None and state == last:
+                return state
+            last = state
+        return last
+
+    def beyond(self, before: Leftovers) -> str:
+        """What there is more of than before, in words; "" for nothing."""
+        found = zip(("asyncio tasks", "file descriptors", "processes"), self, before, strict=True)
+        return ", ".join(f"{now - then} {what} left" for what, now, then in found if now > then)

@@ -69,7 +69,7 @@ class Grader(Protocol):
 
 
 async def start_grader(grader: Grader) -> None:
-    """Get a grader ready, if it has to be. Raises ConfigError."""
+    """Get a grader ready, if it has a `start`. Raises ConfigError when the grader cannot work."""
     start = getattr(grader, "start", None)
     if start is not None:
         await start()
@@ -201,7 +201,7 @@ class ToolEnv:
         return messages, 0.0, False, False, {"tool_calls": records}
 
     async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
-        """Grade what is there, as if the episode had ended by itself."""
+        """Grade what the policy wrote so far, as if the episode had ended by itself."""
         self._open_states("finish")
         if action is not None:
             self._written.append(action)
@@ -276,8 +276,9 @@ class ToolEnv:
         return text, record
 
     async def _call(self, call: ToolCall, state: Any, record: Info) -> str:
-        """One call; failures of machinery are retried with jittered delays. Facts that the tool
-        reports go to record["info"].
+        """The text of one call's result; facts that the tool reports go to record["info"].
+
+        Failures of machinery are retried with jittered delays.
 
         Raises ToolError, and EnvError when the retries are used up.
         """
@@ -336,7 +337,8 @@ class ToolEnv:
 async def _within(
     limits: ToolLimits, tool: Tool, arguments: dict[str, Any], state: Any
 ) -> ToolResult:
-    """One try. The wait for a free place is not part of the deadline, which raises TimeoutError."""
+    """One try of a call. The deadline raises TimeoutError; the wait for a free place is not part
+    of it."""
     async with contextlib.AsyncExitStack() as stack:
         if limits.max_concurrency is not None:
             size = limits.max_concurrency

@@ -70,7 +70,7 @@ class ToolSource(Protocol):
     """Where several tools come from, known only once it is asked, such as a tool server."""
 
     async def load(self) -> Sequence[Tool]:
-        """The tools, the same ones each time. Raises ConfigError when there is no way."""
+        """The tools, the same ones each time. Raises ConfigError when they cannot be had."""
         ...
 
 
@@ -212,13 +212,14 @@ class CallBudget:
         self._num_of: Counter[str] = Counter()
 
     def copy(self) -> CallBudget:
-        """An independent copy, for a fork."""
+        """An independent copy of the counts, for a fork of the episode."""
         other = CallBudget(self.max_tool_calls)
         other.num_calls, other._num_of = self.num_calls, self._num_of.copy()
         return other
 
     def use(self, name: str, limits: ToolLimits) -> None:
-        """Count a call of a tool, which `num_calls` holds already; ToolError when none is left."""
+        """Count a call of a tool, which `num_calls` holds already. Raises ToolError when no call of
+        the tool, or of all tools, is left."""
         if self.max_tool_calls is not None and self.num_calls > self.max_tool_calls:
             raise ToolError(
                 f"No tool can be called any more: all {self.max_tool_calls} calls are used. "

@@ -141,14 +141,14 @@ class TrajectoryTree(Struct):
         return path[::-1]
 
     def history(self, node: Node) -> list[Node]:
-        """The path to `node` behind the contexts that the trajectory had before."""
+        """The path to `node`, behind the paths through the contexts that it continues."""
         path = self.path(node)
         while path[0].continues is not None:
             path = self.path(self.nodes[path[0].continues]) + path
         return path
 
     def trajectories(self) -> Iterator[Trajectory]:
-        """One per leaf that did not fail."""
+        """One trajectory per leaf that did not fail."""
         for leaf in self.leaves():
             if leaf.end != "failed":
                 yield Trajectory(self.path(leaf))
@@ -177,5 +177,5 @@ class TrajectoryTree(Struct):
 
 
 def to_json(tree: TrajectoryTree) -> str:
-    """The tree as one line of JSON, for inspection and exact replay."""
+    """The tree as one line of JSON, which `launchers/dpo.py` takes as a row."""
     return json.dumps(msgspec.to_builtins(tree), separators=(",", ":"))

@@ -7,8 +7,6 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-# The limits of a rollout, each separate, each with its unit.
-
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Budgets of one trajectory, and deadlines of what its coroutine awaits."""

@@ -1,64 +1,127 @@
-"""Thousands of environments in one process: in step, restarted, and one that fails alone."""
+"""Thousands of environments in one process, as one Gymnasium vector env."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.wrappers.vector import DictInfoToList, RecordEpisodeStatistics
 
+import agentenv.gym
+from agentenv import register
 from agentenv.errors import ConfigError, EnvError
-from agentenv.gym import VectorEnv
-from agentenv.types import Message, Task, ToolCall
+from agentenv.types import Message, Task
 from tests.support.toy import CountingEnv
-from tests.support.virtual_clock import run_virtual
+from tests.test_gym import ENV_ID, TASKS
 
-TASKS = [Task(f"t{number}", "toy", f"question {number}", ("x",)) for number in range(3)]
-CALL = Message("assistant", "", (ToolCall("search", {"query": "q"}),))
-ANSWER = Message("assistant", "done")
+CALL = "<search>q</search>"
+ANSWER = "done"
 
 
-async def test_two_thousand_environments_in_one_process() -> None:
-    async with VectorEnv(CountingEnv, TASKS, num_envs=2000) as vector:
-        observations, infos = await vector.reset(seed=1)
-        assert [o[0].content for o in observations[:4]] == [
-            "question 0", "question 1", "question 2", "question 0"
-        ]  # fmt: skip
-        assert all(info["tools"] for info in infos)
-        observations, *_ = await vector.step([CALL] * 2000)
-        assert {o[0].content for o in observations} == {"1:q"}
-        actions = [ANSWER if place % 2 else CALL for place in range(2000)]
-        _, rewards, terminated, truncated, _ = await vector.step(actions)
-        assert terminated == [bool(place % 2) for place in range(2000)]
-        assert set(rewards[1::2]) == {1.0}
-        assert not any(truncated)
-        assert CountingEnv.num_open == 2000
+@pytest.fixture(autouse=True)
+def _no_env_left_open() -> Iterator[None]:
+    CountingEnv.num_open = 0
+    yield
     assert CountingEnv.num_open == 0
+    assert agentenv.gym.LoopThread._current is None
 
 
-async def test_an_ended_environment_starts_the_next_task() -> None:
-    async with VectorEnv(CountingEnv, TASKS, num_envs=2) as vector:
-        await vector.reset()
-        await vector.step([ANSWER, CALL])
-        observations, rewards, terminated, *_ = await vector.step([CALL, CALL])
-        assert [o[0].content for o in observations] == ["question 2", "2:q"]
-        assert (rewards, terminated) == ([0.0, 0.0], [False, False])
+def make(num_envs: int, env_id: str = ENV_ID, **kwargs: Any) -> Any:
+    return gymnasium.make_vec(env_id, num_envs=num_envs, **{"tasks": TASKS, **kwargs})
 
 
-class SeededEnv(CountingEnv):
-    async def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        messages, info = await super().reset()
-        return messages, {**info, "seed": seed}
+def test_it_is_a_gymnasium_vector_env() -> None:
+    vector = make(3)
+    assert isinstance(vector, VectorEnv)
+    assert type(vector) is agentenv.gym.VectorEnv
+    assert vector.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
+    assert (vector.num_envs, vector.spec.id) == (3, ENV_ID)
+    observations, infos = vector.reset(seed=1)
+    assert vector.observation_space.contains(observations)
+    assert vector.single_observation_space.contains(observations[0])
+    assert vector.action_space.contains((CALL, ANSWER, "\N{CJK UNIFIED IDEOGRAPH-4E2D}"))
+    assert infos["_task"].tolist() == [True] * 3
+    step = vector.step(vector.action_space.sample())
+    for array, dtype in zip(step[1:4], (np.float64, np.bool_, np.bool_), strict=True):
+        assert (array.shape, array.dtype) == ((3,), dtype)
+    vector.close()
+    vector.close()
+    assert vector.closed
 
 
-async def test_equal_seeds_give_equal_episodes() -> None:
-    async def seeds(seed: int | None) -> list[Any]:
-        async with VectorEnv(SeededEnv, TASKS, num_envs=3) as vector:
-            return [info["seed"] for info in (await vector.reset(seed=seed))[1]]
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_what_it_gives_is_what_gymnasiums_own_vector_envs_give(mode: str) -> None:
+    """The same episodes for one seed, through an end and the reset that follows it."""
+    ours, theirs = make(2), make(2, vectorization_mode=mode)
+    for seed in (5, [1, None]):
+        (shown, infos), (expected, expected_infos) = ours.reset(seed=seed), theirs.reset(seed=seed)
+        if seed == 5:
+            assert shown == expected
+            assert infos["task"].tolist() == expected_infos["task"].tolist()
+        assert shown[0] == expected[0]
+    ours.reset(seed=7)
+    theirs.reset(seed=7)
+    for actions in [(CALL, CALL), (ANSWER, CALL), (CALL, ANSWER), (CALL, "")]:
+        *found, infos = ours.step(actions)
+        *expected, expected_infos = theirs.step(actions)
+        for one, other in zip(found, expected, strict=True):
+            assert list(one) == list(other)
+        assert infos.keys() == expected_infos.keys()
+    theirs.close()
+    ours.close()
 
-    assert await seeds(7) == await seeds(7) != await seeds(8)
-    assert len(set(await seeds(7))) == 3
-    assert await seeds(None) == [None] * 3
+
+def test_two_thousand_environments_in_one_process() -> None:
+    vector = make(2000)
+    observations, _ = vector.reset(seed=1)
+    assert set(observations) == {task.question for task in TASKS}
+    observations, *_ = vector.step([CALL] * 2000)
+    assert set(observations) == {" <result>\n1:q\n</result>"}
+    actions = [ANSWER if place % 2 else CALL for place in range(2000)]
+    _, rewards, terminated, truncated, _ = vector.step(actions)
+    assert terminated.tolist() == [bool(place % 2) for place in range(2000)]
+    assert set(rewards[1::2]) == {1.0}
+    assert not truncated.any()
+    assert CountingEnv.num_open == 2000
+    vector.close()
+
+
+def test_an_ended_environment_is_reset_by_the_next_step() -> None:
+    vector = make(2)
+    vector.reset(seed=1)
+    vector.step([ANSWER, CALL])
+    observations, rewards, terminated, _, infos = vector.step([CALL, CALL])
+    assert observations[0].startswith("question ")
+    assert observations[1] == " <result>\n2:q\n</result>"
+    assert infos["_task"].tolist() == [True, False]
+    assert (rewards.tolist(), terminated.tolist()) == ([0.0, 0.0], [False, False])
+    vector.close()
+
+
+def test_a_mask_resets_some_and_leaves_the_others() -> None:
+    vector = make(2, render_mode="ansi")
+    vector.reset(seed=1)
+    vector.step([CALL, CALL])
+    observations, infos = vector.reset(options={"task": 3, "reset_mask": np.array([True, False])})
+    assert observations == ("question 3", " <result>\n1:q\n</result>")
+    assert infos["task"].tolist() == ["t3", None]
+    assert [text.count("<search>") for text in vector.render()] == [0, 1]
+    vector.close()
+
+
+def test_gymnasiums_vector_wrappers_work() -> None:
+    vector = DictInfoToList(RecordEpisodeStatistics(make(2)))
+    vector.reset(seed=1)
+    vector.step([CALL, CALL])
+    *_, infos = vector.step([ANSWER, CALL])
+    assert (infos[0]["episode"]["l"], infos[0]["episode"]["r"]) == (2, 1.0)
+    assert "episode" not in infos[1]
+    vector.close()
 
 
 class FragileEnv(CountingEnv):
@@ -70,46 +133,66 @@ class FragileEnv(CountingEnv):
         return await super().step(action)
 
 
+register("toy/Fragile-v0", "tests.test_vector:FragileEnv")
+
+
 def test_one_that_fails_or_hangs_ends_alone() -> None:
-    async def main() -> None:
-        async with VectorEnv(FragileEnv, TASKS, num_envs=3, timeout_s=5) as vector:
-            await vector.reset()
-            observations, _, _, truncated, infos = await vector.step([CALL] * 3)
-            assert observations[0][0].content == "1:q"
-            assert truncated == [False, True, True]
-            assert infos[1]["error"] == "EnvError: broken"
-            assert "no answer within 5 s" in infos[2]["error"]
-            observations, *_ = await vector.step([CALL] * 3)
-            assert [o[0].content for o in observations] == ["2:q", "question 0", "question 1"]
-        assert CountingEnv.num_open == 0
-
-    run_virtual(main())
-
-
-def test_at_most_so_many_are_at_work() -> None:
-    async def main() -> float:
-        def make(task: Task) -> CountingEnv:
-            return SleepingEnv(task)
-
-        async with VectorEnv(make, TASKS, num_envs=12, max_concurrency=4) as vector:
-            await vector.reset()
-            start = asyncio.get_running_loop().time()
-            await vector.step([CALL] * 12)
-            return asyncio.get_running_loop().time() - start
-
-    assert run_virtual(main()) == pytest.approx(3.0)
+    vector = make(3, "toy/Fragile-v0", timeout_s=0.3)
+    for place in range(3):
+        mask = np.arange(3) == place
+        vector.reset(options={"task": place, "reset_mask": mask})
+    observations, _, _, truncated, infos = vector.step([CALL] * 3)
+    assert observations[0] == " <result>\n1:q\n</result>"
+    assert truncated.tolist() == [False, True, True]
+    assert infos["error"][1] == "EnvError: broken"
+    assert "no answer within 0.3 s" in infos["error"][2]
+    observations, *_ = vector.step([CALL] * 3)
+    assert [text.startswith("question") for text in observations] == [False, True, True]
+    vector.close()
 
 
-class SleepingEnv(CountingEnv):
+class BusyEnv(CountingEnv):
+    num_busy = 0
+    most_busy = 0
+
     async def step(self, action: Message) -> Any:
-        await asyncio.sleep(1)
+        BusyEnv.num_busy += 1
+        BusyEnv.most_busy = max(BusyEnv.most_busy, BusyEnv.num_busy)
+        await asyncio.sleep(0.01)
+        BusyEnv.num_busy -= 1
         return await super().step(action)
 
 
-async def test_sizes_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match="at least one env and one task"):
-        VectorEnv(CountingEnv, [], num_envs=1)
-    async with VectorEnv(CountingEnv, TASKS, num_envs=2) as vector:
-        await vector.reset()
-        with pytest.raises(ConfigError, match="1 actions for 2 envs"):
-            await vector.step([CALL])
+register("toy/Busy-v0", "tests.test_vector:BusyEnv")
+
+
+def test_at_most_so_many_are_at_work() -> None:
+    vector = make(12, "toy/Busy-v0", max_concurrency=4)
+    vector.reset()
+    vector.step([CALL] * 12)
+    vector.close()
+    assert BusyEnv.most_busy == 4
+
+
+def test_arguments_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_envs is at least 1, not 0"):
+        make(0)
+    with pytest.raises(ConfigError, match="give either tasks"):
+        make(2, tasks=[])
+    vector = make(2)
+    vector.reset()
+    with pytest.raises(ConfigError, match="1 actions for 2 envs"):
+        vector.step([CALL])
+    with pytest.raises(ConfigError, match="3 seeds for 2 envs"):
+        vector.reset(seed=[1, 2, 3])
+    with pytest.raises(ConfigError, match="a number below 5, got 9"):
+        vector.reset(options={"task": 9})
+    vector.close()
+
+
+def test_tasks_come_from_a_file_too(tmp_path: Any) -> None:
+    (tmp_path / "data.jsonl").write_text('{"question": "Why?", "answer": "x"}')
+    vector = make(2, tasks=None, data=str(tmp_path / "data.jsonl"))
+    assert vector.reset()[0] == ("Why?", "Why?")
+    assert isinstance(vector.envs[0].tasks[0], Task)
+    vector.close()

@@ -1,4 +1,11 @@
-"""The helpers of a process, which all rollouts of an actor share."""
+"""Tool-Star's helpers: their keys, the models behind them, the code debugger, what they cost.
+
+The code debugger stands around the tool that runs code. When the code of a call fails, a model
+reads code and error and writes the code anew; that runs in the same session, and the policy reads
+its result. If there is no help, or the new code fails too, the policy reads the error of its own
+code. The debugger is told neither question nor answer. `agentenv/assist/rollout.py` holds the other
+two helpers, which change the way of a rollout.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +26,6 @@ from agentenv.native import after_thoughts
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import Tool, ToolLimits
 from agentenv.types import Info, ToolResult
-
-# The keys of the inference-time tools, the table [assist].
 
 
 class HelperConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,13 +59,13 @@ class HelperConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class DebuggerConfig(HelperConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Corrects code that failed. `max_uses` are calls that it was asked about."""
+    """A model that corrects code that failed. `max_uses` bounds the calls it is asked about."""
 
     tool: Annotated[str, Meta(description="the tool that runs code")] = "python"
 
 
 class BacktracerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Takes a turn again whose call failed, and that the debugger could not help."""
+    """Takes a turn again whose call failed where the debugger could not help."""
 
     max_uses: Annotated[int, Meta(ge=1, description="times in one trajectory")] = 1
     tools: Annotated[
@@ -93,7 +98,7 @@ class RefinerConfig(HelperConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class AssistConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which of them an evaluation has."""
+    """Which helpers an evaluation has; the table [assist]."""
 
     debugger: Annotated[DebuggerConfig | None, Meta(description="the code debugger")] = None
     backtracer: Annotated[BacktracerConfig | None, Meta(description="the tool-use backtracer")] = (
@@ -102,20 +107,19 @@ class AssistConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     refiner: Annotated[RefinerConfig | None, Meta(description="the reasoning-chain refiner")] = None
 
 
-# How often the helpers of a trajectory were used, with what success, for how many tokens.
-
 HELPERS = ("debugger", "backtracer", "refiner", "browser")
 Counts = dict[str, float]
 
 
 def add(counts: Counts, **more: float) -> None:
-    """Add to some of the counts."""
+    """Add each of `more` to the count of that name."""
     for name, value in more.items():
         counts[name] = counts.get(name, 0.0) + value
 
 
 def count_calls(counts: Counts, records: Iterable[Mapping[str, Any]]) -> None:
-    """Add what the records of tool calls say about debugger and browser agent.
+    """Add what the records of tool calls say about debugger and browser agent: how often each was
+    used, with what success, for how many tokens.
 
     HELPER_uses, HELPER_ok and HELPER_tokens; the latter are of requests and replies.
     """
@@ -139,8 +143,6 @@ def count_calls(counts: Counts, records: Iterable[Mapping[str, Any]]) -> None:
             )
 
 
-# A model that helps: one question at a time to an OpenAI-compatible server.
-
 PATH = "/chat/completions"
 GAP = "\n...\n"
 
@@ -155,7 +157,9 @@ class Said(Struct, frozen=True):
 
 
 class HelperModel:
-    """`start` finds the model and refuses a server that is not there; `name` is for messages."""
+    """A model that helps: one question at a time to an OpenAI-compatible server.
+
+    `start` finds the model and refuses a server that is not there; `name` is for messages."""
 
     def __init__(self, name: str, config: HelperConfig) -> None:
         self.name = name
@@ -175,11 +179,12 @@ class HelperModel:
         )
 
     async def start(self) -> None:
-        """Raises ConfigError."""
+        """Find the model on its server. Raises ConfigError for a server that is not there."""
         await self._endpoint.start()
 
     async def ask(self, system: str, user: str) -> Said:
-        """Raises InfraError when there is no reply within the deadline and the retries."""
+        """The reply of the model to one question. Raises InfraError when there is none within the
+        deadline and the retries."""
         config = self.config
         messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
         body = {
@@ -206,7 +211,7 @@ class HelperModel:
         return f"[{mark}]\n{text}\n[/{mark}]"
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the connections to the server; idempotent."""
         await self._endpoint.close()
 
 
@@ -225,12 +230,6 @@ def _said(reply: Any) -> Said:
     return Said(text, choice.get("finish_reason") != "length", num_tokens)
 
 
-# The code debugger: a tool around the one that runs code.
-#
-# When the code of a call fails, a model reads code and error and writes the code anew; that runs in
-# the same session, and the policy reads its result. If there is no help, or the new code fails too,
-# the policy reads the error of its own code. The debugger is told neither question nor answer.
-
 MAX_CODE_CHARS = 20_000
 FENCE = "```"
 LANGUAGES = ("", "python", "python3", "py")
@@ -247,7 +246,10 @@ class _Uses(Struct):
 
 
 class _State(Struct):
-    """Of one episode. Its forks share the count: they are what a backtracer returns to."""
+    """The state of one episode: that of the tool inside, and how often the debugger was used.
+
+    The forks of an episode share the count: they are what a backtracer returns to.
+    """
 
     inner: Any
     uses: _Uses = field(default_factory=_Uses)
@@ -392,7 +394,7 @@ class Assist:
         return config is not None and isinstance(env, ToolEnv) and config.tool in env.tools
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the models; idempotent."""
         for model in (self.debugger, self.refiner):
             if model is not None:
                 await model.close()

@@ -26,8 +26,6 @@ from agentenv.plan import Independent
 from agentenv.tool_env import ToolEnv
 from agentenv.types import Info, Message, SamplingParams, Task
 
-# What the chain refiner asks, and the prompt with which a rollout goes on.
-
 SYSTEM = """\
 You shorten the work of an assistant that answers a question by reasoning and with tools. You get \
 the question and what it has written so far, with the results of its tools. Write down, briefly \
@@ -45,7 +43,7 @@ You have worked on this already. What follows is a summary of that work; go on f
 
 
 async def ask_refiner(model: HelperModel, question: str, work: str) -> Said:
-    """The shortened work. Raises InfraError."""
+    """The work as the model shortened it. Raises InfraError when there is no reply."""
     return await model.ask(
         SYSTEM, f"The question:\n{model.fenced(question)}\n\nThe work:\n{model.fenced(work)}"
     )
@@ -64,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 class Notes:
-    """Of one branch: `before` is a copy of the env from before its last step."""
+    """What is known of one branch: `before` is a copy of the env from before its last step."""
 
     def __init__(self, num_prompt_tokens: int) -> None:
         self.num_prompt_tokens = num_prompt_tokens
@@ -141,7 +139,7 @@ class AssistGuide(Guide):
     # the backtracer
 
     async def _remember(self, branch: Branch, notes: Notes) -> None:
-        """Copy the env, if it lets itself be copied here."""
+        """Keep a copy of the env from before the step, if the env can be copied here."""
         assert branch.env is not None
         try:
             notes.before = await self._actor.envs.fork(branch.env)
@@ -176,8 +174,8 @@ class AssistGuide(Guide):
         return True
 
     def _hopeless(self, record: Info, notes: Notes) -> bool:
-        """Whether the call failed and no debugger will help: it has none, or is used up. A call
-        beyond its limit did not fail: the policy has to read that there are no more."""
+        """Whether the call failed and no debugger will help: there is none, or it is used up.
+        A call beyond its limit did not fail: the policy has to read that there are no more."""
         config = self.assist.config
         tools = config.backtracer.tools if config.backtracer is not None else ()
         if not _failed(record) or (tools and record["name"] not in tools):
@@ -218,7 +216,8 @@ class AssistGuide(Guide):
         return True
 
     async def _summary(self, branch: Branch, notes: Notes, observation_ids: list[int]) -> str:
-        """Of the work in this context and of the summary that it began with; empty without one."""
+        """A summary of the work in this context and of the summary that the context began with;
+        empty if the refiner gave none."""
         assert self.assist.refiner is not None
         assert branch.pending is not None
         decode = self._actor.renderer.decode

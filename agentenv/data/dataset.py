@@ -1,6 +1,7 @@
 """Datasets: rows into tasks, in an order that a seed fixes and a position resumes.
 
-Files are read by `agentenv/data/files.py`, rows understood by `agentenv/data/rows.py`.
+Files are read by `agentenv/data/files.py`, rows understood by `agentenv/data/rows.py`. A
+`PromptFitter` finds prompts that are too long before a run starts.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class TaskStream:
 
 
 class _Part:
-    """One part of a stream, `drawn` tasks of which were handed out."""
+    """The tasks of one part of a stream in epochs; `drawn` counts those handed out."""
 
     def __init__(self, tasks: Sequence[Task], key: str) -> None:
         self.tasks = tasks
@@ -226,7 +227,7 @@ def _whole(weights: Sequence[float]) -> list[int]:
 
 
 def _interleave(weights: Sequence[int]) -> list[int]:
-    """One period: each place goes to the part that is furthest behind its share."""
+    """One period of part numbers: each place goes to the part furthest behind its share."""
     total = sum(weights)
     behind = [0] * len(weights)
     pattern = []
@@ -237,8 +238,6 @@ def _interleave(weights: Sequence[int]) -> list[int]:
         pattern.append(number)
     return pattern
 
-
-# Prompts that are too long, found before a run starts: refused, left out, or cut.
 
 CUT_KEY = "num_cut_chars"  # of Task.metadata: characters that were taken out of the question
 BATCH = 256
@@ -251,7 +250,8 @@ class _Prompt(NamedTuple):
 
 
 class PromptFitter:
-    """Renders the prompts of tasks and holds them to limits.max_prompt_tokens.
+    """Renders the prompts of tasks and refuses, leaves out or cuts those that are longer than
+    limits.max_prompt_tokens.
 
     A prompt is not rendered when its last message has fewer bytes than the limit leaves beside
     a rendered prompt that is otherwise equal, since a token stands for a byte at least. The actor

@@ -26,8 +26,6 @@ from agentenv.errors import DataError
 from agentenv.prompt import SYSTEM_KEY
 from agentenv.types import Task
 
-# The keys that say how rows of a dataset are read.
-
 Overlong = Literal["error", "skip", "cut"]
 
 
@@ -125,8 +123,11 @@ class Found(NamedTuple):
 
 
 class RowReader:
-    """Makes tasks of rows; `env_id` is that of rows that choose none. `env_by_used` collects the
-    keys of `config.env_by` that chose one, `env_by_seen` the values that rows have."""
+    """Makes tasks of rows; `env_id` is the environment of rows that choose none.
+
+    `env_by_used` collects the keys of `config.env_by` that chose an environment, `env_by_seen` the
+    values that rows have.
+    """
 
     def __init__(self, config: RowsConfig, env_id: str) -> None:
         self.config = config
@@ -170,7 +171,7 @@ class RowReader:
         )
 
     def _question(self, asked: Found, row: Row) -> tuple[str, str]:
-        """Question and the system prompt that came with it."""
+        """The question, and the system prompt that came with a chat prompt, else ""."""
         value, system = asked.value, ""
         if isinstance(value, list):
             value, system = _chat(value, asked.column)
@@ -179,7 +180,7 @@ class RowReader:
         return self._repaired(value), system
 
     def _answers(self, gold: Found, row: Row) -> tuple[tuple[str, ...], str]:
-        """All right answers, and the solution that one was taken from."""
+        """All right answers, and the solution that an answer was taken from, else ""."""
         values, solution = _unfold(gold.value), ""
         if isinstance(gold.value, str) and (match := GSM8K.search(gold.value)):
             values, solution = [match[1]], gold.value

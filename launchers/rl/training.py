@@ -324,6 +324,7 @@ class Training:
             **self.accounts.metrics(in_flight=self.queue.num_waiting),
             "queue/ready": self.queue.num_ready,
             **{f"engine/{name}": value for name, value in engine.items()},
+            "env/num_open": self.parts.actor.envs.count,
             **{f"env/{name}": value for name, value in shared_stats().items()},
             "time/sampled_tokens_per_s": self.throughput.rate(engine),
             **self.watch.take(),

@@ -65,6 +65,41 @@ def test_native_tool_calls_through_gymnasium(protocol: str, text: str, shown: st
         gymnasium.make("agentenv/CodeInterpreter-v0", tasks=[TASK], protocol="xml")
 
 
+TURNS = {"search": "<search>Lima</search>", "python": "<python>24 + 10</python>"}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "vector_entry_point"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_registered_environment_is_stepped_many_at_a_time(
+    name: str, mode: str, tmp_path: Path
+) -> None:
+    """By each of Gymnasium's ways: two episodes that call a tool, if there is one, and answer."""
+    own: dict[str, Any] = {}
+    if name == "Quickstart":
+        own["corpus"] = str(tmp_path / "kb.jsonl")
+        Path(own["corpus"]).write_text('{"id": "1", "title": "Lima", "text": "A city."}\n')
+    if name == "QAGrader":
+        own["grader"] = {"kind": "exact"}
+    env_id = f"agentenv/{name}-v0"
+    vector = gymnasium.make_vec(
+        env_id, num_envs=2, vectorization_mode=mode, tasks=[TASK, TASK], **own
+    )
+    assert vector.spec is not None
+    assert (vector.spec.id, vector.num_envs) == (env_id, 2)
+    prompts, infos = vector.reset(seed=1)
+    assert all(TASK.question in prompt for prompt in prompts)
+    assert vector.observation_space.contains(prompts)
+    for turn in [TURNS[tool["name"]] for tool in infos["tools"][0] if tool["name"] in TURNS]:
+        shown, _, terminated, truncated, _ = vector.step([f"<think>.</think>{turn}"] * 2)
+        assert all("<result>" in text for text in shown), shown
+        assert not (terminated | truncated).any()
+    answer = r"<think>.</think><answer>\boxed{34}</answer>"
+    _, rewards, terminated, _, infos = vector.step([answer, "no"])
+    assert terminated.all()
+    assert rewards[0] > rewards[1]
+    vector.close()
+
+
 SHIPPED = """
 import sys, agentenv
 ids = agentenv.envs()
