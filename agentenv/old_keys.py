@@ -26,6 +26,14 @@ _ZSCORE = (
 # By the name of the struct that had the key, in the order of the structs' names.
 DROPPED: dict[str, dict[str, Dropped]] = {
     "ARPO": {"rise_scale": Dropped(0.02, _ZSCORE)},
+    "PoolConfig": {
+        "check_weights": Dropped(
+            True,
+            "checksums of all weights stopped a server for as long as it took to compute them; "
+            "a label that the server gives back and the log-prob of one token are always checked "
+            "in their place, remove the key",
+        )
+    },
 }
 
 # Values that a key takes no more, by key and value, and why.

@@ -7,19 +7,9 @@ every other status but 2xx             -> RefusedError, an EngineError with the 
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Mapping,
-)
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from math import isfinite
-from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
@@ -28,34 +18,8 @@ from msgspec import Struct
 from yarl import URL
 
 from agentenv.engines.server import Request, ServerLostError
-from agentenv.engines.weights import Layout, check_layout, read_layout
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import SamplingParams
-
-# Work of a client that no caller waits for: a cancelled one must end at once.
-
-LAST_S = 5.0  # for what is under way when the client is closed
-
-
-class Background:
-    """Keeps its tasks until they end."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def close(self) -> None:
-        """Let them end; those that are slow are cancelled."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=LAST_S)
-        for task in self._tasks:
-            task.cancel()
-
 
 # uvicorn closes an idle connection after 5 s; one that we reuse at that moment would be lost
 KEEP_ALIVE_S = 3.0
@@ -307,92 +271,3 @@ def _check_sampling(sampling: SamplingParams) -> None:
         raise EngineError(f"repetition_penalty must be above 0, found {penalty}")
     if not all(sampling.stop):
         raise EngineError("a stop string is empty")
-
-
-# The requests that a client has on a server, each of which it can break off.
-
-
-class Running:
-    """By request id; those without a token so far are `unstarted`."""
-
-    def __init__(self) -> None:
-        self.unstarted: set[str] = set()
-        self._timeouts: dict[str, asyncio.Timeout] = {}
-        self._on_purpose: set[str] = set()
-
-    @property
-    def ids(self) -> list[str]:
-        return list(self._timeouts)
-
-    @contextmanager
-    def watch(self, request_id: str) -> Iterator[asyncio.Timeout]:
-        """To be entered as `async with`; it expires when the request is broken off."""
-        timeout = asyncio.timeout(None)
-        self._timeouts[request_id] = timeout
-        self.unstarted.add(request_id)
-        try:
-            yield timeout
-        finally:
-            self.unstarted.discard(request_id)
-            self._on_purpose.discard(request_id)
-            del self._timeouts[request_id]
-
-    def break_off(self, request_ids: Iterable[str], *, on_purpose: bool = False) -> None:
-        """End these. `on_purpose`: nothing is wrong, they may be sent again at once."""
-        now = asyncio.get_running_loop().time()
-        for each in request_ids:
-            if self._timeouts[each].when() is None:
-                self._timeouts[each].reschedule(now)
-                if on_purpose:
-                    self._on_purpose.add(each)
-
-    def was_on_purpose(self, request_id: str) -> bool:
-        return request_id in self._on_purpose
-
-
-# What a server serves, as far as its client knows, and who may ask for it.
-
-# Pauses the server, lets the function put other weights in place, names their version, resumes.
-Replace = Callable[[Callable[[], Awaitable[None]], int], Awaitable[None]]
-
-
-class Served:
-    """The weights on one server.
-
-    `layout` is that of the directory it was started from, None if unknown. Requests carry `salt`,
-    so that none meets a prefix cache of other weights. `doubt` is why nobody knows what it serves;
-    empty: it is known. `lock` is held by whoever changes the weights, `open` is cleared meanwhile.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.layout: Layout | None = None
-        self.policy_version = 0
-        self.salt = ""
-        self.doubt = "connect was not called"
-        self.lock = asyncio.Lock()
-        self.open = asyncio.Event()
-        self.open.set()
-        self._name = name
-
-    def adopt(self, policy_version: int) -> None:
-        """Other weights are in place."""
-        self.policy_version = policy_version
-        # Not the version alone: a run that is resumed gives its number to other weights.
-        self.salt = f"{policy_version}-{secrets.token_hex(8)}"
-
-    def lost(self) -> ServerLostError:
-        """What to raise for a request while it is in doubt."""
-        return ServerLostError(f"{self._name} cannot be used: {self.doubt}")
-
-    async def known(self) -> None:
-        """Wait while weights are being replaced. ServerLostError if nobody knows them then."""
-        await self.open.wait()
-        if self.doubt:
-            raise self.lost()
-
-    async def check(self, source: Path) -> Layout:
-        """The layout of other weights. EngineError if they are of another model."""
-        layout = await asyncio.to_thread(read_layout, source)
-        if self.layout is not None:
-            check_layout(source, layout, self.layout)
-        return layout

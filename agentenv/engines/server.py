@@ -56,13 +56,18 @@ class BrokenOffError(EngineError):
     were all reported to `on_chunk`; the rest may be asked for at once, and no retry is used up."""
 
 
+class ForeignWeightsError(EngineError):
+    """Tokens were sampled by weights that are not labelled as this client labelled them: another
+    process is behind the URL, or someone else changed its weights. None of them may be used."""
+
+
 class ServerInfo(Struct, frozen=True):
     """What a server said of itself when it was probed.
 
     `model` is the name it serves under, `max_model_len` tokens of prompt and turn together;
     `features` are the names of what it can do beyond generating: "versions" (a version span per
     token), "load_weights" (from a directory), "adapters" (as directories too), "broadcast",
-    "pause", "sleep", "fingerprint".
+    "pause", "sleep".
     """
 
     engine: str
@@ -160,8 +165,9 @@ class Server(Protocol):
         that fell asleep, so that weights have to be loaded before it is used."""
         ...
 
-    async def fingerprint(self) -> dict[str, str]:
-        """A checksum per parameter of the weights it really has; empty where it cannot tell."""
+    async def keeps_label(self) -> bool:
+        """Whether the server gives back the label under which this client put its weights in
+        place. False: another process is behind the URL, or someone else named other weights."""
         ...
 
     async def close(self) -> None:

@@ -140,14 +140,6 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_concurrency: Annotated[
         int, Meta(ge=1, description="most requests in flight on one server, whatever its load")
     ] = 2048
-    check_weights: Annotated[
-        bool,
-        Meta(
-            description="after each update, compare the servers' checksums with those of the "
-            "published directory and of the first server that took it (where an engine tells "
-            "none: the log-prob of a token)"
-        ),
-    ] = True
 
 
 class TimeoutsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

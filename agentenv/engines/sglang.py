@@ -1,134 +1,319 @@
 """Client of one SGLang server (tried with 0.5.23). SGLang itself is not imported.
 
-generate:      check -> POST /generate (stream, our own rid) -> chunks ... -> Completion
-               cancelled or failed -> POST /abort_request, at once
-load_weights:  check the directory -> /pause_generation retract -> /update_weights_from_disk
-               -> /flush_cache -> /continue_generation: what runs goes back to the queue, keeps its
-               tokens, and has its keys and values computed again under the new weights
+request_body, SGLangTurn   what one request says to SGLang, and its answer read into a Completion
+read_load                  load figures
+probe, check_logprobs      what a server is and can do, found out when the client connects
+SGLangServer               check -> POST /generate (stream, our own rid) -> chunks -> Completion;
+                           cancelled or failed -> POST /abort_request, at once; and the steps of a
+                           change of weights (remote.py)
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 from msgspec import Struct
 
-from agentenv.engines.client import (
-    Background,
-    HttpClient,
-    RefusedError,
-    Replace,
-    Served,
-    Timeouts,
-    all_of,
-)
+from agentenv.engines.client import HttpClient, RefusedError, check_request
 from agentenv.engines.pool.engine import PooledEngineConfig, ServerClient
-from agentenv.engines.server import Request, ServerInfo, ServerLoad, ServerLostError, check_top_k
-from agentenv.engines.sglang_wire import (
-    Control,
-    Limits,
-    SGLangTurn,
-    check_turn,
-    post,
-    read_load,
-    request_body,
+from agentenv.engines.remote import HEALTH_S, RemoteServer, TransferRoutes, vocabulary
+from agentenv.engines.server import (
+    Request,
+    ServerInfo,
+    ServerLoad,
+    ServerLostError,
+    top_k_entropy,
 )
-from agentenv.engines.weights import Group, Layout, Manifest, check_manifest, read_layout
+from agentenv.engines.weights import Bucket, Group, Layout, Manifest, read_layout
 from agentenv.errors import ConfigError, EngineError
-from agentenv.types import Chunk, Completion
+from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
-# Weights by broadcast into an SGLang server; NCCL and gloo are both its own.
+logger = logging.getLogger(__name__)
 
-JOIN, LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
-START, RECEIVE = "/begin_weight_update", "/update_weights_from_distributed"
-FINISH = "/end_weight_update"
 RESERVED = 2  # tokens of its context length that an SGLang server never fills
-SLACK_S = 15.0  # an HTTP call outlives the collective call behind it by this
+NOTHING_DONE = "Failed to get weights iterator"  # a refusal before any weight was touched
+
+# What one request says to SGLang, and how its answer becomes chunks and a Completion.
+
+MAX_STOPS = 32  # of one request, in SGLang
+
+TokenLogprob = tuple[float | None, int, str | None]
 
 
-class SGLangReceiver:
-    """See Receiver."""
+class Limits(Struct, frozen=True):
+    """What a server takes: tokens of a prompt, of prompt and turn together, ids below
+    `vocab_size`, the largest top_k for which it tells log-probs after truncation, and seeds."""
 
-    def __init__(self, control: Control, served: Served, replace: Replace) -> None:
-        self._control, self._served, self._replace = control, served, replace
+    max_prompt: int
+    max_model_len: int
+    vocab_size: int
+    max_top_k: int
+    use_seed: bool
 
-    async def num_ranks(self) -> int:
-        return sum([await _num_workers(worker) for worker in self._control.servers])
 
-    async def join(self, group: Group, first_rank: int) -> None:
-        calls = []
-        for worker in self._control.servers:
-            body = {
-                "master_address": group.address.host,
-                "master_port": group.address.port,
-                "rank_offset": first_rank,
-                "world_size": group.world_size,
-                "group_name": group.name,
-                "backend": group.address.backend,
-            }
-            first_rank += await _num_workers(worker)
-            calls.append(post(worker, JOIN, body, group.timeout_s + SLACK_S))
-        await all_of(calls)
+class Span(Struct, frozen=True):
+    version: str
+    start: int
+    end: int
 
-    async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
-        async with self._served.lock:
-            check_manifest(manifest, self._served.layout)
-            change = partial(self._receive, group, manifest, policy_version)
-            await self._replace(change, policy_version)
 
-    async def leave(self, group: Group) -> None:
-        with suppress(EngineError):
-            await self._control.post(LEAVE, {"group_name": group.name}, timeout_s=SLACK_S)
+class Meta(Struct, frozen=True):
+    """The part of `meta_info` that is read."""
 
-    async def _receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
+    completion_tokens: int
+    finish_reason: dict[str, Any] | None = None
+    output_token_logprobs: list[TokenLogprob] = []
+    output_top_logprobs: list[list[TokenLogprob] | None] = []
+    output_token_sampling_mask: list[list[int]] = []
+    output_token_sampling_logprobs: list[list[float]] = []
+    weight_versions: list[Span] = []
+    cached_tokens: int = 0
+
+
+class Event(Struct, frozen=True):
+    """One server-sent event; either the first two or the last are set."""
+
+    output_ids: list[int] = []
+    meta_info: Meta | None = None
+    error: Any = None
+
+
+DECODER = msgspec.json.Decoder(Event)
+
+
+def is_truncated(sampling: SamplingParams) -> bool:
+    """Whether some tokens of the vocabulary cannot be sampled. Greedy is not truncated: it
+    reports the distribution at temperature 1."""
+    return sampling.temperature > 0 and (
+        sampling.top_p < 1 or sampling.top_k != -1 or sampling.min_p > 0
+    )
+
+
+def check_turn(request: Request, limits: Limits) -> None:
+    """Raises EngineError for what SGLang would refuse, clamp, die of, or do in another way."""
+    sampling = request.sampling
+    check_request(request, limits.vocab_size, limits.max_model_len)
+    if len(request.prompt_ids) > limits.max_prompt:
+        raise EngineError(
+            f"{len(request.prompt_ids)} prompt tokens exceed the {limits.max_prompt} that this "
+            "SGLang server takes"
+        )
+    if sampling.repetition_penalty != 1:
+        raise EngineError(
+            "repetition_penalty must be 1 with SGLang: it penalises sampled tokens only, the other "
+            "engines those of the prompt as well"
+        )
+    if len(sampling.stop) > MAX_STOPS:
+        raise EngineError(f"SGLang takes at most {MAX_STOPS} stop strings, found {sampling.stop}")
+    if is_truncated(sampling) and _top_k(sampling, limits) > limits.max_top_k:
+        raise EngineError(
+            "SGLang tells log-probs after top_p, top_k or min_p only together with top_k up to "
+            f"{limits.max_top_k}: set top_k, or start it with --sampling-mask-max-tokens N"
+        )
+
+
+def _top_k(sampling: SamplingParams, limits: Limits) -> int:
+    return limits.vocab_size if sampling.top_k == -1 else min(sampling.top_k, limits.vocab_size)
+
+
+def request_body(
+    request: Request, limits: Limits, entropy_top_k: int, cache_salt: str
+) -> dict[str, Any]:
+    """JSON of POST /generate. Every sampling field is named, so that no default of the model's
+    generation_config or of the server applies."""
+    sampling = request.sampling
+    params: dict[str, Any] = {
+        "max_new_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(request.stop_token_ids),
+        "no_stop_trim": True,
+        "n": 1,
+        "stream_interval": request.stream_interval,
+    }
+    body: dict[str, Any] = {
+        "rid": request.id,
+        "input_ids": list(request.prompt_ids),
+        "sampling_params": params,
+        "return_logprob": True,
+        "stream": True,
+        "cache_salt": cache_salt,
+    }
+    if is_truncated(sampling):
+        # The ordinary log-probs are those before truncation; the sampling mask has those after.
+        params |= {"top_p": sampling.top_p, "min_p": sampling.min_p}
+        params["top_k"] = _top_k(sampling, limits)
+        body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}
+    else:
+        body["top_logprobs_num"] = limits.vocab_size if entropy_top_k == -1 else entropy_top_k
+    if limits.use_seed and sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed
+    return body
+
+
+class SGLangTurn:
+    """Collects the events of one request."""
+
+    def __init__(
+        self,
+        name: str,
+        request: Request,
+        entropy_top_k: int,
+        name_span: Callable[[str, int, int], VersionSpan],
+    ) -> None:
+        """`name_span` turns the label of weights into their version; see RemoteServer."""
+        self._name, self._request, self._name_span = name, request, name_span
+        self._truncated = is_truncated(request.sampling)
+        self._exact = entropy_top_k == -1 or self._truncated
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._entropies: list[float] = []
+        self._last: Meta | None = None
+
+    def read(self, data: bytes) -> Chunk | None:
+        """The tokens that are new in an event.
+
+        An event holds all tokens since the start or, with --incremental-streaming-output, those
+        since the last one; `completion_tokens` counts from the start in both.
+        """
         try:
-            await self._control.post(START, {})
-        except RefusedError:  # an earlier update was broken off
-            with suppress(EngineError):
-                await self._control.post(FINISH, {})
-            await self._control.post(START, {})
-        try:
-            for bucket in manifest.buckets:
-                body = {
-                    "names": bucket.names,
-                    "dtypes": bucket.dtypes,
-                    "shapes": bucket.shapes,
-                    "group_name": group.name,
-                    "flush_cache": False,  # done once, when all is there
-                    "abort_all_requests": False,
-                    "weight_version": str(policy_version),
-                }
-                timeout_s = group.timeout_s * len(bucket.names) + SLACK_S
-                await self._control.post(RECEIVE, body, timeout_s=timeout_s)
-            await self._control.post(FINISH, {})
-        except EngineError as error:
-            with suppress(EngineError):  # an open session would refuse the next one
-                await self._control.post(FINISH, {})
-            raise ServerLostError(f"nobody knows what weights it has: {error}") from error
+            event = DECODER.decode(data)
+        except msgspec.DecodeError as error:
+            raise ServerLostError(
+                f"{self._name}/generate: cannot read an event: {error}"
+            ) from error
+        if event.error is not None or event.meta_info is None:
+            self._refuse(event.error)
+        meta = self._last = event.meta_info
+        assert meta is not None
+        reason = meta.finish_reason
+        if reason is not None and reason.get("type") == "abort" and "status_code" in reason:
+            self._refuse({"message": reason.get("message"), "code": reason["status_code"]})
+        num_new = meta.completion_tokens - len(self._token_ids)
+        if num_new <= 0:
+            return None
+        chunk = self._chunk(event.output_ids[-num_new:], meta, num_new)
+        if len(chunk.token_ids) < num_new or len(chunk.logprobs) < num_new:
+            raise ServerLostError(f"{self._name}/generate: tokens are missing from the stream")
+        self._token_ids += chunk.token_ids
+        self._logprobs += chunk.logprobs
+        self._entropies += chunk.entropies
+        return chunk
 
-
-async def _num_workers(worker: HttpClient) -> int:
-    """Raises EngineError where SGLang's own workers would take the same rank."""
-    info = await worker.call_json("GET", "/server_info")
-    for name in ("dp_size", "pp_size"):
-        if int(info.get(name, 1)) > 1:
+    def completion(self) -> Completion:
+        """What the last event tells. ServerLostError if the stream had no end."""
+        meta = self._last
+        if meta is None or meta.finish_reason is None:
+            raise ServerLostError(f"{self._name}/generate: the stream ended before the turn did")
+        kind, matched = meta.finish_reason.get("type"), meta.finish_reason.get("matched")
+        if kind not in ("stop", "length", "abort"):
+            raise EngineError(f"{self._name}/generate: unknown finish reason {meta.finish_reason}")
+        if kind == "length" and len(self._token_ids) < self._request.sampling.max_tokens:
             raise EngineError(
-                f"{worker.name}: SGLang takes no broadcast with {name} = {info[name]}; use "
-                'engine.weights = "directory"'
+                f"{self._name} ended a turn at {len(self._token_ids)} tokens, before its "
+                f"max_tokens {self._request.sampling.max_tokens}; is SGLANG_MAX_NEW_TOKENS_LIMIT "
+                "set there?"
             )
-    return int(info["tp_size"])
+        spans = [self._name_span(s.version, s.start, s.end) for s in meta.weight_versions]
+        if [0, *(s.end for s in spans)] != [*(s.start for s in spans), len(self._token_ids)]:
+            raise EngineError(
+                f"{self._name} gave version spans {spans} for {len(self._token_ids)} tokens"
+            )
+        return Completion(
+            token_ids=self._token_ids,
+            logprobs=self._logprobs,
+            entropies=self._entropies,
+            finish_reason=kind,
+            version_spans=spans,
+            stop=matched if isinstance(matched, str) else None,
+            entropy_kind="exact" if self._exact else "top_k",
+            num_cached_tokens=meta.cached_tokens,
+        )
+
+    def _chunk(self, token_ids: list[int], meta: Meta, num_new: int) -> Chunk:
+        if self._truncated:
+            masks = meta.output_token_sampling_mask[-num_new:]
+            supports = meta.output_token_sampling_logprobs[-num_new:]
+            rows = list(zip(token_ids, masks, supports, strict=False))
+            logprobs = [support[mask.index(token)] for token, mask, support in rows]
+            return Chunk(token_ids, logprobs, [top_k_entropy(support) for support in supports])
+        sampled = meta.output_token_logprobs[-num_new:]
+        tops = meta.output_top_logprobs[-num_new:]
+        return Chunk(
+            token_ids,
+            [logprob for logprob, _, _ in sampled if logprob is not None],
+            [top_k_entropy(p for p, _, _ in top or () if p is not None) for top in tops],
+        )
+
+    def _refuse(self, error: Any) -> None:
+        details = error if isinstance(error, dict) else {"message": error}
+        code = details.get("code")
+        text = f"{self._name}/generate: {details.get('message') or 'no reason given'}"
+        if isinstance(code, int) and (code >= 500 or code == 429):
+            raise ServerLostError(text)
+        raise EngineError(text)
+
+
+# Load figures.
+
+RETRACTED = b"sglang:num_retracted_requests_total"
+
+
+class RankLoad(Struct, frozen=True):
+    """One data-parallel rank in the answer to GET /v1/loads."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    token_usage: float
+
+
+class Loads(Struct, frozen=True):
+    """The answer."""
+
+    loads: list[RankLoad]
+
+
+async def read_load(workers: Iterable[HttpClient]) -> ServerLoad:
+    """Sums over ranks and workers; the fullest cache. Raises EngineError for an unknown answer."""
+    ranks: list[RankLoad] = []
+    num_preemptions = 0
+    for worker in workers:
+        body = await worker.call("GET", "/v1/loads", params={"include": "core"})
+        try:
+            ranks += msgspec.json.decode(body, type=Loads).loads
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{worker.name}/v1/loads: unknown answer: {error}") from error
+        num_preemptions += await _count_preemptions(worker)
+    return ServerLoad(
+        num_running=sum(rank.num_running_reqs for rank in ranks),
+        num_waiting=sum(rank.num_waiting_reqs for rank in ranks),
+        kv_usage=min(max((rank.token_usage for rank in ranks), default=0.0), 1.0),
+        num_preemptions=num_preemptions,
+    )
+
+
+async def _count_preemptions(worker: HttpClient) -> int:
+    try:
+        text = await worker.call("GET", "/metrics")
+    except RefusedError:  # without --enable-metrics
+        return 0
+    lines = (line for line in text.splitlines() if line.startswith(RETRACTED))
+    return sum(int(float(line.rsplit(b" ", 1)[1])) for line in lines)
 
 
 # What an SGLang server is and can do, asked once when the client connects.
-
-logger = logging.getLogger(__name__)
 
 TRIED = "0.5.23"
 NEEDED = (
@@ -142,7 +327,6 @@ NEEDED_READS = ("model_info", "server_info", "v1/loads")
 FEATURES = {
     "load_weights": ("pause_generation", "update_weights_from_disk"),
     "pause": ("pause_generation",),
-    "fingerprint": ("weights_checker",),
     "broadcast": (
         "init_weights_update_group",
         "begin_weight_update",
@@ -209,17 +393,11 @@ async def probe(http: HttpClient, vocab_size: int | None, layout: Layout | None)
     await _check_fields(http, args)
     _check_args(http.name, args, model)
     layout = layout or await asyncio.to_thread(_find_layout, places)
-    size = vocab_size or (layout.vocab_size if layout else None)
-    if size is None:
-        raise ConfigError(
-            f"{http.name}: the vocabulary of {places[0]} is not known, since that directory is "
-            "not on this machine; give vocab_size"
-        )
     max_len = args.max_req_input_len + MODEL_SLACK
     limits = Limits(
         max_prompt=args.max_req_input_len - 1,
         max_model_len=max_len,
-        vocab_size=size,
+        vocab_size=vocabulary(http.name, vocab_size, layout, str(places[0])),
         max_top_k=args.sampling_mask_max_tokens,
         use_seed=args.enable_deterministic_inference,
     )
@@ -331,69 +509,46 @@ async def _ask(http: HttpClient, temperature: float, vocab_size: int) -> dict[in
         raise ConfigError(f"{http.name}/generate tells no log-probs: {error}") from error
 
 
-HEALTH_S = 5.0
-
-
-class SGLangServer:
-    """Server over one SGLang server (see Server). `url` samples; `control_urls` are the workers
-    behind it, if it is a router.
+class SGLangServer(RemoteServer):
+    """Server over one SGLang server, or several workers behind one URL (see RemoteServer).
 
     Entropies come from the `entropy_top_k` largest log-probs (-1: all, exact but slow); with top_p,
     top_k or min_p, log-probs and entropies are those after truncation, and exact. Truncation is in
-    SGLang's order: top_k, top_p, min_p. Without `vocab_size` it is read from the directory that
-    the server was started from. Seeds count with --enable-deterministic-inference only.
+    SGLang's order: top_k, top_p, min_p. Seeds count with --enable-deterministic-inference only.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        entropy_top_k: int = 20,
-        timeouts: Timeouts | None = None,
-        vocab_size: int | None = None,
-        api_key: str = "",
-        control_urls: Sequence[str] = (),
-    ) -> None:
-        check_top_k(entropy_top_k)
-        self._http = HttpClient(url, timeouts, api_key)
-        controls = [HttpClient(each, timeouts, api_key) for each in control_urls]
-        self._control = Control(controls or [self._http])
-        self._top_k, self._given_vocab_size = entropy_top_k, vocab_size
+    transfer = TransferRoutes(
+        join="/init_weights_update_group",
+        start="/begin_weight_update",
+        receive="/update_weights_from_distributed",
+        finish="/end_weight_update",
+        leave="/destroy_weights_update_group",
+        empty={},
+    )
+
+    def __init__(self, url: str, **options: Any) -> None:
+        """`options`: see RemoteServer."""
+        super().__init__(url, **options)
         self._facts: Facts | None = None
-        self._served = Served(self.name)
-        self._background = Background()
-        self.receiver = SGLangReceiver(self._control, self._served, self._replace)
-
-    @property
-    def name(self) -> str:
-        """The URL without credentials."""
-        return self._http.name
-
-    @property
-    def policy_version(self) -> int:
-        """Version of the weights that choose its next token, as far as this client set it."""
-        return self._served.policy_version
 
     async def connect(self, policy_version: int) -> ServerInfo:
         """See Server.connect; a server that an earlier run left paused goes on."""
-        served = self._served
-        async with served.lock:
-            facts = await probe(self._control.servers[0], self._given_vocab_size, served.layout)
-            await self._control.resume()
-            await self._control.name_version(policy_version)
+        async with self._changing:
+            facts = await probe(self._controls[0], self._given_vocab_size, self._layout)
+            await self._resume()
+            await self._name(policy_version)
             await check_logprobs(self._http, facts)
-            self._facts, served.layout = facts, facts.layout
-            served.adopt(policy_version)
-            served.doubt = ""
+            self._facts, self._layout = facts, facts.layout
+            self._doubt = ""
             return facts.info
 
     async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
         """See Server.generate. While weights are being replaced a new request waits."""
-        await self._served.known()
+        await self._known()
         facts = self._connected()
         check_turn(request, facts.limits)
-        body = request_body(request, facts.limits, self._top_k, self._served.salt)
-        turn = SGLangTurn(self.name, request, self._top_k)
+        body = request_body(request, facts.limits, self._top_k, self._label)
+        turn = SGLangTurn(self.name, request, self._top_k, self._span)
         complete = False
         try:
             async with self._http.stream("/generate", body) as events:
@@ -405,13 +560,19 @@ class SGLangServer:
             complete = True
         finally:
             if not complete:  # a disconnect alone would be noticed after seconds
-                self._background.spawn(self._control.abort(request.id))
+                self._spawn(self._abort(request.id))
         return completion
+
+    async def _abort(self, request_id: str) -> None:
+        """Errors do not matter: the request is gone with its server, or it has just ended."""
+        for server in self._controls:
+            with suppress(EngineError):
+                await server.call("POST", "/abort_request", {"rid": request_id})
 
     async def healthy(self) -> bool:
         """Whether its scheduler answers; unlike /health this neither generates nor takes 1 s."""
         try:
-            for server in self._control.servers:
+            for server in self._controls:
                 await server.call("GET", "/server_info", timeout_s=HEALTH_S)
         except EngineError:
             return False
@@ -421,68 +582,106 @@ class SGLangServer:
         """Sums over data-parallel ranks and workers; the fullest cache. Preemptions are told with
         --enable-metrics, else 0. The figures are up to 15 steps old, or as many as
         --load-snapshot-publish-interval says."""
-        return await read_load(self._control.servers)
+        return await read_load(self._controls)
+
+    # weights
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
-        """See Server.load_weights. `source` must be visible to the server under the same path."""
+        """See Server.load_weights. What runs goes back to the queue, keeps its tokens, and has its
+        keys and values computed again under the new weights."""
         self._connected()
-        async with self._served.lock:
-            layout = await self._served.check(source)
-            change = partial(self._control.reload, source, policy_version)
-            await self._replace(change, policy_version)
-            self._served.layout = self._served.layout or layout
+        await super().load_weights(source, policy_version)
 
-    async def sleep(self) -> None:
-        """See Server.sleep. What is left on it is aborted: it must be idle to sleep."""
-        async with self._served.lock:
-            self._served.doubt = "it sleeps"
-            await self._control.fall_asleep()
+    async def _pause(self) -> None:
+        await self._post("/pause_generation", {"mode": "retract"})
 
-    async def wake(self) -> None:
-        """See Server.wake. It stays paused until weights are loaded, so that nothing runs on
-        those that it had."""
-        async with self._served.lock:
-            await self._control.wake()
-
-    async def fingerprint(self) -> dict[str, str]:
-        """A checksum per parameter, of every rank of every worker; see Server.fingerprint."""
-        await self._served.known()
-        if "fingerprint" not in self._connected().info.features:
-            return {}
-        return await self._control.fingerprint()
-
-    async def close(self) -> None:
-        """Drop the connections, after the aborts that are under way. Idempotent."""
-        await self._background.close()
-        for http in {self._http, *self._control.servers}:
-            await http.close()
-
-    async def _replace(self, change: Callable[[], Awaitable[None]], policy_version: int) -> None:
-        """Pause, let `change` put other weights in place, drop old prefixes, go on. A
-        RefusedError of `change` says that nothing was touched."""
-        served = self._served
-        doubt, served.doubt = served.doubt, f"its update to {policy_version} was not completed"
-        served.open.clear()
+    async def _reload(self, directory: Path) -> None:
+        body = {
+            "model_path": str(directory),
+            "flush_cache": False,  # with it, a refused flush would report an update as failed
+            "abort_all_requests": False,
+        }
         try:
-            await self._control.pause()
-            try:
-                await change()
-            except RefusedError:
-                await self._control.resume()
-                served.doubt = doubt
+            await self._post("/update_weights_from_disk", body, self._load_s)
+        except RefusedError as error:
+            if NOTHING_DONE in error.reason:
                 raise
-            await self._control.flush()
-            served.adopt(policy_version)
-            await self._control.resume()
-            served.doubt = ""
-        finally:
-            # In doubt it stays paused: nothing is sampled from weights that nobody knows.
-            # The next connect or load lets it go on.
-            served.open.set()
+            raise ServerLostError(f"nobody knows what weights it has: {error}") from error
+
+    async def _drop_prefixes(self) -> None:
+        try:
+            # Its own parameter to wait would wait for retracted requests to end.
+            for server in self._controls:
+                await server.call("POST", "/flush_cache")
+        except RefusedError as error:  # a request that waited may have an old cache salt
+            raise ServerLostError(f"prefixes of old weights remain: {error}") from error
+
+    async def _write_label(self, label: str) -> None:
+        body = {"new_version": label, "abort_all_requests": False}
+        await self._post("/update_weight_version", body)
+
+    async def _read_label(self, server: HttpClient) -> str:
+        return str((await server.call_json("GET", "/model_info")).get("weight_version"))
+
+    async def _resume(self) -> None:
+        await self._post("/continue_generation", {})
+
+    async def _fall_asleep(self) -> None:
+        """What is left is aborted: it must be idle to sleep."""
+        await self._post("/pause_generation", {"mode": "abort"})
+        await self._post("/release_memory_occupation", {}, self._load_s)
+
+    async def _wake(self) -> None:
+        """It stays paused until weights are loaded, so that nothing runs on those that it had."""
+        await self._post("/resume_memory_occupation", {}, self._load_s)
+
+    # weights by broadcast; NCCL and gloo are both SGLang's own
+
+    async def _num_workers(self, server: HttpClient) -> int:
+        """Raises EngineError where SGLang's own workers would take the same rank."""
+        info = await server.call_json("GET", "/server_info")
+        for name in ("dp_size", "pp_size"):
+            if int(info.get(name, 1)) > 1:
+                raise EngineError(
+                    f"{server.name}: SGLang takes no broadcast with {name} = {info[name]}; use "
+                    'engine.weights = "directory"'
+                )
+        return int(info["tp_size"])
+
+    def _join_body(self, group: Group, first_rank: int) -> dict[str, Any]:
+        return {
+            "master_address": group.address.host,
+            "master_port": group.address.port,
+            "rank_offset": first_rank,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.address.backend,
+        }
+
+    def _bucket_body(self, group: Group, bucket: Bucket) -> dict[str, Any]:
+        return {
+            "names": bucket.names,
+            "dtypes": bucket.dtypes,
+            "shapes": bucket.shapes,
+            "group_name": group.name,
+            "flush_cache": False,  # done once, when all is there
+            "abort_all_requests": False,
+        }
+
+    def _leave_body(self, group: Group) -> dict[str, Any] | None:
+        return {"group_name": group.name}
+
+    async def _receive(self, group: Group, manifest: Manifest) -> None:
+        try:
+            await super()._receive(group, manifest)
+        except ServerLostError:
+            with suppress(EngineError):  # an open session would refuse the next one
+                await self._post(self.transfer.finish, {})
+            raise
 
     def _connected(self) -> Facts:
         if self._facts is None:
-            raise self._served.lost()
+            raise self._lost()
         return self._facts
 
 

@@ -1,12 +1,10 @@
 """A vLLM server as the pool sees it; needs vLLM only on the other side of the connection.
 
-generate:      check --> POST /inference/v1/generate (stream) --> chunks ... --> Completion
-               cancelled or failed --> POST /inference/v1/abort_requests, at once
-load_weights:  check the directory --> pause --> reload --> drop prefixes --> name --> resume
-               requests that come meanwhile wait here, those without a token yet are sent again:
-               so each one carries the cache salt of the weights it starts with
-               of an adapter: the same with /v1/load_lora_adapter under a name of its own; all
-               requests are broken off, and go on under the new name
+request_body, Answer   one request as vLLM takes it, and what it streams, read into a Completion
+probe, check_*         what a server is and can do, found out before the first request
+VLLMServer             check --> POST /inference/v1/generate (stream) --> chunks ... --> Completion;
+                       cancelled or failed --> POST /inference/v1/abort_requests, at once; and the
+                       steps of a change of weights (remote.py)
 """
 
 from __future__ import annotations
@@ -15,197 +13,635 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
+from typing import Any, Literal, cast
 
-from msgspec.structs import replace
+import msgspec
+from msgspec import Struct
 
-from agentenv.engines.client import (
-    Background,
-    FailedError,
-    HttpClient,
-    RefusedError,
-    Replace,
-    Running,
-    Served,
-    Timeouts,
-    all_of,
-    check_request,
-)
+from agentenv.engines.client import FailedError, HttpClient, RefusedError, all_of, check_request
 from agentenv.engines.pool.engine import PooledEngineConfig, ServerClient
+from agentenv.engines.remote import RemoteServer, TransferRoutes, vocabulary
 from agentenv.engines.server import (
     BrokenOffError,
+    ForeignWeightsError,
     Request,
     ServerInfo,
     ServerLoad,
     ServerLostError,
-    check_top_k,
+    top_k_entropy,
 )
-from agentenv.engines.vllm_wire import (
-    GENERATE,
-    TRIAL,
-    Answer,
-    Control,
-    Facts,
-    check_tied,
-    check_trial,
-    entropy_kind,
-    probe,
-    request_body,
+from agentenv.engines.weights import (
+    Bucket,
+    Group,
+    Layout,
+    check_adapter,
+    is_adapter,
+    read_layout,
 )
-from agentenv.engines.weights import Group, Manifest, check_adapter, check_manifest, is_adapter
 from agentenv.errors import ConfigError, EngineError
-from agentenv.types import Chunk, Completion
+from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
-# Requests on a vLLM server: each can be broken off, and is aborted there unless it has ended.
+TRIED = "0.32"  # version of vLLM that this client was tested with
+
+# One request as vLLM takes it, and what it streams, read into chunks and a Completion.
+
+NO_LOGPROB = -9999.0  # what vLLM writes for minus infinity, NaN, and for "not known"
 
 
-class VLLMRequests:
-    """`adapter` is the name that requests ask for; empty: the model itself."""
+class _Top(Struct):
+    logprob: float
+
+
+class _Position(Struct):
+    logprob: float
+    top_logprobs: list[_Top] = []
+
+
+class _Logprobs(Struct):
+    content: list[_Position]
+
+
+class _Span(Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(Struct):
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: _Logprobs | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Details(Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Failure(Struct):
+    message: str = "no reason given"
+    code: int = 500
+
+
+class _Event(Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Failure | None = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+def request_body(
+    request_id: str, request: Request, entropy_top_k: int, cache_salt: str, adapter: str = ""
+) -> dict[str, Any]:
+    """What is posted; no default is left to the server, it may read them from the model."""
+    sampling = request.sampling
+    params: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "logprobs": entropy_top_k,
+    }
+    if request.stream_interval > 1:
+        params["stream_interval"] = request.stream_interval
+    if sampling.seed is not None:
+        params["seed"] = sampling.seed % 2**63  # -1 would mean none
+    if sampling.stop:
+        # A stop string may hold special tokens, and it is looked for in the decoded text.
+        params |= {
+            "stop": sampling.stop,
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+        }
+    else:
+        # Otherwise the API server decodes each token and its `logprobs` largest rivals.
+        params["detokenize"] = False
+    if request.stop_token_ids:
+        # The engine stops at these by itself. Stop strings are found by the API server, and until
+        # its abort arrives the engine samples on for nothing.
+        params["stop_token_ids"] = request.stop_token_ids
+    return {
+        "request_id": request_id,
+        **({"model": adapter} if adapter else {}),
+        "token_ids": request.prompt_ids,
+        "sampling_params": params,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "cache_salt": cache_salt,
+    }
+
+
+def entropy_kind(top_k: int, vocab_size: int) -> Literal["exact", "top_k"]:
+    """What entropies from the `top_k` largest log-probs are; -1 stands for all."""
+    return "exact" if top_k == -1 or top_k >= vocab_size else "top_k"
+
+
+class Answer:
+    """Grows with each event. Lists of `completion` and of the chunks are equally long."""
 
     def __init__(
         self,
-        http: HttpClient,
-        control: Control,
-        served: Served,
-        background: Background,
-        entropy_top_k: int,
+        server: str,
+        entropy_kind: Literal["exact", "top_k"],
+        name_span: Callable[[str, int, int], VersionSpan],
     ) -> None:
-        self.adapter = ""
-        self._http, self._control, self._served = http, control, served
-        self._background, self._top_k = background, entropy_top_k
-        self._running = Running()
+        """`name_span` turns the label of weights into their version; see RemoteServer."""
+        self._server, self._name_span = server, name_span
+        self._reason: str | None = None
+        self.has_cached_tokens = False
+        self.completion = Completion([], [], [], "abort", [], entropy_kind=entropy_kind)
 
-    async def sample(
+    def add(self, event: bytes) -> Chunk | None:
+        """Take one event; the new tokens, if it has any.
+
+        Raises ServerLostError for an error of the engine, EngineError for a refusal or for
+        tokens without a log-prob.
+        """
+        try:
+            found = _decode(event)
+        except msgspec.DecodeError as error:
+            text = f"{self._server} streamed what vLLM {TRIED} does not: {error}"
+            raise ServerLostError(text) from None
+        if found.error is not None:
+            text = f"{self._server} broke off: {found.error.message}"
+            kind = FailedError if found.error.code >= 500 else RefusedError
+            raise kind(text, found.error.code, found.error.message)
+        if found.usage is not None and found.usage.prompt_tokens_details is not None:
+            cached = found.usage.prompt_tokens_details.cached_tokens
+            self.completion.num_cached_tokens = cached or 0
+            self.has_cached_tokens = cached is not None
+        return self._extend(found.choices[0]) if found.choices else None
+
+    def finish(self) -> Completion:
+        """The whole turn. ServerLostError if the stream ended without a finish reason."""
+        done = self.completion
+        if self._reason not in ("stop", "length", "abort"):
+            raise ServerLostError(f"{self._server} ended the stream with {self._reason!r}")
+        done.finish_reason = cast(Literal["stop", "length", "abort"], self._reason)
+        spans = done.version_spans
+        if [0, *(s.end for s in spans)] != [*(s.start for s in spans), len(done.token_ids)]:
+            raise EngineError(
+                f"{self._server} gave version spans {spans} for {len(done.token_ids)} tokens"
+            )
+        return done
+
+    def _extend(self, choice: _Choice) -> Chunk | None:
+        done = self.completion
+        if choice.finish_reason is not None:
+            self._reason = choice.finish_reason
+            if isinstance(choice.stop_reason, str):
+                done.stop = choice.stop_reason
+            done.version_spans = [
+                self._name_span(span.version, span.start, span.end)
+                for span in choice.weight_versions or []
+            ]
+        if not choice.token_ids:
+            return None
+        positions = choice.logprobs.content if choice.logprobs is not None else []
+        logprobs = [position.logprob for position in positions]
+        if len(logprobs) != len(choice.token_ids) or NO_LOGPROB in logprobs:
+            raise EngineError(
+                f"{self._server} sampled a token without telling its log-prob; "
+                "its logits may be NaN"
+            )
+        entropies = [
+            top_k_entropy([top.logprob for top in position.top_logprobs]) for position in positions
+        ]
+        done.token_ids += choice.token_ids
+        done.logprobs += logprobs
+        done.entropies += entropies
+        return Chunk(choice.token_ids, logprobs, entropies)
+
+
+# What a vLLM server is and can do, found out before the first request.
+
+GENERATE = "/inference/v1/generate"
+ABORT, OLD_ABORT = "/inference/v1/abort_requests", "/abort_requests"
+# The tied output head stays stale on the CPU (vLLM 0.32 packs it once and for all), so that a
+# worker extension has to pack it again; this is the method by which it is recognised.
+REPACK = "reload_and_repack"
+EXTENSION = "agentenv_vllm_cpu.WorkerExtension"
+
+TRIAL = Request("", [0], SamplingParams(max_tokens=1, top_k=1))
+
+_DEV = "set VLLM_SERVER_DEV_MODE=1 in the environment of the server"
+NEEDED = {
+    f"POST {GENERATE}": f"it takes vLLM {TRIED} or newer, started with --enable-scale-out",
+    "GET /v1/models": "is this a vLLM server?",
+    "GET /health": "is this a vLLM server?",
+    "GET /metrics": f"it takes vLLM {TRIED} or newer",
+    "POST /pause": _DEV,
+    "POST /resume": _DEV,
+    "GET /is_paused": _DEV,
+    "POST /collective_rpc": _DEV,
+    "POST /reset_prefix_cache": _DEV,
+    "GET /server_info": _DEV,
+    "POST /update_weight_version": f"it takes vLLM {TRIED} or newer, and {_DEV}",
+    "GET /weight_info": f"it takes vLLM {TRIED} or newer, and {_DEV}",
+}
+BACKEND = "agentenv"  # of weights by broadcast: vllm_plugin registers it
+JOIN, LEAVE = "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"
+START, RECEIVE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
+ROUTES = {
+    "broadcast": {f"POST {path}" for path in (JOIN, START, RECEIVE, FINISH)},
+    "adapters": {"POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter"},
+    "sleep": {"POST /sleep", "POST /wake_up"},
+}
+
+
+class Facts(Struct, frozen=True):
+    """What was found. `layout` is of the directory that the server was started from, None if it
+    cannot be read from here; `cpu` and `extension` are of its workers."""
+
+    version: str
+    model: str
+    max_model_len: int
+    vocab_size: int
+    layout: Layout | None
+    cpu: bool
+    extension: str
+    routes: frozenset[str]
+    features: frozenset[str]
+
+    def info(self) -> ServerInfo:
+        return ServerInfo("vllm", self.version, self.model, self.max_model_len, self.features)
+
+
+async def probe(http: HttpClient, vocab_size: int | None, entropy_top_k: int) -> Facts:
+    """Ask the server. Raises ConfigError if it lacks something, ServerLostError if it is gone."""
+    routes = await http.routes()
+    for route, cure in NEEDED.items():
+        if route not in routes:
+            raise ConfigError(f"{http.name} has no route {route}: {cure}")
+    if f"POST {ABORT}" not in routes and f"POST {OLD_ABORT}" not in routes:
+        raise ConfigError(f"{http.name} has no route POST {ABORT}: it takes vLLM {TRIED} or newer")
+    version = (await http.call_json("GET", "/version"))["version"]
+    model = (await http.call_json("GET", "/v1/models"))["data"][0]
+    # The first answer takes seconds: vLLM looks at the packages of its whole environment.
+    info = (
+        await http.call_json("GET", "/server_info", params={"config_format": "json"}, timeout_s=120)
+    )["vllm_config"]
+    cpu = "cpu" in str(info["device_config"].get("device", ""))
+    _check_settings(http.name, info["model_config"], entropy_top_k)
+    if cpu:
+        _check_prefill(http.name, info["scheduler_config"])
+    layout = _layout(Path(str(model.get("root", ""))))
+    transfer = info.get("weight_transfer_config") or {}
+    able = {
+        "broadcast": transfer.get("backend") == BACKEND,
+        "adapters": True,
+        # On the CPU no memory is given back, but a server takes part in every other way.
+        "sleep": cpu or bool(info["model_config"].get("enable_sleep_mode")),
+    }
+    features = {name for name, wanted in ROUTES.items() if able[name] and routes >= wanted}
+    return Facts(
+        version=str(version),
+        model=model["id"],
+        max_model_len=model["max_model_len"],
+        vocab_size=vocabulary(http.name, vocab_size, layout, str(model.get("root"))),
+        layout=layout,
+        cpu=cpu,
+        extension=info["parallel_config"].get("worker_extension_cls") or "",
+        routes=routes,
+        features=frozenset({"versions", "load_weights", "pause"} | features),
+    )
+
+
+def check_tied(name: str, facts: Facts) -> None:
+    """Raises ConfigError if the server would go on with an old output head after an update."""
+    tied = facts.layout is not None and facts.layout.tied
+    if facts.cpu and tied and not facts.extension:
+        raise ConfigError(
+            f"{name} runs a model with tied embeddings on the CPU, where vLLM {facts.version} "
+            "keeps the old output head when weights are loaded: start it with "
+            f"--worker-extension-cls {EXTENSION}, or use an untied model"
+        )
+
+
+def check_trial(name: str, facts: Facts, answer: Answer, policy_version: int) -> None:
+    """Raises ConfigError unless the answer to TRIAL tells what every answer has to tell."""
+    done = answer.finish()
+    if abs(done.logprobs[0]) > 1e-3 or done.entropies[0] > 1e-2:
+        raise ConfigError(
+            f"{name} gives log-prob {done.logprobs[0]:.4f} to the only token it may sample: start "
+            "it with --logprobs-mode processed_logprobs"
+        )
+    if done.version_spans != [VersionSpan(policy_version, 0, 1)]:
+        raise ConfigError(
+            f"{name} does not say which weights sampled a token; vLLM {facts.version} is too old"
+        )
+    if not answer.has_cached_tokens:
+        raise ConfigError(
+            f"{name} does not count cached tokens: start it with --enable-prompt-tokens-details"
+        )
+
+
+def _check_settings(name: str, settings: dict[str, Any], entropy_top_k: int) -> None:
+    mode = settings.get("logprobs_mode")
+    if mode != "processed_logprobs":
+        raise ConfigError(
+            f"{name} reports log-probs of the mode {mode!r}, not those of the distribution it "
+            "samples from: start it with --logprobs-mode processed_logprobs"
+        )
+    most = settings.get("max_logprobs", 20)
+    if most != -1 and (entropy_top_k == -1 or entropy_top_k > most):
+        raise ConfigError(
+            f"{name} gives at most {most} log-probs a token, entropy_top_k is {entropy_top_k}: "
+            f"start it with --max-logprobs {entropy_top_k}, or lower entropy_top_k"
+        )
+
+
+def _check_prefill(name: str, settings: dict[str, Any]) -> None:
+    if settings.get("enable_chunked_prefill"):
+        raise ConfigError(
+            f"{name} runs on the CPU and computes long prompts in parts, of which vLLM {TRIED} "
+            "dies when a request has a seed: start it with --no-enable-chunked-prefill"
+        )
+
+
+def _layout(root: Path) -> Layout | None:
+    try:
+        return read_layout(root)
+    except EngineError:  # a name on a hub, another machine, or another format
+        return None
+
+
+METRICS: dict[str, Callable[[list[float]], float]] = {
+    "vllm:num_requests_running": sum,
+    "vllm:num_requests_waiting": sum,
+    "vllm:kv_cache_usage_perc": max,  # the fullest of data-parallel engines
+    "vllm:num_preemptions_total": sum,
+}
+
+
+class Sent:
+    """A request on the server, which can be broken off; `on_purpose`: nothing is wrong, it may be
+    sent again at once."""
+
+    def __init__(self) -> None:
+        self.timeout = asyncio.timeout(None)  # to be entered; it expires when broken off
+        self.has_tokens = self.on_purpose = False
+
+    def break_off(self, *, on_purpose: bool = False) -> None:
+        if self.timeout.when() is None:
+            self.timeout.reschedule(asyncio.get_running_loop().time())
+            self.on_purpose = on_purpose
+
+
+ID_PREFIX = "generate-tokens-"  # what the engine puts before the request id that it was given
+SETTLE_S = 0.02  # after a pause: tokens that were sampled before it are on their way
+
+
+class VLLMServer(RemoteServer):
+    """Server over one vLLM API server, or several behind one URL (see RemoteServer).
+
+    LoRA adapters are served one at a time, each version under a name of its own: the name is part
+    of the key of vLLM's prefix cache, and requests name the adapter that they want, so that
+    versions cannot mix. Running requests are broken off, since one cannot change its adapter; they
+    go on from their tokens under the new one.
+    """
+
+    transfer = TransferRoutes(JOIN, START, RECEIVE, FINISH, LEAVE, empty=None)
+
+    def __init__(self, url: str, **options: Any) -> None:
+        """`options`: see RemoteServer."""
+        super().__init__(url, **options)
+        self._facts: Facts | None = None
+        self._running: dict[str, Sent] = {}  # by request id
+        self._adapter = ""  # name that requests ask for; empty: the model itself
+        self._half_loaded = False  # since a load that was not completed
+
+    async def connect(self, policy_version: int) -> ServerInfo:
+        """See Server.connect. Also resumes a server that was left paused. After a load that was
+        not completed it serves nothing before load_weights has succeeded."""
+        async with self._changing:
+            facts = await probe(self._controls[0], self._given_vocab_size, self._top_k)
+            check_tied(self.name, facts)
+            self._facts, self._layout, self._adapter = facts, facts.layout, ""
+            await self._wake()
+            await self._name(policy_version)
+            await self._drop_prefixes()
+            await self.load()
+            if not self._half_loaded:  # such an engine would die of a request
+                await self._try_out(facts)
+                self._doubt = ""
+            return facts.info()
+
+    # requests
+
+    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
+        """See Server.generate. While weights are being replaced a new request waits, and one
+        without a token is sent again: so each carries the salt of the weights it starts with."""
+        num_sent = 0
+        while True:
+            await self._known()
+            facts = self._connected()
+            check_request(request, facts.vocab_size, facts.max_model_len)
+            request_id = f"{request.id}-{num_sent}" if num_sent else request.id
+            num_sent += 1
+            answer = await self._sample(request_id, request, facts, on_chunk)
+            if answer is not None:
+                return answer.finish()
+
+    async def _sample(
         self, request_id: str, request: Request, facts: Facts, on_chunk: Callable[[Chunk], None]
     ) -> Answer | None:
         """One request to the server; None if other weights came before its first token."""
-        answer = Answer(self._http.name, entropy_kind(self._top_k, facts.vocab_size))
-        body = request_body(request_id, request, self._top_k, self._served.salt, self.adapter)
-        whole = False
-        with self._running.watch(request_id) as broken_off:
-            try:
-                async with broken_off:
-                    async with self._http.stream(GENERATE, body) as events:
-                        async for event in events:
-                            chunk = answer.add(event)
-                            if chunk is not None and broken_off.when() is None:
-                                self._running.unstarted.discard(request_id)
-                                on_chunk(chunk)
-                    whole = True
-            except TimeoutError:
-                if not broken_off.expired():
-                    raise
-                if request_id in self._running.unstarted:
-                    return None
-                if self._running.was_on_purpose(request_id):
-                    raise BrokenOffError(f"{self._http.name} got another adapter") from None
-                raise ServerLostError(f"{self._http.name}: {self._served.doubt}") from None
-            finally:
-                if not whole:
-                    self._background.spawn(self._control.abort(facts, [request_id]))
+        answer = Answer(self.name, entropy_kind(self._top_k, facts.vocab_size), self._span)
+        body = request_body(request_id, request, self._top_k, self._label, self._adapter)
+        whole, sent = False, Sent()
+        self._running[request_id] = sent
+        try:
+            async with sent.timeout, self._http.stream(GENERATE, body) as events:
+                async for event in events:
+                    chunk = answer.add(event)
+                    if chunk is not None and sent.timeout.when() is None:
+                        sent.has_tokens = True
+                        on_chunk(chunk)
+            whole = True
+        except TimeoutError:
+            if not sent.timeout.expired():
+                raise
+            if not sent.has_tokens:
+                return None
+            if sent.on_purpose:
+                raise BrokenOffError(f"{self.name} got another adapter") from None
+            raise ServerLostError(f"{self.name}: {self._doubt}") from None
+        except RefusedError as error:
+            if error.status == 404 and self._adapter:  # another process, without the adapter
+                raise ServerLostError(str(error)) from error
+            raise
+        finally:
+            del self._running[request_id]
+            if not whole:
+                self._spawn(self._abort(facts, [request_id]))
         return answer
 
-    async def try_out(self, facts: Facts) -> None:
+    async def _try_out(self, facts: Facts) -> None:
         """Sample one token, since routes and settings do not tell all."""
-        salt, version = self._served.salt, self._served.policy_version
         try:
-            answer = await self.sample(f"probe-{salt}", TRIAL, facts, lambda chunk: None)
+            answer = await self._sample(f"probe-{self._label}", TRIAL, facts, lambda chunk: None)
+            assert answer is not None
+            check_trial(self.name, facts, answer, self._policy_version)
+        except ForeignWeightsError as error:
+            raise ConfigError(
+                f"{self.name} does not say which weights sampled a token: {error}"
+            ) from error
         except RefusedError as error:
             cure = ": start it with --enable-scale-out" if error.status == 403 else ""
             raise ConfigError(f"{error}{cure}") from error
-        assert answer is not None
-        check_trial(self._http.name, facts, answer, version)
 
-    def break_off_unstarted(self) -> None:
-        """End those that have no token yet; they are sent again."""
-        self._running.break_off(self._running.unstarted)
-
-    async def break_off_all(self, facts: Facts, *, on_purpose: bool = False) -> None:
+    async def _break_off_all(self, facts: Facts, *, on_purpose: bool = False) -> None:
         """End all, also on the server. `on_purpose`: they may be sent again at once."""
-        ids = self._running.ids
-        self._running.break_off(ids, on_purpose=on_purpose)
-        await self._control.abort(facts, ids)
+        for sent in self._running.values():
+            sent.break_off(on_purpose=on_purpose)
+        await self._abort(facts, list(self._running))
 
+    async def _abort(self, facts: Facts, request_ids: Sequence[str]) -> None:
+        """Errors do not matter: the request is gone with its server, or it has just ended."""
+        path = ABORT if f"POST {ABORT}" in facts.routes else OLD_ABORT
+        with suppress(EngineError):
+            await self._post(path, {"request_ids": [ID_PREFIX + each for each in request_ids]})
 
-# LoRA adapters on a vLLM server: one at a time, each version under a name of its own.
-#
-# The name is part of the key of vLLM's prefix cache, and requests name the adapter that they want,
-# so that versions cannot mix. Running requests are broken off, since one cannot change its adapter;
-# they go on from their tokens under the new one.
+    async def load(self) -> ServerLoad:
+        """Summed over API servers and data-parallel engines."""
+        found: dict[str, list[float]] = {name: [] for name in METRICS}
+        for server in self._controls:
+            _read_metrics(await server.call("GET", "/metrics"), found)
+        for name, values in found.items():
+            if not values:
+                raise ConfigError(
+                    f"{server.name}/metrics has no {name}: start it without --disable-log-stats"
+                )
+        running, waiting, usage, preemptions = (f(found[name]) for name, f in METRICS.items())
+        return ServerLoad(int(running), int(waiting), usage, int(preemptions))
 
-FEATURE = "adapters"
-ROUTES = {"POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter"}
-SLEEP_ROUTES = {"POST /sleep", "POST /wake_up"}
+    # weights
 
+    async def load_weights(self, source: Path, policy_version: int) -> None:
+        """See Server.load_weights. Requests that have tokens keep them; the new weights compute
+        keys and values of all of them again. The server must see `source` under the same path."""
+        if is_adapter(source) or "adapters" in self._connected().features:
+            async with self._changing:
+                await self._load_adapter(source, policy_version)
+        else:
+            await super().load_weights(source, policy_version)
 
-class VLLMAdapters:
-    """Serves one after the other."""
-
-    def __init__(
-        self, control: Control, requests: VLLMRequests, served: Served, replace: Replace
-    ) -> None:
-        self._control, self._requests = control, requests
-        self._served, self._replace = served, replace
-
-    async def load(self, source: Path, facts: Facts, policy_version: int) -> None:
-        """Serve an adapter, or the model that the server was started from without one; errors as
-        of Server.load_weights."""
-        served = self._served.layout
-        old, directory = self._requests.adapter, await asyncio.to_thread(source.absolute)
+    async def _load_adapter(self, source: Path, policy_version: int) -> None:
+        """Serve an adapter, or the model that the server was started from without one."""
+        facts, old = self._connected(), self._adapter
+        directory = await asyncio.to_thread(source.absolute)
         if is_adapter(source):
-            await asyncio.to_thread(check_adapter, source, served)
+            await asyncio.to_thread(check_adapter, source, self._layout)
             new = f"{facts.model}-v{policy_version}-{secrets.token_hex(4)}"
         else:
             new = ""
-            if served is None or directory != served.directory:
+            if self._layout is None or directory != self._layout.directory:
                 raise EngineError(
                     f"this server was started with --enable-lora: it takes adapters of its model, "
                     f"not the weights in {source}"
                 )
-        await self._replace(partial(self._change, new, directory, facts), policy_version)
+
+        async def change() -> None:
+            if new:
+                body = {"lora_name": new, "lora_path": str(directory)}
+                await all_of(s.call("POST", "/v1/load_lora_adapter", body) for s in self._controls)
+                for server in self._controls:
+                    models = (await server.call_json("GET", "/v1/models"))["data"]
+                    if not any(m["id"] == new and m["root"] == str(directory) for m in models):
+                        raise ServerLostError(f"{server.name} does not list the adapter {new}")
+            await self._break_off_all(facts, on_purpose=True)
+            self._adapter = new
+
+        await self._replace(change, policy_version)
         if old:
-            await self._control.unload_adapter(old)
+            body = {"lora_name": old}
+            with suppress(EngineError):  # nothing asks for it any more
+                await all_of(
+                    s.call("POST", "/v1/unload_lora_adapter", body) for s in self._controls
+                )
 
-    async def _change(self, name: str, directory: Path, facts: Facts) -> None:
-        if name:
-            await self._control.load_adapter(name, directory)
-        await self._requests.break_off_all(facts, on_purpose=True)
-        self._requests.adapter = name
+    async def _replace(self, change: Callable[[], Awaitable[None]], policy_version: int) -> None:
+        try:
+            await super()._replace(change, policy_version)
+        except RefusedError:
+            raise
+        except BaseException as error:
+            self._half_loaded = True
+            task = self._spawn(self._release())
+            if not isinstance(error, asyncio.CancelledError):
+                await asyncio.wait({task})
+            raise
+        self._half_loaded = False
 
+    async def _release(self) -> None:
+        """Nothing stays paused, nothing samples unseen: half-loaded weights kill an engine that
+        goes on with its requests."""
+        await self._break_off_all(self._connected())
+        for server in self._controls:
+            with suppress(EngineError):
+                await server.call("POST", "/resume")
 
-def with_features(facts: Facts) -> ServerInfo:
-    """What the server can do beyond what the probe found: load adapters, and sleep on the CPU,
-    where it gives no memory back but takes part in every other way."""
-    found = set(facts.features)
-    if facts.cpu and facts.routes >= SLEEP_ROUTES:
-        found.add("sleep")
-    if facts.routes >= ROUTES:
-        found.add(FEATURE)
-    return replace(facts.info(), features=frozenset(found))
+    async def _pause(self) -> None:
+        """Requests stay where they are; new ones queue. Requests without a token would start on
+        prefixes of the old weights."""
+        await self._post("/pause", mode="keep")
+        await asyncio.sleep(SETTLE_S)
+        for sent in self._running.values():
+            if not sent.has_tokens:
+                sent.break_off()
 
+    async def _reload(self, directory: Path) -> None:
+        method = REPACK if self._connected().extension else "reload_weights"
+        body = {"method": method, "kwargs": {"weights_path": str(directory)}}
+        await self._post("/collective_rpc", body, self._load_s)
 
-# Weights by broadcast into a vLLM server whose workers have the backend `agentenv`
-# (vllm_plugin/agentenv_vllm_broadcast.py, an entry point of vLLM that is installed beside it).
+    async def _drop_prefixes(self) -> None:
+        """Free what no running request holds; the salt keeps later requests from the rest."""
+        await all_of(server.call("POST", "/reset_prefix_cache") for server in self._controls)
 
-JOIN, LEAVE = "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"
-START, RECEIVE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
-SLACK_S = 15.0  # an HTTP call outlives the collective call behind it by this
+    async def _write_label(self, label: str) -> None:
+        await self._post("/update_weight_version", {"new_version": label})
 
+    async def _read_label(self, server: HttpClient) -> str:
+        return str((await server.call_json("GET", "/weight_info"))["weight_version"])
 
-class VLLMReceiver:
-    """See Receiver."""
+    async def _resume(self) -> None:
+        await self._post("/resume")
 
-    def __init__(self, control: Control, served: Served, replace: Replace) -> None:
-        self._control, self._served, self._replace = control, served, replace
+    async def _fall_asleep(self) -> None:
+        """Weights go to main memory, the cache is dropped; on the CPU they only pause."""
+        await self._post("/sleep", None, self._load_s, level="1", mode="abort")
 
-    async def num_ranks(self) -> int:
-        return sum([await _num_workers(server) for server in self._control.servers])
+    async def _wake(self) -> None:
+        """Resume those that were left paused, or asleep, which counts as paused."""
+        routes = self._connected().routes
+        paths = [path for path in ("/wake_up", "/resume") if f"POST {path}" in routes]
+        for server in self._controls:
+            for path in paths:
+                if (await server.call_json("GET", "/is_paused"))["is_paused"]:
+                    await server.call("POST", path, timeout_s=self._load_s)
 
-    async def join(self, group: Group, first_rank: int) -> None:
-        calls = []
-        for server in self._control.servers:
-            info = {
+    # weights by broadcast
+
+    async def _num_workers(self, server: HttpClient) -> int:
+        found = await server.call_json("GET", "/get_world_size", params={"include_dp": "true"})
+        return int(found["world_size"])
+
+    def _join_body(self, group: Group, first_rank: int) -> dict[str, Any]:
+        return {
+            "init_info": {
                 "master_address": group.address.host,
                 "master_port": group.address.port,
                 "rank_offset": first_rank,
@@ -214,219 +650,25 @@ class VLLMReceiver:
                 "backend": group.address.backend,
                 "timeout_s": group.timeout_s,
             }
-            first_rank += await _num_workers(server)
-            timeout_s = group.timeout_s + SLACK_S
-            calls.append(server.call("POST", JOIN, {"init_info": info}, timeout_s=timeout_s))
-        await all_of(calls)
+        }
 
-    async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
-        async with self._served.lock:
-            check_manifest(manifest, self._served.layout)
-            await self._replace(partial(self._receive, group, manifest), policy_version)
-
-    async def leave(self, group: Group) -> None:
-        with suppress(EngineError):
-            await self._control.post(LEAVE, timeout_s=SLACK_S)
-
-    async def _receive(self, group: Group, manifest: Manifest) -> None:
-        try:
-            await self._control.post(START)
-        except FailedError:  # an earlier update was broken off between two buckets
-            with suppress(EngineError):
-                await self._control.post(FINISH)
-            await self._control.post(START)
-        try:
-            for bucket in manifest.buckets:
-                update = {
-                    "names": bucket.names,
-                    "dtype_names": bucket.dtypes,
-                    "shapes": bucket.shapes,
-                }
-                timeout_s = group.timeout_s * len(bucket.names) + SLACK_S
-                await self._control.post(RECEIVE, {"update_info": update}, timeout_s=timeout_s)
-            timeout_s = self._control.servers[0].timeouts.load_s
-            await self._control.post(FINISH, timeout_s=timeout_s)
-        except RefusedError as error:
-            raise ServerLostError(f"nobody knows what weights it has: {error}") from error
-
-
-async def _num_workers(server: HttpClient) -> int:
-    found = await server.call_json("GET", "/get_world_size", params={"include_dp": "true"})
-    return int(found["world_size"])
-
-
-HEALTH_S = 5.0
-SETTLE_S = 0.02  # after a pause: tokens that were sampled before it are on their way
-
-
-class VLLMServer:
-    """Server over one vLLM API server (see Server).
-
-    `url` samples; `control_urls` are the API servers behind it, if it is a router. Entropies come
-    from the `entropy_top_k` largest log-probs (-1: all, then they are exact). Without `vocab_size`
-    it is read from the directory that the server was started from.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        entropy_top_k: int = 20,
-        timeouts: Timeouts | None = None,
-        vocab_size: int | None = None,
-        api_key: str = "",
-        control_urls: Sequence[str] = (),
-    ) -> None:
-        check_top_k(entropy_top_k)
-        self._http = HttpClient(url, timeouts, api_key)
-        controls = [HttpClient(each, timeouts, api_key) for each in control_urls]
-        self._control = Control(controls or [self._http])
-        self._top_k, self._given_vocab_size = entropy_top_k, vocab_size
-        self._facts: Facts | None = None
-        self._served = Served(self.name)
-        self._half_loaded = False  # since a load that was not completed
-        self._background = Background()
-        self._requests = VLLMRequests(
-            self._http, self._control, self._served, self._background, entropy_top_k
-        )
-        self.receiver = VLLMReceiver(self._control, self._served, self._replace)
-        self._adapters = VLLMAdapters(self._control, self._requests, self._served, self._replace)
-
-    @property
-    def name(self) -> str:
-        return self._http.name
-
-    @property
-    def policy_version(self) -> int:
-        return self._served.policy_version
-
-    async def connect(self, policy_version: int) -> ServerInfo:
-        """See Server.connect. Also resumes a server that was left paused. After a load that was
-        not completed it serves nothing before load_weights has succeeded."""
-        async with self._served.lock:
-            facts = await probe(self._control.servers[0], self._given_vocab_size, self._top_k)
-            check_tied(self.name, facts)
-            await self._control.wake(facts)
-            await self._control.name_version(policy_version)
-            await self._control.reset_prefix_cache()
-            self._facts, self._served.layout = facts, facts.layout
-            self._requests.adapter = ""
-            self._served.adopt(policy_version)
-            await self._control.load()
-            if not self._half_loaded:  # such an engine would die of a request
-                await self._requests.try_out(facts)
-                self._served.doubt = ""
-            return with_features(facts)
-
-    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
-        """See Server.generate. While weights are being replaced a new request waits."""
-        num_sent = 0
-        while True:
-            await self._served.known()
-            facts = self._connected()
-            check_request(request, facts.vocab_size, facts.max_model_len)
-            request_id = f"{request.id}-{num_sent}" if num_sent else request.id
-            num_sent += 1
-            answer = await self._requests.sample(request_id, request, facts, on_chunk)
-            if answer is not None:
-                return answer.finish()
-
-    async def healthy(self) -> bool:
-        try:
-            await self._http.call("GET", "/health", timeout_s=HEALTH_S)
-        except EngineError:
-            return False
-        return True
-
-    async def load(self) -> ServerLoad:
-        return await self._control.load()
-
-    async def load_weights(self, source: Path, policy_version: int) -> None:
-        """See Server.load_weights. Requests that have tokens keep them; the new weights compute
-        keys and values of all of them again. The server must see `source` under the same path."""
-        facts = self._connected()
-        async with self._served.lock:
-            if is_adapter(source) or FEATURE in with_features(facts).features:
-                await self._adapters.load(source, facts, policy_version)
-                return
-            layout = await self._served.check(source)
-            await self._replace(
-                partial(self._control.reload, facts, layout.directory), policy_version
-            )
-            self._served.layout = self._served.layout or layout
-
-    async def sleep(self) -> None:
-        async with self._served.lock:
-            self._served.doubt = "it sleeps"
-            await self._control.fall_asleep()
-
-    async def wake(self) -> None:
-        async with self._served.lock:
-            await self._control.wake(self._connected())
-
-    async def fingerprint(self) -> dict[str, str]:
-        """See Server.fingerprint. Empty on the CPU, where vLLM keeps packed copies of most
-        parameters elsewhere and tells the checksum of nothing."""
-        if "fingerprint" not in self._connected().features or self._requests.adapter:
-            return {}
-        return await self._control.fingerprint()
-
-    async def close(self) -> None:
-        await self._background.close()
-        for http in {self._http, *self._control.servers}:
-            await http.close()
-
-    async def _replace(self, change: Callable[[], Awaitable[None]], policy_version: int) -> None:
-        """Pause, let `change` put other weights in place, name them, resume. A RefusedError of
-        `change` says that nothing was touched."""
-        served = self._served
-        served.open.clear()
-        doubt, served.doubt = served.doubt, "its weights are being replaced"
-        changed = False
-        try:
-            await self._control.pause()
-            await asyncio.sleep(SETTLE_S)
-            # Requests without a token would start on prefixes of the old weights.
-            self._requests.break_off_unstarted()
-            await change()
-            changed = True
-            await self._control.reset_prefix_cache()
-            await self._control.name_version(policy_version)
-            served.adopt(policy_version)
-            await self._control.resume()
-            served.doubt, self._half_loaded = "", False
-        except BaseException as error:  # a cancellation too: it must not stay paused
-            refused = isinstance(error, RefusedError) and not changed
-            if refused and len(self._control.servers) == 1:
-                await self._control.resume()
-                served.doubt = doubt
-                raise
-            await self._give_up(error)
-            if not isinstance(error, EngineError):
-                raise
-            raise ServerLostError(f"{self.name}: {served.doubt}") from error
-        finally:
-            served.open.set()
-
-    async def _give_up(self, error: BaseException) -> None:
-        """After a load that was not completed: nothing stays paused, nothing samples unseen."""
-        reason = str(error) or type(error).__name__
-        self._served.doubt = f"a load of weights was not completed ({reason})"
-        self._half_loaded = True
-
-        async def release() -> None:
-            # Half-loaded weights kill an engine that goes on with its requests.
-            await self._requests.break_off_all(self._connected())
-            await self._control.resume_if_possible()
-
-        task = self._background.spawn(release())
-        if not isinstance(error, asyncio.CancelledError):
-            await asyncio.wait({task})
+    def _bucket_body(self, group: Group, bucket: Bucket) -> dict[str, Any]:
+        names, dtypes, shapes = bucket.names, bucket.dtypes, bucket.shapes
+        return {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}}
 
     def _connected(self) -> Facts:
         if self._facts is None:
-            raise self._served.lost()
+            raise self._lost()
         return self._facts
+
+
+def _read_metrics(body: bytes, found: dict[str, list[float]]) -> None:
+    """Prometheus text: a line is NAME{LABELS} VALUE."""
+    for line in body.decode().splitlines():
+        if line.startswith("vllm:"):
+            name = line.partition("{")[0]
+            if name in found:
+                found[name].append(float(line.rpartition(" ")[2]))
 
 
 class VLLMConfig(
@@ -437,7 +679,7 @@ class VLLMConfig(
     tag="vllm",
     tag_field="name",
 ):
-    """VLLM servers."""
+    """vLLM servers."""
 
     def _client(self) -> ServerClient:
         return VLLMServer

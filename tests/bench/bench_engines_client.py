@@ -31,8 +31,7 @@ import msgspec
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.server import Request, top_k_entropy
 from agentenv.engines.server_config import PoolConfig
-from agentenv.engines.vllm import VLLMServer
-from agentenv.engines.vllm_wire import request_body
+from agentenv.engines.vllm import VLLMServer, request_body
 from agentenv.types import Chunk, SamplingParams
 
 Turn = tuple[list[int], list[float], list[float]]  # token ids, log-probs, entropies

@@ -51,8 +51,7 @@ from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.server import Request
 from agentenv.engines.server_config import ServersConfig
-from agentenv.engines.vllm import VLLMConfig
-from agentenv.engines.vllm_wire import request_body
+from agentenv.engines.vllm import VLLMConfig, request_body
 from agentenv.env import close_shared
 from agentenv.model_files import vocab_size
 from launchers.assembly import load_tokenizer, make_renderer

@@ -7,13 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
+from zlib import crc32
 
 from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from agentenv.engine import Engine
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.engines.server import Request, ServerInfo, ServerLoad, ServerLostError
+from agentenv.engines.server import (
+    ForeignWeightsError,
+    Request,
+    ServerInfo,
+    ServerLoad,
+    ServerLostError,
+)
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
 
@@ -67,17 +74,17 @@ def reciter(folder: Path) -> Callable[[], Engine]:
 
 
 class FaultyServer:
-    """`weights` is what it really holds, by directory name; a new process holds "initial"."""
+    """`weights` is what it really holds, by directory name; a new process holds "initial". `label`
+    is what it says of them; a new process says "default"."""
 
     def __init__(self, name: str, make_engine: Callable[[], Engine]) -> None:
         self.name = name
         self.policy_version = 0
-        self.weights = "initial"
+        self.weights, self.label = "initial", "default"
         self.num_slots = 10**6  # more requests wait, by its own account
         self.load_faults: list[EngineError] = []  # of the next loads
         self.die_after: int | None = None  # tokens
         self.hanging = False
-        self.tells_checksums = True
         self.can_sleep = True
         self.sleep_fault: EngineError | None = None
         self.asleep = False
@@ -87,6 +94,7 @@ class FaultyServer:
         self.versions_asked: list[int] = []
         self.num_running = self.peak_running = self.num_aborted = self.num_closed = 0
         self.num_preemptions = 0
+        self._given, self._num_named = "", 0  # label by this client
         self._make_engine = make_engine
         self._engine = make_engine()
         self._death = asyncio.Event()
@@ -101,21 +109,29 @@ class FaultyServer:
         self._death.set()
         self._death = asyncio.Event()
         self._engine = self._make_engine()
-        self.weights, self.hanging, self.asleep = "initial", False, False
+        self.weights, self.label = "initial", "default"
+        self.hanging = self.asleep = False
+
+    def change_weights(self, weights: str, label: str | None = None) -> None:
+        """Someone else loads others into it, and names them or not."""
+        self.weights, self.label = weights, label or self.label
 
     # Server
 
     async def connect(self, policy_version: int) -> ServerInfo:
         self.connected = True
         self._check()
-        self.policy_version = policy_version
+        self._name(policy_version)
         await self._engine.load_weights(Path(self.weights), policy_version)
-        features = {"versions", "load_weights", "fingerprint", *(["sleep"] * self.can_sleep)}
+        features = {"versions", "load_weights", *(["sleep"] * self.can_sleep)}
         return ServerInfo("faulty", "1", "policy", 4096, frozenset(features))
 
     async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
         self._check()
         assert not self.asleep, "asked to sample while it sleeps"
+        if request.id.startswith("weights-"):  # what it answers tells its weights
+            logprob = -float(crc32(self.weights.encode()))
+            return Completion([1], [logprob], [0.0], "length", [])
         self.requests.append(request)
         self.versions_asked.append(self.policy_version)
         num_tokens = 0
@@ -145,6 +161,8 @@ class FaultyServer:
             if self.hanging:
                 await asyncio.Event().wait()
             done = await work
+            if self.label != self._given:
+                raise ForeignWeightsError(f"{self.name} samples with weights named {self.label}")
             return done if done.stop in request.sampling.stop else replace(done, stop=None)
         except asyncio.CancelledError:
             self.num_aborted += 1
@@ -174,7 +192,7 @@ class FaultyServer:
 
     async def wake(self) -> None:
         self._check()
-        self.asleep = False
+        self.asleep, self._given = False, ""
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
         self._check()
@@ -183,17 +201,18 @@ class FaultyServer:
         if self.load_faults:
             fault = self.load_faults.pop(0)
             if isinstance(fault, ServerLostError):
-                self.weights = "half of " + source.name
+                self.weights, self.label = "half of " + source.name, ""
             raise fault
         self._check()
         self.num_preemptions += self.num_running  # as vLLM and SGLang do
         await self._engine.load_weights(source, policy_version)
-        self.policy_version, self.weights = policy_version, source.name
+        self.weights = source.name
+        self._name(policy_version)
         self.loaded.append((source.name, policy_version))
 
-    async def fingerprint(self) -> dict[str, str]:
+    async def keeps_label(self) -> bool:
         self._check()
-        return {"layer": f"sum of {self.weights}"} if self.tells_checksums else {}
+        return self.label == self._given
 
     async def close(self) -> None:
         self.num_closed += 1
@@ -202,6 +221,11 @@ class FaultyServer:
         """Stop tokens of one printable byte are stop strings to the engine in this process."""
         stops = [ALPHABET[index] for index in request.stop_token_ids if index < EOS]
         return replace(request.sampling, stop=(*request.sampling.stop, *stops))
+
+    def _name(self, policy_version: int) -> None:
+        self.policy_version = policy_version
+        self._num_named += 1
+        self.label = self._given = f"{policy_version}-{self._num_named}"
 
     def _check(self) -> None:
         if self._death.is_set():

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.server import ServerLostError
+from agentenv.engines.server import Request, ServerLostError
 from agentenv.errors import ConfigError, EngineError
-from agentenv.types import Completion, VersionSpan
+from agentenv.types import Chunk, Completion, VersionSpan
 from tests.engines.faulty_server import EOS, FaultyServer, reciter
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
 from tests.support.virtual_clock import run_virtual
@@ -137,49 +137,89 @@ async def test_a_server_may_be_added_and_removed_during_the_run(b: Bench) -> Non
     asking = asyncio.create_task(b.ask())
     await asyncio.sleep(0.5)
     b.pool.remove_server("server0")
-    assert b.pool.server_names == ["late"]
+    assert b.pool.stats()["servers"] == 1
+    assert not any(name.startswith("server/0/") for name in b.pool.stats())
     assert b.text(await asking) == TEXT
     await b.ask()
     assert late.versions_asked == [2]
     assert b.servers[0].num_closed == 1
 
 
-@pytest.mark.parametrize("tells_checksums", [True, False])
-def test_other_weights_under_the_right_version_are_found(
-    folder: Path, tells_checksums: bool
-) -> None:
+@virtual(2)
+async def test_other_weights_under_the_right_version_are_found(b: Bench) -> None:
     """A server that says it has loaded, but holds something else, stays out."""
+    liar = b.servers[1]
+    load = liar.load_weights
+
+    async def pretend(source: Path, policy_version: int) -> None:
+        await load(source, policy_version)
+        liar.weights = "something else"
+
+    liar.load_weights = pretend  # type: ignore[method-assign]
+    await b.load(1)
+    assert b.pool.stats()["servers_up"] == 1
+    await asyncio.sleep(10)
+    await b.ask()
+    assert b.pool.stats()["servers_up"] == 1
+    assert liar.requests == []
+
+
+@virtual(1)
+async def test_a_restart_behind_the_url_is_found_before_a_request_shows_it(b: Bench) -> None:
+    """The label that the pool gave its weights is gone; the new process gets the weights first."""
+    await b.load(1)
+    (server,) = b.servers
+    server.restart()
+    await asyncio.sleep(3)
+    assert server.loaded == [("v1", 1), ("v1", 1)]
+    assert (await b.ask()).version_spans == [VersionSpan(1, 0, len(TEXT))]
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_tokens_of_foreign_weights_are_not_used(folder: Path, listens: bool) -> None:
+    """Someone else loads weights into a server while a request runs there. Who was told of its
+    tokens cannot be told of others in their place, and has to ask again."""
 
     async def main() -> None:
-        async with bench(folder, 2) as b:
-            liar = b.servers[1]
-            ask = liar._engine.generate
-
-            async def shifted(*args: Any, **rest: Any) -> Completion:
-                done = await ask(*args, **rest)
-                done.logprobs = [logprob - 1 for logprob in done.logprobs]
-                return done
-
-            for server in b.servers:
-                server.tells_checksums = tells_checksums
-            liar._engine.generate = shifted  # type: ignore[method-assign]
-            load = liar.load_weights
-
-            async def pretend(source: Path, policy_version: int) -> None:
-                await load(source, policy_version)
-                liar.weights = "something else"
-
-            liar.load_weights = pretend  # type: ignore[method-assign]
+        async with bench(folder, 1, poll_interval_s=60) as b:
             await b.load(1)
-            assert b.pool.stats()["servers_up"] == 1
-            before = len(liar.requests)
-            await asyncio.sleep(10)
-            await b.ask()
-            assert b.pool.stats()["servers_up"] == 1
-            ours = [r for r in liar.requests[before:] if not r.id.startswith("weights-")]
-            assert ours == []
+            (server,) = b.servers
+            chunks: list[Chunk] = []
+            asking = asyncio.create_task(b.ask(on_tokens=chunks.append if listens else None))
+            await asyncio.sleep(0.5)
+            server.change_weights("others", "default")
+            if listens:
+                with pytest.raises(EngineError, match="weights named default"):
+                    await asking
+            else:
+                assert b.text(await asking) == TEXT
+            assert server.loaded == [("v1", 1)] * (1 if listens else 2)
+            assert b.text(await b.ask()) == TEXT
+            assert (server.weights, len(server.loaded)) == ("v1", 2)
 
     run_virtual(main())
+
+
+@virtual(2)
+async def test_weights_that_someone_changed_without_a_word_are_found_at_the_next_loss(
+    b: Bench,
+) -> None:
+    """The label is right, the log-prob of a token is not."""
+    await b.load(1)
+    changed = b.servers[0]
+    changed.change_weights("others")
+    generate = changed.generate
+
+    async def fail_once(request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
+        if not request.id.startswith("weights-"):
+            changed.generate = generate  # type: ignore[method-assign]
+            raise ServerLostError("500")
+        return await generate(request, on_chunk)
+
+    changed.generate = fail_once  # type: ignore[method-assign]
+    assert b.text(await b.ask()) == TEXT
+    await b.until_up(2)
+    assert (changed.weights, changed.loaded) == ("v1", [("v1", 1), ("v1", 1)])
 
 
 async def test_a_server_that_is_not_there_is_refused_at_the_start(folder: Path) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.vllm import VLLMServer
-from agentenv.engines.vllm_wire import GENERATE
+from agentenv.engines.vllm import GENERATE, VLLMServer
 from agentenv.errors import ConfigError
 from agentenv.types import SamplingParams
 from tests.engines import contract
@@ -138,6 +137,7 @@ async def test_requests_pass_through_one_url_and_weights_reach_each_worker(
     pool = EnginePool([client], world.paths[0], 0, vocab_size=VOCAB, eos_ids={EOS})
     await pool.start(fresh=False)
     await contract.check_updates(EngineSubject(pool), world)
+    await pool.close()  # which would take its servers back from those who name their weights anew
     for url in urls:
         assert router.counts[url, GENERATE] > 4
         alone = VLLMServer(url)
@@ -147,7 +147,6 @@ async def test_requests_pass_through_one_url_and_weights_reach_each_worker(
         await alone.close()
     paths = {path for _, path in router.counts}
     assert paths <= {GENERATE, "/health"}  # all else goes to the workers themselves
-    await pool.close()
 
 
 async def test_an_update_within_requests_on_both_workers(behind: VLLMServer, world: World) -> None:

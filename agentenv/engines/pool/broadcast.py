@@ -14,27 +14,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentenv.engines.pool.member import Member, Target
-from agentenv.engines.server import ServerLostError
 from agentenv.engines.weights import Group, Sender, TransferError
-from agentenv.errors import ConfigError, EngineError
+from agentenv.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
 FEATURE = "broadcast"
 SETTLE_S = 30.0  # for servers to end a call after the sender has hung up
 
-
-HOW_TO = (
+HOW_TO_RECEIVE = (
     "vLLM needs `pip install ./agentenv/engines/vllm_plugin` in its environment and "
     '--weight-transfer-config \'{"backend": "agentenv"}\', SGLang needs 0.5.23 or newer'
 )
-
-
-def check_able(members: Sequence[Member]) -> None:
-    """Raises ConfigError for a server that takes no weights by broadcast."""
-    for member in members:
-        if FEATURE not in member.features:
-            raise ConfigError(f'engine.weights = "broadcast": {member.name} takes none: {HOW_TO}')
 
 
 class Broadcast:
@@ -47,10 +38,11 @@ class Broadcast:
         self._joined: list[tuple[Member, int]] = []
 
     async def update(self, target: Target, members: Sequence[Member]) -> None:
-        """Those that took it have the version and serve. Those in doubt are dropped, the others,
-        that cannot receive among them, have what they had before."""
+        """Send the target's weights to those of the members that serve and can receive. Afterwards
+        a member has the weights and serves, or is out since nobody knows what it has, or has what
+        it had before."""
         sender = target.sender
-        members = [each for each in members if each.serving and FEATURE in each.features]
+        members = [m for m in members if m.serving and FEATURE in m.features]
         if sender is None or not members:
             return
         try:
@@ -59,18 +51,15 @@ class Broadcast:
         except EngineError as error:
             logger.warning("weights go by a directory this time: %s", error)
             return
-        calls = {
-            member: asyncio.create_task(member.receive(group, manifest, target.policy_version))
+        calls = [
+            asyncio.create_task(member.receive(group, manifest, target.policy_version))
             for member in members
-        }
+        ]
         try:
-            await _together(sender, asyncio.create_task(sender.send()), list(calls.values()))
+            await _together(sender, asyncio.create_task(sender.send()), calls)
         except EngineError as error:
             logger.warning("a broadcast of weights failed: %s", error)
             await self._disband(sender)
-        finally:
-            for member, call in calls.items():
-                _drop_if_hurt(member, call)
 
     async def _form(self, sender: Sender, members: Sequence[Member]) -> Group:
         """The group of these servers, which is kept for later updates."""
@@ -140,10 +129,3 @@ def _error(task: asyncio.Task[Any]) -> BaseException | None:
     if task.cancelled():
         return TransferError("it did not end in time")
     return task.exception()
-
-
-def _drop_if_hurt(member: Member, call: asyncio.Task[None]) -> None:
-    error = _error(call)
-    if isinstance(error, ServerLostError | TransferError):
-        logger.warning("%s is out: %s", member.name, error)
-        member.drop(f"its weights are in doubt: {error}")

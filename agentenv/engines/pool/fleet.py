@@ -1,246 +1,109 @@
-"""The servers of a pool and the weights they should have: updates, losses, returns.
+"""The servers of a pool and the weights that they should have: who serves, who waits for a place.
 
-Each server has a keeper (pool_keeper.py): it looks at health and load, takes a lost server out,
-and lets it serve again once it holds the current weights. All servers may sleep for a while: what
-runs then is broken off, waits, and goes on from its tokens when they serve again.
+requests --acquire--> Places --> a server that serves and has room
+                        ^
+                        | dispatch, whenever a server serves again or may hold more
+updates, sleep, keepers (one task a server: look at its load, bring it back) --> Member.state
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable
 from random import Random
 
 from agentenv.engines.pool.broadcast import Broadcast
-from agentenv.engines.pool.check import WeightCheck
-from agentenv.engines.pool.member import Member, Target, backoff
-from agentenv.engines.server import Server, ServerLostError
+from agentenv.engines.pool.member import Member, State, Target, WeightProbe, backoff
+from agentenv.engines.server import Server
 from agentenv.engines.server_config import PoolConfig
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
 
-# The tasks that look after the servers of a pool, one each.
-
 logger = logging.getLogger(__name__)
 
+MAX_SESSIONS = 65536  # whose home is remembered
 
-class Keepers:
-    """Each asks its server for health and load, and lets a lost one back in.
 
-    `try_to_serve` says whether a member serves again, `on_change` is called after each look at
-    one that serves, `on_loss` when one is found gone, `on_end` if a keeper itself fails. While the
-    pool `is_asleep` they leave the servers alone.
+class Places:
+    """Hands out places on servers, first come first served.
+
+    A session has a home, since that holds its prefixes; the session goes elsewhere while its home
+    is full or loads weights, and gets another home when the home is gone. Otherwise the least
+    loaded server is taken.
     """
 
-    def __init__(
-        self,
-        config: PoolConfig,
-        rng: Random,
-        *,
-        try_to_serve: Callable[[Member], Awaitable[bool]],
-        is_asleep: Callable[[], bool],
-        on_change: Callable[[], None],
-        on_loss: Callable[[], None],
-        on_end: Callable[[str], None],
-    ) -> None:
-        self._config, self._rng = config, rng
-        self._try_to_serve, self._is_asleep = try_to_serve, is_asleep
-        self._on_change, self._on_loss, self._on_end = on_change, on_loss, on_end
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def keep(self, member: Member) -> None:
-        """From now on until the member leaves."""
-        task = asyncio.create_task(self._tend(member))
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def cancel(self) -> set[asyncio.Task[None]]:
-        """The tasks, whose end is to be awaited."""
-        tasks, self._tasks = self._tasks, set()
-        for task in tasks:
-            task.cancel()
-        return tasks
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a keeper of the engine pool failed", exc_info=error)
-            self._on_end(f"a keeper of the engine pool failed: {error!r}")
-
-    async def _tend(self, member: Member) -> None:
-        """Look after one server until it leaves, then let it finish what it has."""
-        failures = 0
-        while not member.leaving:
-            if self._is_asleep():
-                await member.rest(self._config.poll_interval_s)
-                continue
-            pause = self._config.poll_interval_s
-            if member.serving:
-                failures = 0
-                await self._look(member)
-            elif await self._try_to_serve(member):
-                continue
-            else:
-                failures += 1
-                pause = backoff(self._config, failures, self._rng)
-            if member.serving or failures:
-                await member.rest(pause)
-        while member.attempts:
-            await asyncio.wait(set(member.attempts))
-        await member.server.close()
-
-    async def _look(self, member: Member) -> None:
-        try:
-            await member.poll()
-            self._on_change()  # its limit may have grown
-        except EngineError as error:
-            if not self._is_asleep():
-                member.suspend(str(error))
-                self._on_loss()
-
-
-# How long an engine could not sample, and when that is too long.
-
-
-class Outage:
-    """A clock that runs while no server is there; `on_end` is called after `max_s` in one go,
-    unless the outage is `wanted`."""
-
-    def __init__(self, max_s: float = 0.0, on_end: Callable[[], None] = lambda: None) -> None:
-        self._max_s, self._on_end = max_s, on_end
-        self._running = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._began = 0.0
-        self._past_s = 0.0
+    def __init__(self, members: list[Member]) -> None:
+        self._members = members
+        self._homes: OrderedDict[str, Member] = OrderedDict()
+        self._waiting: deque[tuple[asyncio.Future[Member], str]] = deque()
 
     @property
-    def total_s(self) -> float:
-        """Seconds of all outages so far."""
-        if not self._running:
-            return self._past_s
-        return self._past_s + asyncio.get_running_loop().time() - self._began
+    def num_waiting(self) -> int:
+        return sum(not place.done() for place, _ in self._waiting)
 
-    def watch(self, *, running: bool, wanted: bool = False) -> None:
-        """Start or stop the clock. `wanted`: the servers sleep, for as long as it takes."""
-        if running != self._running:
-            self._past_s, self._running = self.total_s, running
-            if running:
-                self._began = asyncio.get_running_loop().time()
-        limited = running and not wanted
-        if limited and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._max_s, self._on_end)
-        elif not limited and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
-# Servers that give their memory back for a while: falling asleep and waking up.
-
-
-HOW_TO_SLEEP = (
-    "vLLM needs --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1 (0.32 or newer), SGLang needs "
-    "--enable-memory-saver (0.5.23 or newer, on a GPU)"
-)
-
-
-def check_feature(members: Sequence[Member], feature: str, key: str, lack: str) -> None:
-    """Raises ConfigError for a server without the feature that the setting `key` needs."""
-    for member in members:
-        if feature not in member.features:
-            raise ConfigError(f"{key}: {member.name} {lack}")
-
-
-async def fall_asleep(member: Member) -> None:
-    """Break off what runs and let the server sleep. One that is gone holds no memory.
-
-    Raises EngineError for one that is there and does not sleep.
-    """
-    async with member.returning:
-        member.suspend("it sleeps")
-        member.asleep = True
-        attempts = set(member.attempts)
-        for attempt in attempts:
-            attempt.cancel()
-        if attempts:
-            await asyncio.wait(attempts)
+    async def acquire(self, session: str) -> Member:
+        """A server with room; to be given back with `release`."""
+        self.dispatch()
+        member = None if self._waiting else self._choose(session)
+        if member is not None:
+            member.in_flight += 1
+            return member
+        place: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
+        self._waiting.append((place, session))
         try:
-            await member.server.sleep()
-        except EngineError as error:
-            if await member.server.healthy():
-                raise EngineError(f"{member.name} does not sleep: {error}") from error
-            member.asleep, member.in_doubt = False, True
-            member.reason = str(error)
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled() and place.exception() is None:
+                self.release(place.result())
+            raise
 
+    def release(self, member: Member) -> None:
+        member.in_flight -= 1
+        self.dispatch()
 
-async def rouse(member: Member, target: Target) -> EngineError | None:
-    """Wake it up and load the target's weights, in any case: another process may have taken the
-    place of the one that fell asleep. A member that is lost is in doubt afterwards, otherwise it
-    may serve. Returns why it refused the weights, if it did."""
-    member.asleep, member.in_doubt = False, True
-    try:
-        await member.server.wake()
-        await member.take(target)
-    except ServerLostError as lost:
-        member.drop(f"it did not wake up: {lost}")
-        logger.warning("%s is out: it did not wake up: %s", member.name, lost)
-    except EngineError as refused:
-        return refused
-    return None
+    def dispatch(self) -> None:
+        """Serve those who wait as far as there is room."""
+        while self._waiting:
+            place, session = self._waiting[0]
+            if not place.done():
+                member = self._choose(session)
+                if member is None:
+                    return
+                member.in_flight += 1
+                place.set_result(member)
+            self._waiting.popleft()
 
+    def end(self, reason: str) -> None:
+        """All who wait raise EngineDeadError."""
+        while self._waiting:
+            place, _ = self._waiting.popleft()
+            if not place.done():
+                place.set_exception(EngineDeadError(reason))
 
-# How one server of a pool gets the weights that it should have: in an update, or on its return.
-
-
-NUM_ATTEMPTS = 2
-
-
-def took(member: Member, target: Target) -> bool:
-    """Whether it serves these weights."""
-    return member.serving and member.server.policy_version == target.policy_version
-
-
-async def update(member: Member, target: Target, rng: Random) -> EngineError | None:
-    """Load the target's weights. None: it took them or is out. Otherwise why it refused, the old
-    weights on. One that slept is awake now; it may serve unless it refused or is in doubt."""
-    if took(member, target):
-        return None
-    if member.asleep:
-        return await rouse(member, target)
-    if not member.serving:
-        await member.updated()  # a load of older weights ends before they are removed
-        return None
-    refusal: EngineError | None = None
-    for attempt in range(NUM_ATTEMPTS):
-        if attempt:
-            await asyncio.sleep(backoff(member.config, attempt, rng))
-        try:
-            await member.take(target)
+    def _choose(self, session: str) -> Member | None:
+        serving = [member for member in self._members if member.serving]
+        free = [member for member in serving if member.in_flight < member.limit.value]
+        if not free:
             return None
-        except ServerLostError as lost:
-            member.drop(f"its weights are in doubt: {lost}")
-            logger.warning("%s is out: %s", member.name, lost)
-            return None
-        except EngineError as refused:
-            refusal = refused
-    return refusal
-
-
-async def bring_back(member: Member, target: Target, initial: Target) -> None:
-    """Find out what one that is out holds, and load what it lacks; `initial` is what the pool was
-    started with. Raises EngineError or ConfigError, and it stays out."""
-    await member.updated()
-    if not await member.still_there():
-        member.drop(member.reason)
-        await member.come_back(target, initial)
-    elif member.server.policy_version != target.policy_version:
-        await member.take(target)  # it refused or missed an update
+        home = self._homes.get(session)
+        if home in free:
+            self._homes.move_to_end(session)
+            return home
+        chosen = min(free, key=lambda member: member.pressure)
+        if home is None or home.state is State.OUT:
+            self._homes[session] = chosen
+            self._homes.move_to_end(session)
+            if len(self._homes) > MAX_SESSIONS:
+                self._homes.popitem(last=False)
+        return chosen
 
 
 class Fleet:
-    """All members, and who of them may be used.
+    """All members, the weights that they should have, and the tasks that keep them.
 
-    `on_change` is called when a server serves again or may hold more requests; `on_end` with the
-    reason when none is left.
+    `members` are the servers that take part, whether they serve now or not. `version` is that of
+    the last update that a server took. `reason` says why the fleet serves no more, once it is so.
     """
 
     def __init__(
@@ -250,45 +113,33 @@ class Fleet:
         config: PoolConfig,
         vocab_size: int,
         rng: Random,
-        on_change: Callable[[], None],
-        on_end: Callable[[str], None],
     ) -> None:
+        self.members: list[Member] = []
+        self.places = Places(self.members)
         self.version = target.policy_version
         self.num_updates = 0
         self.asleep = False
-        self.reason: str | None = None  # why it serves no more
+        self.reason: str | None = None
         self._config, self._rng = config, rng
-        self._check = WeightCheck(vocab_size)
-        self._target = self._initial = target
-        self._on_change, self._on_end = on_change, on_end
-        self.members = [Member(server, config, self._check) for server in servers]
+        self._probe = WeightProbe(vocab_size)
         self._broadcast = Broadcast(config.broadcast_timeout_s)
-        self._keepers = Keepers(
-            config,
-            rng,
-            try_to_serve=self._try_to_serve,
-            is_asleep=lambda: self.asleep,
-            on_change=on_change,
-            on_loss=self._watch_outage,
-            on_end=on_end,
-        )
+        self._target = self._initial = target
+        self._keepers: dict[Member, asyncio.Task[None]] = {}
+        self._num_servers = 0  # so far, those that have left included
         self._updating = asyncio.Lock()
-        self._outage = Outage(config.max_outage_s, self._give_up)
         self._returned = asyncio.Event()  # a server serves again, or none ever will
+        self._outage_began: float | None = None  # time of the loop; None: a server is there
+        self._past_outages_s = 0.0
+        self._patience: asyncio.TimerHandle | None = None  # ends the fleet after a long outage
+        for server in servers:
+            self._enlist(server)
 
     def check_alive(self) -> None:
         """Raises EngineDeadError once no server is left."""
         if self.reason is not None:
             raise EngineDeadError(self.reason)
 
-    @property
-    def outage_s(self) -> float:
-        """Seconds without any server so far, those asleep included."""
-        return self._outage.total_s
-
-    def usable(self) -> list[Member]:
-        """Those that may get a request now."""
-        return [member for member in self.members if self._is_current(member)]
+    # who takes part
 
     async def start(self, *, fresh: bool) -> None:
         """Connect to all. Raises ConfigError if one cannot be used."""
@@ -303,27 +154,63 @@ class Fleet:
                 raise outcome
         for member in self.members:
             self._serve(member)
-            self._keepers.keep(member)
+            self._keep(member)
 
     def add(self, server: Server) -> None:
+        """One more takes part; it serves once it holds the current weights."""
         self.check_alive()
-        member = Member(server, self._config, self._check)
-        self.members.append(member)
-        self._keepers.keep(member)
+        self._keep(self._enlist(server))
 
     def remove(self, name: str) -> None:
-        for member in self.members:
-            if member.name == name and not member.leaving:
-                member.leaving = True
+        """A server leaves for good, after what runs on it has ended."""
+        for member in list(self.members):
+            if member.name == name:
+                self.members.remove(member)
                 member.suspend("it was removed from the pool")
         self._watch_outage()
 
-    def lose(self, member: Member, problem: str) -> None:
-        """A request on it was lost."""
+    def lose(self, member: Member, problem: str, *, doubt: bool = False) -> None:
+        """A request on it was lost. `doubt`: its weights are not those that it should have."""
         member.counts["lost"] += 1
-        if member.serving:
+        if doubt:
+            member.drop(problem)
+        elif member.is_there:
             member.suspend(problem)
-            self._watch_outage()
+        self._watch_outage()
+
+    async def close(self) -> None:
+        """Stop keeping, abort what runs, drop the connections."""
+        members = {*self.members, *self._keepers}
+        tasks: set[asyncio.Task[None]] = set(self._keepers.values())
+        for task in tasks:
+            task.cancel()
+        attempts = [attempt for member in members for attempt in member.attempts]
+        if tasks or attempts:
+            await asyncio.wait({*tasks, *attempts})
+        await asyncio.gather(*(member.server.close() for member in members))
+
+    def end(self, reason: str) -> None:
+        """No request can succeed any more: who waits, and who comes, raises EngineDeadError."""
+        self.reason = self.reason or reason
+        self._watch_outage()
+        self._returned.set()
+        for member in self.members:
+            member.drop(self.reason)
+        self.places.end(self.reason)
+
+    def _enlist(self, server: Server) -> Member:
+        member = Member(server, self._num_servers, self._config, self._probe)
+        self._num_servers += 1
+        self.members.append(member)
+        return member
+
+    def _serve(self, member: Member) -> None:
+        member.state, member.reason = State.SERVING, ""
+        self._returned.set()
+        self._watch_outage()
+        self.places.dispatch()
+
+    # weights
 
     async def load_weights(self, target: Target) -> None:
         """Update every member; see EnginePool.load_weights. Those that sleep wake up."""
@@ -334,7 +221,7 @@ class Fleet:
             await self._broadcast.update(target, members)
             outcomes = await self._update_all(members)
             refused = {m: e for m, e in zip(members, outcomes, strict=True) if e is not None}
-            if refused and not any(took(member, target) for member in members):
+            if refused and not any(member.has(target) for member in members):
                 self._target = before
                 reasons = "; ".join(f"{m.name}: {e}" for m, e in refused.items())
                 raise EngineError(
@@ -347,23 +234,6 @@ class Fleet:
                 logger.warning("%s is out: it refused the weights: %s", member.name, error)
                 member.suspend(f"it refused policy version {target.policy_version}: {error}")
             self._watch_outage()
-            self._on_change()
-
-    async def close(self) -> None:
-        """Stop keeping, abort what runs, drop the connections."""
-        keepers = self._keepers.cancel()
-        attempts = [attempt for member in self.members for attempt in member.attempts]
-        if keepers or attempts:
-            await asyncio.wait({*keepers, *attempts})
-        await asyncio.gather(*(member.server.close() for member in self.members))
-
-    def end(self, reason: str) -> None:
-        """No request can succeed any more."""
-        self.reason = self.reason or reason
-        self._watch_outage()
-        self._returned.set()
-        for member in self.members:
-            member.drop(self.reason)
 
     async def sleep(self) -> None:
         """Let all sleep. Raises EngineError for one that is there but does not; what runs is
@@ -372,8 +242,7 @@ class Fleet:
             self.check_alive()
             self.asleep = True
             outcomes = await asyncio.gather(
-                *(fall_asleep(member) for member in self.members if not member.leaving),
-                return_exceptions=True,
+                *(member.fall_asleep() for member in self.members), return_exceptions=True
             )
             self._watch_outage()
             for outcome in outcomes:
@@ -385,74 +254,120 @@ class Fleet:
         async with self._updating:
             self.check_alive()
             if self.asleep:
-                await self._update_all(self.members)
+                await self._update_all(list(self.members))
                 await self._until_taken()
 
-    # one member
-
-    async def _update_all(self, members: Sequence[Member]) -> list[EngineError | None]:
+    async def _update_all(self, members: list[Member]) -> list[EngineError | None]:
+        """Why each refused the target's weights; None for those that did not."""
         outcomes = await asyncio.gather(*(self._update(member) for member in members))
         self.asleep = False
         for member in members:
-            member.wake.set()
+            member.look()
         self._watch_outage()
         return outcomes
 
-    def _is_current(self, member: Member) -> bool:
-        version = member.server.policy_version
-        return member.serving and version in (self.version, self._target.policy_version)
-
-    def _serve(self, member: Member) -> None:
-        member.serving, member.reason = True, ""
-        self._returned.set()
-        self._watch_outage()
-        self._on_change()
-
     async def _update(self, member: Member) -> EngineError | None:
-        """See pool_update.update."""
-        was_asleep = member.asleep
-        refused = await update(member, self._target, self._rng)
-        if was_asleep and not (refused or member.in_doubt):
+        refused = await member.update(self._target, self._rng)
+        if member.serving:
             self._serve(member)
         return refused
 
     async def _until_taken(self) -> None:
         """If all servers are gone: wait for one that has come back with the new weights."""
-        while not any(took(member, self._target) for member in self.members):
+        while not any(member.has(self._target) for member in self.members):
             self._watch_outage()
             self._returned.clear()
             await self._returned.wait()
             self.check_alive()
 
-    async def _try_to_serve(self, member: Member) -> bool:
+    # keepers
+
+    def _keep(self, member: Member) -> None:
+        task = asyncio.create_task(self._tend(member))
+        self._keepers[member] = task
+        task.add_done_callback(lambda task: self._tended(member, task))
+
+    def _tended(self, member: Member, task: asyncio.Task[None]) -> None:
+        del self._keepers[member]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a keeper of the engine pool failed", exc_info=error)
+            self.end(f"a keeper of the engine pool failed: {error!r}")
+
+    async def _tend(self, member: Member) -> None:
+        """Look after one server until it leaves, then let it finish what it has. While the fleet
+        sleeps its servers are left alone."""
+        failures = 0
+        while member in self.members:
+            pause = self._config.poll_interval_s
+            if self.asleep:
+                failures = 0
+            elif member.is_there:
+                failures = 0
+                await self._look(member)
+            elif await self._bring_back(member):
+                continue
+            else:
+                failures += 1
+                pause = backoff(self._config, failures, self._rng)
+            await member.rest(pause)
+        while member.attempts:
+            await asyncio.wait(set(member.attempts))
+        await member.server.close()
+
+    async def _look(self, member: Member) -> None:
+        try:
+            await member.poll()
+        except EngineError as error:
+            if not self.asleep and member.is_there:
+                member.suspend(str(error))
+        self._watch_outage()
+        self.places.dispatch()  # its limit may have grown
+
+    async def _bring_back(self, member: Member) -> bool:
         """Let a server back in, with the current weights."""
         async with member.returning:
-            return not self.asleep and await self._return(member)
+            if self.asleep:
+                return False
+            target, epoch = self._target, member.epoch
+            try:
+                await member.bring_back(target, self._initial)
+            except (EngineError, ConfigError) as error:
+                member.reason = str(error)
+                return False
+            if member not in self.members or target != self._target or self.reason is not None:
+                return False
+            if member.epoch != epoch:
+                logger.warning("%s serves policy version %d", member.name, target.policy_version)
+            self._serve(member)
+            return True
 
-    async def _return(self, member: Member) -> bool:
-        target, epoch = self._target, member.epoch
-        try:
-            await bring_back(member, target, self._initial)
-        except (EngineError, ConfigError) as error:
-            member.reason = str(error)
-            return False
-        if member.leaving or target != self._target or self.reason is not None:
-            return False
-        if member.epoch != epoch:
-            logger.warning("%s serves policy version %d", member.name, target.policy_version)
-        self._serve(member)
-        return True
+    # outages
 
-    # the end
+    @property
+    def outage_s(self) -> float:
+        """Seconds so far in which no server was there, or all slept."""
+        if self._outage_began is None:
+            return self._past_outages_s
+        return self._past_outages_s + asyncio.get_running_loop().time() - self._outage_began
 
     def _watch_outage(self) -> None:
-        """The clock of an outage runs while nobody serves."""
-        serving = any(member.serving for member in self.members)
-        self._outage.watch(running=not serving and self.reason is None, wanted=self.asleep)
+        """The clock of an outage runs while no server is there. The fleet ends when the clock has
+        run for max_outage_s in one go, unless the servers sleep."""
+        out = self.reason is None and not any(member.is_there for member in self.members)
+        if out and self._outage_began is None:
+            self._outage_began = asyncio.get_running_loop().time()
+        elif not out and self._outage_began is not None:
+            self._past_outages_s, self._outage_began = self.outage_s, None
+        if out and not self.asleep and self._patience is None:
+            loop = asyncio.get_running_loop()
+            self._patience = loop.call_later(self._config.max_outage_s, self._give_up)
+        elif (not out or self.asleep) and self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def _give_up(self) -> None:
-        reasons = [f"{m.name}: {m.reason}" for m in self.members if not m.leaving]
-        self._on_end(
+        reasons = [f"{member.name}: {member.reason}" for member in self.members]
+        self.end(
             f"no engine server was there for {self._config.max_outage_s:g} s "
             f"(engine.pool.max_outage_s): {'; '.join(reasons) or 'all were removed'}"
         )

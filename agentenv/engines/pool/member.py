@@ -1,11 +1,9 @@
-"""How many requests a server gets at a time: additive increase, multiplicative decrease.
+"""One server of a pool: its state, the requests it may hold, the weights it should have.
 
-The engine's own figures decide (Chiu and Jain 1989, "Analysis of the increase and decrease
-algorithms for congestion avoidance"): while it admits what it gets, it gets more; when requests
-queue up in it, are preempted, or its cache is full, it gets fewer. A short queue is wanted, since
-it keeps the engine's batch full, also when many turns end in the same step: as many may wait as
-run. Until the first congestion the limit doubles, as in the slow start of TCP, so that a large
-server is not left idle for minutes.
+ConcurrencyLimit  how many requests it gets at a time
+Target            the weights that it should hold
+WeightProbe       whether it holds the same weights as the other servers
+Member            the server's state, and its ways out of the pool and back into it
 """
 
 from __future__ import annotations
@@ -14,17 +12,17 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from enum import Enum
 from pathlib import Path
 from random import Random
 
 from msgspec import Struct
 
-from agentenv.engines.pool.check import WeightCheck
-from agentenv.engines.server import Server, ServerInfo, ServerLoad, ServerLostError
+from agentenv.engines.server import Request, Server, ServerInfo, ServerLoad, ServerLostError
 from agentenv.engines.server_config import PoolConfig
 from agentenv.engines.weights import Group, Manifest, Receiver, Sender
 from agentenv.errors import ConfigError, EngineError
-from agentenv.types import Completion
+from agentenv.types import Completion, SamplingParams
 
 STEP = 8  # requests that a look without congestion adds, once there has been any
 FACTOR = 0.7  # what one with congestion leaves at least
@@ -35,7 +33,15 @@ PATIENCE = 2  # looks in a row that must see a long queue: one of them may just 
 
 
 class ConcurrencyLimit:
-    """The limit of one server; `value` is the number of requests it may hold."""
+    """The limit of one server; `value` is the number of requests it may hold.
+
+    Additive increase, multiplicative decrease by the engine's own figures (Chiu and Jain 1989,
+    "Analysis of the increase and decrease algorithms for congestion avoidance"): while the engine
+    admits what it gets, it gets more; when requests queue up in it, are preempted, or its cache is
+    full, it gets fewer. A short queue is wanted, since it keeps the engine's batch full, also when
+    many turns end in the same step: as many may wait as run. Until the first congestion the limit
+    doubles, as in the slow start of TCP, so that a large server is not left idle for minutes.
+    """
 
     def __init__(self, initial: int, maximum: int) -> None:
         self._limit = float(min(initial, maximum))
@@ -120,41 +126,103 @@ def warn_untried(name: str, info: ServerInfo) -> None:
         )
 
 
-# One server in a pool: whether it serves, what is on it, and how it comes back.
+# Whether a server holds the same weights as the others, by one token.
 
+PROBE_IDS = tuple(range(1, 17))
+MAX_PROBE_GAP = 0.05  # nats; kernels of one engine differ by less, other weights by more
+
+
+class WeightProbe:
+    """The log-prob of the likeliest token behind a fixed prompt.
+
+    The first server that took a policy version says what the log-prob is; a server that differs
+    from it holds other weights, whatever their label says.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._prompt_ids = [token % vocab_size for token in PROBE_IDS]
+        self._num_asked = 0
+        self._version: int | None = None
+        self._first = ""  # name of the first server
+        self._logprob = 0.0  # nats
+
+    async def check(self, server: Server) -> None:
+        """Raises ServerLostError if the server has not the weights of the first server that took
+        its policy version."""
+        version = server.policy_version
+        self._num_asked += 1
+        request = Request(
+            f"weights-{id(self):x}-{self._num_asked}",
+            self._prompt_ids,
+            SamplingParams(max_tokens=1, temperature=0.0),
+        )
+        done = await server.generate(request, lambda chunk: None)
+        logprob = done.logprobs[0]
+        if self._version is not None and version < self._version:
+            return  # an update has come meanwhile
+        if version != self._version:
+            self._version, self._first, self._logprob = version, server.name, logprob
+        elif abs(logprob - self._logprob) > MAX_PROBE_GAP:
+            raise ServerLostError(
+                f"{server.name} does not hold the weights of policy version {version} that "
+                f"{self._first} has: log-probs differ by {abs(logprob - self._logprob):.3f} nats"
+            )
+
+
+# One server in a pool: whether it serves, what is on it, and how it comes back.
 
 UNKNOWN_VERSION = -1  # of a server that came back, until it has loaded the current weights
 SETTLE_S = 0.2  # after a loss: by then the other connections to a dead process are down too
+NUM_LOADS = 2  # times that an update is offered to a server that refuses it
 IDLE = ServerLoad(0, 0, 0.0, 0)
 
 
-class Member:
-    """A server and what the pool knows of it.
+class State(Enum):
+    """What a server of a pool may be asked for.
 
-    Requests are given only to a member that is `serving`; one that is not says why in `reason`.
-    `lock` is held while its weights are being replaced.
+    OUT      nothing: it is not connected, lost a request, refused or has unknown weights; its
+             keeper finds out which, and brings it back with the weights that it lacks
+    SERVING  requests
+    LOADING  no new requests: it served, and its weights are being replaced; what runs on it waits
+    ASLEEP   nothing until it is roused: it has given its memory back
+
+        OUT <--> SERVING <--> LOADING --> OUT
+         ^        |     ^
+         +-- ASLEEP ----+
     """
 
-    def __init__(self, server: Server, config: PoolConfig, check: WeightCheck) -> None:
+    OUT = "out"
+    SERVING = "serving"
+    LOADING = "loading"
+    ASLEEP = "asleep"
+
+
+class Member:
+    """A server and what the pool knows of it; `reason` says why it does not serve, `number` is its
+    place in the order in which servers were named.
+
+    Whether a server still holds its weights is told by their label, which the server gives back
+    (Server.keeps_label), and by a token of the `probe`.
+    """
+
+    def __init__(self, server: Server, number: int, config: PoolConfig, probe: WeightProbe) -> None:
         self.server = server
+        self.number = number
         self.config = config
-        self.check = check
+        self.probe = probe
+        self.state = State.OUT
+        self.reason = "it is being connected"
         self.limit = ConcurrencyLimit(config.initial_concurrency, config.max_concurrency)
         self.load = IDLE
-        self.serving = False
-        self.in_doubt = True  # not connected, another process perhaps, or with mixed weights
-        self.leaving = False  # removed: it serves no more requests
-        self.asleep = False
         self.max_model_len = 0  # tokens, once connected
         self.features: frozenset[str] = frozenset()
         self.epoch = 0  # connections so far; after each it may be another process
-        self.reason = "it is being connected"
         self.in_flight = 0
         self.attempts: set[asyncio.Task[Completion]] = set()
-        self.lock = asyncio.Lock()
-        self.returning = asyncio.Lock()  # held while it may come back into the pool
-        self.wake = asyncio.Event()  # something happened that its keeper should look at
         self.counts: Counter[str] = Counter()
+        self.returning = asyncio.Lock()  # held while the server may come back into the pool
+        self._replacing = asyncio.Lock()  # held while its weights are being replaced
+        self._looked_for = asyncio.Event()  # something happened that its keeper should look at
 
     @property
     def name(self) -> str:
@@ -165,10 +233,27 @@ class Member:
         """Share of its limit that is in use."""
         return self.in_flight / self.limit.value
 
+    @property
+    def serving(self) -> bool:
+        return self.state is State.SERVING
+
+    @property
+    def asleep(self) -> bool:
+        return self.state is State.ASLEEP
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it serves, or will again as soon as it has loaded."""
+        return self.state in (State.SERVING, State.LOADING)
+
+    def has(self, target: Target) -> bool:
+        """Whether it serves these weights."""
+        return self.serving and self.server.policy_version == target.policy_version
+
     def figures(self) -> dict[str, float]:
         """For the metrics; running, waiting, kv_usage and preemptions are its own account."""
         return {
-            "up": float(self.serving),
+            "up": float(self.is_there),
             "policy_version": self.server.policy_version,
             "in_flight": self.in_flight,
             "limit": self.limit.value,
@@ -181,54 +266,53 @@ class Member:
             "lost": self.counts["lost"],
         }
 
+    # out of the pool
+
     def suspend(self, reason: str) -> None:
-        """No new requests; its keeper finds out what it is about."""
-        self.serving, self.reason = False, reason
-        self.wake.set()
+        """No new requests; what runs goes on, and the keeper finds out what happened."""
+        self.state, self.reason = State.OUT, reason
+        self.look()
 
     def drop(self, reason: str) -> None:
-        """It is gone, or nobody knows what it serves: what is on it goes on elsewhere."""
+        """The server is gone, or nobody knows what it serves: what is on it goes on elsewhere."""
         self.suspend(reason)
-        self.in_doubt = True
         for attempt in self.attempts:
             attempt.cancel()
 
+    def look(self) -> None:
+        """Let the keeper look at the server now."""
+        self._looked_for.set()
+
     async def rest(self, seconds: float) -> None:
-        """Until something happens to it, at most so long."""
-        self.wake.clear()
+        """Until `look` is called, at most so long."""
+        self._looked_for.clear()
         try:
             async with asyncio.timeout(seconds):
-                await self.wake.wait()
+                await self._looked_for.wait()
         except TimeoutError:
             return
 
     async def poll(self) -> None:
-        """Ask for its load and adapt. Raises ServerLostError."""
-        if self.lock.locked():  # paused: what waits now says nothing
+        """Ask a server that serves for the label of its weights and for its load, and adapt the
+        limit. Raises ServerLostError if the server does not answer, or has other weights."""
+        if self._replacing.locked():  # paused: what waits now says nothing
             return
         try:
             async with asyncio.timeout(self.config.poll_timeout_s):
-                self.load = await self.server.load()
+                load = await self.server.load()
+                keeps_label = await self.server.keeps_label()
         except TimeoutError as error:
             raise ServerLostError(
                 f"{self.name} did not say its load within {self.config.poll_timeout_s:g} s"
             ) from error
-        self.limit.observe(self.load, self.in_flight)
+        if not self.serving:
+            return
+        self.load = load
+        self.limit.observe(load, self.in_flight)
+        if not keeps_label:
+            self.drop(FOREIGN)
 
-    async def still_there(self) -> bool:
-        """After a request was lost: whether it is the same process with the same weights."""
-        if self.in_doubt:
-            return False
-        await asyncio.sleep(SETTLE_S)
-        if not await self.server.healthy() or self.in_doubt:
-            return False
-        # Connections do not outlive a process, so one that goes on proves it is the same.
-        if self.attempts:
-            return True
-        try:
-            return await self.check.unchanged(self.server)
-        except EngineError:
-            return False
+    # into the pool
 
     async def connect(self, target: Target, *, fresh: bool) -> None:
         """At the start. `fresh`: it has just been started from the target's directory."""
@@ -236,19 +320,39 @@ class Member:
         self.max_model_len = info.max_model_len
         if not fresh and "load_weights" in info.features:
             await self.take(target)
-        elif not fresh:
+            return
+        if not fresh:
             logger.warning(
                 "%s cannot load weights; it is taken to serve %s", self.name, target.source
             )
-        if fresh and self.config.check_weights:
-            await self.check.check(self.server, target.policy_version, target.source)
-        self.in_doubt = False
+        await self.probe.check(self.server)
 
-    async def come_back(self, target: Target, initial: Target) -> None:
-        """Connect, and load the current weights before anything is served.
+    async def bring_back(self, target: Target, initial: Target) -> None:
+        """Find out what a server that is out holds, and load what it lacks; `initial` is what the
+        pool was started with. Raises EngineError or ConfigError, and the server stays out."""
+        async with self._replacing:
+            pass
+        if not await self._is_unchanged():
+            self.drop(self.reason)
+            await self._come_back(target, initial)
+        elif self.server.policy_version != target.policy_version:
+            await self.take(target)  # it refused or missed an update
 
-        Raises EngineError or ConfigError, and the member stays out.
-        """
+    async def _is_unchanged(self) -> bool:
+        """Whether it is the process that it was, with the weights that it had."""
+        if not self.epoch:
+            return False
+        await asyncio.sleep(SETTLE_S)
+        try:
+            if not await self.server.healthy() or not await self.server.keeps_label():
+                return False
+            await self.probe.check(self.server)
+        except EngineError:
+            return False
+        return True
+
+    async def _come_back(self, target: Target, initial: Target) -> None:
+        """Connect, and load the current weights before anything is served."""
         if not await self.server.healthy():
             raise ServerLostError(f"{self.name} does not answer")
         info = await self._connect(UNKNOWN_VERSION)
@@ -257,33 +361,12 @@ class Member:
             await self.take(target)
         elif target == initial:
             await self.server.connect(target.policy_version)
-            self.in_doubt = False
+            await self.probe.check(self.server)
         else:
-            raise ConfigError(cannot_load(self.name, info))
-
-    def receiver(self) -> Receiver:
-        """Raises EngineError if it takes no broadcasts."""
-        receiver = self.server.receiver if "broadcast" in self.features else None
-        if receiver is None:
-            raise EngineError(f"{self.name} takes no weights by broadcast")
-        return receiver
-
-    async def take(self, target: Target) -> None:
-        """Load weights from a directory and check them.
-
-        ServerLostError: nobody knows what it serves now. EngineError: refused, it still serves
-        what it had.
-        """
-        source = await target.directory()
-        version = target.policy_version
-        await self._change(lambda: self.server.load_weights(source, version), version, source)
-
-    async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
-        """Take weights that are broadcast meanwhile, and check them; errors as of `take`."""
-        receiver = self.receiver()
-        await self._change(
-            lambda: receiver.receive(group, manifest, policy_version), policy_version, None
-        )
+            raise ConfigError(
+                f"{self.name} ({info.engine} {info.version}) came back without the weights of this "
+                "run and cannot load them: it lacks the feature load_weights"
+            )
 
     async def _connect(self, policy_version: int) -> ServerInfo:
         info = await self.server.connect(policy_version)
@@ -293,43 +376,127 @@ class Member:
         self.features = info.features
         return info
 
-    async def _change(
-        self, load: Callable[[], Awaitable[None]], policy_version: int, source: Path | None
-    ) -> None:
-        async with self.lock:
-            doubted, self.in_doubt = self.in_doubt, True
+    # weights
+
+    async def update(self, target: Target, rng: Random) -> EngineError | None:
+        """Load the target's weights. None: the server took them, or it is out. Otherwise the error
+        with which it refused them: it has the old weights, and is out if it slept before."""
+        if self.has(target):
+            return None
+        if self.asleep:
+            return await self._rouse(target)
+        if self.state is State.OUT:
+            async with self._replacing:  # a load of older weights ends before they are removed
+                return None
+        refusal: EngineError | None = None
+        for attempt in range(NUM_LOADS):
+            if attempt:
+                await asyncio.sleep(backoff(self.config, attempt, rng))
+            try:
+                await self.take(target)
+                return None
+            except ServerLostError:
+                return None
+            except EngineError as refused:
+                refusal = refused
+        return refusal
+
+    async def take(self, target: Target) -> None:
+        """Load weights from a directory and probe them.
+
+        ServerLostError: nobody knows what the server has now, and it is out. EngineError: it
+        refused, and has what it had.
+        """
+        source = await target.directory()
+        version = target.policy_version
+        await self._replace(lambda: self.server.load_weights(source, version), version)
+
+    async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
+        """Take weights that are broadcast meanwhile, and probe them; errors as of `take`."""
+        receiver = self.receiver()
+        await self._replace(
+            lambda: receiver.receive(group, manifest, policy_version), policy_version
+        )
+
+    def receiver(self) -> Receiver:
+        """Raises EngineError if the server takes no broadcasts."""
+        receiver = self.server.receiver if "broadcast" in self.features else None
+        if receiver is None:
+            raise EngineError(f"{self.name} takes no weights by broadcast")
+        return receiver
+
+    async def _replace(self, load: Callable[[], Awaitable[None]], policy_version: int) -> None:
+        async with self._replacing:
+            if self.serving:
+                self.state = State.LOADING
             try:
                 async with asyncio.timeout(self.config.load_timeout_s):
                     await load()
-            except ServerLostError:
-                raise
-            except EngineError:
-                self.in_doubt = doubted
-                raise
+                    await self.probe.check(self.server)
             except TimeoutError as error:
-                raise ServerLostError(
+                lost = ServerLostError(
                     f"{self.name} did not load policy version {policy_version} within "
                     f"{self.config.load_timeout_s:g} s"
-                ) from error
-            if self.config.check_weights:
-                await self.check.check(self.server, policy_version, source)
-            self.in_doubt = False
+                )
+                self._doubt(lost)
+                raise lost from error
+            except (ServerLostError, asyncio.CancelledError) as lost:
+                self._doubt(lost)
+                raise
+            finally:
+                if self.state is State.LOADING:
+                    self.state = State.SERVING
             self.limit.restart()  # an engine may preempt what runs to change its weights
 
-    async def updated(self) -> None:
-        """Wait while its weights are being replaced."""
-        async with self.lock:
-            return
+    def _doubt(self, error: BaseException) -> None:
+        reason = f"its weights are in doubt: {str(error) or type(error).__name__}"
+        if self.is_there:
+            logger.warning("%s is out: %s", self.name, reason)
+        self.drop(reason)
+
+    # sleep
+
+    async def fall_asleep(self) -> None:
+        """Break off what runs and let the server sleep. A server that is gone holds no memory.
+
+        Raises EngineError for a server that is there and does not sleep.
+        """
+        async with self.returning:
+            self.suspend("it sleeps")
+            self.state = State.ASLEEP
+            attempts = set(self.attempts)
+            for attempt in attempts:
+                attempt.cancel()
+            if attempts:
+                await asyncio.wait(attempts)
+            try:
+                await self.server.sleep()
+            except EngineError as error:
+                if await self.server.healthy():
+                    raise EngineError(f"{self.name} does not sleep: {error}") from error
+                self.suspend(str(error))
+
+    async def _rouse(self, target: Target) -> EngineError | None:
+        """Wake the server up and load the target's weights, in any case: another process may have
+        taken the place of the one that fell asleep."""
+        self.suspend("it wakes up")
+        try:
+            await self.server.wake()
+            await self.take(target)
+        except ServerLostError as lost:
+            self.drop(f"it did not wake up: {lost}")
+            logger.warning("%s is out: it did not wake up: %s", self.name, lost)
+        except EngineError as refused:
+            return refused
+        else:
+            self.state, self.reason = State.SERVING, ""
+        return None
+
+
+FOREIGN = "it does not have the weights that this run gave it"
 
 
 def backoff(config: PoolConfig, attempt: int, rng: Random) -> float:
     """Seconds before the n-th retry: exponential, with jitter so that many do not come at once."""
     longest = min(config.max_backoff_s, config.first_backoff_s * 2 ** (attempt - 1))
     return rng.uniform(longest / 2, longest)
-
-
-def cannot_load(name: str, info: ServerInfo) -> str:
-    return (
-        f"{name} ({info.engine} {info.version}) came back without the weights of this run and "
-        "cannot load them: it lacks the feature load_weights"
-    )

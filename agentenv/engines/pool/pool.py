@@ -8,135 +8,159 @@ Versions: a request that starts after an update never goes to a server with olde
 no other is left; it waits for one that has caught up, within `max_outage_s`. Otherwise an update
 that a single server missed would break the bound on staleness. Requests that run on a server that
 refused an update go on there, under the versions that they report.
+
+EnginePool (here)  calls of generate, one part of a turn after the other
+Fleet, Places      the servers, their keepers and updates, and who gets a place (fleet.py)
+Member             the state of one server (member.py)
+Turn               what is known of one turn (turn.py)
+Broadcast          the controller's part of weights by broadcast (broadcast.py)
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from agentenv.engines.pool.broadcast import check_able
-from agentenv.engines.pool.check import ask_each
-from agentenv.engines.pool.fleet import HOW_TO_SLEEP, Fleet, check_feature
+from agentenv.engines.pool.broadcast import FEATURE, HOW_TO_RECEIVE
+from agentenv.engines.pool.fleet import Fleet
 from agentenv.engines.pool.member import Member, Target, backoff
 from agentenv.engines.pool.turn import EntropyKind, Turn
-from agentenv.engines.server import BrokenOffError, Request, Server, ServerLostError
+from agentenv.engines.server import (
+    BrokenOffError,
+    ForeignWeightsError,
+    Request,
+    Server,
+    ServerLostError,
+)
 from agentenv.engines.server_config import PoolConfig
 from agentenv.engines.stop_strings import StopStrings
 from agentenv.engines.weights import Sender
-from agentenv.errors import EngineDeadError, EngineError
+from agentenv.errors import ConfigError, EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
 
-# Which server gets the next request, and who waits for one.
+HOW_TO_SLEEP = (
+    "vLLM needs --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1 (0.32 or newer), SGLang needs "
+    "--enable-memory-saver (0.5.23 or newer, on a GPU)"
+)
 
-MAX_SESSIONS = 65536  # whose home is remembered
 
+class EnginePool:
+    """An Engine over servers. `start` must have returned before it is used.
 
-class Places:
-    """Hands out places on servers, first come first served.
-
-    A session has a home, since that holds its prefixes; it goes elsewhere while its home is full
-    and gets another home when it is gone. Otherwise the least loaded server is taken.
+    `name` begins the ids of its requests and must be unique among the users of a server.
     """
 
-    def __init__(self, usable: Callable[[], list[Member]]) -> None:
-        self._usable = usable
-        self._homes: OrderedDict[str, Member] = OrderedDict()
-        self._waiting: deque[tuple[asyncio.Future[Member], str]] = deque()
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(not place.done() for place, _ in self._waiting)
-
-    async def acquire(self, session: str) -> Member:
-        """A server with room; to be given back with `release`."""
-        self.dispatch()
-        member = None if self._waiting else self._choose(session)
-        if member is not None:
-            member.in_flight += 1
-            return member
-        place: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
-        self._waiting.append((place, session))
-        try:
-            return await place
-        except asyncio.CancelledError:
-            if place.done() and not place.cancelled() and place.exception() is None:
-                self.release(place.result())
-            raise
-
-    def release(self, member: Member) -> None:
-        member.in_flight -= 1
-        self.dispatch()
-
-    def dispatch(self) -> None:
-        """Serve those who wait as far as there is room."""
-        while self._waiting:
-            place, session = self._waiting[0]
-            if not place.done():
-                member = self._choose(session)
-                if member is None:
-                    return
-                member.in_flight += 1
-                place.set_result(member)
-            self._waiting.popleft()
-
-    def end(self, reason: str) -> None:
-        """All who wait raise EngineDeadError."""
-        while self._waiting:
-            place, _ = self._waiting.popleft()
-            if not place.done():
-                place.set_exception(EngineDeadError(reason))
-
-    def _choose(self, session: str) -> Member | None:
-        usable = self._usable()
-        free = [member for member in usable if member.in_flight < member.limit.value]
-        if not free:
-            return None
-        home = self._homes.get(session)
-        if home in free:
-            self._homes.move_to_end(session)
-            return home
-        chosen = min(free, key=lambda member: member.pressure)
-        if home not in usable:
-            self._homes[session] = chosen
-            self._homes.move_to_end(session)
-            if len(self._homes) > MAX_SESSIONS:
-                self._homes.popitem(last=False)
-        return chosen
-
-
-# One part of a turn: a request on one server of the pool, to its end or until it is lost.
-
-
-class Attempts:
-    """Sends parts of turns to servers; `name` begins the ids of the requests. Raises what the
-    servers refuse a request with."""
-
-    def __init__(self, name: str, fleet: Fleet, places: Places, counts: Counter[str]) -> None:
-        self._name, self._fleet, self._places, self._counts = name, fleet, places, counts
+    def __init__(
+        self,
+        servers: Iterable[Server],
+        model_path: Path,
+        policy_version: int,
+        *,
+        vocab_size: int,
+        eos_ids: Collection[int],
+        config: PoolConfig | None = None,
+        name: str = "agentenv",
+        seed: int | str = 0,
+        adapter: Path | None = None,
+    ) -> None:
+        """`adapter`: what the policy is at first, on top of the model of `model_path`."""
+        self.config = config or PoolConfig()
+        self._name = name
+        self._rng = Random(f"{seed}/pool")
+        self._eos_ids = frozenset(eos_ids)
+        self._stop_strings = StopStrings(model_path, vocab_size)
+        target = Target(adapter or model_path, policy_version)
+        self._fleet = Fleet(servers, target, self.config, vocab_size, self._rng)
+        self._counts: Counter[str] = Counter()
         self._entropy_kind: EntropyKind = "top_k"  # of the last part that came to its end
 
-    async def part(self, turn: Turn, session: str) -> tuple[Completion | None, str]:
-        """Let one server sample. The turn if it is done by then; else what went wrong, which is
-        empty for a request that was broken off on purpose."""
+    async def start(self, *, fresh: bool) -> None:
+        """Connect to all servers. `fresh`: they were just started from `model_path`; others are
+        made to load it, where they can. Raises ConfigError if one cannot be used."""
+        await self._fleet.start(fresh=fresh)
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the last update that a server took."""
+        return self._fleet.version
+
+    @property
+    def outage_s(self) -> float:
+        """Seconds so far in which no server was there or all slept; see agentenv/deadline.py."""
+        return self._fleet.outage_s
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and turn that every server can hold."""
+        return min((m.max_model_len for m in self._fleet.members if m.max_model_len), default=0)
+
+    def add_server(self, server: Server) -> None:
+        """Let one more take part; it serves once it holds the current weights."""
+        self._fleet.add(server)
+
+    def remove_server(self, name: str) -> None:
+        """Take one out for good; what runs on it ends there."""
+        self._fleet.remove(name)
+
+    # turns
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session: str,
+        on_tokens: Callable[[Chunk], None] | None = None,
+        stream_interval: int = 1,
+    ) -> Completion:
+        """Sample one turn; see Engine.generate. A server that is lost costs no token."""
         self._fleet.check_alive()
-        member = await self._places.acquire(session)
+        if stream_interval < 1:
+            raise EngineError(f"stream_interval must be at least 1, found {stream_interval}")
+        matcher = self._stop_strings.matcher(sampling.stop)
+        turn = Turn(prompt_ids, sampling, on_tokens, stream_interval, self._eos_ids, matcher)
+        self._counts["requests"] += 1
+        retries = 0
+        while True:
+            done, problem = await self._part(turn, session)
+            if done is not None:
+                return done
+            self._counts["continuations"] += bool(turn.token_ids)
+            if not problem:
+                continue
+            if retries == self.config.max_retries:
+                raise EngineError(f"a turn was given up after {retries + 1} attempts: {problem}")
+            retries += 1
+            self._counts["retries"] += 1
+            await asyncio.sleep(backoff(self.config, retries, self._rng))
+
+    async def _part(self, turn: Turn, session: str) -> tuple[Completion | None, str]:
+        """Let one server sample. The turn if it is done by then; else what went wrong, which is
+        empty for a request that was broken off on purpose. Raises what a server refuses."""
+        self._fleet.check_alive()
+        member = await self._fleet.places.acquire(session)
         try:
+            if member.asleep:  # since the place was given
+                raise BrokenOffError(member.reason)
             part = await self._attempt(member, turn)
         except BrokenOffError:
             self._counts["broken_off"] += 1
             return turn.lose(None, self._entropy_kind), ""
+        except ForeignWeightsError as error:
+            self._fleet.lose(member, str(error), doubt=True)
+            turn.discard(error)
+            return None, str(error)
         except ServerLostError as error:
             self._fleet.check_alive()
             self._fleet.lose(member, f"a request was lost: {error}")
             return turn.lose(None, self._entropy_kind), str(error)
         finally:
-            self._places.release(member)
+            self._fleet.places.release(member)
         if part is None:
             return turn.cut(self._entropy_kind), ""
         self._entropy_kind = part.entropy_kind
@@ -147,8 +171,6 @@ class Attempts:
 
     async def _attempt(self, member: Member, turn: Turn) -> Completion | None:
         """One request on one server; None if it ended in a stop string that only the turn sees."""
-        if not member.serving and member.asleep:  # since the place was given
-            raise BrokenOffError(member.reason)
         self._counts["attempts"] += 1
         request = turn.request(f"{self._name}-{self._counts['attempts']}")
         self._counts["prompt_tokens"] += len(request.prompt_ids)
@@ -181,107 +203,27 @@ class Attempts:
         member.counts["sampled_tokens"] += len(chunk.token_ids)
         turn.receive(chunk, member.server.policy_version)
 
-
-class EnginePool:
-    """An Engine over servers. `start` must have returned before it is used.
-
-    `name` begins the ids of its requests and must be unique among the users of a server.
-    """
-
-    def __init__(
-        self,
-        servers: Iterable[Server],
-        model_path: Path,
-        policy_version: int,
-        *,
-        vocab_size: int,
-        eos_ids: Collection[int],
-        config: PoolConfig | None = None,
-        name: str = "agentenv",
-        seed: int | str = 0,
-        adapter: Path | None = None,
-    ) -> None:
-        """`adapter`: what the policy is at first, on top of the model of `model_path`."""
-        self.config = config or PoolConfig()
-        self._name = name
-        self._rng = Random(f"{seed}/pool")
-        self._eos_ids = frozenset(eos_ids)
-        self._stop_strings = StopStrings(model_path, vocab_size)
-        self._fleet = Fleet(
-            servers,
-            Target(adapter or model_path, policy_version),
-            self.config,
-            vocab_size,
-            self._rng,
-            lambda: self._places.dispatch(),
-            self._end,
+    async def generate_on_each(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams
+    ) -> dict[str, Completion]:
+        """One request on every server that serves, by the server's name; what is lost or refused
+        is left out. For measuring: it is not counted and not sent again."""
+        self._counts["probes"] += 1
+        request = Request(f"{self._name}-probe-{self._counts['probes']}", prompt_ids, sampling)
+        serving = [member for member in self._fleet.members if member.is_there]
+        outcomes = await asyncio.gather(
+            *(member.server.generate(request, lambda chunk: None) for member in serving),
+            return_exceptions=True,
         )
-        self._places = Places(self._fleet.usable)
-        self._counts: Counter[str] = Counter()
-        self._attempts = Attempts(name, self._fleet, self._places, self._counts)
+        found = {}
+        for member, outcome in zip(serving, outcomes, strict=True):
+            if isinstance(outcome, Completion):
+                found[member.name] = outcome
+            elif not isinstance(outcome, EngineError):
+                raise outcome
+        return found
 
-    async def start(self, *, fresh: bool) -> None:
-        """Connect to all servers. `fresh`: they were just started from `model_path`; others are
-        made to load it, where they can. Raises ConfigError if one cannot be used."""
-        await self._fleet.start(fresh=fresh)
-
-    @property
-    def policy_version(self) -> int:
-        """Version of the last update that a server took."""
-        return self._fleet.version
-
-    @property
-    def outage_s(self) -> float:
-        """Seconds so far in which no server was there or all slept; see agentenv/branch.py."""
-        return self._fleet.outage_s
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of prompt and turn that every server can hold."""
-        return min((m.max_model_len for m in self._fleet.members if m.max_model_len), default=0)
-
-    @property
-    def server_names(self) -> list[str]:
-        """Of all that take part, whether they serve now or not."""
-        return [member.name for member in self._fleet.members if not member.leaving]
-
-    def add_server(self, server: Server) -> None:
-        """Let one more take part; it serves once it holds the current weights."""
-        self._fleet.add(server)
-
-    def remove_server(self, name: str) -> None:
-        """Take one out for good; what runs on it ends there."""
-        self._fleet.remove(name)
-
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        session: str,
-        on_tokens: Callable[[Chunk], None] | None = None,
-        stream_interval: int = 1,
-    ) -> Completion:
-        """Sample one turn; see Engine.generate. A server that is lost costs no token."""
-        self._fleet.check_alive()
-        if stream_interval < 1:
-            raise EngineError(f"stream_interval must be at least 1, found {stream_interval}")
-        matcher = self._stop_strings.matcher(sampling.stop)
-        turn = Turn(prompt_ids, sampling, on_tokens, stream_interval, self._eos_ids, matcher)
-        self._counts["requests"] += 1
-        retries = 0
-        while True:
-            done, problem = await self._attempts.part(turn, session)
-            if done is not None:
-                return done
-            self._counts["continuations"] += bool(turn.token_ids)
-            if not problem:
-                continue
-            if retries == self.config.max_retries:
-                raise EngineError(f"a turn was given up after {retries + 1} attempts: {problem}")
-            retries += 1
-            self._counts["retries"] += 1
-            await asyncio.sleep(backoff(self.config, retries, self._rng))
+    # weights
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
         """Update every server; see Engine.load_weights.
@@ -293,21 +235,10 @@ class EnginePool:
         """
         await self._fleet.load_weights(Target(source, policy_version))
 
-    def check_adapters(self) -> None:
-        """Raises ConfigError for a server that loads no LoRA adapters."""
-        check_feature(
-            self._fleet.members,
-            "adapters",
-            'engine.lora = "adapter"',
-            "loads no adapters: vLLM needs --enable-lora, --max-lora-rank and "
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
-        )
-
-    def check_sleep(self) -> None:
-        """Raises ConfigError for a server that cannot sleep."""
-        check_feature(
-            self._fleet.members, "sleep", "resources.colocated", f"cannot sleep: {HOW_TO_SLEEP}"
-        )
+    async def receive_weights(self, sender: Sender, policy_version: int) -> None:
+        """Update every server by broadcast; otherwise like load_weights. A server that cannot, or
+        that failed, gets a directory that `sender` writes."""
+        await self._fleet.load_weights(Target(None, policy_version, sender))
 
     async def sleep(self) -> None:
         """Let all servers give their memory back. What runs, and what comes, waits without using
@@ -320,23 +251,29 @@ class EnginePool:
         """Let all serve again with the weights that they had."""
         await self._fleet.wake()
 
-    async def generate_on_each(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams
-    ) -> dict[str, Completion]:
-        """One request on every server that serves, by the server's name; what is lost is left
-        out. For measuring: it is not counted and not sent again."""
-        self._counts["probes"] += 1
-        request = Request(f"{self._name}-probe-{self._counts['probes']}", prompt_ids, sampling)
-        return await ask_each([member.server for member in self._fleet.usable()], request)
+    def check_adapters(self) -> None:
+        """Raises ConfigError for a server that loads no LoRA adapters."""
+        self._require(
+            "adapters",
+            'engine.lora = "adapter"',
+            "loads no adapters: vLLM needs --enable-lora, --max-lora-rank and "
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
+        )
+
+    def check_sleep(self) -> None:
+        """Raises ConfigError for a server that cannot sleep."""
+        self._require("sleep", "resources.colocated", f"cannot sleep: {HOW_TO_SLEEP}")
 
     def check_broadcast(self) -> None:
         """Raises ConfigError for a server that takes no weights by broadcast."""
-        check_able(self._fleet.members)
+        self._require(FEATURE, 'engine.weights = "broadcast"', f"takes none: {HOW_TO_RECEIVE}")
 
-    async def receive_weights(self, sender: Sender, policy_version: int) -> None:
-        """Update every server by broadcast; otherwise like load_weights. A server that cannot, or
-        that failed, gets a directory that `sender` writes."""
-        await self._fleet.load_weights(Target(None, policy_version, sender))
+    def _require(self, feature: str, key: str, lack: str) -> None:
+        for member in self._fleet.members:
+            if feature not in member.features:
+                raise ConfigError(f"{key}: {member.name} {lack}")
+
+    # figures, and the end
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and figures of each server as server/N/..., N in the order in
@@ -347,19 +284,14 @@ class EnginePool:
         found["weight_updates"] = self._fleet.num_updates
         found["outage_s"] = self.outage_s
         found["running"] = sum(member.in_flight for member in members)
-        found["waiting"] = self._places.num_waiting
-        found["servers"] = sum(not member.leaving for member in members)
-        found["servers_up"] = sum(member.serving for member in members)
-        for number, member in enumerate(members):
-            found |= {f"server/{number}/{k}": v for k, v in member.figures().items()}
+        found["waiting"] = self._fleet.places.num_waiting
+        found["servers"] = len(members)
+        found["servers_up"] = sum(member.is_there for member in members)
+        for member in members:
+            found |= {f"server/{member.number}/{k}": v for k, v in member.figures().items()}
         return found
 
     async def close(self) -> None:
         """Abort what runs and drop the connections. Idempotent; the servers go on."""
-        self._end("the engine pool is closed")
+        self._fleet.end("the engine pool is closed")
         await self._fleet.close()
-
-    def _end(self, reason: str) -> None:
-        """Everyone who waits, and everyone who comes, raises EngineDeadError."""
-        self._fleet.end(reason)
-        self._places.end(self._fleet.reason or reason)

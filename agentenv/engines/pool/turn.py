@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from agentenv.engines.server import Request
 from agentenv.engines.stop_strings import StopMatcher
+from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 EntropyKind = Literal["exact", "top_k"]
@@ -117,6 +118,15 @@ class Turn:
         if len(self.token_ids) >= self._sampling.max_tokens:
             return self._completion("length", None, entropy_kind, None)
         return None
+
+    def discard(self, error: EngineError) -> None:
+        """Forget the current part, whose weights were not those that this run loaded. Raises
+        `error` if someone was told of its tokens, so that nothing can take their place."""
+        if self._num_reported > self._base or self.stopped.done():
+            raise error
+        for tokens in (self.token_ids, self._logprobs, self._entropies):
+            del tokens[self._base :]
+        self._observed = []
 
     def _adopt(self, part: Completion) -> None:
         """Take the part as its end tells it, in place of its chunks."""

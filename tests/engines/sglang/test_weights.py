@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from agentenv.engines.server import ServerLostError
+from agentenv.engines.server import ForeignWeightsError, ServerLostError
 from agentenv.engines.sglang import SGLangServer
 from agentenv.errors import EngineError
 from agentenv.types import VersionSpan
@@ -23,14 +23,17 @@ from tests.engines.world import ServerSubject, World
 pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(600)]
 
 
-async def test_fingerprints_tell_weights_apart(server: SGLangServer, untied: World) -> None:
-    first = await server.fingerprint()
+async def test_weights_that_someone_else_names_are_known_as_foreign(
+    server: SGLangServer, untied: World
+) -> None:
+    assert await server.keeps_label()
+    body = {"new_version": "default", "abort_all_requests": False}
+    await server._http.call("POST", "/update_weight_version", body)
+    assert not await server.keeps_label()
+    with pytest.raises(ForeignWeightsError, match="weights labelled 'default'"):
+        await ask(server, PROMPT, 3)
     await server.load_weights(untied.paths[1], 1)
-    second = await server.fingerprint()
-    assert first.keys() == second.keys()
-    assert first["lm_head.weight"] != second["lm_head.weight"]
-    await server.load_weights(untied.paths[0], 2)
-    assert await server.fingerprint() == first
+    assert await server.keeps_label()
 
 
 @pytest.mark.usefixtures("slow")
@@ -118,9 +121,9 @@ async def test_a_directory_that_only_the_server_refuses(
     server: SGLangServer, untied: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As when it does not see our files: it answers 400 before it touches a weight."""
-    layout = server._served.layout
+    layout = server._layout
     assert layout is not None
-    monkeypatch.setattr("agentenv.engines.client.read_layout", lambda source: layout)
+    monkeypatch.setattr("agentenv.engines.remote.read_layout", lambda source: layout)
     with pytest.raises(EngineError, match="Failed to get weights iterator") as caught:
         await server.load_weights(tmp_path / "elsewhere", 1)
     assert not isinstance(caught.value, ServerLostError)

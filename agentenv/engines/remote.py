@@ -1,0 +1,336 @@
+"""What the clients of vLLM and SGLang share: the weights of a server behind HTTP.
+
+load_weights, receive (a broadcast):
+    check --> pause --> change --> drop old prefixes --> name --> resume
+    requests that come meanwhile wait in `generate`, so that each starts on the new weights
+
+Each change names the weights by a label, policy version and nonce ("17-ab12..."). The server writes
+the label beside each token, gives it back when asked, and a process that has taken its place does
+not know it. Requests carry the label as the salt of the prefix cache too, so that none meets keys
+and values of other weights; the version alone would not do, since a run that is resumed gives its
+number to other weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from msgspec import Struct
+
+from agentenv.engines.client import FailedError, HttpClient, RefusedError, Timeouts, all_of
+from agentenv.engines.server import ForeignWeightsError, ServerLostError, check_top_k
+from agentenv.engines.weights import (
+    Bucket,
+    Group,
+    Layout,
+    Manifest,
+    Receiver,
+    check_layout,
+    check_manifest,
+    read_layout,
+)
+from agentenv.errors import ConfigError, EngineError
+from agentenv.types import VersionSpan
+
+HEALTH_S = 5.0
+LAST_S = 5.0  # for what is under way when the client is closed
+SLACK_S = 15.0  # an HTTP call outlives the collective call behind it by this
+
+
+class TransferRoutes(Struct, frozen=True):
+    """Paths by which an engine takes weights from a broadcast; `empty` is the body of a call that
+    has nothing to say."""
+
+    join: str
+    start: str
+    receive: str
+    finish: str
+    leave: str
+    empty: dict[str, Any] | None
+
+
+class RemoteServer(ABC):
+    """One engine server; see Server, and Receiver for weights by broadcast.
+
+    `url` samples; `control_urls` are the API servers or workers behind it, which hold the same
+    weights, if it is a router. Entropies come from the `entropy_top_k` largest log-probs (-1: all).
+    Without `vocab_size` it is read from the directory that the server was started from.
+    """
+
+    transfer: ClassVar[TransferRoutes]
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        entropy_top_k: int = 20,
+        timeouts: Timeouts | None = None,
+        vocab_size: int | None = None,
+        api_key: str = "",
+        control_urls: Sequence[str] = (),
+    ) -> None:
+        check_top_k(entropy_top_k)
+        self._http = HttpClient(url, timeouts, api_key)
+        controls = [HttpClient(each, timeouts, api_key) for each in control_urls]
+        self._controls = controls or [self._http]
+        self._load_s = self._http.timeouts.load_s
+        self._top_k, self._given_vocab_size = entropy_top_k, vocab_size
+        self._layout: Layout | None = None  # of the directory it was started from, if known
+        self._policy_version = 0
+        self._label = ""
+        self._versions: dict[str, int] = {}  # by label, of all that this client named
+        self._doubt = "connect was not called"  # why nobody knows what it serves; empty: known
+        self._changing = asyncio.Lock()  # held by whoever changes the weights
+        self._open = asyncio.Event()  # cleared while they are being replaced
+        self._open.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def name(self) -> str:
+        return self._http.name
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    @property
+    def receiver(self) -> Receiver | None:
+        return self
+
+    async def healthy(self) -> bool:
+        try:
+            await self._http.call("GET", "/health", timeout_s=HEALTH_S)
+        except EngineError:
+            return False
+        return True
+
+    async def keeps_label(self) -> bool:
+        """See Server.keeps_label; all servers behind the URL must give it back."""
+        if self._doubt:
+            return False
+        label = self._label
+        found = await all_of(self._read_label(each) for each in self._controls)
+        return label != self._label or all(each == label for each in found)
+
+    async def load_weights(self, source: Path, policy_version: int) -> None:
+        """See Server.load_weights. The server must see `source` under the same path."""
+        async with self._changing:
+            layout = await asyncio.to_thread(read_layout, source)
+            if self._layout is not None:
+                check_layout(source, layout, self._layout)
+            await self._replace(partial(self._reload, layout.directory), policy_version)
+            self._layout = self._layout or layout
+
+    async def sleep(self) -> None:
+        async with self._changing:
+            self._doubt = "it sleeps"
+            await self._fall_asleep()
+
+    async def wake(self) -> None:
+        async with self._changing:
+            await self._wake()
+
+    async def close(self) -> None:
+        """Drop the connections, after what is under way in the background. Idempotent."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LAST_S)
+        for task in self._tasks:
+            task.cancel()
+        for http in {self._http, *self._controls}:
+            await http.close()
+
+    # weights by broadcast
+
+    async def num_ranks(self) -> int:
+        return sum([await self._num_workers(each) for each in self._controls])
+
+    async def join(self, group: Group, first_rank: int) -> None:
+        calls = []
+        for each in self._controls:
+            body = self._join_body(group, first_rank)
+            first_rank += await self._num_workers(each)
+            calls.append(post(each, self.transfer.join, body, group.timeout_s + SLACK_S))
+        await all_of(calls)
+
+    async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
+        async with self._changing:
+            check_manifest(manifest, self._layout)
+            await self._replace(partial(self._receive, group, manifest), policy_version)
+
+    async def leave(self, group: Group) -> None:
+        with suppress(EngineError):
+            await self._post(self.transfer.leave, self._leave_body(group), SLACK_S)
+
+    async def _receive(self, group: Group, manifest: Manifest) -> None:
+        routes = self.transfer
+        try:
+            await self._post(routes.start, routes.empty)
+        except (RefusedError, FailedError):  # an earlier update was broken off between two buckets
+            with suppress(EngineError):
+                await self._post(routes.finish, routes.empty)
+            await self._post(routes.start, routes.empty)
+        try:
+            for bucket in manifest.buckets:
+                body = self._bucket_body(group, bucket)
+                await self._post(routes.receive, body, group.timeout_s + SLACK_S)
+            await self._post(routes.finish, routes.empty, self._load_s)
+        except EngineError as error:
+            raise ServerLostError(f"nobody knows what weights it has: {error}") from error
+
+    # a change of weights
+
+    async def _replace(self, change: Callable[[], Awaitable[None]], policy_version: int) -> None:
+        """Pause, let `change` put other weights in place, drop old prefixes, name the weights, go
+        on. A RefusedError of `change` says that nothing was touched; after any other failure
+        nobody knows what the server has."""
+        before, self._doubt = self._doubt, "its weights are being replaced"
+        self._open.clear()
+        refused = False
+        try:
+            await self._pause()
+            try:
+                await change()
+            except RefusedError:
+                await self._resume()
+                refused, self._doubt = True, before
+                raise
+            await self._drop_prefixes()
+            await self._name(policy_version)
+            await self._resume()
+            self._doubt = ""
+        except BaseException as error:  # a cancellation too
+            if refused:
+                raise
+            reason = str(error) or type(error).__name__
+            self._doubt = f"a load of weights was not completed ({reason})"
+            if not isinstance(error, EngineError):
+                raise
+            raise self._lost() from error
+        finally:
+            self._open.set()
+
+    async def _name(self, policy_version: int) -> None:
+        """Give the weights in place, whatever they are, a label of this version."""
+        label = f"{policy_version}-{secrets.token_hex(8)}"
+        self._versions[label] = policy_version
+        await self._write_label(label)
+        self._label, self._policy_version = label, policy_version
+
+    async def _known(self) -> None:
+        """Wait while weights are being replaced. ServerLostError if nobody knows them then."""
+        await self._open.wait()
+        if self._doubt:
+            raise self._lost()
+
+    def _lost(self) -> ServerLostError:
+        return ServerLostError(f"{self.name} cannot be used: {self._doubt}")
+
+    def _span(self, label: str, start: int, end: int) -> VersionSpan:
+        """The version that sampled the tokens from `start` to `end`. ForeignWeightsError if this
+        client gave no weights of the server such a label."""
+        if label not in self._versions:
+            raise ForeignWeightsError(
+                f"{self.name} sampled tokens {start} to {end} with weights labelled {label!r}, "
+                "which this run did not load: was it restarted, or does someone else load weights "
+                "into it?"
+            )
+        return VersionSpan(self._versions[label], start, end)
+
+    async def _post(
+        self, path: str, body: Any = None, timeout_s: float | None = None, **params: str
+    ) -> None:
+        """To all API servers at once, until each has answered. RefusedError if all refused, else
+        any failure is a ServerLostError: they may differ now."""
+        calls = (post(each, path, body, timeout_s, **params) for each in self._controls)
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        for error in errors:
+            if not isinstance(error, RefusedError):
+                raise error
+        if errors and len(errors) < len(outcomes):
+            raise ServerLostError(f"not all servers did it: {errors[0]}") from errors[0]
+        if errors:
+            raise errors[0]
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Work that no caller waits for: a cancelled caller must end at once."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # what differs
+
+    @abstractmethod
+    async def _pause(self) -> None:
+        """Nothing is sampled from here on; requests keep their tokens."""
+
+    @abstractmethod
+    async def _reload(self, directory: Path) -> None:
+        """Read the weights from a directory; see `_replace` for errors."""
+
+    @abstractmethod
+    async def _drop_prefixes(self) -> None:
+        """No request that starts later meets a prefix cache of the weights before."""
+
+    @abstractmethod
+    async def _write_label(self, label: str) -> None:
+        """Tokens from now on are labelled so."""
+
+    @abstractmethod
+    async def _read_label(self, server: HttpClient) -> str:
+        """The label of the weights on one server."""
+
+    @abstractmethod
+    async def _resume(self) -> None: ...
+
+    @abstractmethod
+    async def _fall_asleep(self) -> None: ...
+
+    @abstractmethod
+    async def _wake(self) -> None: ...
+
+    @abstractmethod
+    async def _num_workers(self, server: HttpClient) -> int:
+        """Ranks that one server takes in a broadcast; EngineError if it cannot take part."""
+
+    @abstractmethod
+    def _join_body(self, group: Group, first_rank: int) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _bucket_body(self, group: Group, bucket: Bucket) -> dict[str, Any]: ...
+
+    def _leave_body(self, group: Group) -> dict[str, Any] | None:
+        return None
+
+
+async def post(
+    server: HttpClient,
+    path: str,
+    body: Any = None,
+    timeout_s: float | None = None,
+    **params: str,
+) -> Any:
+    """To one server; RefusedError also for an answer that says success: false."""
+    answer = await server.call_json("POST", path, body, params, timeout_s)
+    if isinstance(answer, dict) and answer.get("success") is False:
+        raise RefusedError(f"{server.name}{path} failed: {answer}", 200, str(answer))
+    return answer
+
+
+def vocabulary(name: str, given: int | None, layout: Layout | None, model: str) -> int:
+    """Size of the served vocabulary. Raises ConfigError if nobody knows it."""
+    size = given or (layout.vocab_size if layout is not None else None)
+    if size is None:
+        raise ConfigError(
+            f"{name} serves {model!r}, whose config.json cannot be read from here: give the size "
+            "of its vocabulary (vocab_size)"
+        )
+    return size
