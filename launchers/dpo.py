@@ -23,7 +23,7 @@ import numpy as np
 
 from agentenv.disk import write_whole
 from agentenv.errors import DataError
-from launchers.command import make_parser, parse, run_command
+from launchers.command import Work, make_parser, parse, run_command
 from launchers.config import TrainConfig
 from launchers.rundir import RunDirectory
 from launchers.supervised.config import DPOLoopConfig, DPORunConfig
@@ -50,9 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(parser, argv)
     if not arguments.self_critic:
         return run_command(arguments, DPORunConfig, prefer)
-    from launchers.rl.self_critic_run import criticise
+    return run_command(arguments, TrainConfig, self_critic(arguments.self_critic))
 
-    return run_command(arguments, TrainConfig, criticise(arguments.self_critic))
+
+def self_critic(num_rounds: int) -> Work:
+    """The run of --self-critic."""
+
+    async def work(config: TrainConfig, run: RunDirectory, view: View, resume: str) -> None:
+        from launchers.rl.training import Training  # slow to load: mistakes are told before
+
+        await Training(config, run, view, resume=resume).run_rounds(num_rounds)
+
+    return work
 
 
 async def prefer(config: DPORunConfig, run: RunDirectory, view: View, resume: str) -> None:

@@ -13,6 +13,7 @@ runs/NAME/config.json  run.log  servers/*.log  metrics.jsonl  summary.json  curv
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
@@ -29,6 +30,7 @@ from agentenv.errors import ConfigError, DataError
 from agentenv.tree import TrajectoryTree
 from launchers.monitors import MonitorConfig, Monitors
 from launchers.trajectories import trajectory_row
+from learners.learner import Learner
 
 # The checkpoints of a run: written beside their final name, renamed when whole, rotated.
 #
@@ -68,6 +70,25 @@ class Checkpoints:
         path = partial.with_name(partial.name.removesuffix(PARTIAL))
         replace_folder(partial, path)
         return path
+
+    async def save(
+        self,
+        step: int,
+        learner: Learner,
+        state: msgspec.Struct,
+        keep_last: int,
+        needed: Collection[int] = (),
+    ) -> None:
+        """The checkpoint of `step`, unless there is one: model, learner and `state`, whole or not
+        at all; then the old ones are removed as `prune` says."""
+        if self.path(step) in self.finished():
+            return
+        partial = await asyncio.to_thread(self.begin, step)
+        await learner.export(partial)
+        await learner.save(partial / "trainer")
+        save_state(partial, state)
+        await asyncio.to_thread(self.complete, partial)
+        await asyncio.to_thread(self.prune, keep_last, needed)
 
     def prune(self, keep_last: int, needed: Collection[int] = ()) -> None:
         """Remove all but the newest and the steps that are needed, and what a crash has left

@@ -8,20 +8,20 @@ import asyncio
 import copy
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from msgspec.structs import replace
 
 from agentenv.actor import Actor
-from agentenv.engine import Engine, EngineConfig, EngineStart, SleepingEngine, check_context
+from agentenv.engine import Engine, EngineStart, check_context
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.env import close_shared
-from agentenv.errors import ConfigError, LearnerError
+from agentenv.errors import ConfigError
 from agentenv.model_files import vocab_size
 from agentenv.plan import RolloutPlan
 from agentenv.renderer import Renderer
@@ -29,7 +29,16 @@ from agentenv.types import Task
 from launchers.assembly import load_function, load_tokenizer, make_renderer
 from launchers.config import TrainConfig, divide
 from launchers.data import EnvMaker, check_files, load_questions, tables_of, try_env
-from launchers.rl.state import ParityProbe
+from launchers.rl.publishing import (
+    AdapterPublisher,
+    BroadcastPublisher,
+    Colocation,
+    DirectoryPublisher,
+    ParityProbe,
+    Publisher,
+    learner_turn,
+    sleeping_engine,
+)
 from launchers.rl.units import check_units, count_steps
 from launchers.rundir import RunDirectory, find_checkpoint
 from launchers.serving.roles import check_roles, start_roles
@@ -37,82 +46,6 @@ from launchers.serving.servers import ServerFactory
 from learners.checkpoint import saved_version
 from learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
 from learners.lora import ADAPTER_FOLDER, frozen_model
-
-# GPUs that engine and learner have in turn.
-#
-#     all serve --> sleep --> all train --> wake --> all serve
-#                             publish -----^  with the new weights
-#
-# Rollouts that are under way wait with their tokens while the learner trains, and their deadlines
-# with them; so do those that start meanwhile.
-
-
-class Colocation:
-    """Who has the GPUs. Every command to the learner takes them for itself; `turn` keeps them for
-    several. `settle` is awaited before the engine sleeps: what only it can still do."""
-
-    def __init__(
-        self,
-        engine: SleepingEngine,
-        learner: DeepSpeedLearner,
-        settle: Callable[[], Awaitable[None]],
-    ) -> None:
-        self.owner: Literal["engine", "learner"] = "engine"
-        self._engine, self._learner, self._settle = engine, learner, settle
-        self._depth = 0
-        self._moving = asyncio.Lock()
-        learner.turn = self.turn
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """The learner has the GPUs inside, whether or not it had them already."""
-        self._depth += 1
-        gone = False
-        try:
-            await self._to_learner()
-            yield
-        except LearnerError:
-            gone = True  # there may be nobody left to sleep, and the reason must not be hidden
-            raise
-        finally:
-            self._depth -= 1
-            if not (self._depth or gone):
-                await self._to_engine()
-
-    async def release(self) -> None:
-        """Within a turn: the learner sleeps from now on, the engine is about to be woken up by
-        `load_weights`."""
-        async with self._moving:
-            await self._learner.sleep()
-            self.owner = "engine"
-
-    async def _to_learner(self) -> None:
-        async with self._moving:
-            if self.owner == "engine":
-                await self._settle()
-                await self._engine.sleep()
-                await self._learner.wake()
-                self.owner = "learner"
-
-    async def _to_engine(self) -> None:
-        async with self._moving:
-            if self.owner == "learner":
-                await self._learner.sleep()
-                await self._engine.wake()
-                self.owner = "engine"
-
-
-def sleeping_engine(engine: Engine) -> SleepingEngine:
-    """The engine as one that can sleep. Raises ConfigError if it, or one of its servers, cannot."""
-    if not isinstance(engine, SleepingEngine):
-        raise ConfigError(
-            "resources.colocated: this engine cannot sleep; choose engine.name = 'embedded', "
-            "'vllm' or 'sglang'"
-        )
-    if isinstance(engine, EnginePool):
-        engine.check_sleep()
-    return engine
-
 
 # Learner and engine of a run, started side by side or one after the other.
 
@@ -205,32 +138,17 @@ class Parts:
     actor: Actor
     eval_actor: Actor
     probe: ParityProbe
-    weights: Path
-    sender: LearnerSender | None  # weights go by broadcast
-    as_adapter: bool  # weights go as a LoRA adapter
+    publisher: Publisher
     colocation: Colocation | None  # engine and learner share their GPUs
     overlapping: Actor | None = None  # on an engine of its own
 
     def learner_turn(self) -> AbstractAsyncContextManager[None]:
-        """To be entered around several commands to the learner that follow one another: where it
-        shares its GPUs, the engine sleeps until the end, or until the publish before it."""
-        return nullcontext() if self.colocation is None else self.colocation.turn()
+        """See `launchers.rl.publishing.learner_turn`."""
+        return learner_turn(self.colocation)
 
     async def publish(self) -> None:
-        """New weights into the engine while rollouts are running; a sleeping one wakes up."""
-        if self.sender is not None:
-            assert isinstance(self.engine, EnginePool)
-            version = await self.sender.publish()
-            await self.engine.receive_weights(self.sender, version)
-        else:
-            version = self.learner.policy_version + 1
-            write = self.learner.publish_adapter if self.as_adapter else self.learner.publish
-            async with self.learner_turn():
-                path = await write(self.weights / f"v{version}")
-                if self.colocation is not None:
-                    await self.colocation.release()
-            await self.engine.load_weights(path, version)
-        shutil.rmtree(self.weights / f"v{version - 1}", ignore_errors=True)
+        """New weights into the engine while rollouts are running, and a probe of them begun."""
+        await self.publisher.publish()
         self.probe.start()
 
 
@@ -283,7 +201,7 @@ async def build_parts(
     stack.push_async_callback(probe.close)
     colocation = None
     if config.resources.colocated:
-        colocation = Colocation(sleeping_engine(engine), learner, probe.settle)
+        colocation = Colocation(sleeping_engine(engine), learner, probe)
     sampling = config.sampling
     seeds = [
         config.run.seed if one.seed is None else one.seed for one in (sampling.train, sampling.eval)
@@ -306,9 +224,7 @@ async def build_parts(
         ),
         eval_actor=evaluating,
         probe=probe,
-        weights=weights,
-        sender=make_sender(config.engine, learner, weights),
-        as_adapter=adapter_rank(config) > 0,
+        publisher=make_publisher(config, engine, learner, weights, colocation),
         colocation=colocation,
         overlapping=await start_overlapping(
             config, evaluating, model, tokenizer, learner, factory, stack
@@ -346,13 +262,22 @@ async def start_overlapping(
     return other
 
 
-def make_sender(
-    config: EngineConfig, learner: DeepSpeedLearner, folder: Path
-) -> LearnerSender | None:
-    """The learner's side of weights by broadcast, if they go that way."""
-    if isinstance(config, PooledEngineConfig) and config.new_weights == "broadcast":
-        return LearnerSender(learner, folder, config.pool.broadcast_timeout_s)
-    return None
+def make_publisher(
+    config: TrainConfig,
+    engine: Engine,
+    learner: DeepSpeedLearner,
+    folder: Path,
+    colocation: Colocation | None,
+) -> Publisher:
+    """How new weights reach the engine, by its configuration."""
+    if config.engine.new_weights == "adapter":
+        return AdapterPublisher(engine, learner, folder, colocation)
+    if config.engine.new_weights == "directory":
+        return DirectoryPublisher(engine, learner, folder, colocation)
+    assert isinstance(config.engine, PooledEngineConfig)
+    assert isinstance(engine, EnginePool)
+    sender = LearnerSender(learner, folder, config.engine.pool.broadcast_timeout_s)
+    return BroadcastPublisher(engine, sender)
 
 
 def make_weights_directory() -> Path:

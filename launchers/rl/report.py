@@ -18,7 +18,7 @@ from agentenv.metrics import EntropyProfile
 from agentenv.replay import ReplayQueue
 from launchers.evaluation.figures import Report, Score
 from launchers.evaluation.store import EvalRow
-from launchers.rl.state import RunState, Throughput
+from launchers.rl.state import RunState
 from launchers.terminal import View
 from launchers.trajectories import readable
 
@@ -96,6 +96,19 @@ INTERVAL_S = 0.5
 
 Row = dict[str, Any]
 Lines = list[tuple[str, str]]
+
+
+class Throughput:
+    """Tokens that the engine sampled a second, between one call of `rate` and the next."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, float] | None = None
+
+    def rate(self, stats: dict[str, float]) -> float:
+        now = (asyncio.get_running_loop().time(), stats["sampled_tokens"])
+        before, self._before = self._before or now, now
+        seconds = now[0] - before[0]
+        return (now[1] - before[1]) / seconds if seconds else 0.0
 
 
 class LiveFigures:
@@ -352,25 +365,6 @@ def final_table(state: RunState, name: str) -> Table:
     table.add_row("all", *(_cell(report.overall) for report in reports))
     table.add_row("reward", *(f"{report.overall.reward:.3f}" for report in reports))
     table.add_row("tool calls each", *(f"{report.overall.tool_calls:.2f}" for report in reports))
-    return table
-
-
-def report_table(report: Report, title: str) -> Table:
-    """One evaluation by kind of question, with 95 % Wilson intervals."""
-    table = Table(title=title)
-    for column in ("questions", "n", "success [95 %]", "reward", "tool calls", "failed"):
-        table.add_column(column, justify="left" if column == "questions" else "right")
-    for kind, score in [*report.by_kind.items(), ("all", report.overall)]:
-        if kind == "all":
-            table.add_section()
-        table.add_row(
-            kind,
-            str(score.num_trajectories),
-            _cell(score),
-            f"{score.reward:.3f}",
-            f"{score.tool_calls:.2f}",
-            str(score.num_failed),
-        )
     return table
 
 

@@ -132,3 +132,19 @@ class SelfCritic:
         folder.mkdir(exist_ok=True)
         lines = [json.dumps(msgspec.to_builtins(row)) + "\n" for row in rows]
         (folder / f"round-{number:06d}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def round_line(metrics: Metrics) -> str:
+    """A round in one line, for terminal and log."""
+    figures = {name.removeprefix("self_critic/"): value for name, value in metrics.items()}
+    text = (
+        f"{figures['num_mixed']:.0f} of "
+        f"{sum(figures[f'num_{kind}'] for kind in ('mixed', 'all_chosen', 'all_rejected')):.0f} "
+        f"questions gave {figures['num_pairs']:.0f} pairs"
+    )
+    if not figures["num_steps"]:
+        return f"{text}; nothing is trained"
+    return (
+        f"{text}; after {figures['num_steps']:.0f} steps of DPO loss {figures['loss']:.3f}, "
+        f"accuracy {figures['accuracy']:.2f}, margin {figures['margin']:.3f}"
+    )

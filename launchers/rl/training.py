@@ -6,6 +6,7 @@ RL           feeder --slot--> rollouts --trees--> learner    all at the same tim
                 ^                                    |       on while the learner trains and
                 +---- release <--- engine <--- publish       weights are replaced
 evaluation   before, after the cold start, every so many steps, and at the end
+checkpoint   after the cold start, every so many steps, and whenever the run ends
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ from agentenv.config import changes, to_plain, upgrade
 from agentenv.data.dataset import TaskStream
 from agentenv.deadline import uncancelled
 from agentenv.env import shared_stats
-from agentenv.errors import EnvError
+from agentenv.errors import ConfigError, EnvError
 from agentenv.metrics import LoopLag, entropy_profile, failure_kind, rollout_metrics
 from agentenv.replay import ReplayQueue
 from agentenv.tree import TrajectoryTree
 from launchers.config import TrainConfig
 from launchers.rl import report
 from launchers.rl.cold_start import cold_start_phase
+from launchers.rl.evaluations import Evaluator
 from launchers.rl.parts import Parts, build_parts
 from launchers.rl.recorder import PhaseClock, Recorder, Stopwatch
-from launchers.rl.report import LiveFigures
-from launchers.rl.self_critic import SelfCritic
-from launchers.rl.state import RunState, Throughput
+from launchers.rl.report import LiveFigures, Throughput
+from launchers.rl.self_critic import SelfCritic, round_line
+from launchers.rl.state import RunState, Saver
 from launchers.rundir import CONFIG_FILE, RunDirectory, load_state
 from launchers.terminal import View
 from learners.credit import CreditedTree, TreeCredit
@@ -148,17 +150,14 @@ class Training:
         self.watch = Stopwatch()
         self.parts: Parts
         self.recorder: Recorder
+        self.saver: Saver
+        self.evaluator: Evaluator
 
     async def run_all(self) -> None:
         """The whole run. Cancelling it stops cleanly, with a checkpoint if RL has begun."""
         async with AsyncExitStack() as stack:
             with self.clock.phase("setup"):
-                self.parts = await build_parts(
-                    self.config, self.run, self.checkpoint, stack, self.view.say
-                )
-                self.recorder = Recorder(
-                    self.config, self.run, self.view, self.state, self.clock, self.parts
-                )
+                await self._set_up(stack)
                 self._announce()
             measuring = asyncio.create_task(self.lag.run())
             stack.callback(measuring.cancel)
@@ -166,12 +165,43 @@ class Training:
                 await self._begin()
             await self._reinforce()
             if "after_rl" not in self.state.reports:
-                await self.recorder.evaluate_phase("after_rl")
+                await self.evaluator.around("after_rl")
             self.recorder.finish(
-                in_flight=self.queue.num_waiting, loop_lag_ms=self.lag.percentile_ms(99)
+                policy_version=self.parts.learner.policy_version,
+                in_flight=self.queue.num_waiting,
+                loop_lag_ms=self.lag.percentile_ms(99),
+            )
+
+    async def run_rounds(self, num_rounds: int) -> None:
+        """So many rounds of the self-critic by themselves, in place of reinforcement learning."""
+        if self.config.self_critic is None:
+            raise ConfigError("--self-critic: the configuration has no table [self_critic]")
+        async with AsyncExitStack() as stack:
+            await self._set_up(stack)
+            if self.checkpoint is None:
+                self.run.write_json(CONFIG_FILE, to_plain(self.config))
+                await self._evaluate_all("before_rl")
+            while self.state.step < num_rounds:
+                await uncancelled(self._one_round())
+            await self._evaluate_all("after_rl")
+            await self.saver.save()
+            self.view.say(
+                f"written to {self.run.path}: pairs/, metrics.jsonl, "
+                f"checkpoints/{self.run.checkpoints.path(self.state.step).name}"
             )
 
     # before RL
+
+    async def _set_up(self, stack: AsyncExitStack) -> None:
+        """Build the parts, and what evaluates, saves and writes from here on."""
+        config, run, state = self.config, self.run, self.state
+        parts = await build_parts(config, run, self.checkpoint, stack, self.view.say)
+        self.parts = parts
+        self.recorder = Recorder(config, run, self.view, state, parts.tokenizer)
+        self.saver = Saver(
+            config.checkpoint, run.checkpoints, state, parts.learner, parts.colocation
+        )
+        self.evaluator = Evaluator(config, run, state, self.clock, parts, self.recorder, self.saver)
 
     def _announce(self) -> None:
         config, parts = self.config, self.parts
@@ -197,23 +227,23 @@ class Training:
         )
 
     async def _begin(self) -> None:
-        await self.recorder.evaluate_phase("before_sft")
+        await self.evaluator.around("before_sft")
         if self.config.sft is not None:
             with self.clock.phase("sft"):
                 await cold_start_phase(
                     self.config, self.run, self.view, self.state, self.parts, self.recorder
                 )
-            await self.recorder.evaluate_phase("after_sft")
+            await self.evaluator.around("after_sft")
         else:
             self.state.reports["after_sft"] = self.state.reports["before_sft"]
-        await self.recorder.save_checkpoint()
+        await self.saver.save()
 
     # RL
 
     async def _reinforce(self) -> None:
         self.throughput.rate(self.parts.engine.stats())
         self.view.begin("RL", self.parts.num_steps, self.state.step)
-        await self.recorder.resume_overlapping()
+        await self.evaluator.resume()
         self.live = LiveFigures(self.view, self.state, self.queue, self.parts.engine)
         try:
             async with asyncio.TaskGroup() as rollouts:
@@ -225,20 +255,31 @@ class Training:
                             trees = await self.queue.get(self._keep)
                         await uncancelled(self._learn(trees))
                     with self.watch.part("evaluate_and_save"):
-                        await self.recorder.after_step()
+                        await self.evaluator.after_step(self._due_evaluations())
+                        if self._due_checkpoint():
+                            await self.saver.save()
                 feeder.cancel()
                 showing.cancel()
                 for rollout in self.queue.drain():
                     rollout.cancel()
-            await self.recorder.finish_overlapping()
+            await self.evaluator.finish()
         except asyncio.CancelledError:
-            await self.recorder.save_checkpoint()
+            await self.saver.save()
             self.recorder.draw()
             raise
         finally:
-            self.recorder.cancel_overlapping()
+            self.evaluator.cancel()
             self.view.end()
-        await self.recorder.save_checkpoint()
+        await self.saver.save()
+
+    def _due_evaluations(self) -> list[str]:
+        """The evaluation sets that are due after this step."""
+        sets, step = self.config.eval.sets, self.state.step
+        return [name for name, one in sets.items() if one.every and step % one.every == 0]
+
+    def _due_checkpoint(self) -> bool:
+        every = self.config.checkpoint.every
+        return bool(every) and self.state.step % every == 0
 
     async def _feed(self, rollouts: asyncio.TaskGroup) -> None:
         """Start rollouts as slots allow; without refill no more than the run will train."""
@@ -263,7 +304,7 @@ class Training:
     async def _learn(self, trees: list[TrajectoryTree]) -> None:
         """Update on the trees, publish, release their slots, and account for every one."""
         parts, state = self.parts, self.state
-        critic = self._critic()
+        critic = self._due_critic()
         answers = [] if critic is None else await critic.sample(state.step)
         delivered, self.refused = trees + self.refused, []
         async with parts.learner_turn():
@@ -298,14 +339,17 @@ class Training:
             **{f"learner/{name}": value for name, value in update.items()},
         }
 
-    def _critic(self) -> SelfCritic | None:
-        """A self-critic round, if one is due. It moves the weights before the update and is
-        published with it, so that it counts as no policy version of its own."""
-        critic, parts = self.config.self_critic, self.parts
-        if critic is None or not self.state.step or self.state.step % critic.every:
-            return None
+    def _due_critic(self) -> SelfCritic | None:
+        """The self-critic, if a round of it is due. The round moves the weights before the update
+        and is published with it, so that it counts as no policy version of its own."""
+        config, step = self.config.self_critic, self.state.step
+        return None if config is None or not step or step % config.every else self._critic()
+
+    def _critic(self) -> SelfCritic:
+        parts, config = self.parts, self.config.self_critic
+        assert config is not None
         return SelfCritic(
-            critic,
+            config,
             parts.tasks,
             parts.actor,
             parts.learner,
@@ -313,6 +357,22 @@ class Training:
             self.config.run.seed,
             self.run,
         )
+
+    async def _one_round(self) -> None:
+        """A round of the self-critic, then the new weights into the engine."""
+        parts, state, critic = self.parts, self.state, self._critic()
+        metrics, trees = await critic.round(state.step)
+        refuse_total_failure(trees)
+        state.step += 1
+        if metrics["self_critic/num_steps"]:
+            await parts.publish()
+        version = parts.learner.policy_version
+        self.recorder.log({"step": state.step, "policy_version": version, **metrics})
+        self.view.say(f"round {state.step}: {round_line(metrics)}")
+        await self.recorder.write_trajectories(f"self-critic-{state.step:06d}", trees)
+
+    async def _evaluate_all(self, when: str) -> None:
+        await self.evaluator.evaluate(list(self.config.eval.sets), when)
 
     async def _report_step(self, trees: list[TrajectoryTree], metrics: Metrics) -> None:
         state = self.state

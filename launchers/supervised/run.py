@@ -25,7 +25,7 @@ from agentenv.errors import DataError
 from agentenv.model_files import num_positions, read_eos_ids, read_model_config
 from agentenv.prompt import load_instruction
 from launchers.assembly import load_function, load_tokenizer, make_renderer
-from launchers.rundir import CONFIG_FILE, RunDirectory, find_checkpoint, load_state, save_state
+from launchers.rundir import CONFIG_FILE, RunDirectory, find_checkpoint, load_state
 from launchers.supervised.config import (
     ChatDataConfig,
     DPORunConfig,
@@ -350,15 +350,8 @@ class Supervised:
                 await asyncio.to_thread(self.run.checkpoints.keep_best, state.step)
 
     async def _save(self) -> None:
-        checkpoints, step = self.run.checkpoints, self.state.step
-        if checkpoints.path(step) in checkpoints.finished():
-            return
-        partial = await asyncio.to_thread(checkpoints.begin, step)
-        await self.learner.export(partial)
-        await self.learner.save(partial / "trainer")
-        save_state(partial, self.state)
-        await asyncio.to_thread(checkpoints.complete, partial)
-        await asyncio.to_thread(checkpoints.prune, self.saving.keep_last)
+        state, keep = self.state, self.saving.keep_last
+        await self.run.checkpoints.save(state.step, self.learner, state, keep)
 
     def _finish(self) -> None:
         state = self.state

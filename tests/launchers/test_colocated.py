@@ -12,7 +12,7 @@ import pytest
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.errors import ConfigError
 from launchers import train
-from launchers.rl.parts import Colocation, sleeping_engine
+from launchers.rl.publishing import Colocation, sleeping_engine
 from tests.support.warehouse import make_workspace
 
 ENV = """
@@ -102,14 +102,17 @@ class Log:
         return Part()
 
 
-async def settle() -> None:
-    return None
+class Settled:
+    """A parity probe that has nothing under way."""
+
+    async def settle(self) -> None:
+        return None
 
 
 async def test_one_owner_at_a_time_and_no_turn_without_need() -> None:
     log = Log()
     engine, learner = log.part("engine"), log.part("learner")
-    shared = Colocation(engine, learner, settle)
+    shared = Colocation(engine, learner, Settled())  # type: ignore[arg-type]
     async with learner.turn(), learner.turn():
         assert log.awake == {"engine": False, "learner": True}
     handed = ["engine sleeps", "learner wakes", "learner sleeps", "engine wakes"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentenv.types import Completion
-from launchers.rl.state import ParityProbe
+from launchers.rl.publishing import ParityProbe
 from learners.batch import EncodedTree
 from learners.learner import Score
 from tests.engines.faulty_server import FaultyServer

@@ -22,7 +22,7 @@ from launchers.assembly import load_tokenizer, make_renderer
 from launchers.config import TrainConfig
 from launchers.data import EnvMaker
 from launchers.evaluation.store import load_saved, read_rows
-from launchers.rl.recorder import Evaluations
+from launchers.rl.evaluations import Evaluations
 from launchers.rl.state import Evaluating
 from tests.support.runs import rows_of
 from tests.support.warehouse import ROOT, warehouse_turn

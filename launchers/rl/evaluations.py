@@ -1,0 +1,217 @@
+"""Evaluations of a training run: around its phases, after steps, or beside the training.
+
+RUN/eval/step-000040/           a whole evaluation, for `evaluate.py report`, `compare`, `regrade`
+RUN/eval/step-000040.partial/   an evaluation that goes on, or was cut off
+
+They are asked and stored as `launchers/evaluate.py` does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import shutil
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from agentenv.actor import Actor
+from agentenv.config import to_plain
+from agentenv.disk import PARTIAL, replace_folder
+from agentenv.errors import DataError
+from agentenv.evaluate import Answer
+from agentenv.types import Task
+from launchers.config import TrainConfig
+from launchers.evaluation.config import EvaluateConfig, resolve_sets
+from launchers.evaluation.figures import Report, brief_report
+from launchers.evaluation.run import ask_into, row_of
+from launchers.evaluation.store import EvalRow, Saved, Store, Wanted, identity, load_saved
+from launchers.evaluation.subject import evaluation_of
+from launchers.rl.parts import Parts
+from launchers.rl.recorder import EVALUATIONS, PhaseClock, Recorder
+from launchers.rl.state import Evaluating, RunState, Saver
+from launchers.rundir import RunDirectory
+
+SET_KEYS = ("max_tasks", "num_samples")
+
+
+class Evaluator:
+    """Evaluates the policy of a run: at once, while no weights are published, or beside the
+    training, on an engine of its own, which has the weights of one step until the evaluation of
+    that step is done. Of the evaluations beside the training one goes on at a time."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: RunDirectory,
+        state: RunState,
+        clock: PhaseClock,
+        parts: Parts,
+        recorder: Recorder,
+        saver: Saver,
+    ) -> None:
+        self.config = config
+        self.state = state
+        self.clock = clock
+        self.parts = parts
+        self.recorder = recorder
+        self.saver = saver
+        self._beside: asyncio.Task[None] | None = None
+        self._weights = run.path / "evaluating"
+        self._evaluations = Evaluations(config, run.path, parts.eval_tasks)
+
+    async def around(self, phase: str) -> None:
+        """Evaluate the sets that are reported before and after the phase, and keep their reports
+        under its name."""
+        names = [name for name, chosen in self.config.eval.sets.items() if chosen.phases]
+        self.state.reports[phase] = await self.evaluate(names, phase)
+
+    async def evaluate(self, names: list[str], when: str) -> dict[str, Report]:
+        """Evaluate these sets. No weights are published meanwhile, so one policy version is
+        seen."""
+        with self.clock.phase("eval"):
+            return await self._evaluate(self.parts.eval_actor, self._now(names), when)
+
+    async def after_step(self, names: list[str]) -> None:
+        """Evaluate these sets after a step; the best checkpoint is kept by them."""
+        step = self.state.step
+        if names and self.parts.overlapping is not None:
+            await self._begin_beside_training(names)
+            return
+        for report in (await self.evaluate(names, f"step-{step:06d}")).values():
+            await self.saver.consider_best(step, report)
+
+    async def resume(self) -> None:
+        """Begin the evaluation beside the training again that an interruption cut off."""
+        pending, sets = self.state.evaluating, self.config.eval.sets.keys()
+        if pending is None or not sets >= set(pending.sets):
+            return
+        if self._weights.is_dir() and self.parts.overlapping is not None:
+            await self._begin(self.parts.overlapping, pending)
+
+    async def finish(self) -> None:
+        """Wait for the evaluation that goes on beside the training."""
+        if self._beside is not None:
+            await self._beside
+            self._beside = None
+
+    def cancel(self) -> None:
+        """Stop the evaluation beside the training; the state still says that it is due."""
+        if self._beside is not None:
+            self._beside.cancel()
+
+    # inner workings
+
+    def _now(self, names: list[str]) -> Evaluating:
+        state = self.state
+        return Evaluating(state.step, self.parts.learner.policy_version, names, state.incarnation)
+
+    async def _begin_beside_training(self, names: list[str]) -> None:
+        actor, learner = self.parts.overlapping, self.parts.learner
+        assert actor is not None
+        with self.clock.phase("eval"):
+            await self.finish()
+            await asyncio.to_thread(shutil.rmtree, self._weights, ignore_errors=True)
+            await learner.export(self._weights)
+        self.state.evaluating = self._now(names)
+        if self.config.checkpoint.best_metric.partition("/")[0] in names:
+            await self.saver.save()  # of these weights, should they be the best
+        await self._begin(actor, self.state.evaluating)
+
+    async def _begin(self, actor: Actor, what: Evaluating) -> None:
+        if actor.engine.policy_version != what.policy_version:
+            await actor.engine.load_weights(self._weights, what.policy_version)
+        self._beside = asyncio.create_task(self._evaluate_beside(actor, what))
+
+    async def _evaluate_beside(self, actor: Actor, what: Evaluating) -> None:
+        found = await self._evaluate(actor, what, f"step-{what.step:06d}")
+        for report in found.values():
+            await self.saver.consider_best(what.step, report)
+        self.state.evaluating = None
+        await asyncio.to_thread(shutil.rmtree, self._weights, ignore_errors=True)
+
+    async def _evaluate(self, actor: Actor, what: Evaluating, when: str) -> dict[str, Report]:
+        if not what.sets:
+            return {}
+        found = {}
+        async with self._evaluations.begin(what, when) as evaluation:
+            for name in what.sets:
+                rows = await evaluation.ask(actor, name)
+                found[name] = brief_report(name, rows)
+                self.recorder.tell(found[name], rows, what.step, when)
+        return found
+
+
+class Evaluation:
+    """One that goes on: the sets are asked one after the other."""
+
+    def __init__(
+        self, store: Store, config: EvaluateConfig, tasks: Mapping[str, Sequence[Task]]
+    ) -> None:
+        self._store, self._config, self._tasks = store, config, tasks
+
+    async def ask(self, actor: Actor, name: str) -> list[EvalRow]:
+        """All rows of a set, in the order of its questions; those that are stored are not asked.
+        The seed is that of the set, as in `launchers/evaluate.py`: equal seeds, equal samples."""
+        config, own = self._config, self._config.sets[name]
+        seed = own.sampling.seed if own.sampling is not None else None
+        number = config.seed if seed is None else seed
+        asking = copy.copy(actor)
+        asking.seed = f"{number}/eval/{name}"
+
+        def make_row(name: str, answer: Answer) -> EvalRow:
+            return row_of(name, answer, number)
+
+        samples = range(own.num_samples or 1)
+        wanted = [Wanted(name, task, sample) for task in self._tasks[name] for sample in samples]
+        missing, many = self._store.missing(wanted), config.concurrency
+        await ask_into(self._store, missing, {name: asking}, make_row, concurrency=many)
+        return [self._store.rows[one.key] for one in wanted]
+
+
+class Evaluations:
+    """Begins the evaluations of the run in the folder `run`."""
+
+    def __init__(self, config: TrainConfig, run: Path, tasks: Mapping[str, Sequence[Task]]) -> None:
+        self._config, self._run, self._tasks = config, run, tasks
+
+    @asynccontextmanager
+    async def begin(self, what: Evaluating, when: str) -> AsyncIterator[Evaluation]:
+        """The evaluation of a policy in RUN/eval/WHEN, whole when the context ends well. One of
+        the same weights that was cut off is taken up; another one in its place is removed."""
+        config = self._configuration(what.sets)
+        subject = {
+            "name": self._run.name,
+            "step": what.step,
+            "policy_version": what.policy_version,
+            "incarnation": what.incarnation,
+        }
+        saved = Saved(subject=subject, run=str(self._run.absolute()), config=to_plain(config))
+        folder = self._run / EVALUATIONS / when
+        partial = folder.with_name(folder.name + PARTIAL)
+        store = await asyncio.to_thread(_take_up, partial, saved)
+        try:
+            yield Evaluation(store, config, self._tasks)
+        finally:
+            store.close()
+        await asyncio.to_thread(replace_folder, partial, folder)
+
+    def _configuration(self, names: Sequence[str]) -> EvaluateConfig:
+        """That of the run, as `launchers/evaluate.py RUN` has it."""
+        config = self._config
+        plain = json.loads(json.dumps(to_plain(config)))
+        raw = evaluation_of(plain, names, SET_KEYS)
+        raw["concurrency"] = config.eval.concurrency
+        raw["engine"] = plain["eval"]["engine"] or raw["engine"]
+        return resolve_sets(raw, "eval")
+
+
+def _take_up(path: Path, saved: Saved) -> Store:
+    try:
+        is_same = identity(load_saved(path)) == json.loads(json.dumps(identity(saved)))
+    except DataError:
+        is_same = False
+    if not is_same:
+        shutil.rmtree(path, ignore_errors=True)
+    return Store(path, saved)
