@@ -1,30 +1,254 @@
-"""Builds the parts that a configuration names, and refuses what cannot work before anything
-starts."""
+"""The parts of a command: model, tokenizer, renderer, roles, environments, questions.
+
+train, evaluate, sft, dpo and synthesize have one Assembly each, of the class that their parts
+need. `launchers/checks.py` asks an Assembly for its parts in the order that finds mistakes first.
+
+    set-up -> model -> tokenizer -> renderer ----------------------+
+    rows of the questions --------------------------+              |
+    servers of roles -> settings of the sets -> environments -> questions that fit -> engine
+"""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import importlib
 import inspect
-import os
-import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from msgspec import Struct
+
+from agentenv.data.rows import RowsConfig
+from agentenv.engines.server_config import RoleConfig
+from agentenv.env import close_shared
 from agentenv.errors import ConfigError, DataError
 from agentenv.model_files import read_eos_ids
 from agentenv.native import NativeConfig, NativeRenderer
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import Renderer, TagRenderer, TagsConfig
+from agentenv.types import Info, Limits, Message, Task
+from launchers.config import EnvConfig, RunConfig, Sampling
+from launchers.data import EnvMaker, Say, fit_prompts, tables_of, try_env
+from launchers.rundir import find_checkpoint
+from launchers.serving.roles import fill_roles, start_servers
+from launchers.serving.servers import ServerFactory
+
+P = TypeVar("P")
+A = TypeVar("A", bound="Assembly[Any]")
 
 
-def import_from_working_directory() -> None:
-    """Let the user's modules be found where the command is run, as with `python -m`; the folder
-    of the launchers itself, which Python puts there instead, would shadow names of theirs."""
-    if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-        del sys.path[0]
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+def once(build: Callable[[A], Awaitable[P]]) -> Callable[[A], Coroutine[Any, Any, P]]:
+    """A method that builds a part when it is first called, and gives the same one ever after. Two
+    first calls must not overlap."""
+    name = build.__name__
+
+    @functools.wraps(build)
+    async def part(self: A) -> P:
+        if name not in self.built:
+            self.built[name] = await build(self)
+        found: P = self.built[name]
+        return found
+
+    return part
+
+
+class HasRenderer(Protocol):
+    """A configuration with a renderer: that of every command with an Assembly."""
+
+    @property
+    def renderer(self) -> TagsConfig | NativeConfig: ...
+
+
+C = TypeVar("C", bound=HasRenderer)
+
+
+class Assembly(Generic[C]):
+    """Builds each part once, when it is first asked for, after the parts that it is made of; the
+    configuration is never changed. `folder` is what {run} stands for in paths; `stack` closes
+    what is started; `checkpoint` is where a resumed run goes on.
+
+    All methods raise ConfigError or DataError for the user's mistakes.
+    """
+
+    has_weights = True  # in the directory of the model
+
+    def __init__(
+        self,
+        config: C,
+        folder: Path,
+        stack: AsyncExitStack,
+        say: Say,
+        checkpoint: Path | None = None,
+    ) -> None:
+        self.config = config
+        self.folder = folder
+        self.stack = stack
+        self.say = say
+        self.checkpoint = checkpoint
+        self.built: dict[str, Any] = {}
+
+    def resolve(self, text: str) -> Path:
+        """A path of the configuration."""
+        return Path(text.replace("{run}", str(self.folder)))
+
+    async def model(self) -> Path | None:
+        """Directory of model and tokenizer; None where an endpoint has them."""
+        raise NotImplementedError
+
+    @once
+    async def tokenizer(self) -> Any:
+        """The tokenizer; None where messages are sent in place of tokens."""
+        model = await self.model()
+        if model is None:
+            return None
+        return await asyncio.to_thread(load_tokenizer, model, self.has_weights)
+
+    async def renderers(self) -> Mapping[str, Renderer]:
+        """Every renderer that the command needs, by the name of its set."""
+        raise NotImplementedError
+
+    async def renderer(self, prompt: PromptConfig) -> Renderer:
+        """The renderer of prompts as `prompt` has them."""
+        model = await self.model()
+        assert model is not None
+        return make_renderer(self.config.renderer, prompt, await self.tokenizer(), model)
+
+    async def own_model(self, run: RunConfig, path: str) -> Path:
+        """The checkpoint or model directory `path`, after the set-up of a new run, which may make
+        it."""
+        if run.setup and self.checkpoint is None:
+            setup = load_function(run.setup, "run.setup")
+            told = await asyncio.to_thread(setup, self.folder, run.seed)
+            if isinstance(told, str):
+                self.say(told)
+        return find_checkpoint(self.resolve(path))
+
+
+class SetConfig(Struct, frozen=True):
+    """A set of questions and how they are asked, whichever command asks. `key` begins the set's
+    keys in messages, `rows` says how its rows are read."""
+
+    key: str
+    rows: RowsConfig
+    env: EnvConfig
+    prompt: PromptConfig
+    limits: Limits
+    sampling: Sampling
+    num_samples: int = 1
+    python: Any = None
+    search: Any = None
+    grader: Any = None
+
+
+class Questions(NamedTuple):
+    """One set, ready to be asked."""
+
+    config: SetConfig
+    tasks: Sequence[Task]
+    make_env: EnvMaker
+    renderer: Renderer
+
+
+class AskingAssembly(Assembly[C]):
+    """The parts of a command that asks `sets` of questions, with models beside the policy.
+
+    `is_whole`: all rows of a run are there, so an environment that no row meets is a mistake.
+    `try_graders`: the rows have answers.
+    """
+
+    def __init__(
+        self,
+        config: C,
+        folder: Path,
+        stack: AsyncExitStack,
+        say: Say,
+        checkpoint: Path | None = None,
+        *,
+        sets: Mapping[str, SetConfig],
+        roles: Mapping[str, RoleConfig],
+        is_whole: bool,
+        logs: Path,
+    ) -> None:
+        super().__init__(config, folder, stack, say, checkpoint)
+        self.sets = sets
+        self.roles = roles
+        self.is_whole = is_whole
+        self.try_graders = True
+        self.servers = ServerFactory(logs, stack, say)
+
+    async def contexts(self) -> Sequence[int]:
+        """Tokens of prompt and response that each engine can hold, as far as that is known."""
+        raise NotImplementedError
+
+    async def read_rows(self, one: SetConfig) -> Sequence[Task]:
+        """The tasks of a set."""
+        raise NotImplementedError
+
+    @once
+    async def tasks(self) -> dict[str, Sequence[Task]]:
+        """The tasks of every set, whatever the length of their prompts."""
+        return {name: await self.read_rows(one) for name, one in self.sets.items()}
+
+    @once
+    async def urls(self) -> dict[str, str]:
+        """The URLs of roles by name, whose servers are started, which may take long."""
+        self.stack.push_async_callback(close_shared)
+        return await start_servers(self.roles, self.resolve, self.servers)
+
+    @once
+    async def makers(self) -> dict[str, EnvMaker]:
+        """What makes the environments of each set; sets that are asked alike share one."""
+        urls = await self.urls()
+        found: dict[str, EnvMaker] = {}
+        known: list[tuple[Any, EnvMaker]] = []
+        for name, one in self.sets.items():
+            filled = fill_roles(one, urls)
+            given = (filled.env, tables_of(filled), filled.limits, filled.prompt)
+            alike = [maker for other, maker in known if other == given]
+            if not alike:
+                env, tables, limits, prompt = given
+                alike = [EnvMaker(env, tables, self.resolve, limits, prompt)]
+                known.append((given, alike[0]))
+            found[name] = alike[0]
+        return found
+
+    @once
+    async def shared(self) -> list[tuple[EnvMaker, dict[str, Sequence[Task]]]]:
+        """The sets by what makes their environments, their tasks by the name of the set."""
+        tasks = await self.tasks()
+        groups: dict[int, tuple[EnvMaker, dict[str, Sequence[Task]]]] = {}
+        for name, maker in (await self.makers()).items():
+            groups.setdefault(id(maker), (maker, {}))[1][name] = tasks[name]
+        return list(groups.values())
+
+    @once
+    async def episodes(self) -> dict[str, tuple[list[Message], Info]]:
+        """How an episode of the first task of each set begins."""
+        tasks, makers = await self.tasks(), await self.makers()
+        return {name: await try_env(makers[name], tasks[name][0]) for name in self.sets}
+
+    @once
+    async def renderers(self) -> Mapping[str, Renderer]:
+        return {name: await self.renderer(one.prompt) for name, one in self.sets.items()}
+
+    @once
+    async def questions(self) -> dict[str, Questions]:
+        """Every set, with prompts that fit."""
+        tasks, makers, renderers = await self.tasks(), await self.makers(), await self.renderers()
+        found = {}
+        for name, one in self.sets.items():
+            renderer = renderers[name]
+            fitting = await fit_prompts(
+                tasks[name], one.rows, makers[name], renderer, one.limits, self.say, one.key
+            )
+            found[name] = Questions(one, fitting, makers[name], renderer)
+        return found
+
+
+# What parts are read from.
 
 
 def load_tokenizer(model: Path, with_weights: bool = True) -> Any:

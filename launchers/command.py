@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from agentenv.config import load_config, to_plain
-from launchers.assembly import import_from_working_directory
 from launchers.help import add_key_help
-from launchers.monitors import MonitorConfig, Monitors
+from launchers.monitors import MonitorConfig
 from launchers.planning.dry_run import add_dry_run, check_arguments, dry_run
 from launchers.rundir import LATEST, RunDirectory
-from launchers.terminal import EXIT_FAILED, EXIT_INTERRUPTED, View, to_its_end
+from launchers.terminal import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    View,
+    run_until_done,
+    to_its_end,
+)
 from launchers.verl_keys import refuse_verl_keys
 
 T = TypeVar("T", bound=msgspec.Struct)
-Work = Callable[[Any, RunDirectory, View, str], Awaitable[None]]
+Work = Callable[[Any, RunDirectory, View, str], Coroutine[Any, Any, None]]
 
 
 def make_parser(
@@ -63,7 +66,6 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 
 def run_command(arguments: argparse.Namespace, config_type: type[T], work: Work) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
-    import_from_working_directory()
     view = View()
     return to_its_end(
         lambda: _run(arguments, config_type, work, view), view, writing="writing the run"
@@ -85,32 +87,19 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
             view.say(line)
         dry_run(config, arguments, view, folder)
         return 0
-    run = RunDirectory(folder, resume=bool(arguments.resume))
+    monitor = getattr(config, "monitor", MonitorConfig())
+    settings = to_plain(config)
+    run = RunDirectory(folder, resume=bool(arguments.resume), monitor=monitor, settings=settings)
     view.log_to(run.path / "run.log")
     for line in left_out:
         view.say(line)
-    return _follow(work(config, run, view, arguments.resume), config, run, view)
-
-
-def _follow(work: Awaitable[None], config: Any, run: RunDirectory, view: View) -> int:
-    """The work to its end, with the monitors of the configuration."""
-    chosen = getattr(config, "monitor", MonitorConfig())
-    run.monitors = Monitors(chosen, run.path, to_plain(config))
     code = EXIT_FAILED
     try:
-        code = asyncio.run(_until_done(work, view))
+        run_until_done(work(config, run, view, arguments.resume))
+        code = 0
+    except KeyboardInterrupt:
+        view.say("interrupted; the command with --resume goes on from the last checkpoint")
+        code = EXIT_INTERRUPTED
     finally:
         run.monitors.finish(code)
     return code
-
-
-async def _until_done(work: Awaitable[None], view: View) -> int:
-    this = asyncio.current_task()
-    assert this is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
-    try:
-        await work
-    except asyncio.CancelledError:
-        view.say("interrupted; the command with --resume goes on from the last checkpoint")
-        return EXIT_INTERRUPTED
-    return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,16 +13,15 @@ import msgspec
 
 import agentenv.env
 from agentenv.data.dataset import PromptFitter, TaskMix, load_mix, load_tasks
-from agentenv.data.files import find_files
 from agentenv.data.rows import RowsConfig
 from agentenv.env import Env
-from agentenv.errors import ConfigError, DataError
+from agentenv.errors import ConfigError
 from agentenv.prompt import PromptConfig, load_instruction
 from agentenv.renderer import Renderer
 from agentenv.tools import ChosenTool, load_tools
 from agentenv.types import Info, Limits, Message, Task
 from envs.grading.reward import NUM_CHECKED_ROWS, check_grader
-from launchers.config import TABLES, DataConfig, EnvConfig, EnvVariant, TrainConfig
+from launchers.config import TABLES, DataConfig, EnvConfig, EnvVariant
 
 # From the configuration to the environment of a task, with everything that it names refused at
 # the start if it cannot work or would not be read.
@@ -98,15 +97,23 @@ class EnvMaker:
                 hint = f"; env.variants are {known}" if known else ""
                 raise ConfigError(f"{key}: {error}{hint}") from error
 
-    def check_read(self, tasks: Iterable[Task], *, all_rows: bool = False) -> None:
-        """Refuse an environment that is not known, a table that none reads and, if the tasks are
-        `all_rows` of a run, keys of an environment that no row meets."""
+    def check_read(
+        self,
+        tasks: Iterable[Task],
+        *,
+        all_rows: bool = False,
+        elsewhere: Collection[str] = (),
+    ) -> None:
+        """Refuse an environment that is not known, a table that none reads, here or `elsewhere`,
+        and, if the tasks are `all_rows` of a run, keys of an environment that no row meets."""
         used = {task.env_id: task.id for task in reversed(list(tasks))}
         for env_id, task_id in used.items():
             self.check_known(env_id, f"task {task_id}")
         recipes = [*self._recipes.values(), *map(self._recipe_of, used)]
         for name, table in self._tables.items():
-            if table is not None and not any(name in recipe.read for recipe in recipes):
+            if table is None or name in elsewhere:
+                continue
+            if not any(name in recipe.read for recipe in recipes):
                 ids = ", ".join(sorted({recipe.env_id for recipe in recipes}))
                 raise ConfigError(f"[{name}]: not read by {ids}; take the table out")
         if not all_rows:
@@ -224,53 +231,6 @@ def _resolved(table: Any, resolve: Resolve) -> Any:
 Say = Callable[[str], None]
 
 
-class Questions(NamedTuple):
-    """The training questions and those of the evaluation sets, by name."""
-
-    train: Sequence[Task]
-    eval_sets: dict[str, Sequence[Task]]
-
-
-def check_files(config: TrainConfig, resolve: Resolve, *, is_new: bool) -> None:
-    """Refuse files of questions and demonstrations that are not there, before anything else is
-    done. A new run may still put some into its folder by run.setup; another one has its cold start
-    behind it. Raises DataError with the key."""
-    sft = config.sft if is_new else None
-    paths: dict[str, str | list[str]] = {
-        "data.train": config.data.train,
-        **{f"data.mix[{number}].path": part.path for number, part in enumerate(config.data.mix)},
-        **{f"eval.sets.{name}.path": one.path for name, one in config.eval.sets.items()},
-        **({} if sft is None else {"sft.data": sft.data, "sft.gate": sft.gate}),
-    }
-    for key, given in paths.items():
-        for path in [given] if isinstance(given, str) else given:
-            if not path or (is_new and config.run.setup and "{run}" in path):
-                continue
-            for file in find_files([resolve(path)]):
-                if not file.exists():
-                    raise DataError(f"{key}: {file}: there is no such dataset file")
-
-
-async def load_questions(
-    config: TrainConfig, make_env: EnvMaker, renderer: Renderer, resolve: Resolve, say: Say
-) -> Questions:
-    """All questions of a run, with prompts that fit, and their environments and graders tried."""
-    train = await load_training(config.data, config.env.id, resolve, say)
-    sets: dict[str, tuple[RowsConfig, Sequence[Task]]] = {"data": (config.data, train)}
-    for name, one in config.eval.sets.items():
-        key = f"eval.sets.{name}"
-        found = await load_set(one.path, config.env.id, one, resolve, say, key, one.max_tasks)
-        sets[key] = (one, found)
-    check_environments(sets, make_env, whole_run=True)
-    await check_graders(make_env, (task for _, tasks in sets.values() for task in tasks))
-    fitting = {
-        key: await fit_prompts(tasks, rows, make_env, renderer, config.limits, say, key)
-        for key, (rows, tasks) in sets.items()
-    }
-    eval_sets = {name: fitting[f"eval.sets.{name}"] for name in config.eval.sets}
-    return Questions(fitting["data"], eval_sets)
-
-
 async def load_training(
     config: DataConfig, env_id: str, resolve: Resolve, say: Say
 ) -> Sequence[Task]:
@@ -296,17 +256,6 @@ async def load_set(
     return await asyncio.to_thread(
         load_tasks, found, env_id, rows, max_samples=max_samples, say=said(say, key)
     )
-
-
-def check_environments(
-    sets: Mapping[str, tuple[RowsConfig, Sequence[Task]]], make_env: EnvMaker, *, whole_run: bool
-) -> None:
-    """Refuse what `sets`, by the beginning of their keys, choose and is not there, and what is
-    there and never read; of a `whole_run` also environments that no row meets."""
-    for key, (rows, _) in sets.items():
-        for value, env_id in rows.env_by.items():
-            make_env.check_known(env_id, f"{key}.env_by.{value}")
-    make_env.check_read((task for _, tasks in sets.values() for task in tasks), all_rows=whole_run)
 
 
 async def fit_prompts(

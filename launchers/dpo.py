@@ -12,10 +12,8 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
 
-import asyncio
 import sys
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from io import BytesIO
 from pathlib import Path
 
@@ -27,8 +25,7 @@ from launchers.command import Work, make_parser, parse, run_command
 from launchers.config import TrainConfig
 from launchers.rundir import RunDirectory
 from launchers.supervised.config import DPOLoopConfig, DPORunConfig
-from launchers.supervised.data import load_pairs
-from launchers.supervised.run import Supervised, begin, check_lengths, scored_in_parts
+from launchers.supervised.run import SupervisedAssembly, scored_in_parts, train_supervised
 from launchers.terminal import View
 from learners.batch import EncodedTree
 from learners.dpo import PairTokens, preference_metrics, preference_sums, with_reference
@@ -66,39 +63,10 @@ def self_critic(num_rounds: int) -> Work:
 
 async def prefer(config: DPORunConfig, run: RunDirectory, view: View, resume: str) -> None:
     """The whole run."""
-    async with AsyncExitStack() as stack:
-        start = await begin(config, run, view, resume)
-        pairs = await asyncio.to_thread(
-            load_pairs, config.data, start.encoder, run.resolve, config.run.seed, view.say
-        )
-        depths = [int(pair.ints("depth").max()) + 1 for part in pairs for pair in part]
-        check_lengths(depths, start, config.data)
-        learner = await start.learner(config.learner, config.run.seed, stack)
-        together = [*pairs.train, *pairs.eval]
-        if config.dpo.reference == "adapter_off":
-            together = await scored_by(learner, together, adapters=False)
-        elif start.checkpoint is not None:
-            together = restored(run.path / REFERENCE, together)
-        else:
-            together = await scored_by(learner, together)
-            keep(run.path / REFERENCE, together)
-        size = len(pairs.train)
-        lessons = Preferring(learner, together[:size], together[size:], config.dpo)
-        await Supervised(
-            config,
-            config.dpo,
-            config.checkpoint,
-            config.learner,
-            config.run.seed,
-            run,
-            view,
-            learner,
-            lessons,
-            start.checkpoint,
-        ).run_all()
+    await train_supervised(config, Preference.of, run, view, resume)
 
 
-class Preferring:
+class Preference:
     """Pairs with the reference's log-probs; a row is a pair."""
 
     name = "dpo"
@@ -116,6 +84,26 @@ class Preferring:
         self.num_rows = len(pairs)
         self.held_out = held_out
         self.beta = config.beta
+
+    @classmethod
+    async def of(cls, assembly: SupervisedAssembly) -> Preference:
+        """The pairs of the configuration, scored by the reference policy."""
+        loaded, learner, loop = (
+            await assembly.rows(),
+            await assembly.learner(),
+            assembly.config.loop,
+        )
+        assert isinstance(loop, DPOLoopConfig)
+        together, path = [*loaded.train, *loaded.eval], assembly.folder / REFERENCE
+        if loop.reference == "adapter_off":
+            together = await scored_by(learner, together, adapters=False)
+        elif assembly.checkpoint is not None:
+            together = restored(path, together)
+        else:
+            together = await scored_by(learner, together)
+            keep(path, together)
+        size = len(loaded.train)
+        return cls(learner, together[:size], together[size:], loop)
 
     async def step(self, rows: Sequence[int], lr_scale: float) -> Metrics:
         """One step on the mean over the pairs."""

@@ -18,13 +18,15 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
+from agentenv.config import changes, to_plain, upgrade
 from agentenv.disk import OLD, PARTIAL, replace_folder, write_whole
 from agentenv.errors import ConfigError, DataError
 from agentenv.tree import TrajectoryTree
@@ -178,10 +180,17 @@ Row = dict[str, Any]
 class RunDirectory:
     """Creates or reopens a run's directory; all writing of a run goes through here."""
 
-    def __init__(self, path: Path, *, resume: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        resume: bool,
+        monitor: MonitorConfig | None = None,
+        settings: Row | None = None,
+    ) -> None:
+        """`settings` is the whole configuration, which the monitors show."""
         self.path = path
         self.checkpoints = Checkpoints(path / "checkpoints")
-        self.monitors = Monitors(MonitorConfig(), path, {})
         self._trajectory_bytes = 0
         if resume and not (path / CONFIG_FILE).is_file():
             raise ConfigError(f"{path} holds no run to resume; start it without --resume")
@@ -189,11 +198,10 @@ class RunDirectory:
             if not resume:
                 self._claim()
             self.checkpoints.folder.mkdir(parents=True, exist_ok=True)
-            probe = path / ".writable"
-            probe.write_bytes(b"\0" * 65536)
-            probe.unlink()
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {explain(error)}") from error
+        check_writable(path)
+        self.monitors = Monitors(monitor or MonitorConfig(), path, settings or {})
 
     def _claim(self) -> None:
         """Refuse a directory that holds a run or something else; leftovers of a run that never
@@ -217,6 +225,22 @@ class RunDirectory:
     def resolve(self, text: str) -> Path:
         """A path of the configuration; {run} is this directory."""
         return Path(text.replace("{run}", str(self.path)))
+
+    def begin(self, config: Struct) -> None:
+        """From here on this is a run: everything was found in order."""
+        self.write_json(CONFIG_FILE, to_plain(config))
+
+    def go_on(self, config: Struct, step: int, say: Callable[[str], None], phase: str = "") -> None:
+        """Put aside what the run did after the checkpoint of `step`, evaluations of `phase` among
+        it, and say what has changed since it began."""
+        self.forget_metrics_after(step, phase)
+        say(f"resuming {self.path} after step {step}")
+        for path in self.checkpoints.set_aside_after(step):
+            say(f"a newer checkpoint is moved to {path}")
+        saved = json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
+        upgrade(type(config), saved)
+        for change in changes(saved, json.loads(json.dumps(to_plain(config)))):
+            say(f"changed since the start: {change}")
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file at once, so that no reader ever sees half of it."""
@@ -261,6 +285,16 @@ class RunDirectory:
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
         self._trajectory_bytes += len(text)
         return True
+
+
+def check_writable(path: Path) -> None:
+    """Raises ConfigError unless the directory takes a file and has space for it."""
+    probe = path / ".writable"
+    try:
+        probe.write_bytes(b"\0" * 65536)
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {explain(error)}") from error
 
 
 def load_state(checkpoint: Path, kind: type[Any]) -> Any:

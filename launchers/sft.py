@@ -11,19 +11,21 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
 
-import asyncio
 import sys
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 
 import numpy as np
 
 from launchers.command import make_parser, parse, run_command
 from launchers.rundir import RunDirectory
-from launchers.supervised.config import SFTRunConfig
-from launchers.supervised.data import load_examples
+from launchers.supervised.config import SFTLoopConfig, SFTRunConfig
 from launchers.supervised.encoding import Example
-from launchers.supervised.run import Supervised, begin, check_lengths, fill_rows, scored_in_parts
+from launchers.supervised.run import (
+    SupervisedAssembly,
+    fill_rows,
+    scored_in_parts,
+    train_supervised,
+)
 from launchers.terminal import View
 from learners.learner import Learner, Metrics
 
@@ -36,35 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def fine_tune(config: SFTRunConfig, run: RunDirectory, view: View, resume: str) -> None:
     """The whole run."""
-    async with AsyncExitStack() as stack:
-        start = await begin(config, run, view, resume)
-        examples = await asyncio.to_thread(
-            load_examples,
-            config.data,
-            start.encoder,
-            run.resolve,
-            config.run.seed,
-            view.say,
-        )
-        check_lengths([len(e.token_ids) for part in examples for e in part], start, config.data)
-        rows = [[place] for place in range(len(examples.train))]
-        if config.sft.packing:
-            lengths = [len(example.token_ids) for example in examples.train]
-            rows = fill_rows(lengths, config.data.max_length, config.run.seed)
-        learner = await start.learner(config.learner, config.run.seed, stack)
-        lessons = Imitation(learner, examples.train, rows, examples.eval)
-        await Supervised(
-            config,
-            config.sft,
-            config.checkpoint,
-            config.learner,
-            config.run.seed,
-            run,
-            view,
-            learner,
-            lessons,
-            start.checkpoint,
-        ).run_all()
+    await train_supervised(config, Imitation.of, run, view, resume)
 
 
 class Imitation:
@@ -85,6 +59,16 @@ class Imitation:
         self.rows = rows
         self.num_rows = len(rows)
         self.held_out = held_out
+
+    @classmethod
+    async def of(cls, assembly: SupervisedAssembly) -> Imitation:
+        """What the configuration wants to be imitated."""
+        config, loaded = assembly.config, await assembly.rows()
+        rows = [[place] for place in range(len(loaded.train))]
+        if isinstance(config.loop, SFTLoopConfig) and config.loop.packing:
+            lengths = [len(example.token_ids) for example in loaded.train]
+            rows = fill_rows(lengths, config.data.max_length, config.run.seed)
+        return cls(await assembly.learner(), loaded.train, rows, loaded.eval)
 
     async def step(self, rows: Sequence[int], lr_scale: float) -> Metrics:
         """One step on the mean over all tokens of the policy in the rows."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -23,6 +28,8 @@ from rich.table import Table
 
 from agentenv.errors import AgentEnvError, ConfigError, DataError
 from launchers.rundir import explain
+
+T = TypeVar("T")
 
 
 class _LogFile(logging.FileHandler):
@@ -121,9 +128,18 @@ class View:
             self._handler = None
 
 
-# How every command ends: its exit code, and what the user is told.
+# How every command begins and ends: the user's modules, its exit code, and what the user is told.
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def import_from_working_directory() -> None:
+    """Let the user's modules be found where the command is run, as with `python -m`; the folder
+    of the launchers itself, which Python puts there instead, would shadow names of theirs."""
+    if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+        del sys.path[0]
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def to_its_end(
@@ -131,9 +147,11 @@ def to_its_end(
 ) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted.
 
-    `writing` is said of a failure of files that names none, `interrupted` after Ctrl-C. Whatever
-    has no reason for the user is a bug and is raised.
+    The user's modules are found where the command is run. `writing` is said of a failure of files
+    that names none, `interrupted` after Ctrl-C. Whatever has no reason for the user is a bug and
+    is raised.
     """
+    import_from_working_directory()
     try:
         return work() or 0
     except KeyboardInterrupt:
@@ -152,6 +170,22 @@ def to_its_end(
         return EXIT_BAD_INPUT if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
     finally:
         view.close()
+
+
+def run_until_done(work: Coroutine[Any, Any, T]) -> T:
+    """Run the work of a command to its end. SIGTERM cancels the work as Ctrl-C does; after either
+    of them this raises KeyboardInterrupt."""
+
+    async def main() -> T:
+        this = asyncio.current_task()
+        assert this is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+        return await work
+
+    try:
+        return asyncio.run(main())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 def first_reason(error: BaseException) -> AgentEnvError | OSError | None:

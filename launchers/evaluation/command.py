@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import hashlib
 import importlib
 from collections.abc import Callable, Sequence
@@ -24,16 +23,21 @@ from agentenv.plan import Independent
 from agentenv.renderer import Renderer
 from agentenv.tree import Trajectory, TrajectoryTree
 from agentenv.types import Chunk, Completion, Info, Message, SamplingParams, Task
-from launchers.assembly import import_from_working_directory
+from launchers.checks import refuse
 from launchers.evaluation.config import EvaluateConfig, merged, resolve_sets, settings
-from launchers.evaluation.parts import Builder, check_assist
+from launchers.evaluation.parts import EvaluationAssembly
 from launchers.evaluation.report import write_report
 from launchers.evaluation.run import run_evaluation
 from launchers.evaluation.store import Saved, identity
 from launchers.evaluation.subject import Subject, find_subject, weights_digest
 from launchers.help import add_key_help
 from launchers.planning.dry_run import add_dry_run, check_arguments, dry_run
-from launchers.terminal import EXIT_FAILED, View, to_its_end
+from launchers.terminal import (
+    EXIT_FAILED,
+    View,
+    run_until_done,
+    to_its_end,
+)
 from launchers.verl_keys import refuse_verl_keys
 
 # The arguments that commands which ask a policy have in common, and the configuration in them.
@@ -208,13 +212,14 @@ async def ask_one(
     """Show one rollout; the exit code."""
     stage = Stage(view.console)
     async with AsyncExitStack() as stack:
-        builder = Builder(config, subject, stack, view.say)
         env_id = settings(config.sets[SET]).env.id
         task = Task("question-1", env_id, question, tuple(answers) or ("",))
-        await builder.start({SET: [task]})
-        found = (await builder.questions(try_graders=False))[SET]
-        engine = WatchedEngine(await builder.engine(), stage, found.renderer)
-        actor = builder.actor(SET, found, engine)
+        assembly = EvaluationAssembly(config, subject, stack, view.say, {SET: [task]})
+        assembly.try_graders = False
+        await refuse(assembly)
+        renderer = (await assembly.questions())[SET].renderer
+        engine = WatchedEngine(await assembly.engine(), stage, renderer)
+        actor = await assembly.actor(SET, engine)
         make_env = actor.make_env
         actor.make_env = lambda task: WatchedEnv(make_env(task), stage)
         tree = await actor.rollout(task, Independent(1), session=task.id, max_failures=0)
@@ -254,7 +259,6 @@ def main(argv: Sequence[str]) -> int:
         code: int = found.main(argv[1:])
         return code
     arguments = _parse(argv)
-    import_from_working_directory()
     view = View()
     return to_its_end(
         lambda: _run(arguments, view),
@@ -280,17 +284,13 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
         )
     config = _configuration(arguments, subject, view)
     config = _chosen(config, names, arguments.n)
-    check_assist(config)
     if arguments.dry_run:
         dry_run(config, arguments, view, subject.run, str(subject.model or ""))
         return 0
     if arguments.question:
-        return asyncio.run(ask_one(config, subject, arguments.question, arguments.answer, view))
+        return run_until_done(ask_one(config, subject, arguments.question, arguments.answer, view))
     out = arguments.out or Path(FOLDER) / _name(config, subject)
-    try:
-        num_failed = asyncio.run(run_evaluation(config, subject, out, view))
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+    num_failed = run_until_done(run_evaluation(config, subject, out, view))
     if num_failed:
         view.say(f"{num_failed} trajectories failed; the same command asks them again")
     write_report(out, view)

@@ -23,7 +23,6 @@ from agentenv.env import close_shared
 from agentenv.errors import ConfigError, GraderError
 from agentenv.tool_env import Grade, Grader, start_grader
 from agentenv.types import Message, Task
-from launchers.assembly import import_from_working_directory
 from launchers.config import EnvConfig
 from launchers.data import EnvMaker, Resolve
 from launchers.evaluation.config import EvaluateConfig
@@ -212,7 +211,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("overrides", nargs="*", default=[], metavar="grader.key=value")
     arguments = parser.parse_args(argv)
-    import_from_working_directory()
     view = View()
     return to_its_end(
         lambda: asyncio.run(_run(arguments, view)), view, writing="writing the grades"

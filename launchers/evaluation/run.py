@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,14 +12,17 @@ from agentenv.actor import Actor
 from agentenv.assist.helpers import count_calls
 from agentenv.config import to_plain
 from agentenv.engine import Engine
-from agentenv.engines.chat import ChatRenderer
+from agentenv.engines.chat import ChatEngine, ChatRenderer
+from agentenv.engines.openai import TokensEngine
 from agentenv.env import shared_stats
 from agentenv.evaluate import Answer, Question, ask
 from agentenv.renderer import Renderer
 from agentenv.tree import Node, Trajectory
 from envs.grading.verdict import final_answer
+from launchers.assembly import Questions
+from launchers.checks import refuse
 from launchers.evaluation.config import EvaluateConfig
-from launchers.evaluation.parts import Builder, Questions
+from launchers.evaluation.parts import EvaluationAssembly
 from launchers.evaluation.store import FAILED, EvalRow, Saved, Store, Wanted
 from launchers.evaluation.subject import Subject, weights_digest
 from launchers.terminal import View
@@ -160,16 +162,12 @@ def _counts(trajectory: Trajectory, renderer: Renderer) -> tuple[int, int]:
 
 
 async def run_evaluation(config: EvaluateConfig, subject: Subject, out: Path, view: View) -> int:
-    """Ask what `out` does not hold yet; how many trajectories failed. Cancelled by SIGTERM as by
-    Ctrl-C."""
-    this = asyncio.current_task()
-    assert this is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+    """Ask what `out` does not hold yet; how many trajectories failed."""
     async with AsyncExitStack() as stack:
-        builder = Builder(config, subject, stack, view.say)
-        await builder.start()
-        sets = await builder.questions()
-        store = Store(out, saved_of(config, subject, builder))
+        assembly = EvaluationAssembly(config, subject, stack, view.say)
+        await refuse(assembly)
+        sets = await assembly.questions()
+        store = Store(out, saved_of(config, subject, await assembly.endpoint()))
         stack.callback(store.close)
         wanted = [one for name, questions in sets.items() for one in _wanted(name, questions)]
         missing = store.missing(wanted)
@@ -177,14 +175,14 @@ async def run_evaluation(config: EvaluateConfig, subject: Subject, out: Path, vi
             view.say(f"{out} holds {len(wanted) - len(missing)} of {len(wanted)} trajectories")
         if not missing:
             return 0
-        engine = await builder.engine()
-        actors = {name: builder.actor(name, one, engine) for name, one in sets.items()}
+        engine = await assembly.engine()
+        actors = {name: await assembly.actor(name, engine) for name in sets}
         stored = [row for row in store.rows.values() if row.end != FAILED]
         progress = Progress(view, engine, len(missing) + len(stored), stored)
         stack.push_async_callback(progress.close)
 
         def make_row(name: str, answer: Answer) -> EvalRow:
-            return row_of(name, answer, builder.seed(sets[name].config))
+            return row_of(name, answer, assembly.seed(name))
 
         await ask_into(
             store, missing, actors, make_row, progress.add, concurrency=config.concurrency
@@ -219,16 +217,18 @@ async def ask_into(
 
 def _wanted(name: str, one: Questions) -> Iterator[Wanted]:
     for task in one.tasks:
-        for sample in range(one.config.num_samples or 1):
+        for sample in range(one.config.num_samples):
             yield Wanted(name, task, sample)
 
 
-def saved_of(config: EvaluateConfig, subject: Subject, builder: Builder) -> Saved:
+def saved_of(
+    config: EvaluateConfig, subject: Subject, endpoint: ChatEngine | TokensEngine | None
+) -> Saved:
     """What is stored of an evaluation beside its rows."""
     told: dict[str, Any] = {"name": subject.name}
     if subject.model is not None:
         told |= {"path": str(subject.model), "weights": weights_digest(subject.model)}
-    if builder.endpoint is not None:
-        endpoint = builder.endpoint.endpoint
-        told |= {"name": endpoint.model, "model": endpoint.model, "root": endpoint.served_from}
+    if endpoint is not None:
+        found = endpoint.endpoint
+        told |= {"name": found.model, "model": found.model, "root": found.served_from}
     return Saved(subject=told, run=str(subject.run.absolute()), config=to_plain(config))

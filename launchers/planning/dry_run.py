@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,12 @@ from agentenv.engines.server_config import LaunchConfig
 from agentenv.errors import ConfigError
 from envs.search.providers import PROVIDERS, WebConfig
 from envs.search.service import SearchConfig
+from launchers.assembly import Assembly
+from launchers.checks import refuse
 from launchers.config import TrainConfig
 from launchers.help import values_of
 from launchers.planning.memory import GIB
 from launchers.planning.plan import Machine, Plan, Process, make_plan
-from launchers.rl.units import check_units
 from launchers.serving.gpus import visible_gpus
 from launchers.serving.server_commands import find_python
 from launchers.supervised.config import DPORunConfig, SFTRunConfig
@@ -265,8 +268,7 @@ def dry_run(
     def resolve(text: str) -> Path:
         return Path(text.replace("{run}", str(run)))
 
-    if isinstance(config, TrainConfig):
-        _check(config)
+    asyncio.run(refuse(Assembly(config, run, AsyncExitStack(), view.say), "configuration"))
     plan = make_plan(config, machine, resolve, model)
     plan.missing += missing_files(config, resolve)
     show_values(config, view)
@@ -304,13 +306,6 @@ def _memory_of(gpu: str) -> float:
         return float(answer.stdout.strip()) * 2**20
     except (OSError, subprocess.SubprocessError, ValueError):
         return 0.0
-
-
-def _check(config: TrainConfig) -> None:
-    from launchers.serving.roles import check_roles  # brings an HTTP client along
-
-    check_units(config)
-    check_roles(config)
 
 
 def _main_memory() -> float:

@@ -1,6 +1,4 @@
-"""The parts of a training run, built from its configuration in the order that finds mistakes
-first: data and environment before engine and learner.
-"""
+"""The parts of a training run: questions, environments, learner, engine, and what joins them."""
 
 from __future__ import annotations
 
@@ -8,27 +6,26 @@ import asyncio
 import copy
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
 from agentenv.actor import Actor
-from agentenv.engine import Engine, EngineStart, check_context
+from agentenv.data.rows import RowsConfig
+from agentenv.engine import Engine, EngineConfig, EngineStart
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.env import close_shared
 from agentenv.errors import ConfigError
 from agentenv.model_files import vocab_size
 from agentenv.plan import RolloutPlan
 from agentenv.renderer import Renderer
 from agentenv.types import Task
-from launchers.assembly import load_function, load_tokenizer, make_renderer
-from launchers.config import TrainConfig, divide
-from launchers.data import EnvMaker, check_files, load_questions, tables_of, try_env
+from launchers.assembly import AskingAssembly, Questions, SetConfig, once
+from launchers.checks import refuse
+from launchers.config import DataConfig, EvalSet, Sampling, TrainConfig, divide
+from launchers.data import Say, load_set, load_training, try_env
 from launchers.rl.publishing import (
     AdapterPublisher,
     BroadcastPublisher,
@@ -39,92 +36,22 @@ from launchers.rl.publishing import (
     learner_turn,
     sleeping_engine,
 )
-from launchers.rl.units import check_units, count_steps
-from launchers.rundir import RunDirectory, find_checkpoint
-from launchers.serving.roles import check_roles, start_roles
-from launchers.serving.servers import ServerFactory
+from launchers.rundir import RunDirectory
+from launchers.supervised.data import Demonstrations, check_stages, load_demonstrations
 from learners.checkpoint import saved_version
 from learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
 from learners.lora import ADAPTER_FOLDER, frozen_model
 
-# Learner and engine of a run, started side by side or one after the other.
-
-
-async def start_both(
-    config: TrainConfig,
-    run: RunDirectory,
-    model: Path,
-    checkpoint: Path | None,
-    tokenizer: Any,
-    gpus: Sequence[str],
-    factory: ServerFactory,
-    stack: AsyncExitStack,
-) -> tuple[DeepSpeedLearner, Engine]:
-    """Learner and engine, both at the version of the checkpoint; side by side, or one after the
-    other where they share GPUs."""
-    base, rank = frozen_model(checkpoint) or model, adapter_rank(config)
-    colocated = config.resources.colocated
-
-    async def learner() -> DeepSpeedLearner:
-        started = await DeepSpeedLearner.start(
-            config.learner,
-            config.algorithm,
-            base,
-            run.path / "learner.log",
-            seed=config.run.seed,
-            gpus=gpus,
-        )
-        stack.push_async_callback(started.close)
-        if checkpoint is not None:
-            await started.load(checkpoint / "trainer")
-        if colocated:
-            await started.sleep()
-        return started
-
-    async def engine() -> Engine:
-        version = 0 if checkpoint is None else saved_version(checkpoint / "trainer")
-        return await config.engine.start(
-            EngineStart(
-                model=base if rank else model,
-                tokenizer=tokenizer,
-                policy_version=version,
-                limits=config.limits,
-                stack=stack,
-                servers=factory,
-                seed=config.run.seed,
-                colocated=colocated,
-                lora_rank=rank,
-                adapter=checkpoint / ADAPTER_FOLDER if rank and checkpoint is not None else None,
-            )
-        )
-
-    if colocated:
-        return await learner(), await engine()
-    first, second = asyncio.create_task(learner()), asyncio.create_task(engine())
-    try:
-        return await asyncio.gather(first, second)
-    finally:  # where one fails, the other ends too
-        for task in (first, second):
-            task.cancel()
-        await asyncio.wait((first, second))
-
-
-def adapter_rank(config: TrainConfig) -> int:
-    """Rank of the adapters that the engine loads; 0 if it gets whole models. Raises ConfigError if
-    it should load what the learner does not train."""
-    if config.engine.new_weights != "adapter":
-        return 0
-    if config.learner.lora is None:
-        raise ConfigError('engine.lora = "adapter" needs [learner.lora], which trains one')
-    return config.learner.lora.r
-
-
+TRAINED = "data"  # the set of the training questions
 NUM_PROBE_PROMPTS = 8
 
 
 @dataclass
 class Parts:
-    """What a run is made of. `tools` are the schemas that the environment offers."""
+    """What the loop of a run works with. `tools` are the schemas that the environment offers;
+    `colocation` is there where engine and learner share their GPUs; `overlapping` is the actor of
+    evaluations beside the training, on an engine of its own; `demonstrations` are those of a cold
+    start that is still to come, and those that measure it."""
 
     tokenizer: Any
     renderer: Renderer
@@ -139,8 +66,9 @@ class Parts:
     eval_actor: Actor
     probe: ParityProbe
     publisher: Publisher
-    colocation: Colocation | None  # engine and learner share their GPUs
-    overlapping: Actor | None = None  # on an engine of its own
+    colocation: Colocation | None
+    overlapping: Actor | None
+    demonstrations: tuple[Demonstrations, Demonstrations] | None
 
     def learner_turn(self) -> AbstractAsyncContextManager[None]:
         """See `launchers.rl.publishing.learner_turn`."""
@@ -157,109 +85,264 @@ async def build_parts(
     run: RunDirectory,
     checkpoint: Path | None,
     stack: AsyncExitStack,
-    say: Callable[[str], None],
+    say: Say,
 ) -> Parts:
-    """Build everything; `stack` closes it. Raises ConfigError or DataError for the user's
-    mistakes. With a checkpoint, engine and learner start from it and no set-up is run."""
-    check_units(config)
-    adapter_rank(config)
-    check_roles(config)
-    check_files(config, run.resolve, is_new=checkpoint is None)
-    if config.run.setup and checkpoint is None:
-        setup = load_function(config.run.setup, "run.setup")
-        told = await asyncio.to_thread(setup, run.path, config.run.seed)
-        if isinstance(told, str):
-            say(told)
-    model = checkpoint or find_checkpoint(run.resolve(config.model.path))
-    tokenizer = await asyncio.to_thread(load_tokenizer, model)
-    check_context(config.limits, config.engine.max_context(model))
-    if config.eval.engine is not None:
-        check_context(config.limits, config.eval.engine.max_context(model, "eval.engine"))
-
-    renderer = make_renderer(config.renderer, config.prompt, tokenizer, model)
-    factory = ServerFactory(run.path, stack, say)
-    engine_config, gpus = divide(config.resources, config.engine, config.learner, factory.gpus)
-    config = replace(config, engine=engine_config)
-    config = await start_roles(config, run.resolve, factory)
-    stack.push_async_callback(close_shared)
-    make_env = EnvMaker(config.env, tables_of(config), run.resolve, config.limits, config.prompt)
-    questions = await load_questions(config, make_env, renderer, run.resolve, say)
-    tasks = questions.train
-    num_steps = count_steps(config, len(tasks))
-    messages, info = await try_env(make_env, tasks[0])
-    prompts = [renderer.prompt(messages, info.get("tools", ()))]
-    for task in tasks[1:NUM_PROBE_PROMPTS]:
-        messages, info = await try_env(make_env, task)
-        prompts.append(renderer.prompt(messages, info.get("tools", ())))
-
-    learner, engine = await start_both(
-        config, run, model, checkpoint, tokenizer, gpus, factory, stack
-    )
-    weights = make_weights_directory()
-    stack.callback(shutil.rmtree, weights, ignore_errors=True)
-    probe = ParityProbe(engine, learner, prompts)
-    stack.push_async_callback(probe.close)
-    colocation = None
-    if config.resources.colocated:
-        colocation = Colocation(sleeping_engine(engine), learner, probe)
-    sampling = config.sampling
-    seeds = [
-        config.run.seed if one.seed is None else one.seed for one in (sampling.train, sampling.eval)
-    ]
-    evaluating = Actor(
-        engine, renderer, make_env, config.limits, sampling.eval.params(), f"{seeds[1]}/eval"
-    )
-    return Parts(
-        tokenizer=tokenizer,
-        renderer=renderer,
-        tools=list(info.get("tools", ())),
-        tasks=tasks,
-        eval_tasks=questions.eval_sets,
-        num_steps=num_steps,
-        plan=config.algorithm.plan(vocab_size(model)),
-        engine=engine,
-        learner=learner,
-        actor=Actor(
-            engine, renderer, make_env, config.limits, sampling.train.params(), f"{seeds[0]}/train"
-        ),
-        eval_actor=evaluating,
-        probe=probe,
-        publisher=make_publisher(config, engine, learner, weights, colocation),
-        colocation=colocation,
-        overlapping=await start_overlapping(
-            config, evaluating, model, tokenizer, learner, factory, stack
-        ),
-    )
+    """Check and build everything; `stack` closes it. Raises ConfigError or DataError for the
+    user's mistakes. With a checkpoint, engine and learner start from it and no set-up is run."""
+    assembly = TrainingAssembly(config, run, checkpoint, stack, say)
+    await refuse(assembly)
+    return await assembly.parts()
 
 
-async def start_overlapping(
-    config: TrainConfig,
-    actor: Actor,
-    model: Path,
-    tokenizer: Any,
-    learner: DeepSpeedLearner,
-    factory: ServerFactory,
-    stack: AsyncExitStack,
-) -> Actor | None:
-    """The actor of evaluations that overlap the training, if they have an engine: like `actor`,
-    with equal seeds."""
-    if config.eval.engine is None:
-        return None
-    engine = await config.eval.engine.start(
-        EngineStart(
-            model=model,
-            tokenizer=tokenizer,
-            policy_version=learner.policy_version,
-            limits=config.limits,
-            stack=stack,
-            servers=factory,
-            seed=config.run.seed,
-            use="evaluation",
+class TrainingAssembly(AskingAssembly[TrainConfig]):
+    """Builds the parts of one training run."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: RunDirectory,
+        checkpoint: Path | None,
+        stack: AsyncExitStack,
+        say: Say,
+    ) -> None:
+        sampling = config.sampling
+        sets = {TRAINED: _set(config, TRAINED, config.data, sampling.train, 1)}
+        for name, one in config.eval.sets.items():
+            key = eval_key(name)
+            sets[key] = _set(config, key, one, sampling.eval, one.num_samples)
+        super().__init__(
+            config,
+            run.path,
+            stack,
+            say,
+            checkpoint,
+            sets=sets,
+            roles=config.roles,
+            is_whole=True,
+            logs=run.path,
         )
+
+    @once
+    async def model(self) -> Path:
+        """The checkpoint, or where the weights begin."""
+        return self.checkpoint or await self.own_model(self.config.run, self.config.model.path)
+
+    async def contexts(self) -> Sequence[int]:
+        model, config = await self.model(), self.config
+        found = [config.engine.max_context(model)]
+        if config.eval.engine is not None:
+            found.append(config.eval.engine.max_context(model, "eval.engine"))
+        return found
+
+    async def read_rows(self, one: SetConfig) -> Sequence[Task]:
+        rows, env_id = one.rows, one.env.id
+        if isinstance(rows, DataConfig):
+            return await load_training(rows, env_id, self.resolve, self.say)
+        assert isinstance(rows, EvalSet)
+        return await load_set(
+            rows.path, env_id, rows, self.resolve, self.say, one.key, rows.max_tasks
+        )
+
+    @once
+    async def gpus(self) -> tuple[EngineConfig, list[str]]:
+        """The engine's configuration with its GPUs, and those of the learner's ranks."""
+        config = self.config
+        return divide(config.resources, config.engine, config.learner, self.servers.gpus)
+
+    @once
+    async def urls(self) -> dict[str, str]:
+        """Engine and learner have their GPUs before the servers of roles take theirs."""
+        await self.gpus()
+        return await super().urls()
+
+    @once
+    async def num_steps(self) -> int:
+        """Updates of the run; from train.num_epochs, the last incomplete one is dropped."""
+        train, groups = self.config.train, self.config.queue.groups_per_step
+        if train.num_steps is not None:
+            return train.num_steps
+        assert train.num_epochs is not None
+        num_tasks = len((await self.questions())[TRAINED].tasks)
+        num_steps = int(train.num_epochs * num_tasks) // groups
+        if num_steps < 1:
+            raise ConfigError(
+                f"train.num_epochs = {train.num_epochs} of {num_tasks} questions are less than "
+                f"one step of queue.groups_per_step = {groups}"
+            )
+        return num_steps
+
+    @once
+    async def probe_prompts(self) -> list[list[int]]:
+        """Prompts of the first training questions, for the parity probe."""
+        questions = (await self.questions())[TRAINED]
+        prompts = []
+        for task in questions.tasks[:NUM_PROBE_PROMPTS]:
+            messages, info = await try_env(questions.make_env, task)
+            prompts.append(questions.renderer.prompt(messages, info.get("tools", ())))
+        return prompts
+
+    @once
+    async def demonstrations(self) -> tuple[Demonstrations, Demonstrations] | None:
+        """Of the cold start: those to imitate, and those that measure; None: it is done, or there
+        is none."""
+        sft = self.config.sft
+        if sft is None or self.checkpoint is not None:
+            return None
+        renderer, (_, info) = (await self.renderers())[TRAINED], (await self.episodes())[TRAINED]
+        learned, gate = [
+            await asyncio.to_thread(
+                load_demonstrations, self.resolve(path), renderer, list(info.get("tools", ()))
+            )
+            for path in (sft.data, sft.gate)
+        ]
+        check_stages(sft, learned)
+        return learned, gate
+
+    @once
+    async def learner(self) -> DeepSpeedLearner:
+        """At the version of the checkpoint; asleep where it shares its GPUs."""
+        config, (_, gpus) = self.config, await self.gpus()
+        learner = await DeepSpeedLearner.start(
+            config.learner,
+            config.algorithm,
+            frozen_model(self.checkpoint) or await self.model(),
+            self.folder / "learner.log",
+            seed=config.run.seed,
+            gpus=gpus,
+        )
+        self.stack.push_async_callback(learner.close)
+        if self.checkpoint is not None:
+            await learner.load(self.checkpoint / "trainer")
+        if config.resources.colocated:
+            await learner.sleep()
+        return learner
+
+    @once
+    async def engine(self) -> Engine:
+        """At the version of the checkpoint too."""
+        config, checkpoint, model = self.config, self.checkpoint, await self.model()
+        rank, (own, _) = adapter_rank(config), await self.gpus()
+        return await own.start(
+            EngineStart(
+                model=(frozen_model(checkpoint) or model) if rank else model,
+                tokenizer=await self.tokenizer(),
+                policy_version=(0 if checkpoint is None else saved_version(checkpoint / "trainer")),
+                limits=config.limits,
+                stack=self.stack,
+                servers=self.servers,
+                seed=config.run.seed,
+                colocated=config.resources.colocated,
+                lora_rank=rank,
+                adapter=checkpoint / ADAPTER_FOLDER if rank and checkpoint else None,
+            )
+        )
+
+    async def learner_and_engine(self) -> tuple[DeepSpeedLearner, Engine]:
+        """Started side by side, or one after the other where they share GPUs."""
+        if self.config.resources.colocated:
+            return await self.learner(), await self.engine()
+        first, second = asyncio.create_task(self.learner()), asyncio.create_task(self.engine())
+        try:
+            return await asyncio.gather(first, second)
+        finally:  # where one fails, the other ends too
+            for task in (first, second):
+                task.cancel()
+            await asyncio.wait((first, second))
+
+    async def parts(self) -> Parts:
+        """Everything, started."""
+        config = self.config
+        questions, prompts = await self.questions(), await self.probe_prompts()
+        _, info = (await self.episodes())[TRAINED]
+        learner, engine = await self.learner_and_engine()
+        weights = make_weights_directory()
+        self.stack.callback(shutil.rmtree, weights, ignore_errors=True)
+        probe = ParityProbe(engine, learner, prompts)
+        self.stack.push_async_callback(probe.close)
+        colocation = None
+        if config.resources.colocated:
+            colocation = Colocation(sleeping_engine(engine), learner, probe)
+        trained = questions[TRAINED]
+        eval_actor = self._actor(trained, config.sampling.eval, engine, "eval")
+        model = await self.model()
+        return Parts(
+            tokenizer=await self.tokenizer(),
+            renderer=trained.renderer,
+            tools=list(info.get("tools", ())),
+            tasks=trained.tasks,
+            eval_tasks={name: questions[eval_key(name)].tasks for name in config.eval.sets},
+            num_steps=await self.num_steps(),
+            plan=config.algorithm.plan(vocab_size(model)),
+            engine=engine,
+            learner=learner,
+            actor=self._actor(trained, config.sampling.train, engine, "train"),
+            eval_actor=eval_actor,
+            probe=probe,
+            publisher=make_publisher(config, engine, learner, weights, colocation),
+            colocation=colocation,
+            overlapping=await self._overlapping(eval_actor, learner),
+            demonstrations=await self.demonstrations(),
+        )
+
+    def _actor(self, questions: Questions, sampling: Sampling, engine: Engine, use: str) -> Actor:
+        seed = self.config.run.seed if sampling.seed is None else sampling.seed
+        return Actor(
+            engine,
+            questions.renderer,
+            questions.make_env,
+            self.config.limits,
+            sampling.params(),
+            f"{seed}/{use}",
+        )
+
+    async def _overlapping(self, actor: Actor, learner: DeepSpeedLearner) -> Actor | None:
+        """The actor of evaluations beside the training, if they have an engine: like `actor`,
+        with equal seeds."""
+        config = self.config
+        if config.eval.engine is None:
+            return None
+        other = copy.copy(actor)
+        other.engine = await config.eval.engine.start(
+            EngineStart(
+                model=await self.model(),
+                tokenizer=await self.tokenizer(),
+                policy_version=learner.policy_version,
+                limits=config.limits,
+                stack=self.stack,
+                servers=self.servers,
+                seed=config.run.seed,
+                use="evaluation",
+            )
+        )
+        return other
+
+
+def adapter_rank(config: TrainConfig) -> int:
+    """Rank of the LoRA adapters that the engine gets as new weights; 0: it gets whole models."""
+    lora = config.learner.lora if config.engine.new_weights == "adapter" else None
+    return 0 if lora is None else lora.r
+
+
+def eval_key(name: str) -> str:
+    """The key of an evaluation set, which is the set's name among all sets of a run."""
+    return f"eval.sets.{name}"
+
+
+def _set(
+    config: TrainConfig, key: str, rows: RowsConfig, sampling: Sampling, num_samples: int
+) -> SetConfig:
+    return SetConfig(
+        key,
+        rows,
+        config.env,
+        config.prompt,
+        config.limits,
+        sampling,
+        num_samples,
+        config.python,
+        config.search,
+        config.grader,
     )
-    other = copy.copy(actor)
-    other.engine = engine
-    return other
 
 
 def make_publisher(

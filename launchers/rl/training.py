@@ -12,12 +12,10 @@ checkpoint   after the cold start, every so many steps, and whenever the run end
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from agentenv.config import changes, to_plain, upgrade
 from agentenv.data.dataset import TaskStream
 from agentenv.deadline import uncancelled
 from agentenv.env import shared_stats
@@ -27,14 +25,14 @@ from agentenv.replay import ReplayQueue
 from agentenv.tree import TrajectoryTree
 from launchers.config import TrainConfig
 from launchers.rl import report
-from launchers.rl.cold_start import cold_start_phase
+from launchers.rl.cold_start import ColdStart
 from launchers.rl.evaluations import Evaluator
 from launchers.rl.parts import Parts, build_parts
 from launchers.rl.recorder import PhaseClock, Recorder, Stopwatch
 from launchers.rl.report import LiveFigures, Throughput
 from launchers.rl.self_critic import SelfCritic, round_line
 from launchers.rl.state import RunState, Saver
-from launchers.rundir import CONFIG_FILE, RunDirectory, load_state
+from launchers.rundir import RunDirectory, load_state
 from launchers.terminal import View
 from learners.credit import CreditedTree, TreeCredit
 from learners.learner import Metrics, lr_factor, optimizer_of
@@ -179,7 +177,7 @@ class Training:
         async with AsyncExitStack() as stack:
             await self._set_up(stack)
             if self.checkpoint is None:
-                self.run.write_json(CONFIG_FILE, to_plain(self.config))
+                self.run.begin(self.config)
                 await self._evaluate_all("before_rl")
             while self.state.step < num_rounds:
                 await uncancelled(self._one_round())
@@ -206,18 +204,11 @@ class Training:
     def _announce(self) -> None:
         config, parts = self.config, self.parts
         if self.checkpoint is None:
-            self.run.write_json(CONFIG_FILE, to_plain(config))
+            self.run.begin(config)
         else:
             again = self.state.evaluating
             phase = f"step-{again.step:06d}" if again else ""
-            self.run.forget_metrics_after(self.state.step, phase)
-            self.view.say(f"resuming {self.run.path} after step {self.state.step}")
-            for path in self.run.checkpoints.set_aside_after(self.state.step):
-                self.view.say(f"a newer checkpoint is moved to {path}")
-            saved = json.loads((self.run.path / CONFIG_FILE).read_text(encoding="utf-8"))
-            upgrade(TrainConfig, saved)
-            for change in changes(saved, json.loads(json.dumps(to_plain(config)))):
-                self.view.say(f"changed since the start: {change}")
+            self.run.go_on(config, self.state.step, self.view.say, phase)
         groups, size = config.queue.groups_per_step, config.algorithm.group_size
         steps = groups // config.learner.groups_per_minibatch * config.learner.num_epochs_per_batch
         self.view.say(
@@ -230,9 +221,9 @@ class Training:
         await self.evaluator.around("before_sft")
         if self.config.sft is not None:
             with self.clock.phase("sft"):
-                await cold_start_phase(
-                    self.config, self.run, self.view, self.state, self.parts, self.recorder
-                )
+                await ColdStart(
+                    self.config, self.view, self.state, self.parts, self.recorder
+                ).run_all()
             await self.evaluator.around("after_sft")
         else:
             self.state.reports["after_sft"] = self.state.reports["before_sft"]

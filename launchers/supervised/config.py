@@ -245,6 +245,11 @@ class SFTRunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __post_init__(self) -> None:
         check_measured(self.data, self.checkpoint)
 
+    @property
+    def loop(self) -> LoopConfig:
+        """Steps, batches and cadence."""
+        return self.sft
+
 
 def check_measured(data: ChatDataConfig, saving: SavingConfig) -> None:
     """Refuse what needs held-out rows where there are none."""
@@ -322,3 +327,8 @@ class DPORunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 | {"lora": LoRAConfig(r=8, alpha=16)}
             )
             force_setattr(self, "learner", learner)
+
+    @property
+    def loop(self) -> LoopConfig:
+        """Steps, batches and cadence."""
+        return self.dpo

@@ -18,7 +18,9 @@ from msgspec import Struct
 
 from agentenv.data.files import RawRow, Row, read_rows
 from agentenv.errors import DataError
+from agentenv.renderer import Renderer
 from agentenv.tree import Trajectory, TrajectoryTree
+from launchers.config import SFTConfig
 from launchers.supervised.config import ChatDataConfig, RowFormat
 from launchers.supervised.dialogues import (
     Conversation,
@@ -135,10 +137,11 @@ logger = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple, Generic[T]):
-    """What is learned from and what only measures."""
+    """What is learned from and what only measures, and the tokens of the longest sequence."""
 
     train: list[T]
     eval: list[T]
+    longest: int
 
 
 class Cut:
@@ -188,7 +191,7 @@ def load_examples(
             raise DataError("there is nothing to learn from: the policy's texts are empty")
         return cut(example) or []
 
-    loaded = _load(config, read, resolve, seed, say, ranking=False)
+    loaded = _load(config, read, _num_tokens, resolve, seed, say, ranking=False)
     cut.tell(say)
     return loaded
 
@@ -213,9 +216,17 @@ def load_pairs(
             pairs.append(encode_pair(*kept))
         return pairs
 
-    loaded = _load(config, read, resolve, seed, say, ranking=True)
+    loaded = _load(config, read, _longer, resolve, seed, say, ranking=True)
     cut.tell(say)
     return loaded
+
+
+def _num_tokens(example: Example) -> int:
+    return len(example.token_ids)
+
+
+def _longer(pair: EncodedTree) -> int:
+    return int(pair.ints("depth").max()) + 1
 
 
 def _answers(
@@ -239,8 +250,17 @@ def _answers(
 
 
 def _load(
-    config: ChatDataConfig, read: Reader[T], resolve: Resolve, seed: int, say: Say, *, ranking: bool
+    config: ChatDataConfig,
+    read: Reader[T],
+    length: Callable[[T], int],
+    resolve: Resolve,
+    seed: int,
+    say: Say,
+    *,
+    ranking: bool,
 ) -> Loaded[T]:
+    """`length`: tokens of a sequence, or of the longer of a pair."""
+
     def load(names: str | list[str], limit: int) -> list[list[T]]:
         listed = [names] if isinstance(names, str) else names
         rows: list[list[T]] = []
@@ -262,7 +282,8 @@ def _load(
     measured: list[list[T]] = load(config.eval, 0) if config.eval else []
     if config.eval_split:
         rows, measured = split(rows, config.eval_split, seed)
-    return Loaded([one for row in rows for one in row], [one for row in measured for one in row])
+    learned, held = [one for row in rows for one in row], [one for row in measured for one in row]
+    return Loaded(learned, held, max(map(length, [*learned, *held])))
 
 
 def split(rows: Sequence[T], size: float, seed: int) -> tuple[list[T], list[T]]:
@@ -300,3 +321,46 @@ def _tell_bad(problems: list[str], say: Say) -> None:
         say(f"data.skip_bad_rows: {len(problems)} bad rows are left out")
         for text in problems[:MAX_LISTED]:
             logger.warning("%s", text)
+
+
+# Demonstrations of a cold start.
+
+Demonstrations = dict[str, dict[str, list[EncodedTree]]]  # by stage, then by kind
+
+
+def load_demonstrations(
+    path: Path, renderer: Renderer, tools: list[dict[str, Any]]
+) -> Demonstrations:
+    """Read dialogues with the keys "kind" and "stage" beside them, encoded: rows {"question",
+    "turns": [{"action", "result"}, ...]} or any other form of `launchers.supervised.dialogues`.
+
+    The stage "" holds all rows. Only what the policy writes is trained: actions and, after the
+    last, the end-of-sequence token. Raises DataError with file and row.
+    """
+    demonstrations: Demonstrations = {"": {}}
+    encoder, form = ChatEncoder(renderer), RowFormat()
+    for raw in read_rows(path):
+        try:
+            if raw.problem:
+                raise DataError(raw.problem)
+            conversation = msgspec.structs.replace(read_conversation(raw.row, form), tools=tools)
+            encoded = encoder.encode(conversation).encoded()
+        except DataError as error:
+            raise DataError(f"{path}, row {raw.number}: {error}") from None
+        kind, stage = str(raw.row.get("kind", "all")), str(raw.row.get("stage", ""))
+        for name in {"", stage}:
+            demonstrations.setdefault(name, {}).setdefault(kind, []).append(encoded)
+    if not demonstrations[""]:
+        raise DataError(f"{path}: there are no demonstrations in it")
+    return demonstrations
+
+
+def check_stages(config: SFTConfig, demonstrations: Demonstrations) -> None:
+    """Refuse a stage without demonstrations."""
+    for number, stage in enumerate(config.stages):
+        if stage.rows not in demonstrations:
+            known = sorted(filter(None, demonstrations))
+            raise DataError(
+                f"{config.data}: sft.stages[{number}] wants rows with stage {stage.rows!r}; the "
+                f"file has {known}"
+            )

@@ -10,9 +10,8 @@ import asyncio
 import json
 import time
 from bisect import bisect_left, insort
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -20,25 +19,20 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from agentenv.config import changes, to_plain, upgrade
-from agentenv.errors import DataError
-from agentenv.model_files import num_positions, read_eos_ids, read_model_config
+from agentenv.model_files import read_eos_ids
 from agentenv.prompt import load_instruction
-from launchers.assembly import load_function, load_tokenizer, make_renderer
-from launchers.rundir import CONFIG_FILE, RunDirectory, find_checkpoint, load_state
-from launchers.supervised.config import (
-    ChatDataConfig,
-    DPORunConfig,
-    LoopConfig,
-    SavingConfig,
-    SFTRunConfig,
-)
+from agentenv.renderer import Renderer
+from launchers.assembly import Assembly, once
+from launchers.checks import refuse
+from launchers.rundir import RunDirectory, load_state
+from launchers.supervised.config import DPORunConfig, SFTRunConfig
+from launchers.supervised.data import Loaded, load_examples, load_pairs
 from launchers.supervised.encoding import ChatEncoder
 from launchers.terminal import View
 from learners.baselines import GRPO
 from learners.batch import EncodedTree
 from learners.deepspeed_learner import DeepSpeedLearner
-from learners.learner import Learner, LearnerConfig, Metrics, Score, lr_factor
+from learners.learner import Learner, Metrics, Score, lr_factor
 
 # The curves of a supervised run, from its metrics.jsonl to loss.png.
 
@@ -117,61 +111,54 @@ def fill_rows(lengths: Sequence[int], size: int, seed: int) -> list[list[int]]:
     return rows
 
 
-# What supervised runs begin with: set-up, model, renderer, learner.
+# The parts of a supervised run.
 
 SCORED_AT_ONCE = 64  # sequences
 
 
-@dataclass
-class Start:
-    """`model` is where the weights begin, also of a resumed run, whose `checkpoint` is loaded
-    over them: adapters are of that model."""
+class SupervisedAssembly(Assembly[SFTRunConfig | DPORunConfig]):
+    """Builds the parts of one run of launchers/sft.py or launchers/dpo.py."""
 
-    run: RunDirectory
-    model: Path
-    encoder: ChatEncoder
-    checkpoint: Path | None
+    @once
+    async def model(self) -> Path:
+        """Where the weights begin, also of a resumed run, whose checkpoint is loaded over them:
+        adapters are of that model."""
+        return await self.own_model(self.config.run, self.config.model.path)
 
-    async def learner(
-        self, config: LearnerConfig, seed: int, stack: AsyncExitStack
-    ) -> DeepSpeedLearner:
-        """The learner, with the weights of the model; `stack` closes it."""
+    @once
+    async def renderers(self) -> Mapping[str, Renderer]:
+        return {"": await self.renderer(self.config.prompt)}
+
+    @once
+    async def encoder(self) -> ChatEncoder:
+        """What makes sequences of dialogues."""
+        config = self.config
+        return ChatEncoder(
+            (await self.renderers())[""],
+            read_eos_ids(await self.model(), await self.tokenizer()),
+            load_instruction(config.prompt, self.resolve),
+            compat=config.data.compat == "reference",
+        )
+
+    @once
+    async def rows(self) -> Loaded[Any]:
+        """Sequences to imitate, or pairs to prefer one of."""
+        config, encoder = self.config, await self.encoder()
+        load: Any = load_examples if isinstance(config, SFTRunConfig) else load_pairs
+        found: Loaded[Any] = await asyncio.to_thread(
+            load, config.data, encoder, self.resolve, config.run.seed, self.say
+        )
+        return found
+
+    @once
+    async def learner(self) -> DeepSpeedLearner:
+        """With the weights of the model, not yet of the checkpoint."""
+        config, model = self.config, await self.model()
         learner = await DeepSpeedLearner.start(
-            config, GRPO(), self.model, self.run.path / "learner.log", seed=seed
+            config.learner, GRPO(), model, self.folder / "learner.log", seed=config.run.seed
         )
-        stack.push_async_callback(learner.close)
+        self.stack.push_async_callback(learner.close)
         return learner
-
-
-async def begin(
-    config: SFTRunConfig | DPORunConfig, run: RunDirectory, view: View, resume: str
-) -> Start:
-    """Set-up and checks. Raises ConfigError or DataError for the user's mistakes."""
-    checkpoint = run.checkpoints.to_resume(resume) if resume else None
-    if config.run.setup and checkpoint is None:
-        setup = load_function(config.run.setup, "run.setup")
-        told = await asyncio.to_thread(setup, run.path, config.run.seed)
-        if isinstance(told, str):
-            view.say(told)
-    model = find_checkpoint(run.resolve(config.model.path))
-    tokenizer = await asyncio.to_thread(load_tokenizer, model)
-    encoder = ChatEncoder(
-        make_renderer(config.renderer, config.prompt, tokenizer, model),
-        read_eos_ids(model, tokenizer),
-        load_instruction(config.prompt, run.resolve),
-        compat=config.data.compat == "reference",
-    )
-    return Start(run, model, encoder, checkpoint)
-
-
-def check_lengths(lengths: Sequence[int], start: Start, data: ChatDataConfig) -> None:
-    """Refuse sequences that the model has no positions for."""
-    context = num_positions(read_model_config(start.model))
-    if context and max(lengths) > context:
-        raise DataError(
-            f"data.max_length = {data.max_length}: a sequence has {max(lengths)} tokens, "
-            f"and {start.model} was made for {context}; set data.max_length={context} to cut it"
-        )
 
 
 async def scored_in_parts(
@@ -195,7 +182,7 @@ class SupervisedState(Struct):
     wall_s: float = 0.0
 
 
-class Lessons(Protocol):
+class Objective(Protocol):
     """What is learned. `name` begins the keys of its metrics, `plotted` are keys of its plot."""
 
     name: str
@@ -232,36 +219,46 @@ class Rows:
         return self._order[place * self.rows_per_step :][: self.rows_per_step]
 
 
-class Supervised:
-    """One run over `lessons`. With a checkpoint the learner's state is loaded from it."""
+async def train_supervised(
+    config: SFTRunConfig | DPORunConfig,
+    make_objective: Callable[[SupervisedAssembly], Awaitable[Objective]],
+    run: RunDirectory,
+    view: View,
+    resume: str,
+) -> None:
+    """A whole run of launchers/sft.py or launchers/dpo.py."""
+    checkpoint = run.checkpoints.to_resume(resume) if resume else None
+    async with AsyncExitStack() as stack:
+        assembly = SupervisedAssembly(config, run.path, stack, view.say, checkpoint)
+        await refuse(assembly)
+        learner, objective = await assembly.learner(), await make_objective(assembly)
+        await SupervisedTraining(config, run, view, learner, objective, checkpoint).run_all()
+
+
+class SupervisedTraining:
+    """The loop of one run. With a checkpoint the learner's state is loaded from it."""
 
     def __init__(
         self,
-        config: Struct,
-        loop: LoopConfig,
-        saving: SavingConfig,
-        schedule: LearnerConfig,
-        seed: int,
+        config: SFTRunConfig | DPORunConfig,
         run: RunDirectory,
         view: View,
         learner: Learner,
-        lessons: Lessons,
+        objective: Objective,
         checkpoint: Path | None,
     ) -> None:
         self.config = config
-        self.loop = loop
-        self.saving = saving
-        self.schedule = schedule
+        self.loop = config.loop
         self.run = run
         self.view = view
         self.learner = learner
-        self.lessons = lessons
+        self.objective = objective
         self.checkpoint = checkpoint
         self.state = SupervisedState()
         if checkpoint is not None:
             self.state = load_state(checkpoint, SupervisedState)
-        self.rows = Rows(lessons.num_rows, loop.rows_per_step, seed)
-        self.num_steps = loop.count_steps(lessons.num_rows)
+        self.rows = Rows(objective.num_rows, self.loop.rows_per_step, config.run.seed)
+        self.num_steps = self.loop.count_steps(objective.num_rows)
 
     async def run_all(self) -> None:
         """All steps; cancelling it leaves a checkpoint."""
@@ -270,7 +267,7 @@ class Supervised:
             await self.learner.load(self.checkpoint / "trainer")
         elif not self.state.step:
             await self._measure()
-        self.view.begin(self.lessons.name, self.num_steps, self.state.step)
+        self.view.begin(self.objective.name, self.num_steps, self.state.step)
         try:
             while self.state.step < self.num_steps:
                 work = asyncio.ensure_future(self._step())
@@ -286,18 +283,11 @@ class Supervised:
         self._finish()
 
     def _announce(self) -> None:
-        loop, name = self.loop, self.lessons.name
+        loop, name = self.loop, self.objective.name
         if self.checkpoint is None:
-            self.run.write_json(CONFIG_FILE, to_plain(self.config))
+            self.run.begin(self.config)
         else:
-            self.run.forget_metrics_after(self.state.step)
-            self.view.say(f"resuming {self.run.path} after step {self.state.step}")
-            for path in self.run.checkpoints.set_aside_after(self.state.step):
-                self.view.say(f"a newer checkpoint is moved to {path}")
-            saved = json.loads((self.run.path / CONFIG_FILE).read_text(encoding="utf-8"))
-            upgrade(type(self.config), saved)
-            for change in changes(saved, json.loads(json.dumps(to_plain(self.config)))):
-                self.view.say(f"changed since the start: {change}")
+            self.run.go_on(self.config, self.state.step, self.view.say)
         self.view.say(
             f"{name}: {self.rows.num_rows} rows, {self.num_steps} steps, "
             f"{self.num_steps / self.rows.steps_per_epoch:.2f} epochs; a step takes "
@@ -307,19 +297,19 @@ class Supervised:
     async def _step(self) -> None:
         """One optimizer step and what is due after it."""
         state, start = self.state, time.monotonic()
-        scale = lr_factor(self.schedule, state.step, self.num_steps)
-        metrics = await self.lessons.step(self.rows.of_step(state.step), scale)
+        scale = lr_factor(self.config.learner, state.step, self.num_steps)
+        metrics = await self.objective.step(self.rows.of_step(state.step), scale)
         state.step += 1
         state.num_tokens += int(metrics["num_tokens"])
         state.num_skipped += int(metrics["num_skipped"])
         row = {
             "step": state.step,
             "epoch": state.step / self.rows.steps_per_epoch,
-            "learning_rate": self.schedule.learning_rate * scale,
-            **{f"{self.lessons.name}/{name}": value for name, value in metrics.items()},
+            "learning_rate": self.config.learner.learning_rate * scale,
+            **{f"{self.objective.name}/{name}": value for name, value in metrics.items()},
         }
         self.run.log_metrics(row)
-        shown = " ".join(f"{key} {metrics[key]:.4f}" for key in self.lessons.plotted)
+        shown = " ".join(f"{key} {metrics[key]:.4f}" for key in self.objective.plotted)
         self.view.say(
             f"step {state.step:>4}/{self.num_steps} {shown} lr {row['learning_rate']:.2e}"
         )
@@ -328,11 +318,11 @@ class Supervised:
         if last or (self.loop.eval_every and state.step % self.loop.eval_every == 0):
             await self._measure()
         state.wall_s += time.monotonic() - start
-        if self.saving.every and state.step % self.saving.every == 0:
+        if self.config.checkpoint.every and state.step % self.config.checkpoint.every == 0:
             await self._save()
 
     async def _measure(self) -> None:
-        metrics = await self.lessons.measure()
+        metrics = await self.objective.measure()
         if not metrics:
             return
         state = self.state
@@ -343,14 +333,16 @@ class Supervised:
         )
         shown = " ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         self.view.say(f"held out after step {state.step}: {shown}")
-        if self.saving.keep_best and (state.best is None or metrics["loss"] < state.best):
+        if self.config.checkpoint.keep_best and (
+            state.best is None or metrics["loss"] < state.best
+        ):
             state.best = metrics["loss"]
             if state.step:
                 await self._save()
                 await asyncio.to_thread(self.run.checkpoints.keep_best, state.step)
 
     async def _save(self) -> None:
-        state, keep = self.state, self.saving.keep_last
+        state, keep = self.state, self.config.checkpoint.keep_last
         await self.run.checkpoints.save(state.step, self.learner, state, keep)
 
     def _finish(self) -> None:
@@ -367,7 +359,7 @@ class Supervised:
                 "wall_s": round(state.wall_s, 2),
             },
         )
-        plot_losses(self.run.path, self.lessons.name, self.lessons.plotted)
+        plot_losses(self.run.path, self.objective.name, self.objective.plotted)
         self.view.say(
             f"written to {self.run.path}: summary.json, loss.png, metrics.jsonl, "
             f"checkpoints/{self.run.checkpoints.path(state.step).name}"

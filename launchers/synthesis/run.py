@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import signal
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,12 +10,14 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from agentenv.engines.chat import ChatEngine
+from agentenv.engines.openai import TokensEngine
 from agentenv.errors import ConfigError
 from agentenv.types import Message
-from launchers.assembly import import_from_working_directory
+from launchers.assembly import Questions
+from launchers.checks import refuse
 from launchers.data import try_env
 from launchers.evaluation.command import add_arguments, given_keys
-from launchers.evaluation.parts import Builder, Questions
+from launchers.evaluation.parts import EvaluationAssembly
 from launchers.evaluation.run import saved_of
 from launchers.evaluation.store import Store
 from launchers.evaluation.subject import Subject, find_subject
@@ -36,26 +36,24 @@ from launchers.synthesis.output import (
 )
 from launchers.synthesis.sampling import Dropped, Sampling, read_questions, tool_names
 from launchers.synthesis.sorting import Sorted, sort_question
-from launchers.terminal import View, to_its_end
+from launchers.terminal import View, run_until_done, to_its_end
 
 
 async def synthesize(plan: Plan, subject: Subject, out: Path, view: View) -> int:
-    """Ask what `out` does not hold yet and write the data; how many trajectories failed.
-    Cancelled by SIGTERM as by Ctrl-C."""
-    this = asyncio.current_task()
-    assert this is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+    """Ask what `out` does not hold yet and write the data; how many trajectories failed."""
     async with AsyncExitStack() as stack:
-        builder = Builder(plan.evaluation, subject, stack, view.say)
-        await builder.start()
-        _check_hints(plan, builder)
-        sets = await builder.questions()
-        pairs, dropped = await read_questions(plan, builder, sets, view.say)
+        assembly = EvaluationAssembly(plan.evaluation, subject, stack, view.say)
+        await refuse(assembly, "model")
+        endpoint = await assembly.endpoint()
+        _check_hints(plan, endpoint)
+        await refuse(assembly)
+        sets = await assembly.questions()
+        pairs, dropped = await read_questions(plan, assembly, sets, view.say)
         tools = await tool_names(pairs, plan, sets)
         claim(out, plan)
-        store = Store(out / TRAJECTORIES, saved_of(plan.evaluation, subject, builder))
+        store = Store(out / TRAJECTORIES, saved_of(plan.evaluation, subject, endpoint))
         stack.callback(store.close)
-        sampling = Sampling(plan, builder, sets, store, tools, view)
+        sampling = Sampling(plan, assembly, sets, store, tools, view)
         questions = await sampling.run(pairs)
         config = plan.config
         found = [sort_question(one, config.filter, config.seed) for one in questions]
@@ -93,9 +91,8 @@ async def _prompt(questions: Questions, one: Sorted) -> list[Message]:
     return messages
 
 
-def _check_hints(plan: Plan, builder: Builder) -> None:
+def _check_hints(plan: Plan, engine: ChatEngine | TokensEngine | None) -> None:
     """Refuse hints where no text can be gone on with."""
-    engine = builder.endpoint
     if plan.config.hints is None or not isinstance(engine, ChatEngine):
         return
     chosen = engine.endpoint.config.continuation
@@ -115,7 +112,6 @@ FOLDER = "synthesis"
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
     arguments = _parse(argv)
-    import_from_working_directory()
     view = View()
     return to_its_end(
         lambda: _run(arguments, view),
@@ -132,10 +128,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
         dry_run(plan.evaluation, arguments, view, subject.run, str(subject.model or ""))
         return 0
     out = arguments.out or Path(FOLDER) / f"{subject.name}-{'-'.join(plan.sets)}".replace("/", "-")
-    try:
-        num_failed = asyncio.run(synthesize(plan, subject, out, view))
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+    num_failed = run_until_done(synthesize(plan, subject, out, view))
     if num_failed:
         view.say(f"{num_failed} trajectories failed; the same command asks them again")
     return 0

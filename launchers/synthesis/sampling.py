@@ -19,8 +19,9 @@ from agentenv.errors import ConfigError, DataError
 from agentenv.evaluate import Answer
 from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN
 from agentenv.types import Info, Limit, Message, Task
-from launchers.data import load_set, try_env
-from launchers.evaluation.parts import Builder, Questions, Say
+from launchers.assembly import Questions
+from launchers.data import Say, load_set, try_env
+from launchers.evaluation.parts import EvaluationAssembly
 from launchers.evaluation.run import Progress, ask_into, row_of
 from launchers.evaluation.store import FAILED, EvalRow, Store, Wanted
 from launchers.synthesis.config import WITH_TOOLS, Plan, Way, set_name
@@ -110,14 +111,14 @@ class Sampling:
     def __init__(
         self,
         plan: Plan,
-        builder: Builder,
+        assembly: EvaluationAssembly,
         sets: Mapping[str, Questions],
         store: Store,
         tools: Mapping[str, Sequence[str]],
         view: View,
     ) -> None:
         self.plan, self.store, self.num_failed = plan, store, 0
-        self._builder, self._sets, self._tools, self._view = builder, sets, tools, view
+        self._assembly, self._sets, self._tools, self._view = assembly, sets, tools, view
         self._engine: Engine | None = None
         self._actors: dict[str, Actor] = {}
 
@@ -133,7 +134,7 @@ class Sampling:
     def _samples(self, pair: Pair, way: Way) -> Iterator[Wanted]:
         name = set_name(pair.name, way)
         task = pair.direct if way == "direct" else pair.tools
-        for sample in range(self._sets[name].config.num_samples or 1):
+        for sample in range(self._sets[name].config.num_samples):
             yield Wanted(name, task, sample)
 
     def _with_tools(self, pair: Pair) -> Iterator[Wanted]:
@@ -166,7 +167,6 @@ class Sampling:
 
     def _has_room(self, name: str, hint: Hint) -> bool:
         one = self._sets[name]
-        assert one.config.limits is not None
         room = MAX_HINTED_SHARE * one.config.limits.max_response_tokens
         return len(one.renderer.encode(hint.prefix)) <= room
 
@@ -180,12 +180,12 @@ class Sampling:
         if not missing:
             return
         if self._engine is None:
-            self._engine = await self._builder.engine()
-        actors = {one.dataset: self._actor(one.dataset, self._engine) for one in missing}
+            self._engine = await self._assembly.engine()
+        actors = {one.dataset: await self._actor(one.dataset, self._engine) for one in missing}
         progress = Progress(self._view, self._engine, len(missing), [])
 
         def make_row(name: str, answer: Answer) -> EvalRow:
-            row = row_of(name, answer, self._builder.seed(self._sets[name].config))
+            row = row_of(name, answer, self._assembly.seed(name))
             return hinted_row(row, answer) if MARK in row.metadata else row
 
         many = self.plan.evaluation.concurrency
@@ -195,9 +195,9 @@ class Sampling:
             self.num_failed += progress.num_failed
             await progress.close()
 
-    def _actor(self, name: str, engine: Engine) -> Actor:
+    async def _actor(self, name: str, engine: Engine) -> Actor:
         if name not in self._actors:
-            actor = self._builder.actor(name, self._sets[name], engine)
+            actor = await self._assembly.actor(name, engine)
             if name.endswith(".direct"):
                 make_env = actor.make_env
                 actor.make_env = lambda task: LanguageOnly(make_env(task))
@@ -241,10 +241,10 @@ class Dropped(Struct, frozen=True):
 
 
 async def read_questions(
-    plan: Plan, builder: Builder, sets: Mapping[str, Questions], say: Say
+    plan: Plan, assembly: EvaluationAssembly, sets: Mapping[str, Questions], say: Say
 ) -> tuple[list[Pair], list[Dropped]]:
     """The questions in order and those that are left out."""
-    excluded = await _excluded(plan, builder, say)
+    excluded = await _excluded(plan, assembly, say)
     seen: dict[str, str] = {}
     pairs: list[Pair] = []
     dropped: list[Dropped] = []
@@ -293,10 +293,10 @@ async def tool_names(
     return found
 
 
-async def _excluded(plan: Plan, builder: Builder, say: Say) -> dict[str, str]:
+async def _excluded(plan: Plan, assembly: EvaluationAssembly, say: Say) -> dict[str, str]:
     """Where each question is from that must not be asked."""
     found: dict[str, str] = {}
     for path in plan.config.exclude:
-        tasks = await load_set(path, "", RowsConfig(), builder.resolve, say, "exclude")
+        tasks = await load_set(path, "", RowsConfig(), assembly.resolve, say, "exclude")
         found |= {plain_question(task.question): f"in {path}, {task.id}" for task in tasks}
     return found

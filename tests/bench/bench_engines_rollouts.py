@@ -56,7 +56,7 @@ from agentenv.env import close_shared
 from agentenv.model_files import vocab_size
 from launchers.assembly import load_tokenizer, make_renderer
 from launchers.config import TrainConfig
-from launchers.data import EnvMaker, load_questions, tables_of
+from launchers.data import EnvMaker, fit_prompts, load_training, tables_of
 from launchers.rundir import CONFIG_FILE, find_checkpoint
 from launchers.serving.servers import ServerFactory
 from tests.bench.bench_engines_parts import Apart, Clock, Recorder, Turn, in_tasks
@@ -160,7 +160,10 @@ async def run_all(args: argparse.Namespace) -> None:
         stack.push_async_callback(close_shared)
         renderer = make_renderer(config.renderer, config.prompt, tokenizer, model)
         make_env = EnvMaker(config.env, tables_of(config), resolve, config.limits, config.prompt)
-        tasks = (await load_questions(config, make_env, renderer, resolve, print)).train
+        tasks = await load_training(config.data, config.env.id, resolve, print)
+        tasks = await fit_prompts(
+            tasks, config.data, make_env, renderer, config.limits, print, "data"
+        )
         factory = ServerFactory(folder, stack, print)
         engine_config = VLLMConfig(servers=ServersConfig())
         pool = await engine_config.start(

@@ -31,7 +31,7 @@ from agentenv.engine import Engine
 from agentenv.evaluate import Answer, Question, ask
 from agentenv.types import Completion, SamplingParams
 from launchers.evaluation.config import resolve_sets
-from launchers.evaluation.parts import Builder
+from launchers.evaluation.parts import EvaluationAssembly
 from launchers.evaluation.run import row_of
 from launchers.evaluation.store import Saved, Store
 from launchers.evaluation.subject import find_subject
@@ -130,11 +130,10 @@ async def bench(
             assert subject.model is not None
             model = deepened(subject.model, Path(folder) / "model", num_extra)
             subject = subject._replace(model=model)
-        builder = Builder(config, subject, stack, print)
-        await builder.start()
-        ((name, questions),) = (await builder.questions()).items()
-        engine = Recorded(await builder.engine())
-        actor = builder.actor(name, questions, engine)
+        assembly = EvaluationAssembly(config, subject, stack, print)
+        ((name, questions),) = (await assembly.questions()).items()
+        engine = Recorded(await assembly.engine())
+        actor = await assembly.actor(name, engine)
         wall, cpu = [], []
         for number in range(rounds):
             saved = Saved(subject={}, run="", config={"engine": {}, "limits": {}, "sets": {}})

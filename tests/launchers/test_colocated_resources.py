@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from agentenv.engines.server_config import ServersConfig
 from agentenv.engines.sglang import SGLangConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.errors import ConfigError
+from launchers.assembly import Assembly
+from launchers.checks import refuse
 from launchers.config import ResourcesConfig, TrainConfig, divide
 from launchers.quickstart import build_model
 from launchers.rl.parts import adapter_rank
@@ -102,7 +105,7 @@ def test_flags_of_servers_that_sleep_or_take_adapters(model: Path) -> None:
     assert environment(served, ServersConfig())["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
 
 
-def test_an_adapter_needs_a_learner_that_trains_one() -> None:
+async def test_an_adapter_needs_a_learner_that_trains_one() -> None:
     raw = {
         "model": {"path": "m"},
         "env": {"id": "e"},
@@ -111,8 +114,9 @@ def test_an_adapter_needs_a_learner_that_trains_one() -> None:
         "algorithm": {"name": "grpo"},
         "engine": {"name": "vllm", "lora": "adapter"},
     }
+    assembly = Assembly(build_config(TrainConfig, raw, "test"), Path(), AsyncExitStack(), print)
     with pytest.raises(ConfigError, match=r"needs \[learner\.lora\]"):
-        adapter_rank(build_config(TrainConfig, raw, "test"))
+        await refuse(assembly, "configuration")
     raw["learner"] = {"lora": {"r": 8}, "optimizer": "adamw"}
     assert adapter_rank(build_config(TrainConfig, raw, "test")) == 8
     with pytest.raises(ConfigError, match="goes through a directory"):

@@ -1,0 +1,320 @@
+"""What is looked at before anything starts: each check has a name, and passes or says what is wrong
+and what to do.
+
+train, evaluate, sft, dpo and synthesize go through the same list, in its order, which finds
+mistakes early: first what the configuration alone tells, and a dry run looks no further; then
+files; then the model; then the parts, for which the servers of roles are started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+from msgspec import Struct
+
+from agentenv.data.files import find_files
+from agentenv.engine import check_context
+from agentenv.errors import AgentEnvError, ConfigError, DataError
+from agentenv.model_files import num_positions, read_model_config
+from agentenv.native import NativeConfig
+from launchers.assembly import AskingAssembly, Assembly
+from launchers.config import TABLES, TrainConfig
+from launchers.data import check_graders
+from launchers.evaluation.config import EvaluateConfig
+from launchers.rundir import check_writable
+from launchers.serving.roles import check_roles
+from launchers.supervised.config import DPORunConfig, SFTRunConfig
+
+Needs = Literal["configuration", "files", "model", "parts"]
+TRAIN, EVALUATE = (TrainConfig,), (EvaluateConfig,)
+ASKING = (TrainConfig, EvaluateConfig)
+SUPERVISED = (SFTRunConfig, DPORunConfig)
+RUNS = (*TRAIN, *SUPERVISED)
+ALL = (*ASKING, *SUPERVISED)
+
+
+class Check(NamedTuple):
+    """`look` raises what is wrong. `needs` is what must be there before, `of` are the
+    configurations that it looks at."""
+
+    name: str
+    needs: Needs
+    of: tuple[type[Struct], ...]
+    look: Callable[[Any], Awaitable[object]]
+
+
+class Finding(NamedTuple):
+    """What a check found; without an error it has passed."""
+
+    name: str
+    error: AgentEnvError | None = None
+
+    @property
+    def problem(self) -> str:
+        """What is wrong; empty if nothing is."""
+        return "" if self.error is None else str(self.error).partition("; ")[0]
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it, as far as the error says."""
+        return "" if self.error is None else str(self.error).partition("; ")[2]
+
+
+async def findings(assembly: Assembly[Any], last: Needs = "parts") -> AsyncIterator[Finding]:
+    """Every check of the command up to those that need `last`, whether or not others have passed.
+    A part that cannot be built is an error of each check that needs the part."""
+    stages = get_args(Needs)
+    for check in CHECKS:
+        if isinstance(assembly.config, check.of) and stages.index(check.needs) <= stages.index(
+            last
+        ):
+            try:
+                await check.look(assembly)
+            except AgentEnvError as error:
+                yield Finding(check.name, error)
+            else:
+                yield Finding(check.name)
+
+
+async def refuse(assembly: Assembly[Any], last: Needs = "parts") -> None:
+    """Raise the error of the first check that does not pass."""
+    async for finding in findings(assembly, last):
+        if finding.error is not None:
+            raise finding.error
+
+
+# The configuration.
+
+
+async def sizes(assembly: Assembly[TrainConfig]) -> None:
+    """An update is a whole number of mini-batches."""
+    config = assembly.config
+    groups, part = config.queue.groups_per_step, config.learner.groups_per_minibatch
+    if groups % part:
+        raise ConfigError(
+            f"learner.groups_per_minibatch = {part} does not divide queue.groups_per_step = "
+            f"{groups}"
+        )
+
+
+async def demonstrations(assembly: Assembly[TrainConfig]) -> None:
+    """The cold start is written in the protocol of the renderer."""
+    config = assembly.config
+    if config.sft is not None and isinstance(config.renderer, NativeConfig):
+        raise ConfigError(
+            "renderer.name: the demonstrations of [sft] are written in the tag protocol; choose "
+            "'tags', or remove [sft]"
+        )
+
+
+async def evaluation_sets(assembly: Assembly[TrainConfig]) -> None:
+    """The sets and the figure that keys name are there."""
+    config = assembly.config
+    known, metric = sorted(config.eval.sets), config.checkpoint.best_metric
+    for key, name in (
+        ("eval.report", config.eval.report),
+        ("checkpoint.best_metric", metric.partition("/")[0]),
+    ):
+        if name and name not in known:
+            raise ConfigError(f"{key}: there is no evaluation set {name!r}; known: {known}")
+    if metric and metric.partition("/")[2] not in ("success", "reward"):
+        raise ConfigError(
+            f"checkpoint.best_metric: expected SET/success or SET/reward, got {metric!r}"
+        )
+
+
+async def adapter(assembly: Assembly[TrainConfig]) -> None:
+    """The engine loads what the learner trains."""
+    config = assembly.config
+    if config.engine.new_weights == "adapter" and config.learner.lora is None:
+        raise ConfigError('engine.lora = "adapter" needs [learner.lora], which trains one')
+
+
+async def helpers(assembly: Assembly[EvaluateConfig]) -> None:
+    """[assist] names a helper, and limits let the refiner begin."""
+    config = assembly.config
+    if config.assist is None:
+        return
+    if config.assist == type(config.assist)():
+        raise ConfigError(
+            "assist: no helper is given; expected [assist.debugger], [assist.backtracer] or "
+            "[assist.refiner]"
+        )
+    refiner = config.assist.refiner
+    if refiner is None:
+        return
+    rooms = [one.limits.max_response_tokens for one in config.sets.values() if one.limits]
+    if all(room <= refiner.min_response_tokens for room in rooms):
+        raise ConfigError(
+            f"assist.refiner.min_response_tokens = {refiner.min_response_tokens} is never reached: "
+            f"limits.max_response_tokens is {max(rooms)}; expected less than that"
+        )
+
+
+class _Tables(Struct):
+    """The tables of all sets of an evaluation, as `check_roles` reads those of a run."""
+
+    roles: Any
+    assist: Any
+    env: Any
+    grader: Any
+    search: Any
+    python: Any
+
+
+async def roles(assembly: Assembly[Any]) -> None:
+    """Every role has a name of ours, and is read."""
+    config = assembly.config
+    if isinstance(config, EvaluateConfig):
+        tables = {
+            table: {name: getattr(one, table) for name, one in config.sets.items()}
+            for table in ("env", *TABLES)
+        }
+        check_roles(_Tables(config.roles, config.assist, **tables))
+    else:
+        check_roles(config)
+
+
+# Files.
+
+
+async def disk(assembly: Assembly[Any]) -> None:
+    """The run's directory can be written."""
+    check_writable(assembly.folder)
+
+
+async def data_files(assembly: Assembly[TrainConfig]) -> None:
+    """Files of questions and demonstrations are there. A new run may still put some into its
+    folder by run.setup; a resumed one has its cold start behind it."""
+    config, is_new = assembly.config, assembly.checkpoint is None
+    sft = config.sft if is_new else None
+    paths: dict[str, str | list[str]] = {
+        "data.train": config.data.train,
+        **{f"data.mix[{number}].path": part.path for number, part in enumerate(config.data.mix)},
+        **{f"eval.sets.{name}.path": one.path for name, one in config.eval.sets.items()},
+        **({} if sft is None else {"sft.data": sft.data, "sft.gate": sft.gate}),
+    }
+    for key, given in paths.items():
+        for path in [given] if isinstance(given, str) else given:
+            if not path or (is_new and config.run.setup and "{run}" in path):
+                continue
+            for file in find_files([assembly.resolve(path)]):
+                if not file.exists():
+                    raise DataError(f"{key}: {file}: there is no such dataset file")
+
+
+# The model.
+
+
+async def model(assembly: Assembly[Any]) -> None:
+    """The directory has configuration, tokenizer and weights; the endpoint answers."""
+    await assembly.tokenizer()
+
+
+async def context(assembly: AskingAssembly[Any]) -> None:
+    """The engines hold prompt and response of the longest episode."""
+    for length in await assembly.contexts():
+        for one in assembly.sets.values():
+            check_context(one.limits, length)
+
+
+async def gpus(assembly: Any) -> None:
+    """Engine and learner have the GPUs that they need."""
+    await assembly.gpus()
+
+
+# The parts.
+
+
+async def rows(assembly: Any) -> None:
+    """Every row of the data can be read."""
+    await assembly.tasks()
+
+
+async def chat_template(assembly: Any) -> None:
+    """The renderer can write the prompts of this model."""
+    await assembly.renderers()
+
+
+async def environments(assembly: AskingAssembly[Any]) -> None:
+    """Every environment is known, and every table is read by one."""
+    groups = await assembly.shared()
+    reads = [maker.reads(task for own in sets.values() for task in own) for maker, sets in groups]
+    anywhere = frozenset[str]().union(*reads)
+    for maker, sets in groups:
+        for name in sets:
+            one = assembly.sets[name]
+            for value, env_id in one.rows.env_by.items():
+                maker.check_known(env_id, f"{one.key}.env_by.{value}")
+        tasks = [task for own in sets.values() for task in own]
+        maker.check_read(tasks, all_rows=assembly.is_whole, elsewhere=anywhere)
+
+
+async def episodes(assembly: AskingAssembly[Any]) -> None:
+    """The environment of each set begins an episode."""
+    await assembly.episodes()
+
+
+async def graders(assembly: AskingAssembly[Any]) -> None:
+    """Each grader grades the right answers of three rows."""
+    if assembly.try_graders:
+        for maker, sets in await assembly.shared():
+            await check_graders(maker, (task for own in sets.values() for task in own))
+
+
+async def prompts(assembly: AskingAssembly[Any]) -> None:
+    """Every set has a prompt that fits."""
+    await assembly.questions()
+
+
+async def helper_tools(assembly: Any) -> None:
+    """Helpers fit the environments: what they repair is there, what they repeat can be."""
+    await assembly.helpers()
+
+
+async def demonstration_rows(assembly: Any) -> None:
+    """The demonstrations of the cold start can be read, and every stage has some."""
+    await assembly.demonstrations()
+
+
+async def num_updates(assembly: Any) -> None:
+    """The questions are enough for an update."""
+    await assembly.num_steps()
+
+
+async def sequence_lengths(assembly: Any) -> None:
+    """The model has positions for the longest sequence."""
+    model_dir = await assembly.model()
+    context, longest = num_positions(read_model_config(model_dir)), (await assembly.rows()).longest
+    if context and longest > context:
+        raise DataError(
+            f"data.max_length = {assembly.config.data.max_length}: a sequence has {longest} "
+            f"tokens, and {model_dir} was made for {context}; set data.max_length={context} to "
+            "cut it"
+        )
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("sizes divide", "configuration", TRAIN, sizes),
+    Check("cold start and renderer", "configuration", TRAIN, demonstrations),
+    Check("names of evaluation sets", "configuration", TRAIN, evaluation_sets),
+    Check("adapter", "configuration", TRAIN, adapter),
+    Check("helpers", "configuration", EVALUATE, helpers),
+    Check("roles", "configuration", ASKING, roles),
+    Check("disk", "files", RUNS, disk),
+    Check("data files", "files", TRAIN, data_files),
+    Check("model", "model", ALL, model),
+    Check("context", "model", ASKING, context),
+    Check("GPUs", "model", TRAIN, gpus),
+    Check("chat template", "model", ALL, chat_template),
+    Check("rows", "model", ASKING, rows),
+    Check("sequence lengths", "model", SUPERVISED, sequence_lengths),
+    Check("environments", "parts", ASKING, environments),
+    Check("first episodes", "parts", ASKING, episodes),
+    Check("graders", "parts", ASKING, graders),
+    Check("prompts", "parts", ASKING, prompts),
+    Check("helpers and tools", "parts", EVALUATE, helper_tools),
+    Check("demonstrations", "parts", TRAIN, demonstration_rows),
+    Check("number of updates", "parts", TRAIN, num_updates),
+)

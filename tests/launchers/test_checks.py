@@ -1,0 +1,80 @@
+"""What is looked at before anything starts, as one list of named checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from agentenv.config import load_config
+from launchers.assembly import Assembly, once
+from launchers.checks import CHECKS, Finding, findings
+from launchers.config import TrainConfig
+from launchers.rl.parts import TrainingAssembly
+from launchers.rundir import RunDirectory
+
+
+async def found(warehouse: Path, folder: Path, overrides: Sequence[str] = ()) -> dict[str, Finding]:
+    config = load_config(TrainConfig, warehouse, overrides)
+    async with AsyncExitStack() as stack:
+        run = RunDirectory(folder / "run", resume=False)
+        assembly = TrainingAssembly(config, run, None, stack, lambda text: None)
+        return {one.name: one async for one in findings(assembly)}
+
+
+async def test_a_run_that_can_start_passes_each_check_of_training(
+    warehouse: Path, tmp_path: Path
+) -> None:
+    results = await found(warehouse, tmp_path)
+    assert [*results] == [check.name for check in CHECKS if TrainConfig in check.of]
+    assert [one.name for one in results.values() if one.error is not None] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "names", "problem", "remedy"),
+    [
+        ("learner.groups_per_minibatch=4", ["sizes divide"],
+         "does not divide queue.groups_per_step = 2", ""),
+        ("limits.max_response_tokens=2000", ["context"], "exceed the engine's context",
+         "lower them, or take an engine"),
+        ("python={}", ["environments"], "[python]: not read by me/Warehouse-v0",
+         "take the table out"),
+        ("train={num_epochs=0.01,max_logprob_gap=1}", ["number of updates"],
+         "train.num_epochs = 0.01 of 24 questions are less than one step", ""),
+    ],
+)  # fmt: skip
+async def test_each_mistake_is_found_by_one_check_with_its_remedy(
+    warehouse: Path, tmp_path: Path, override: str, names: list[str], problem: str, remedy: str
+) -> None:
+    results = await found(warehouse, tmp_path, [override])
+    wrong = {name: one for name, one in results.items() if one.error is not None}
+    assert [*wrong] == names
+    (one,) = wrong.values()
+    assert problem in one.problem
+    assert one.remedy.startswith(remedy)
+
+
+async def test_what_a_check_needs_and_is_missing_fails_all_that_need_it(
+    warehouse: Path, tmp_path: Path
+) -> None:
+    results = await found(warehouse, tmp_path, [f"model.path={tmp_path}/none"])
+    wrong = [name for name, one in results.items() if one.error is not None]
+    assert wrong == ["model", "context", "chat template", "prompts"]
+    assert all("is not a model directory" in str(results[name].error) for name in wrong[:1])
+
+
+async def test_a_part_is_built_once() -> None:
+    class Counting(Assembly[TrainConfig]):
+        num_built = 0
+
+        @once
+        async def model(self) -> Path:
+            self.num_built += 1
+            return Path("model")
+
+    async with AsyncExitStack() as stack:
+        assembly = Counting(None, Path(), stack, print)  # type: ignore[arg-type]
+        assert await assembly.model() == await assembly.model() == Path("model")
+        assert assembly.num_built == 1
