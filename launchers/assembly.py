@@ -248,9 +248,6 @@ class AskingAssembly(Assembly[C]):
         return found
 
 
-# What parts are read from.
-
-
 def load_tokenizer(model: Path, with_weights: bool = True) -> Any:
     """The tokenizer of a Hugging Face directory, which has the weights too unless somebody else
     serves them; DataError says what is missing in it."""

@@ -1,4 +1,8 @@
-"""The questions of a run, from its configuration: read, and their prompts held to the limit."""
+"""Questions from files, and the environment that each question meets.
+
+What a configuration names and is not there, cannot work or would not be read is refused before
+anything starts.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +27,13 @@ from agentenv.types import Info, Limits, Message, Task
 from envs.grading.reward import NUM_CHECKED_ROWS, check_grader
 from launchers.config import TABLES, DataConfig, EnvConfig, EnvVariant
 
-# From the configuration to the environment of a task, with everything that it names refused at
-# the start if it cannot work or would not be read.
-
 Resolve = Callable[[str], Path]
 Tables = Mapping[str, msgspec.Struct | None]
 
 
 class Recipe(NamedTuple):
-    """How the environment of some rows is made. `read` names the tables of the run it takes."""
+    """How the environment of some rows is made. `read` names the tables of the run that the
+    environment takes."""
 
     env_id: str
     kwargs: dict[str, Any]

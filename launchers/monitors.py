@@ -1,4 +1,8 @@
-"""Runs the monitors of a run in a thread of their own, so that nothing waits for them."""
+"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, or a monitor of your own.
+
+A monitor is a class with three methods; all run in a thread of their own, so that nothing waits
+for them.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,6 @@ from msgspec import Meta, Struct, field
 from agentenv.disk import write_whole
 from agentenv.errors import ConfigError
 from launchers.trajectories import readable
-
-# Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, or a monitor of your own.
-#
-# `base.py` is the seam: a monitor is a class with three methods. `monitors.py` runs them.
-
-
-# The seam between a run and what shows it elsewhere.
 
 Row = dict[str, Any]
 
@@ -71,8 +68,6 @@ def figures(row: Row) -> dict[str, float]:
         if isinstance(value, int | float) and key not in ("step", COLD_START_STEP)
     }
 
-
-# The keys of [monitor].
 
 API_KEY = "WANDB_API_KEY"
 
@@ -124,13 +119,10 @@ class RolloutMonitorConfig(MonitorConfig, frozen=True, kw_only=True, forbid_unkn
     ] = 10
 
 
-# TensorBoard: RUN/tensorboard.
-
-
 class TensorBoardMonitor:
-    """Scalars by step, sample trajectories as text. A resumed run writes on in the same folder;
-    what an earlier part logged from the first step that is repeated on is purged by the reader.
-    The cold start counts its own steps and has a folder of its own below."""
+    """RUN/tensorboard: scalars by step, sample trajectories as text. A resumed run writes on in
+    the same folder; the reader purges what an earlier part logged from the first step on that is
+    repeated. The cold start counts its own steps and has a folder of its own below."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -159,8 +151,6 @@ class TensorBoardMonitor:
             self._writers[axis.key] = SummaryWriter(str(folder), purge_step=axis.step)
         return self._writers[axis.key]
 
-
-# Weights & Biases.
 
 ID_FILE = "wandb.json"
 INIT_TIMEOUT_S = 90.0

@@ -34,13 +34,6 @@ from launchers.monitors import MonitorConfig, Monitors
 from launchers.trajectories import trajectory_row
 from learners.learner import Learner
 
-# The checkpoints of a run: written beside their final name, renamed when whole, rotated.
-#
-# checkpoints/step-000020           whole; nothing in it is ever changed
-# checkpoints/step-000020.partial   being written, or cut off by a crash; never read
-# checkpoints/best                  the best by `checkpoint.best_metric`; hard links
-# checkpoints/set-aside/            newer ones than the one that a run was resumed from
-
 STATE_FILE = "state.json"
 BEST = "best"
 LATEST = "latest"
@@ -48,7 +41,13 @@ REMOVED, SET_ASIDE = ".removed", "set-aside"
 
 
 class Checkpoints:
-    """Those in one folder."""
+    """The checkpoints of a run: written beside their final name, renamed when whole, rotated.
+
+    step-000020           whole; nothing in it is ever changed
+    step-000020.partial   being written, or cut off by a crash; never read
+    best                  the best by `checkpoint.best_metric`; hard links
+    set-aside/            newer checkpoints than the one that a run was resumed from
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -178,7 +177,7 @@ Row = dict[str, Any]
 
 
 class RunDirectory:
-    """Creates or reopens a run's directory; all writing of a run goes through here."""
+    """Creates or reopens the directory of a run; rows of metrics go to the monitors too."""
 
     def __init__(
         self,
@@ -266,7 +265,7 @@ class RunDirectory:
             path.write_text("".join(kept), encoding="utf-8")
 
     def show_trajectories(self, name: str, trees: list[TrajectoryTree], tokenizer: Any) -> None:
-        """A sample of them to the monitors, as many as they want."""
+        """A sample of trajectories to the monitors, as many as the monitors want."""
         wanted = self.monitors.num_wanted(name)
         sample = islice(((tree, one) for tree in trees for one in tree.trajectories()), wanted)
         if rows := [trajectory_row(tree, one, tokenizer) for tree, one in sample]:

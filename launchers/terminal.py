@@ -1,4 +1,6 @@
-"""What a person sees while a run goes on: a live line in a terminal, plain lines elsewhere."""
+"""The terminal: what a person sees while a command goes on, a live line or plain lines, and how
+every command ends, with which exit code.
+"""
 
 from __future__ import annotations
 
@@ -127,8 +129,6 @@ class View:
             self._handler.close()
             self._handler = None
 
-
-# How every command begins and ends: the user's modules, its exit code, and what the user is told.
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 

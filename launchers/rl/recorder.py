@@ -23,8 +23,6 @@ from launchers.rl.state import RunState
 from launchers.rundir import RunDirectory
 from launchers.terminal import View
 
-# Wall and CPU seconds of the phases of a run, all its processes counted.
-
 
 def cpu_seconds() -> float:
     """CPU time of this process and of all below it, ended ones included."""

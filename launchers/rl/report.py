@@ -1,4 +1,9 @@
-"""What a run tells at its end: table, summary, learning curve, sample trajectories."""
+"""What a person sees of a training run: lines while it goes on, then table, summary, pictures and
+sample trajectories.
+
+ARPO (arXiv 2507.19849) and AEPO (arXiv 2510.14545) rest on a rise of entropy in the first tokens
+after a tool result; entropy.csv and entropy.png show whether the user's own policy has one.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +26,6 @@ from launchers.evaluation.store import EvalRow
 from launchers.rl.state import RunState
 from launchers.terminal import View
 from launchers.trajectories import readable
-
-# Entropy after tool results, as table and picture of a run.
-#
-# ARPO (arXiv 2507.19849) and AEPO (arXiv 2510.14545) rest on a rise of entropy in the
-# first tokens after a tool result; these files show whether the user's own policy has one.
 
 COLUMNS = ("curve", "position", "entropy", "turns")
 WINDOW = 20  # tokens of the line that is said
@@ -89,8 +89,6 @@ def _plot(profile: EntropyProfile, target: Path, name: str) -> None:
     figure.savefig(target, dpi=110)
     plt.close(figure)
 
-
-# What a terminal shows while a run trains: the last step, what is in flight, the tools.
 
 INTERVAL_S = 0.5
 
@@ -176,9 +174,6 @@ def step_lines(row: Row) -> Lines:
         for name in tools
     ]
     return [*lines, ("tools", "; ".join(shown))] if shown else lines
-
-
-# Pictures of a run, drawn from metrics.jsonl at its end, also when it was interrupted.
 
 
 PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (

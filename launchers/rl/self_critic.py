@@ -27,6 +27,7 @@ from agentenv.types import Task
 from launchers.config import SelfCriticConfig
 from launchers.rundir import RunDirectory
 from launchers.supervised.data import PairRow, num_kinds, pairs_of
+from launchers.supervised.run import scored_in_parts
 from learners.batch import EncodedTree
 from learners.dpo import (
     PairTokens,
@@ -36,8 +37,6 @@ from learners.dpo import (
     with_reference,
 )
 from learners.learner import Learner, Metrics, OptimizerConfig
-
-SCORED_AT_ONCE = 64  # pairs
 
 
 class SelfCritic:
@@ -120,11 +119,8 @@ class SelfCritic:
         return {**found, "num_steps": num_steps, "grad_norm": metrics["grad_norm"]}
 
     async def _logprobs(self, pairs: Sequence[EncodedTree]) -> list[list[float]]:
-        found: list[list[float]] = []
-        for first in range(0, len(pairs), SCORED_AT_ONCE):
-            scores = await self.learner.score(pairs[first : first + SCORED_AT_ONCE])
-            found += [score.logprobs for score in scores]
-        return found
+        parts = [part async for part in scored_in_parts(self.learner, pairs)]
+        return [score.logprobs for part in parts for score in part]
 
     def _write(self, number: int, rows: Sequence[PairRow]) -> None:
         """Keep the pairs of a round, in a form that launchers/dpo.py reads."""

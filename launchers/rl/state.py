@@ -94,8 +94,8 @@ class RunState(Struct):
 
 
 class Saver:
-    """Writes the checkpoints of a run: the model, the learner's state, and what the run remembers.
-    `settled` states and weights in one checkpoint belong together."""
+    """Writes the checkpoints of a run: the model, the learner's state, and what the run remembers
+    at that moment."""
 
     def __init__(
         self,

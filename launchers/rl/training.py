@@ -37,13 +37,11 @@ from launchers.terminal import View
 from learners.credit import CreditedTree, TreeCredit
 from learners.learner import Metrics, lr_factor, optimizer_of
 
-# What becomes of each tree of a step, and the sums that a run keeps of them.
-
 logger = logging.getLogger(__name__)
 
 
 class StepAccounts:
-    """Says which trees are trained and writes it down in the run's state."""
+    """Says what becomes of each tree of a step, and keeps the sums of it in the run's state."""
 
     def __init__(self, config: TrainConfig, state: RunState) -> None:
         self.config = config

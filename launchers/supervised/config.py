@@ -1,4 +1,4 @@
-"""The configuration of supervised fine-tuning, and what preference training shares with it."""
+"""The keys of supervised fine-tuning and of preference training."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from launchers.config import ModelConfig, RunConfig
 from launchers.monitors import MonitorConfig
 from learners.learner import LearnerConfig
 from learners.lora import LoRAConfig
-
-# The keys that say how files of dialogues are read: names of columns, roles and datasets.
 
 Format = Literal["auto", "sharegpt", "messages", "alpaca", "turns"]
 
@@ -258,8 +256,6 @@ def check_measured(data: ChatDataConfig, saving: SavingConfig) -> None:
     if saving.keep_best and not (data.eval or data.eval_split):
         raise ConfigError("checkpoint.keep_best: needs rows that measure: data.eval or eval_split")
 
-
-# The configuration of preference training, from files and by the policy's own answers.
 
 Beta = Annotated[float, Meta(gt=0, description="weight of staying near the reference policy")]
 

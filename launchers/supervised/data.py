@@ -1,4 +1,6 @@
-"""Pairs that rollouts gave, token for token: as the self-critic writes them, and from trees.
+"""What is learned from, in tokens: sequences to imitate, pairs to prefer one of, demonstrations.
+
+Rows are dialogues (`launchers/supervised/dialogues.py`) or, for pairs, what rollouts gave:
 
 {"prompt_ids": [..], "chosen_ids": [..], "chosen_mask": [0, 1, ..], "rejected_ids": [..],
  "rejected_mask": [..]}        masks are 1 on what the policy sampled
@@ -64,7 +66,7 @@ class PairRow(Struct, frozen=True, omit_defaults=True):
 
 
 def is_pair_row(row: Row) -> bool:
-    """Whether a row is one of the two forms above."""
+    """Whether a row is of one of the two forms that rollouts give."""
     return "prompt_ids" in row or ("nodes" in row and "task" in row)
 
 
@@ -122,8 +124,6 @@ def num_kinds(trees: Sequence[TrajectoryTree], threshold: float) -> dict[str, in
             counts[kind] += 1
     return counts
 
-
-# Files of dialogues and preferences into sequences and pairs, with bad rows refused.
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -322,8 +322,6 @@ def _tell_bad(problems: list[str], say: Say) -> None:
         for text in problems[:MAX_LISTED]:
             logger.warning("%s", text)
 
-
-# Demonstrations of a cold start.
 
 Demonstrations = dict[str, dict[str, list[EncodedTree]]]  # by stage, then by kind
 

@@ -1,7 +1,7 @@
-"""Steps over fixed rows, whatever is learned from them: order, schedule, evaluation, checkpoints.
+"""One supervised run, whatever its objective: parts, order of rows, steps, checkpoints, curves.
 
-each epoch has an order of its own, fixed by the seed; step n takes the next rows of it, so a
-run that resumes after step n goes on with the same rows, to the bit
+Each epoch has an order of its own, fixed by the seed; step n takes the next rows of that order, so
+a run that resumes after step n goes on with the same rows, to the bit.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ from learners.baselines import GRPO
 from learners.batch import EncodedTree
 from learners.deepspeed_learner import DeepSpeedLearner
 from learners.learner import Learner, Metrics, Score, lr_factor
-
-# The curves of a supervised run, from its metrics.jsonl to loss.png.
 
 SMOOTHING = 0.9  # of the running mean that is drawn over the steps
 
@@ -81,16 +79,13 @@ def _series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float
     return [step for step, _ in found], [value for _, value in found]
 
 
-# Several sequences in one row, so that every step has about the same number of tokens.
-#
-# Rows cost nothing to see through: the learner's attention keeps sequences apart and pads nothing,
-# so packing changes only which sequences share an optimizer step.
-
-
 def fill_rows(lengths: Sequence[int], size: int, seed: int) -> list[list[int]]:
     """Places of the sequences of each row of at most `size` tokens; a longer one is a row itself.
 
-    Best fit by decreasing length; equal lengths, and so the sequences that meet, by the seed.
+    With several sequences in a row every step has about the same number of tokens. The learner's
+    attention keeps sequences apart and pads nothing, so packing changes only which sequences share
+    an optimizer step. Best fit by decreasing length; equal lengths, and so the sequences that
+    meet, by the seed.
     """
     order = list(range(len(lengths)))
     Random(f"{seed}/packing").shuffle(order)
@@ -110,8 +105,6 @@ def fill_rows(lengths: Sequence[int], size: int, seed: int) -> list[list[int]]:
             insort(room, (left - length, number))
     return rows
 
-
-# The parts of a supervised run.
 
 SCORED_AT_ONCE = 64  # sequences
 
@@ -183,7 +176,8 @@ class SupervisedState(Struct):
 
 
 class Objective(Protocol):
-    """What is learned. `name` begins the keys of its metrics, `plotted` are keys of its plot."""
+    """What is learned from `num_rows` rows. `name` begins the keys of the metrics, `plotted` are
+    the metrics that are plotted."""
 
     name: str
     plotted: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Samples, sorts and writes a synthesis into its directory."""
+"""`launchers/synthesize.py`: samples, sorts and writes a synthesis into its directory."""
 
 from __future__ import annotations
 
@@ -103,8 +103,6 @@ def _check_hints(plan: Plan, engine: ChatEngine | TokensEngine | None) -> None:
             "server, or take the table out"
         )
 
-
-# The command line of `launchers/synthesize.py`.
 
 FOLDER = "synthesis"
 
