@@ -15,7 +15,7 @@ import logging
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 from msgspec import inspect as mi
@@ -26,6 +26,15 @@ from agentenv.old_keys import dropped_keys, moved_values, refused_values
 T = TypeVar("T", bound=msgspec.Struct)
 Tree = dict[str, Any]
 Say = Callable[[str], None]
+Resolve = Callable[[str], Path]
+
+# Marks of a key, given as Meta(extra=...): --help shows it; it names files that must be there;
+# these are rows of data, looked for before anything starts.
+ESSENTIAL = {"essential": True}
+PATH = {"path": True}
+ROWS = {"path": True, "rows": True}
+RUN = "{run}"  # in a path of a configuration: the run's directory
+
 type_info = functools.cache(mi.type_info)  # costs milliseconds, and some envs ask each time
 
 logger = logging.getLogger(__name__)
@@ -109,6 +118,57 @@ def upgrade(config_type: type[T], raw: Tree) -> Tree:
     for table, struct, _ in _tables(raw, type_info(config_type), ""):
         _upgrade(table, struct)
     return raw
+
+
+def resolver(run: Path | str) -> Resolve:
+    """What makes a path of a text in a configuration; {run} is the directory of the run."""
+    return lambda text: Path(text.replace(RUN, str(run)))
+
+
+def substituted(value: Any, resolve: Resolve) -> Any:
+    """Plain values with {run} replaced in all texts."""
+    if isinstance(value, str):
+        return str(resolve(value)) if RUN in value else value
+    if isinstance(value, dict):
+        return {key: substituted(one, resolve) for key, one in value.items()}
+    if isinstance(value, list):
+        return [substituted(one, resolve) for one in value]
+    return value
+
+
+class PathKey(NamedTuple):
+    """A key whose text names a file, a folder or a pattern; `rows`: of rows of data."""
+
+    key: str
+    text: str
+    rows: bool
+
+
+def paths_of(config: Any, path: str = "") -> Iterator[PathKey]:
+    """Every path in a configuration, in the order of the keys; a list of paths one by one."""
+    if isinstance(config, list):
+        for number, value in enumerate(config):
+            yield from paths_of(value, f"{path}[{number}]")
+    elif isinstance(config, dict):
+        for name, value in config.items():
+            yield from paths_of(value, _join(path, str(name)))
+    elif isinstance(config, msgspec.Struct):
+        info = type_info(type(config))
+        assert isinstance(info, mi.StructType)
+        for field in info.fields:
+            key, value = _join(path, field.encode_name), getattr(config, field.name)
+            marks = marks_of(field.type)
+            if not marks.get("path"):
+                yield from paths_of(value, key)
+                continue
+            for text in [value] if isinstance(value, str) else value or ():
+                if text:
+                    yield PathKey(key, text, bool(marks.get("rows")))
+
+
+def marks_of(kind: mi.Type) -> dict[str, Any]:
+    """What Meta(extra=...) says of a key's type."""
+    return kind.extra or {} if isinstance(kind, mi.Metadata) else {}
 
 
 def to_plain(config: msgspec.Struct) -> Tree:

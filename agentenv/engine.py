@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, runtime_ch
 
 from msgspec import Meta, Struct
 
+from agentenv.config import ESSENTIAL
 from agentenv.engines.server_config import LaunchConfig, ServersConfig
 from agentenv.errors import ConfigError
 from agentenv.model_files import num_positions, read_model_config
@@ -134,7 +135,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     configuration answers what the rest of the system asks about the engine before it runs."""
 
     max_model_len: Annotated[
-        int, Meta(ge=0, description="most tokens of prompt and output; 0: the model's")
+        int,
+        Meta(ge=0, description="most tokens of prompt and output; 0: the model's", extra=ESSENTIAL),
     ] = 0
 
     has_weights: ClassVar[bool] = True  # False: it is only asked, whatever weights it has

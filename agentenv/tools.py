@@ -30,6 +30,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
+from agentenv.config import substituted
 from agentenv.env import ForkMode
 from agentenv.errors import AgentEnvError, ConfigError, ToolError
 from agentenv.types import ToolResult
@@ -335,10 +336,7 @@ def load_tools(
                 )
             chosen.append((config.name, config))
             continue
-        kwargs = {
-            name: str(resolve(value)) if isinstance(value, str) and "{run}" in value else value
-            for name, value in config.kwargs.items()
-        }
+        kwargs = {name: substituted(value, resolve) for name, value in config.kwargs.items()}
         try:
             chosen.append((_load(config.name, kwargs, key), config))
         except AgentEnvError as error:

@@ -7,22 +7,36 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from agentenv.config import ESSENTIAL
+
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Budgets of one trajectory, and deadlines of what its coroutine awaits."""
 
-    max_prompt_tokens: Annotated[int, Meta(ge=1, description="tokens of the rendered prompt")] = (
-        2048
-    )
+    max_prompt_tokens: Annotated[
+        int, Meta(ge=1, description="tokens of the rendered prompt", extra=ESSENTIAL)
+    ] = 2048
     max_response_tokens: Annotated[
-        int, Meta(ge=1, description="tokens after the prompt, policy and tool results together")
+        int,
+        Meta(
+            ge=1,
+            description="tokens after the prompt, policy and tool results together",
+            extra=ESSENTIAL,
+        ),
     ] = 4096
-    max_turn_tokens: Annotated[int, Meta(ge=1, description="tokens sampled in one turn")] = 4096
+    max_turn_tokens: Annotated[
+        int, Meta(ge=1, description="tokens sampled in one turn", extra=ESSENTIAL)
+    ] = 4096
     max_tool_result_tokens: Annotated[
-        int, Meta(ge=1, description="tokens of one tool result; longer ones keep head and tail")
+        int,
+        Meta(
+            ge=1,
+            description="tokens of one tool result; longer ones keep head and tail",
+            extra=ESSENTIAL,
+        ),
     ] = 1024
-    max_turns: Annotated[int, Meta(ge=1, description="turns of the policy")] = 16
-    max_tool_calls: Annotated[int, Meta(ge=0, description="tool calls")] = 8
+    max_turns: Annotated[int, Meta(ge=1, description="turns of the policy", extra=ESSENTIAL)] = 16
+    max_tool_calls: Annotated[int, Meta(ge=0, description="tool calls", extra=ESSENTIAL)] = 8
     on_limit: Annotated[
         Literal["end", "result"],
         Meta(
@@ -30,7 +44,9 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "policy reads a result that says so"
         ),
     ] = "end"
-    max_seconds: Annotated[float, Meta(gt=0, description="wall time of one trajectory")] = 600.0
+    max_seconds: Annotated[
+        float, Meta(gt=0, description="wall time of one trajectory", extra=ESSENTIAL)
+    ] = 600.0
     engine_timeout_s: Annotated[
         float, Meta(gt=0, description="deadline of one turn's sampling")
     ] = 300.0

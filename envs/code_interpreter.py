@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct, ValidationError, convert, field
 
-from agentenv.config import build_config
+from agentenv.config import ESSENTIAL, PATH, build_config
 from agentenv.env import ForkMode, shared
 from agentenv.errors import ConfigError, ToolError
 from agentenv.tool_env import Prompt, ToolEnv
@@ -38,14 +38,18 @@ class PythonConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     interpreter: Annotated[
         str | None,
-        Meta(description="virtual or conda environment, seen read-only; none: the trainer's own"),
+        Meta(
+            description="virtual or conda environment, seen read-only; none: the trainer's own",
+            extra=PATH,
+        ),
     ] = None
     preload: Annotated[
         tuple[str, ...] | None,
         Meta(description="modules imported for all; none: numpy and sympy where installed"),
     ] = None
     timeout_s: Annotated[
-        Annotated[float, Meta(gt=0)], Meta(description="wall-clock limit of one call")
+        Annotated[float, Meta(gt=0)],
+        Meta(description="wall-clock limit of one call", extra=ESSENTIAL),
     ] = 10.0
     limits: Annotated[SandboxLimits, Meta(description="bounds of one session")] = field(
         default_factory=SandboxLimits

@@ -21,6 +21,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
 
+from agentenv.config import resolver
 from agentenv.data.rows import RowsConfig
 from agentenv.engines.server_config import RoleConfig
 from agentenv.env import close_shared
@@ -92,7 +93,7 @@ class Assembly(Generic[C]):
 
     def resolve(self, text: str) -> Path:
         """A path of the configuration."""
-        return Path(text.replace("{run}", str(self.folder)))
+        return resolver(self.folder)(text)
 
     async def model(self) -> Path | None:
         """Directory of model and tokenizer; None where an endpoint has them."""

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from msgspec import Struct
 
+from agentenv.config import RUN, paths_of
 from agentenv.data.files import find_files
 from agentenv.engine import check_context
 from agentenv.errors import AgentEnvError, ConfigError, DataError
@@ -188,20 +189,13 @@ async def data_files(assembly: Assembly[TrainConfig]) -> None:
     """Files of questions and demonstrations are there. A new run may still put some into its
     folder by run.setup; a resumed one has its cold start behind it."""
     config, is_new = assembly.config, assembly.checkpoint is None
-    sft = config.sft if is_new else None
-    paths: dict[str, str | list[str]] = {
-        "data.train": config.data.train,
-        **{f"data.mix[{number}].path": part.path for number, part in enumerate(config.data.mix)},
-        **{f"eval.sets.{name}.path": one.path for name, one in config.eval.sets.items()},
-        **({} if sft is None else {"sft.data": sft.data, "sft.gate": sft.gate}),
-    }
-    for key, given in paths.items():
-        for path in [given] if isinstance(given, str) else given:
-            if not path or (is_new and config.run.setup and "{run}" in path):
-                continue
-            for file in find_files([assembly.resolve(path)]):
-                if not file.exists():
-                    raise DataError(f"{key}: {file}: there is no such dataset file")
+    for key, path, is_rows in paths_of(config):
+        made = is_new and config.run.setup and RUN in path
+        if not is_rows or made or (key.startswith("sft.") and not is_new):
+            continue
+        for file in find_files([assembly.resolve(path)]):
+            if not file.exists():
+                raise DataError(f"{key}: {file}: there is no such dataset file")
 
 
 # The model.

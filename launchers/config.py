@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar
 from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr
 
+from agentenv.config import ESSENTIAL, ROWS
 from agentenv.data.rows import MixPart, RowsConfig
 from agentenv.engine import EngineConfig
 from agentenv.engines.embedded import EmbeddedConfig
@@ -44,7 +45,7 @@ SearchTable = Annotated[SearchConfig | None, Meta(description="search and pages"
 GraderTable = Annotated[GraderConfig | None, Meta(description="how answers are graded")]
 TABLES = ("python", "search", "grader")
 
-_Id = Annotated[str, Meta(description="registered environment id")]
+_Id = Annotated[str, Meta(description="registered environment id", extra=ESSENTIAL)]
 _Kwargs = Annotated[
     dict[str, Any], Meta(description="keyword arguments of the environment's class")
 ]
@@ -71,7 +72,11 @@ class EnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     id: _Id
     module: Annotated[
-        str, Meta(description="module to import first, which registers environments of your own")
+        str,
+        Meta(
+            description="module to import first, which registers environments of your own",
+            extra=ESSENTIAL,
+        ),
     ] = "envs"
     kwargs: _Kwargs = field(default_factory=dict)
     tools: _Tools = field(default_factory=list)
@@ -85,16 +90,27 @@ class EvalSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """One named evaluation set."""
 
     path: Annotated[
-        str | list[str], Meta(description="file, folder or pattern of questions, or a list of them")
+        str | list[str],
+        Meta(
+            description="file, folder or pattern of questions, or a list of them",
+            extra=ESSENTIAL | ROWS,
+        ),
     ]
     every: Annotated[
-        int, Meta(ge=0, description="steps between evaluations; 0: only around the phases")
+        int,
+        Meta(
+            ge=0,
+            description="steps between evaluations; 0: only around the phases",
+            extra=ESSENTIAL,
+        ),
     ] = 0
     phases: Annotated[
         bool, Meta(description="evaluate before the cold start, after it, and at the end")
     ] = True
     max_tasks: Annotated[int, Meta(ge=0, description="first n questions; 0: all")] = 0
-    num_samples: Annotated[int, Meta(ge=1, description="trajectories a question")] = 1
+    num_samples: Annotated[
+        int, Meta(ge=1, description="trajectories a question", extra=ESSENTIAL)
+    ] = 1
 
 
 class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,9 +154,10 @@ class SFTStage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cold start: imitate demonstrations, stage by stage."""
 
-    data: Annotated[str, Meta(description="JSONL file of demonstrations")]
+    data: Annotated[str, Meta(description="JSONL file of demonstrations", extra=ESSENTIAL | ROWS)]
     gate: Annotated[
-        str, Meta(description="JSONL file of clean demonstrations that measure the skill")
+        str,
+        Meta(description="JSONL file of clean demonstrations that measure the skill", extra=ROWS),
     ]
     stages: Annotated[list[SFTStage], Meta(description="stages in order, [[sft.stages]]")]
     gate_every: Annotated[int, Meta(ge=1, description="steps between two measurements")] = 25
@@ -209,7 +226,8 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         bool,
         Meta(
             description="engine and learner have the same GPUs in turn: all serve, sleep, all "
-            "train, wake with the new weights; rollouts wait with their tokens meanwhile"
+            "train, wake with the new weights; rollouts wait with their tokens meanwhile",
+            extra=ESSENTIAL,
         ),
     ] = False
     learner_gpus: Annotated[
@@ -288,11 +306,16 @@ def _first(
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the run writes, and the seed of everything random in it."""
 
-    dir: Annotated[str, Meta(description="folder that holds the runs")] = "runs"
+    dir: Annotated[str, Meta(description="folder that holds the runs", extra=ESSENTIAL)] = "runs"
     name: Annotated[
-        str, Meta(description="folder of this run; empty: name of the configuration file")
+        str,
+        Meta(
+            description="folder of this run; empty: name of the configuration file", extra=ESSENTIAL
+        ),
     ] = ""
-    seed: Annotated[int, Meta(ge=0, description="seed of data, model, sampling and forks")] = 0
+    seed: Annotated[
+        int, Meta(ge=0, description="seed of data, model, sampling and forks", extra=ESSENTIAL)
+    ] = 0
     setup: Annotated[
         str,
         Meta(
@@ -305,7 +328,9 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The policy to start from."""
 
-    path: Annotated[str, Meta(description="Hugging Face directory with model and tokenizer")]
+    path: Annotated[
+        str, Meta(description="Hugging Face directory with model and tokenizer", extra=ESSENTIAL)
+    ]
 
 
 class DataConfig(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -315,7 +340,8 @@ class DataConfig(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str | list[str],
         Meta(
             description="training rows (question, answer, ...): a JSONL, JSON, CSV or parquet "
-            "file, a folder, a pattern, or a list of them, shuffled together"
+            "file, a folder, a pattern, or a list of them, shuffled together",
+            extra=ESSENTIAL | ROWS,
         ),
     ] = ""
     mix: Annotated[
@@ -334,7 +360,7 @@ class DataConfig(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How tokens are sampled."""
 
-    temperature: Annotated[float, Meta(ge=0, description="0 is greedy")] = 1.0
+    temperature: Annotated[float, Meta(ge=0, description="0 is greedy; training has 1")] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1, description="1 is off")] = 1.0
     top_k: Annotated[int, Meta(ge=-1, description="-1 is off")] = -1
     min_p: Annotated[
@@ -400,11 +426,15 @@ class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Between actors and learner."""
 
     groups_per_step: Annotated[
-        int, Meta(ge=1, description="prompts (trees) that one update consumes")
+        int, Meta(ge=1, description="prompts (trees) that one update consumes", extra=ESSENTIAL)
     ] = 16
     max_staleness: Annotated[
         int,
-        Meta(ge=0, description="bound on policy versions between starting and training a tree"),
+        Meta(
+            ge=0,
+            description="bound on policy versions between starting and training a tree",
+            extra=ESSENTIAL,
+        ),
     ] = 1
     refill: Annotated[
         bool,
@@ -415,9 +445,12 @@ class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long to train: `num_steps` or `num_epochs`, one of them."""
 
-    num_steps: Annotated[Annotated[int, Meta(ge=0)] | None, Meta(description="updates")] = None
+    num_steps: Annotated[
+        Annotated[int, Meta(ge=0)] | None, Meta(description="updates", extra=ESSENTIAL)
+    ] = None
     num_epochs: Annotated[
-        Annotated[float, Meta(gt=0)] | None, Meta(description="passes over the training questions")
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="passes over the training questions", extra=ESSENTIAL),
     ] = None
 
     max_logprob_gap: Annotated[
@@ -433,11 +466,16 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class CheckpointConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Checkpoints, in Hugging Face format with the learner's state beside."""
 
-    every: Annotated[int, Meta(ge=0, description="steps between checkpoints; 0: only the end")] = 0
+    every: Annotated[
+        int, Meta(ge=0, description="steps between checkpoints; 0: only the end", extra=ESSENTIAL)
+    ] = 0
     keep_last: Annotated[int, Meta(ge=1, description="newest ones to keep")] = 2
     best_metric: Annotated[
         str,
-        Meta(description="evaluation metric SET/success or SET/reward whose best one is kept"),
+        Meta(
+            description="evaluation metric SET/success or SET/reward whose best one is kept",
+            extra=ESSENTIAL,
+        ),
     ] = ""
 
 
@@ -463,14 +501,14 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     grader: GraderTable = None
     data: DataConfig
     prompt: PromptConfig = PromptConfig()
-    renderer: TagsConfig | NativeConfig = TagsConfig()
+    renderer: Annotated[TagsConfig | NativeConfig, Meta(extra=ESSENTIAL)] = TagsConfig()
     limits: Limits = Limits()
     sampling: SamplingConfig = SamplingConfig()
-    algorithm: AnyAlgorithm
+    algorithm: Annotated[AnyAlgorithm, Meta(extra=ESSENTIAL)]
     queue: QueueConfig = QueueConfig()
     learner: LearnerConfig = LearnerConfig()
     resources: ResourcesConfig = ResourcesConfig()
-    engine: AnyEngine = EmbeddedConfig()
+    engine: Annotated[AnyEngine, Meta(extra=ESSENTIAL)] = EmbeddedConfig()
     roles: Annotated[
         dict[str, RoleConfig],
         Meta(description="models beside the policy by name, [roles.judge]"),

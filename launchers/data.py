@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 import agentenv.env
+from agentenv.config import substituted
 from agentenv.data.dataset import PromptFitter, TaskMix, load_mix, load_tasks
 from agentenv.data.rows import RowsConfig
 from agentenv.env import Env
@@ -144,7 +145,7 @@ class EnvMaker:
 
     def _recipe(self, variant: EnvVariant, key: str) -> Recipe:
         taken = _keywords(agentenv.env.spec(variant.id).load())
-        kwargs = _substituted(variant.kwargs, self._resolve)
+        kwargs = substituted(variant.kwargs, self._resolve)
         read = set()
         for name in TABLES:
             own, table = getattr(variant, name), self._tables.get(name)
@@ -215,19 +216,8 @@ def _takes(keywords: set[str], name: str) -> bool:
     return name in keywords or "**" in keywords
 
 
-def _substituted(value: Any, resolve: Resolve) -> Any:
-    """The value with "{run}" replaced in all of its texts."""
-    if isinstance(value, str):
-        return str(resolve(value)) if "{run}" in value else value
-    if isinstance(value, dict):
-        return {key: _substituted(one, resolve) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_substituted(one, resolve) for one in value]
-    return value
-
-
 def _resolved(table: Any, resolve: Resolve) -> Any:
-    return msgspec.convert(_substituted(msgspec.to_builtins(table), resolve), type(table))
+    return msgspec.convert(substituted(msgspec.to_builtins(table), resolve), type(table))
 
 
 Say = Callable[[str], None]

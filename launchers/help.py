@@ -16,9 +16,10 @@ from msgspec import NODEFAULT, Struct
 from msgspec import inspect as mi
 from msgspec.structs import fields
 
-from agentenv.config import struct_types, type_info, unwrap
+from agentenv.config import marks_of, struct_types, type_info, unwrap
 
 REQUIRED = "required"
+TABLE = "table"
 
 
 class Key(NamedTuple):
@@ -29,25 +30,74 @@ class Key(NamedTuple):
     type: str
     default: str
     meaning: str
+    essential: bool = False
 
 
-def describe(config_type: type[msgspec.Struct]) -> Iterator[Key]:
-    """All keys, in the order of the structs; a key that several kinds have comes once for each."""
-    yield from _describe(type_info(config_type), "")
+def describe(config_type: type[msgspec.Struct], *, once: bool = False) -> Iterator[Key]:
+    """All keys, in the order of the structs; a key that several kinds have comes once for each.
+    With `once`, a table that stands in several places is described at the shortest of them, and
+    is one key in the others."""
+    info = type_info(config_type)
+    yield from _describe(info, "", dict(_homes(info, "")) if once else {})
 
 
-def _describe(kind: mi.Type, path: str) -> Iterator[Key]:
+def _describe(kind: mi.Type, path: str, homes: dict[Tables, str]) -> Iterator[Key]:
+    for key, field, inner in _fields(kind, path):
+        structs, marks = struct_types(inner), marks_of(field.type)
+        meaning, essential = _told(field.type), bool(marks.get("essential"))
+        if not structs:
+            yield Key(key, _type_name(field.type), _default(field), meaning, essential)
+            continue
+        home = homes.get(_tables(structs), key)
+        if _bare(home) != _bare(key):
+            yield Key(key, TABLE, "", f"the keys of {_bare(home)}")
+            continue
+        if len(structs) > 1:
+            kinds = " | ".join(repr(struct.tag) for struct in structs)
+            default = getattr(field.default, "__struct_config__", None)
+            tag = REQUIRED if default is None else str(default.tag)
+            name = f"{key}.{structs[0].tag_field}"
+            yield Key(name, kinds, tag, meaning or f"which {field.encode_name}", essential)
+        yield from _describe(inner, key, homes)
+
+
+def _fields(kind: mi.Type, path: str) -> Iterator[tuple[str, mi.Field, mi.Type]]:
+    """The fields of a table with their keys, and what a field that is a table or a list holds."""
     for struct in struct_types(kind):
         variant = f"[{struct.tag}]" if struct.tag else ""
         for field in struct.fields:
-            key = f"{path}{variant}.{field.encode_name}" if path else field.encode_name
             inner, suffix = _element(field.type)
-            if struct_types(inner):
-                yield from _describe(inner, key + suffix)
-                continue
-            meta = field.type.extra_json_schema if isinstance(field.type, mi.Metadata) else None
-            meaning = str((meta or {}).get("description", ""))
-            yield Key(key, _type_name(field.type), _default(field), meaning)
+            suffix = suffix if struct_types(inner) else ""
+            name = field.encode_name + suffix
+            yield f"{path}{variant}.{name}" if path else name, field, inner
+
+
+def _bare(key: str) -> str:
+    """A key without the kinds that it belongs to."""
+    return KIND.sub(lambda match: match[0] if match[1] in NOT_KINDS else "", key)
+
+
+Tables = tuple[type, ...]
+
+
+def _tables(structs: Sequence[mi.StructType]) -> Tables:
+    return tuple(struct.cls for struct in structs)
+
+
+def _homes(kind: mi.Type, path: str) -> Iterator[tuple[Tables, str]]:
+    """The shortest key of every table that is a part of `kind`; the first of equally short ones."""
+    found: dict[Tables, str] = {}
+    for key, _, inner in _fields(kind, path):
+        if structs := struct_types(inner):
+            for tables, home in ((_tables(structs), key), *_homes(inner, key)):
+                if tables not in found or home.count(".") < found[tables].count("."):
+                    found[tables] = home
+    yield from found.items()
+
+
+def _told(kind: mi.Type) -> str:
+    meta = kind.extra_json_schema if isinstance(kind, mi.Metadata) else None
+    return str((meta or {}).get("description", ""))
 
 
 def _element(kind: mi.Type) -> tuple[mi.Type, str]:
@@ -120,8 +170,8 @@ class HelpKeys(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        keys = help_keys(self.config_type)
         prefix = str(values or "")
+        keys = help_keys(self.config_type, once=not prefix)
         found = select(keys, prefix)
         if not found:
             tables = sorted({key.name.partition(".")[0] for key in keys})
@@ -132,8 +182,8 @@ class HelpKeys(argparse.Action):
 
 
 def add_key_help(parser: argparse.ArgumentParser, config_type: type[msgspec.Struct]) -> None:
-    """The tables at the end of --help, and --help-keys for what is in them."""
-    parser.epilog = table_overview(config_type)
+    """Tables and essential keys at the end of --help, and --help-keys for all of them."""
+    parser.epilog = overview(config_type)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--help-keys",
@@ -151,25 +201,48 @@ def key_table(config_type: type[msgspec.Struct]) -> str:
     return f"{HEADING}\n\n{key_list(help_keys(config_type))}"
 
 
-def table_overview(config_type: type[msgspec.Struct]) -> str:
-    """A line for each table of the configuration."""
+def overview(config_type: type[msgspec.Struct]) -> str:
+    """A line for each table of the configuration, and one for each of its essential keys."""
     info = type_info(config_type)
     assert isinstance(info, mi.StructType)
-    width = max(len(field.encode_name) for field in info.fields) + 2
-    lines = ["configuration tables; keys are given in the file, or as table.key=value:"]
+    keys = essential_keys(config_type)
+    lines = ["tables and essential keys, given in the file or as table.key=value:"]
     for field in info.fields:
-        meaning = _meaning(field)
-        first, *rest = textwrap.wrap(meaning, max(40, _columns() - width - 2)) or [""]
-        lines.append(f"  {field.encode_name:<{width}}{first}")
-        lines += [" " * (width + 2) + line for line in rest]
+        lines.append(_line(f"  {field.encode_name} ", 14, "", _meaning(field)))
+        for entry in keys:
+            if re.match(rf"{field.encode_name}\b", entry.name):
+                default = "" if entry.key.default in ("", REQUIRED) else entry.key.default
+                lines.append(_line(f"    {entry.name} ", 43, default, entry.key.meaning))
     return "\n".join(lines)
 
 
-def help_keys(config_type: type[msgspec.Struct]) -> list[HelpKey]:
-    """Every key once: kinds of a part that have the same key share one entry."""
+def essential_keys(config_type: type[msgspec.Struct]) -> list[HelpKey]:
+    """What most users set. A key that stands in several tables comes once, by its shortest name."""
+    found: dict[tuple[str, str], HelpKey] = {}
+    for entry in help_keys(config_type, once=True):
+        same = (entry.name.rpartition(".")[2], entry.key.meaning)
+        held = found.get(same)
+        if entry.key.essential and (held is None or _depth(entry) < _depth(held)):
+            found[same] = entry
+    return list(found.values())
+
+
+def _depth(entry: HelpKey) -> int:
+    return entry.name.count(".")
+
+
+def _line(start: str, width: int, default: str, meaning: str) -> str:
+    told = f"{meaning} ({default})" if default and meaning else meaning or default
+    room = max(20, _columns() - width)
+    return start.ljust(width) + textwrap.shorten(told, room, placeholder="...")
+
+
+def help_keys(config_type: type[msgspec.Struct], *, once: bool = False) -> list[HelpKey]:
+    """Every key once: kinds of a part that have the same key share one entry. `once`: see
+    describe."""
     kinds_of: dict[str, dict[str, None]] = {}
-    entries: dict[tuple[str, ...], tuple[Key, dict[str, None]]] = {}
-    for key in describe(config_type):
+    entries: dict[tuple[object, ...], tuple[Key, dict[str, None]]] = {}
+    for key in describe(config_type, once=once):
         kinds = [kind for kind in KIND.findall(key.name) if kind not in NOT_KINDS]
         name = key.name
         for kind in kinds:
@@ -178,9 +251,9 @@ def help_keys(config_type: type[msgspec.Struct]) -> list[HelpKey]:
         _, found = entries.setdefault((name, *key[1:]), (key, {}))
         found.update(dict.fromkeys(kinds))
     result = []
-    for (name, *_), (key, kinds_found) in entries.items():
+    for (shown, *_), (key, kinds_found) in entries.items():
         everywhere = list(kinds_found) == list(kinds_of.get(KIND.split(key.name)[0], ()))
-        result.append(HelpKey(name, () if everywhere else tuple(kinds_found), key))
+        result.append(HelpKey(str(shown), () if everywhere else tuple(kinds_found), key))
     return result
 
 
@@ -204,7 +277,8 @@ def key_list(keys: Sequence[HelpKey]) -> str:
     for entry in keys:
         default = entry.key.default
         told = default if default == REQUIRED else f"default {default!r}"
-        lines.append(f"{entry.shown}  ({entry.key.type}, {told})")
+        is_table = entry.key.type == TABLE
+        lines.append(f"{entry.shown}  ({TABLE if is_table else f'{entry.key.type}, {told}'})")
         lines += textwrap.wrap(
             entry.key.meaning, _columns(), initial_indent=" " * 4, subsequent_indent=" " * 4
         )
@@ -212,10 +286,8 @@ def key_list(keys: Sequence[HelpKey]) -> str:
 
 
 def _meaning(field: mi.Field) -> str:
-    if isinstance(field.type, mi.Metadata):
-        text = str((field.type.extra_json_schema or {}).get("description", ""))
-        if text:
-            return text
+    if text := _told(field.type):
+        return text
     structs = struct_types(field.type)
     if len(structs) > 1:
         return "one of " + ", ".join(str(struct.tag) for struct in structs)

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 from msgspec import Meta, Struct, field
 
+from agentenv.config import ESSENTIAL
 from agentenv.disk import write_whole
 from agentenv.errors import ConfigError
 from launchers.trajectories import readable
@@ -75,7 +76,7 @@ API_KEY = "WANDB_API_KEY"
 class WandbConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Weights & Biases. Its key comes from the environment (WANDB_API_KEY), never from a file."""
 
-    project: Annotated[str, Meta(description="project of the run")] = "agentenv"
+    project: Annotated[str, Meta(description="project of the run", extra=ESSENTIAL)] = "agentenv"
     name: Annotated[str, Meta(description="name shown; empty: that of the run")] = ""
     entity: Annotated[str, Meta(description="user or team; empty: the default one")] = ""
     group: Annotated[str, Meta(description="group of runs, such as the seeds of one setting")] = ""
@@ -96,7 +97,7 @@ class WandbConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where metrics go beside metrics.jsonl."""
 
-    tensorboard: Annotated[bool, Meta(description="write RUN/tensorboard")] = False
+    tensorboard: Annotated[bool, Meta(description="write RUN/tensorboard", extra=ESSENTIAL)] = False
     wandb: Annotated[WandbConfig | None, Meta(description="log to Weights & Biases")] = None
 
     def __post_init__(self) -> None:

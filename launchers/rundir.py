@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from agentenv.config import changes, to_plain, upgrade
+from agentenv.config import changes, resolver, to_plain, upgrade
 from agentenv.disk import OLD, PARTIAL, replace_folder, write_whole
 from agentenv.errors import ConfigError, DataError
 from agentenv.tree import TrajectoryTree
@@ -223,7 +223,7 @@ class RunDirectory:
 
     def resolve(self, text: str) -> Path:
         """A path of the configuration; {run} is this directory."""
-        return Path(text.replace("{run}", str(self.path)))
+        return resolver(self.path)(text)
 
     def begin(self, config: Struct) -> None:
         """From here on this is a run: everything was found in order."""

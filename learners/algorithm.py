@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct, field
 
+from agentenv.config import ESSENTIAL
 from agentenv.errors import ConfigError
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.tree import Trajectory, TrajectoryTree
@@ -86,7 +87,12 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     """
 
     group_size: Annotated[
-        int, Meta(ge=2, description="trajectories per question, the group of the advantage")
+        int,
+        Meta(
+            ge=2,
+            description="trajectories per question, the group of the advantage",
+            extra=ESSENTIAL,
+        ),
     ] = 8
     aggregation: AggregationKey = "token-mean"
     norm_length: Annotated[
@@ -122,7 +128,10 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         Meta(description="leave out trajectories whose mean ratio (geometric) is outside the band"),
     ] = None
     kl_loss: Annotated[
-        float, Meta(ge=0, description="weight of the KL to a reference policy in the loss")
+        float,
+        Meta(
+            ge=0, description="weight of the KL to a reference policy in the loss", extra=ESSENTIAL
+        ),
     ] = 0.0
     kl_kind: Annotated[
         KLKind, Meta(description="its estimator: k1 d, abs |d|, k2 d^2/2, k3 exp(-d) + d - 1")

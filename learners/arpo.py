@@ -29,6 +29,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from agentenv.config import ESSENTIAL
 from agentenv.plan import RolloutPlan
 from agentenv.tree import Node, TrajectoryTree
 from learners.algorithm import Grouped
@@ -60,16 +61,22 @@ class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
 
     initial_rollouts: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="trajectories from scratch; default half of the group"),
+        Meta(description="trajectories from scratch; default half of the group", extra=ESSENTIAL),
     ] = None
     beam_size: Annotated[
-        int, Meta(ge=1, description="a fork point starts at most beam_size - 1 siblings")
+        int,
+        Meta(
+            ge=1, description="a fork point starts at most beam_size - 1 siblings", extra=ESSENTIAL
+        ),
     ] = 2
     base_probability: Annotated[
-        float, Meta(ge=0, le=1, description="fork probability without entropy rise (alpha)")
+        float,
+        Meta(
+            ge=0, le=1, description="fork probability without entropy rise (alpha)", extra=ESSENTIAL
+        ),
     ] = 0.5
     entropy_weight: Annotated[
-        float, Meta(ge=0, description="weight of the entropy rise in it (beta)")
+        float, Meta(ge=0, description="weight of the entropy rise in it (beta)", extra=ESSENTIAL)
     ] = 0.2
     fork_mode: Annotated[
         Literal["sample", "threshold"],

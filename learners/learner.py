@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Protocol
 
 from msgspec import Meta, Struct
 
+from agentenv.config import ESSENTIAL, PATH
 from agentenv.errors import ConfigError
 from learners.batch import EncodedTree
 from learners.credit import CreditedTree
@@ -25,9 +26,12 @@ class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     optimizer: Annotated[
         Literal["muon_adamw", "adamw"],
-        Meta(description="Muon on hidden matrices and AdamW on the rest, or AdamW on all"),
+        Meta(
+            description="Muon on hidden matrices and AdamW on the rest, or AdamW on all",
+            extra=ESSENTIAL,
+        ),
     ] = "muon_adamw"
-    learning_rate: Annotated[float, Meta(ge=0, description="rate of AdamW")] = 1e-3
+    learning_rate: Annotated[float, Meta(ge=0, description="rate of AdamW", extra=ESSENTIAL)] = 1e-3
     muon_learning_rate: Annotated[float, Meta(ge=0, description="rate of Muon")] = 4e-3
     weight_decay: Annotated[
         float,
@@ -111,7 +115,9 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         Literal["deepspeed", "torch"],
         Meta(description="what runs the model; torch is plain and meant for debugging"),
     ] = "deepspeed"
-    num_ranks: Annotated[int, Meta(ge=1, description="processes that train together")] = 1
+    num_ranks: Annotated[
+        int, Meta(ge=1, description="processes that train together", extra=ESSENTIAL)
+    ] = 1
     launch: Annotated[
         Literal["local", "external"],
         Meta(
@@ -127,14 +133,16 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         Literal[0, 1, 2, 3],
         Meta(
             description="DeepSpeed ZeRO: 1 splits optimizer state over ranks, 2 gradients too, 3 "
-            "weights too; muon_adamw needs 0"
+            "weights too; muon_adamw needs 0",
+            extra=ESSENTIAL,
         ),
     ] = 0
     dtype: Annotated[
         Literal["float32", "bfloat16"],
         Meta(
             description="of weights and activations; bfloat16 keeps float32 weights, sums of "
-            "gradients and optimizer state beside them and needs zero_stage >= 1"
+            "gradients and optimizer state beside them and needs zero_stage >= 1",
+            extra=ESSENTIAL,
         ),
     ] = "float32"
     offload: Annotated[
@@ -145,13 +153,18 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = "none"
     activation_checkpointing: Annotated[
-        bool, Meta(description="compute activations of each layer again in the backward pass")
+        bool,
+        Meta(
+            description="compute activations of each layer again in the backward pass",
+            extra=ESSENTIAL,
+        ),
     ] = False
     deepspeed_config: Annotated[
         str,
         Meta(
             description="JSON file with further DeepSpeed settings (buckets, overlap, offload "
-            "buffers); what contradicts these keys is refused"
+            "buffers); what contradicts these keys is refused",
+            extra=PATH,
         ),
     ] = ""
     lora: Annotated[
@@ -168,7 +181,12 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = "stale"
     groups_per_minibatch: Annotated[
-        int, Meta(ge=1, description="questions an optimizer step; fewer when groups are filtered")
+        int,
+        Meta(
+            ge=1,
+            description="questions an optimizer step; fewer when groups are filtered",
+            extra=ESSENTIAL,
+        ),
     ] = 8
     num_epochs_per_batch: Annotated[
         int, Meta(ge=1, description="passes over the trees of an update")
@@ -179,6 +197,7 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
             ge=1,
             description="tokens computed at once on a rank, whole trees unless one is larger; "
             "bounds memory",
+            extra=ESSENTIAL,
         ),
     ] = 2048
     num_threads: Annotated[int, Meta(ge=1, description="torch threads of a rank")] = 1

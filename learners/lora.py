@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
 
+from agentenv.config import ESSENTIAL
 from agentenv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ ADAPTER_FOLDER = "adapter"
 class LoRAConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Adapters on linear layers; the weights themselves are frozen."""
 
-    r: Annotated[int, Meta(ge=1, description="rank of the adapters")] = 16
+    r: Annotated[int, Meta(ge=1, description="rank of the adapters", extra=ESSENTIAL)] = 16
     alpha: Annotated[int, Meta(ge=1, description="adapters are scaled by alpha / r")] = 32
     dropout: Annotated[
         float, Meta(ge=0, lt=1, description="of the adapters' inputs in training passes")

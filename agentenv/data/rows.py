@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta, Struct, field
 
+from agentenv.config import ROWS
 from agentenv.data.files import RawRow, Row
 from agentenv.errors import DataError
 from agentenv.prompt import SYSTEM_KEY
@@ -88,7 +89,8 @@ class MixPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Files of a weighted mix."""
 
     path: Annotated[
-        str | list[str], Meta(description="file, folder or pattern of rows, or a list of them")
+        str | list[str],
+        Meta(description="file, folder or pattern of rows, or a list of them", extra=ROWS),
     ]
     weight: Annotated[
         float, Meta(gt=0, le=1e6, description="share of the questions, relative to other parts")

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
+from agentenv.config import ESSENTIAL
 from agentenv.errors import ConfigError
 
 # Settings of engine servers that a run starts by itself.
@@ -25,12 +26,17 @@ class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Meta(ge=0, le=65535, description="port of the first server, the next ones follow; 0: free"),
     ] = 0
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
-    tensor_parallel_size: Annotated[int, Meta(ge=1, description="GPUs that share a layer")] = 1
+    tensor_parallel_size: Annotated[
+        int, Meta(ge=1, description="GPUs that share a layer", extra=ESSENTIAL)
+    ] = 1
     data_parallel_size: Annotated[
         int, Meta(ge=1, description="copies of the model behind one server")
     ] = 1
     gpu_memory_share: Annotated[
-        float, Meta(gt=0, le=1, description="share of a GPU's memory for weights and cache")
+        float,
+        Meta(
+            gt=0, le=1, description="share of a GPU's memory for weights and cache", extra=ESSENTIAL
+        ),
     ] = 0.9
     kv_cache_gb: Annotated[
         int, Meta(ge=1, description="memory for keys and values on the CPU, GiB")
@@ -75,7 +81,7 @@ class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class ServersConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The servers of the policy."""
 
-    num_servers: Annotated[int, Meta(ge=1, description="servers to start")] = 1
+    num_servers: Annotated[int, Meta(ge=1, description="servers to start", extra=ESSENTIAL)] = 1
 
     @property
     def count(self) -> int:

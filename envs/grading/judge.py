@@ -24,6 +24,7 @@ import aiohttp
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
+from agentenv.config import ESSENTIAL
 from agentenv.errors import ConfigError, GraderError
 from envs.grading.verdict import Matcher, Verdict, shown
 from envs.search.cache import ResultCache
@@ -36,9 +37,13 @@ class JudgeConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Where the judge is and how it is asked."""
 
     url: Annotated[
-        str, Meta(description="base URL of an OpenAI-compatible server, e.g. http://host:8000/v1")
+        str,
+        Meta(
+            description="base URL of an OpenAI-compatible server, e.g. http://host:8000/v1",
+            extra=ESSENTIAL,
+        ),
     ]
-    model: Annotated[str, Meta(description="name of the model at that server")]
+    model: Annotated[str, Meta(description="name of the model at that server", extra=ESSENTIAL)]
     api_key_env: Annotated[
         str, Meta(description="environment variable that holds the key; empty: no key; not logged")
     ] = ""

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from agentenv.config import build_config
+from agentenv.config import ESSENTIAL, PATH, build_config
 from agentenv.env import shared
 from agentenv.errors import ConfigError, GraderError
 from agentenv.tool_env import Grade, Grader, start_grader
@@ -113,14 +113,16 @@ class GraderConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         Kind | None,
         Meta(
             description="exact match, SQuAD F1, all layers, layers then an LLM, your function; "
-            "none: custom with grader.path, judge with grader.judge, else that of the environment"
+            "none: custom with grader.path, judge with grader.judge, else that of the environment",
+            extra=ESSENTIAL,
         ),
     ] = None
     reward: Annotated[
         Reward | None,
         Meta(
             description="the answer's score, or ARPO's rule: format -1, score, +0.1 for tools; "
-            "none: that of the environment"
+            "none: that of the environment",
+            extra=ESSENTIAL,
         ),
     ] = None
     compat: Annotated[
@@ -134,7 +136,7 @@ class GraderConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         bool, Meta(description="layered: a wrong answer in words scores its token F1")
     ] = False
     judge: Annotated[JudgeConfig | None, Meta(description="judge: the server and its model")] = None
-    path: Annotated[str, Meta(description="custom: the Python file")] = ""
+    path: Annotated[str, Meta(description="custom: the Python file", extra=PATH)] = ""
     name: Annotated[str, Meta(description="custom: the function in it")] = "compute_score"
     timeout_s: Annotated[
         float, Meta(gt=0, description="custom: limit of one call: seconds of CPU time, and asleep")

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta, Struct
 
+from agentenv.config import PATH
 from envs.search.corpus import Hit, Passage, Query, corpus_path, read_corpus, wanted, words
 from envs.search.upstream import Cassette
 
@@ -23,7 +24,9 @@ MIN_COMPILED = 20_000  # passages; below, numpy is quick enough and compiling co
 class BM25Config(Struct, frozen=True, forbid_unknown_fields=True, tag="bm25", tag_field="name"):
     """Embedded BM25 over a local corpus, in memory."""
 
-    corpus: Annotated[str, Meta(description='JSONL file; "" is the shipped Wikipedia sample')] = ""
+    corpus: Annotated[
+        str, Meta(description='JSONL file; "" is the shipped Wikipedia sample', extra=PATH)
+    ] = ""
 
     @property
     def cache_name(self) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from agentenv.config import PATH
 from agentenv.errors import ConfigError, DataError, InfraError
 from envs.search.bm25 import CORPUS_SCHEME
 from envs.search.corpus import Hit, Passage, Query, needed, read_corpus
@@ -22,8 +23,10 @@ Pooling = Literal["mean", "cls", "pooler"]
 class FaissConfig(Struct, frozen=True, forbid_unknown_fields=True, tag="faiss", tag_field="name"):
     """A FAISS index with the corpus it was built from, and the encoder of the queries."""
 
-    index: Annotated[str, Meta(description="the FAISS index file")]
-    corpus: Annotated[str, Meta(description="its corpus: JSONL rows of id and contents")]
+    index: Annotated[str, Meta(description="the FAISS index file", extra=PATH)]
+    corpus: Annotated[
+        str, Meta(description="its corpus: JSONL rows of id and contents", extra=PATH)
+    ]
     encoder: Annotated[str, Meta(description='model directory or name, e.g. "intfloat/e5-base"')]
     pooling: Annotated[Pooling, Meta(description="how token vectors become one")] = "mean"
     prefix: Annotated[str, Meta(description='before each query; e5 has "query: "')] = "query: "

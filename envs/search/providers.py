@@ -14,6 +14,7 @@ from urllib.parse import urlencode
 import msgspec
 from msgspec import Meta, Struct
 
+from agentenv.config import ESSENTIAL
 from agentenv.errors import ConfigError, InfraError
 from envs.search.corpus import Hit, Query, split_contents
 from envs.search.upstream import Cassette, HttpRequest, Reply, TrafficConfig, Upstream
@@ -35,7 +36,7 @@ class Provider(Struct, frozen=True):
 class WebConfig(Struct, frozen=True, forbid_unknown_fields=True, tag="web", tag_field="name"):
     """A web search provider."""
 
-    provider: Annotated[ProviderName, Meta(description="who is asked")]
+    provider: Annotated[ProviderName, Meta(description="who is asked", extra=ESSENTIAL)]
     url: Annotated[str, Meta(description="another address of the service; SearXNG needs one")] = ""
     zone: Annotated[str, Meta(description="Bright Data: the SERP zone")] = "serp_api"
     traffic: Annotated[TrafficConfig, Meta(description="rate limit and retries")] = TrafficConfig()

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct, field
 
+from agentenv.config import ESSENTIAL, PATH
 from agentenv.env import ForkMode, shared, summed_stats
 from agentenv.errors import ConfigError, InfraError, ToolError
 from agentenv.tools import argument_schema
@@ -55,10 +56,12 @@ PRESETS: dict[PresetName, Preset] = {
 class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The search tool and the page tool."""
 
-    backend: Annotated[BackendConfig, Meta(description="where results come from")] = BM25Config()
-    preset: Annotated[PresetName, Meta(description="mode and sizes of a published setting")] = (
-        "arpo"
-    )
+    backend: Annotated[
+        BackendConfig, Meta(description="where results come from", extra=ESSENTIAL)
+    ] = BM25Config()
+    preset: Annotated[
+        PresetName, Meta(description="mode and sizes of a published setting", extra=ESSENTIAL)
+    ] = "arpo"
     mode: Annotated[
         Mode | None, Meta(description="what one search gives; default: the preset's")
     ] = None
@@ -79,7 +82,10 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     language: Annotated[str, Meta(description='"auto" (by script), or a form like "zh"')] = "auto"
     cache: Annotated[
         str,
-        Meta(description='SQLite file of results, pages and summaries; "": in memory only'),
+        Meta(
+            description='SQLite file of results, pages and summaries; "": in memory only',
+            extra=ESSENTIAL,
+        ),
     ] = ""
     cache_max_age_s: Annotated[
         float, Meta(ge=0, description="older entries are fetched again; 0: never")
@@ -91,7 +97,9 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
             "reads that it has its results; default: the preset's"
         ),
     ] = None
-    arpo_cache: Annotated[str, Meta(description="ARPO's search_cache.json to take in")] = ""
+    arpo_cache: Annotated[
+        str, Meta(description="ARPO's search_cache.json to take in", extra=PATH)
+    ] = ""
     cassette: Annotated[str, Meta(description="file with the recorded replies")] = ""
     cassette_mode: Annotated[CassetteMode, Meta(description="record or replay")] = "replay"
     pages: Annotated[PagesConfig, Meta(description="how pages are read")] = PagesConfig()

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from agentenv.config import PATH
 from agentenv.errors import ConfigError, DataError
 from envs.search.bm25 import CORPUS_SCHEME
 from envs.search.corpus import Hit, Query, corpus_path, each_passage, needed, words
@@ -24,7 +25,9 @@ class TantivyConfig(
     """Tantivy: BM25 on disk, for corpora of a million passages and more."""
 
     directory: Annotated[str, Meta(description="where the index is, or is to be built")]
-    corpus: Annotated[str, Meta(description='JSONL file; "" is the shipped Wikipedia sample')] = ""
+    corpus: Annotated[
+        str, Meta(description='JSONL file; "" is the shipped Wikipedia sample', extra=PATH)
+    ] = ""
 
     @property
     def cache_name(self) -> str:

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from agentenv.assist import AssistConfig
-from agentenv.config import Tree, build_config
+from agentenv.config import ROWS, Tree, build_config
 from agentenv.data.rows import RowsConfig
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.openai import OpenAIConfig
@@ -41,7 +41,8 @@ class QuestionSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One named set of questions."""
 
     path: Annotated[
-        str | list[str], Meta(description="file, folder or pattern of questions, or a list of them")
+        str | list[str],
+        Meta(description="file, folder or pattern of questions, or a list of them", extra=ROWS),
     ] = ""
     benchmark: Annotated[
         str,
@@ -83,7 +84,8 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str | list[str],
         Meta(
             description="file, folder or pattern of questions, or a list of them, in place of "
-            "[sets]: one set that has the file's name"
+            "[sets]: one set that has the file's name",
+            extra=ROWS,
         ),
     ] = ""
     rows: Annotated[RowsConfig | None, Meta(description="how the rows of `data` are read")] = None

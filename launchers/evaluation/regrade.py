@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from agentenv.config import Tree, apply_overrides, build_config, to_plain
+from agentenv.config import Tree, apply_overrides, build_config, resolver, to_plain
 from agentenv.disk import write_whole
 from agentenv.env import close_shared
 from agentenv.errors import ConfigError, GraderError
@@ -187,11 +187,6 @@ async def _patiently(
         except GraderError:
             await asyncio.sleep(RETRY_DELAY_S)
     return await grader.grade(task, messages, calls)
-
-
-def resolver(run: str) -> Resolve:
-    """Paths of a configuration, "{run}" being this directory."""
-    return lambda text: Path(text.replace("{run}", run))
 
 
 BEFORE_FILE, CHANGES_FILE = "rows.before.jsonl", "regrade.md"

@@ -15,6 +15,7 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
+from agentenv.config import RUN, paths_of, resolver
 from agentenv.engines.server_config import LaunchConfig
 from agentenv.errors import ConfigError
 from envs.search.providers import PROVIDERS, WebConfig
@@ -39,46 +40,15 @@ def missing_files(config: Any, resolve: Resolve) -> Iterator[str]:
     """Lines "key = value", with what is wrong where that is not plain absence."""
     made = bool(getattr(getattr(config, "run", None), "setup", ""))
     registry = str(getattr(getattr(config, "data", None), "dataset_info", ""))
-    for key, path in _paths(config):
-        if not path or (made and "{run}" in path):
+    for key, path, _ in paths_of(config):
+        if made and RUN in path:
             continue
         if registry and key.startswith("data.") and key != "data.dataset_info":
             continue  # names in the registry
-        if not _is_there(resolve(path)):
+        if not _is_there(resolve(path).expanduser()):
             yield f"{key} = {path}"
     yield from _missing_keys(config)
     yield from _missing_engines(config)
-
-
-def _paths(config: Any) -> Iterator[tuple[str, str]]:
-    data = getattr(config, "data", None)
-    for name in ("train", "eval", "dataset_info"):
-        yield from _each(f"data.{name}", getattr(data, name, ""))
-    if isinstance(data, str | list):
-        yield from _each("data", data)
-    for number, part in enumerate(getattr(data, "mix", ())):
-        yield from _each(f"data.mix[{number}].path", part.path)
-    sets = getattr(getattr(config, "eval", None), "sets", {})
-    for key, table in (("eval.sets", sets), ("sets", getattr(config, "sets", {}))):
-        for name, one in table.items():
-            yield from _each(f"{key}.{name}.path", one.path)
-    for table, names in (
-        ("sft", ("data", "gate")),
-        ("learner", ("deepspeed_config",)),
-        ("grader", ("path",)),
-        ("python", ("interpreter",)),
-        ("search", ("arpo_cache",)),
-    ):
-        for name in names:
-            value = getattr(getattr(config, table, None), name, "") or ""
-            yield from _each(f"{table}.{name}", os.path.expanduser(value))
-    backend = getattr(getattr(config, "search", None), "backend", None)
-    yield from _each("search.backend.corpus", getattr(backend, "corpus", ""))
-
-
-def _each(key: str, paths: str | list[str]) -> Iterator[tuple[str, str]]:
-    for path in [paths] if isinstance(paths, str) else paths:
-        yield key, path
 
 
 def _is_there(path: Path) -> bool:
@@ -264,9 +234,7 @@ def dry_run(
     Raises ConfigError at the end for what cannot work.
     """
     machine = find_machine(arguments.gpus, arguments.gpu_memory)
-
-    def resolve(text: str) -> Path:
-        return Path(text.replace("{run}", str(run)))
+    resolve = resolver(run)
 
     asyncio.run(refuse(Assembly(config, run, AsyncExitStack(), view.say), "configuration"))
     plan = make_plan(config, machine, resolve, model)

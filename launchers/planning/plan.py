@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from agentenv.config import RUN
 from agentenv.engine import EngineConfig, LocalModel
 from agentenv.engines.server_config import LaunchConfig, RoleConfig
 from agentenv.errors import AgentEnvError, ConfigError
@@ -187,7 +188,7 @@ class _Planner:
 
     def _policy_shape(self) -> ModelShape | None:
         place = self.resolve(self.path)
-        if "{run}" in self.path and self.config.run.setup and not place.is_dir():
+        if RUN in self.path and self.config.run.setup and not place.is_dir():
             made = f"made by {self.config.run.setup} at the start"
             self.plan.missing.append(f"model.path = {self.path}: {made}")
             return None

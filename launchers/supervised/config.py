@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr
 
+from agentenv.config import PATH
 from agentenv.errors import ConfigError
 from agentenv.native import NativeConfig
 from agentenv.prompt import PromptConfig
@@ -80,11 +81,12 @@ class ChatDataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str | list[str],
         Meta(
             description="rows to learn from: a JSONL, JSON, CSV, parquet or Arrow file, a folder, "
-            "a pattern, or a list of them; with data.dataset_info names of datasets in it"
+            "a pattern, or a list of them; with data.dataset_info names of datasets in it",
+            extra=PATH,
         ),
     ]
     eval: Annotated[
-        str | list[str], Meta(description="rows that measure, given as data.train is")
+        str | list[str], Meta(description="rows that measure, given as data.train is", extra=PATH)
     ] = ""
     eval_split: Annotated[
         float,
@@ -95,7 +97,10 @@ class ChatDataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = 0.0
     dataset_info: Annotated[
-        str, Meta(description="LLaMA-Factory's dataset_info.json; files are sought beside it")
+        str,
+        Meta(
+            description="LLaMA-Factory's dataset_info.json; files are sought beside it", extra=PATH
+        ),
     ] = ""
     format: Annotated[
         Format,

@@ -1,4 +1,4 @@
-"""--help is short and --help-keys shows every key once."""
+"""--help shows the essential keys and --help-keys every key, once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from launchers import dpo, serve, sft, train
 from launchers.config import TrainConfig
-from launchers.help import KIND, describe, help_keys
+from launchers.help import KIND, describe, essential_keys, help_keys
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = train.main) -> str:
@@ -22,7 +22,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = tra
 @pytest.mark.parametrize("main", [train.main, sft.main, dpo.main, serve.main])
 def test_help_fits_on_a_screen_or_two(main: Any, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--help", main=main)
-    assert len(text.splitlines()) < 80
+    assert len(text.splitlines()) < 120
     assert "--help-keys" in text
     assert "--dry-run" in text
 
@@ -32,6 +32,17 @@ def test_help_names_every_table(capsys: pytest.CaptureFixture[str]) -> None:
     for table in TrainConfig.__struct_fields__:
         assert f"\n  {table} " in text
     assert "embedded, scripted, vllm, sglang" in text
+
+
+def test_help_shows_the_essential_keys_each_once(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [entry.name for entry in essential_keys(TrainConfig)]
+    assert 40 <= len(keys) <= 60
+    text = printed(capsys, "--help")
+    for key in keys:
+        assert f"\n    {key} " in text
+    for key in ("algorithm.name", "limits.max_turns", "learner.learning_rate", "data.train"):
+        assert key in keys
+    assert "sft.optimizer.learning_rate" not in keys
 
 
 def test_help_keys_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,6 +64,15 @@ def test_help_keys_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
         for kind in KIND.findall(key.name):
             name = name if kind == "n" else name.replace(f"[{kind}]", "")
         assert name.rpartition(".")[2] in text
+
+
+def test_a_table_that_stands_in_several_places_is_shown_in_one_and_whole_by_its_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = printed(capsys, "--help-keys")
+    assert "\neval.engine  (table)\n    the keys of engine\n" in text
+    assert "env.variants.NAME.search.preset" not in text
+    assert "eval.engine[embedded].device" in printed(capsys, "--help-keys", "eval.engine")
 
 
 def test_no_key_is_shown_twice_with_one_default() -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 from msgspec import Meta, field
 from msgspec.structs import replace
 
+from agentenv.config import ESSENTIAL, PATH
 from agentenv.engine import EngineConfig, EngineStart, check_context
 from agentenv.engines.client import Timeouts
 from agentenv.engines.pool.pool import EnginePool
@@ -47,13 +48,17 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
 
     urls: Annotated[
         list[str],
-        Meta(description="servers that run already, http://HOST:PORT; empty: start [servers]"),
+        Meta(
+            description="servers that run already, http://HOST:PORT; empty: start [servers]",
+            extra=ESSENTIAL,
+        ),
     ] = field(default_factory=list)
     urls_file: Annotated[
         str,
         Meta(
             description="file with one URL a line, looked at all the time: servers may be added "
-            "and taken away during the run; in place of urls"
+            "and taken away during the run; in place of urls",
+            extra=PATH,
         ),
     ] = ""
     control_urls: Annotated[
@@ -81,7 +86,8 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         Literal["directory", "broadcast"],
         Meta(
             description="how new weights reach the servers: through files that they can see, or "
-            "from the learner's rank 0 over NCCL (GPUs) or gloo (CPU)"
+            "from the learner's rank 0 over NCCL (GPUs) or gloo (CPU)",
+            extra=ESSENTIAL,
         ),
     ] = "directory"
     lora: Annotated[
