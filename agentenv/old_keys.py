@@ -23,6 +23,8 @@ _ZSCORE = (
     'fork_criterion = "relative" with entropy_weight = 0.5 lets entropy decide'
 )
 
+_ALWAYS = "the key is gone, the value is always"
+
 # By the name of the struct that had the key, in the order of the structs' names.
 DROPPED: dict[str, dict[str, Dropped]] = {
     "ARPO": {"rise_scale": Dropped(0.02, _ZSCORE)},
@@ -32,7 +34,23 @@ DROPPED: dict[str, dict[str, Dropped]] = {
             "checksums of all weights stopped a server for as long as it took to compute them; "
             "a label that the server gives back and the log-prob of one token are always checked "
             "in their place, remove the key",
-        )
+        ),
+        "first_backoff_s": Dropped(0.5, f"{_ALWAYS} 0.5; engine.pool.max_retries bounds retries"),
+        "max_backoff_s": Dropped(30.0, f"{_ALWAYS} 30; engine.pool.max_retries bounds retries"),
+        "poll_interval_s": Dropped(1.0, f"{_ALWAYS} 1; engine.pool.poll_timeout_s is the deadline"),
+    },
+    "SFTConfig": {
+        "kind_boost": Dropped(2.0, f"{_ALWAYS} 2; sft.stages choose rows"),
+    },
+    "SandboxLimits": {"max_open_files": Dropped(64, f"{_ALWAYS} 64")},
+    "TimeoutsConfig": {
+        "connect_s": Dropped(10.0, f"{_ALWAYS} 10"),
+        "call_s": Dropped(30.0, f"{_ALWAYS} 30"),
+        "load_s": Dropped(600.0, "two keys for one deadline; use engine.pool.load_timeout_s"),
+    },
+    "TrafficConfig": {
+        "burst": Dropped(20, f"{_ALWAYS} 20; rate_per_s and max_concurrency of the same table"),
+        "cool_down_s": Dropped(30.0, f"{_ALWAYS} 30; max_failures says when it begins"),
     },
 }
 

@@ -165,10 +165,6 @@ class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         float,
         Meta(ge=0, le=1, description="teacher-forced exact match that every kind must reach"),
     ] = 0.9
-    kind_boost: Annotated[
-        float,
-        Meta(ge=0, description="draw a kind without any skill 1 + kind_boost times as often"),
-    ] = 2.0
     warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up")] = 20
     optimizer: Annotated[OptimizerConfig, Meta(description="optimizer of the cold start")] = (
         OptimizerConfig()

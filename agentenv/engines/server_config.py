@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct, field
 
@@ -117,13 +117,14 @@ class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=
 class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a pool treats its servers and the requests on them."""
 
+    # Not keys: nobody had a reason to set them.
+    first_backoff_s: ClassVar[float] = 0.5  # longest wait before the first retry; doubles
+    max_backoff_s: ClassVar[float] = 30.0  # longest wait before a retry
+    poll_interval_s: ClassVar[float] = 1.0  # between two looks at a server's health and load
+
     max_retries: Annotated[
         int, Meta(ge=0, description="times a turn is sent again after its server was lost")
     ] = 5
-    first_backoff_s: Annotated[
-        float, Meta(gt=0, description="longest wait before the first retry; doubles with each")
-    ] = 0.5
-    max_backoff_s: Annotated[float, Meta(gt=0, description="longest wait before a retry")] = 30.0
     max_outage_s: Annotated[
         float, Meta(gt=0, description="the run ends when all servers are gone for this long")
     ] = 600.0
@@ -134,9 +135,6 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         float,
         Meta(gt=0, description="deadline of a broadcast for its group, and for each tensor"),
     ] = 60.0
-    poll_interval_s: Annotated[
-        float, Meta(gt=0, description="between two looks at a server's health and load")
-    ] = 1.0
     poll_timeout_s: Annotated[
         float, Meta(gt=0, description="a server that does not say its load for this long is lost")
     ] = 60.0
@@ -151,10 +149,7 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class TimeoutsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Deadlines of calls to a server."""
 
-    connect_s: Annotated[float, Meta(gt=0, description="to open a connection")] = 10.0
-    call_s: Annotated[float, Meta(gt=0, description="of a short call")] = 30.0
     idle_s: Annotated[
         float,
         Meta(gt=0, description="without a token from a running request; more than a load takes"),
     ] = 600.0
-    load_s: Annotated[float, Meta(gt=0, description="of one load of weights")] = 600.0

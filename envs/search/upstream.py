@@ -11,7 +11,7 @@ import base64
 import email.utils
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import IO, Annotated, Any, Generic, Literal, TypeVar
+from typing import IO, Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import aiohttp
 import msgspec
@@ -249,7 +249,7 @@ class TrafficConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How a service is called. The limits hold for each process."""
 
     rate_per_s: Annotated[float, Meta(ge=0, description="requests a second; 0: no limit")] = 20.0
-    burst: Annotated[int, Meta(ge=1, description="requests that may start at once")] = 20
+    burst: ClassVar[int] = 20  # requests that may start at once; no key, the rate bounds them
     max_concurrency: Annotated[int, Meta(ge=1, description="requests in the air at once")] = 64
     timeout_s: Annotated[float, Meta(gt=0, description="for one attempt")] = 20.0
     num_retries: Annotated[int, Meta(ge=0, description="after 429, 5xx, a lost connection")] = 5
@@ -260,7 +260,7 @@ class TrafficConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_failures: Annotated[
         int, Meta(ge=1, description="calls failing in a row until the service is left alone")
     ] = 20
-    cool_down_s: Annotated[float, Meta(gt=0, description="how long it is left alone")] = 30.0
+    cool_down_s: ClassVar[float] = 30.0  # how long it is left alone; no key, a probe ends it
 
 
 class HttpRequest(Struct, frozen=True):

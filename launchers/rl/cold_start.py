@@ -19,6 +19,8 @@ from launchers.terminal import View
 from learners.batch import EncodedTree
 from learners.learner import optimizer_of
 
+KIND_BOOST = 2.0  # a kind without any skill is drawn 1 + KIND_BOOST times as often
+
 logger = logging.getLogger(__name__)
 
 
@@ -97,7 +99,7 @@ class ColdStart:
             self.step += 1
             if stage.until_gate and self.step % self.config.gate_every == 0:
                 exact = await self._measure()
-                sampler.reweigh(exact, self.config.kind_boost)
+                sampler.reweigh(exact, KIND_BOOST)
                 if min(exact.values()) >= self.config.gate_threshold:
                     return True
         return not stage.until_gate

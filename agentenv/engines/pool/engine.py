@@ -196,18 +196,14 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         api_key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
         if self.api_key_env and not api_key:
             raise ConfigError(f"engine.api_key_env: {self.api_key_env} is not set")
-        deadlines, client = self.timeouts, self._client()
+        deadlines = Timeouts(idle_s=self.timeouts.idle_s, load_s=self.pool.load_timeout_s)
+        client = self._client()
 
         def make(url: str) -> Server:
             return client(
                 url,
                 entropy_top_k=self.entropy_top_k,
-                timeouts=Timeouts(
-                    connect_s=deadlines.connect_s,
-                    call_s=deadlines.call_s,
-                    idle_s=deadlines.idle_s,
-                    load_s=deadlines.load_s,
-                ),
+                timeouts=deadlines,
                 vocab_size=vocabulary,
                 api_key=api_key,
                 control_urls=self.control_urls,
