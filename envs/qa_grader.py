@@ -1,7 +1,7 @@
-r"""Graders for questions with short answers, and the environment that is a grader only.
+r"""The environment `agentenv/QAGrader-v0`, which is a grader only.
 
-Only what the policy wrote is graded: a page that says \boxed{Paris} earns nothing. The parts are
-in `envs.grading`; its `GraderConfig` lists the keys.
+Only what the policy wrote is graded: a page that says \boxed{Paris} earns nothing. The graders are
+in `envs.grading`; the `GraderConfig` there lists the keys.
 """
 
 from __future__ import annotations
@@ -11,24 +11,7 @@ from typing import Any
 
 from agentenv.tool_env import Prompt, ToolEnv
 from agentenv.types import Task
-from envs.grading.exact import same_answer
-from envs.grading.numbers import as_number
-from envs.grading.reward import AnswerReward, ExactMatch, GraderConfig, ToolReward, make_grader
-from envs.grading.verdict import check_format, final_answer, last_boxed
-
-__all__ = [
-    "AnswerReward",
-    "ExactMatch",
-    "GraderConfig",
-    "QAGraderEnv",
-    "ToolReward",
-    "as_number",
-    "check_format",
-    "final_answer",
-    "last_boxed",
-    "make_grader",
-    "same_answer",
-]
+from envs.grading.reward import GraderConfig, make_grader
 
 
 class QAGraderEnv(ToolEnv):

@@ -117,7 +117,7 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class WorldQuestion:
     """A question with its answer and the facts that lead to it."""
 
     kind: str
@@ -136,7 +136,7 @@ class World:
     """A knowledge base and three disjoint sets of questions about it."""
 
     facts: tuple[Fact, ...]
-    questions: dict[str, tuple[Question, ...]]
+    questions: dict[str, tuple[WorldQuestion, ...]]
 
     def documents(self) -> list[dict[str, str]]:
         return [fact.document() for fact in self.facts]
@@ -165,7 +165,7 @@ def facts_about(rng: Random, company: str, founder: str) -> list[Fact]:
     ]
 
 
-def ask(rng: Random, kind: str, facts: list[Fact]) -> Question:
+def ask(rng: Random, kind: str, facts: list[Fact]) -> WorldQuestion:
     """A question of this kind about the company and the founder of `facts`."""
     founder, price, birthplace, home, birthyear = facts
     company, count = founder.entity, _factor(rng)
@@ -174,18 +174,18 @@ def ask(rng: Random, kind: str, facts: list[Fact]) -> Question:
         born = f"In which city was the founder of {company} born?"
         lives = f"In which city does the founder of {company} live?"
         text = born if fact is birthplace else lives
-        return Question(kind, text, fact.value, (founder, fact), "", (decoy,))
+        return WorldQuestion(kind, text, fact.value, (founder, fact), "", (decoy,))
     if kind == "age":
         year = str(rng.randint(1965, 1999))
         expression = f"{year} - {birthyear.value}"
         text = f"How old was the founder of {company} in {year}?"
-        return Question(kind, text, calculate(expression), (founder, birthyear), expression)
+        return WorldQuestion(kind, text, calculate(expression), (founder, birthyear), expression)
     if kind == "cost":
         expression = f"{price.value} * {count}"
         text = f"How much do {count} shares of {company} cost?"
-        return Question(kind, text, calculate(expression), (price,), expression)
+        return WorldQuestion(kind, text, calculate(expression), (price,), expression)
     expression = f"{_factor(rng)} * {count} + {rng.randint(10, 98)}"
-    return Question(kind, f"What is {expression}?", calculate(expression), (), expression)
+    return WorldQuestion(kind, f"What is {expression}?", calculate(expression), (), expression)
 
 
 def calculate(expression: str) -> str:
@@ -201,12 +201,12 @@ def make_world(seed: int) -> World:
     people = rng.sample(PEOPLE, len(PEOPLE))
     pairs = iter(zip(companies, people, strict=True))
     facts: list[Fact] = []
-    questions: dict[str, tuple[Question, ...]] = {}
+    questions: dict[str, tuple[WorldQuestion, ...]] = {}
     asked: set[str] = set()
     for name, size in COMPANIES_IN.items():
         about = [facts_about(rng, *next(pairs)) for _ in range(size)]
         facts += [fact for group in about for fact in group]
-        rows: list[Question] = []
+        rows: list[WorldQuestion] = []
         for kind in KINDS:
             end = len(rows) + QUESTIONS_IN[name]
             while len(rows) < end:
@@ -242,40 +242,40 @@ _COPIED = [*vocabulary(), *(f"{number:02d}" for number in range(100))]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class DemonstrationTurn:
     """What the policy writes and what the tool answers (None: the turn is an answer)."""
 
     action: str
     result: str | None = None
 
 
-GIVE_UP = Turn(r"<think>I do not know.</think><answer>\boxed{unknown}</answer>")
+GIVE_UP = DemonstrationTurn(r"<think>I do not know.</think><answer>\boxed{unknown}</answer>")
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
     """One trace for imitation; `habit` says which, "clean" being the right one."""
 
-    question: Question
+    question: WorldQuestion
     habit: str
-    turns: tuple[Turn, ...]
+    turns: tuple[DemonstrationTurn, ...]
 
 
-def _search(fact: Fact) -> Turn:
+def _search(fact: Fact) -> DemonstrationTurn:
     think = f"<think>I need the {fact.attribute}.</think>"
-    return Turn(f"{think}<search>{fact.query}</search>", fact.text)
+    return DemonstrationTurn(f"{think}<search>{fact.query}</search>", fact.text)
 
 
-def _python(expression: str) -> Turn:
+def _python(expression: str) -> DemonstrationTurn:
     think = "<think>I need python.</think>"
-    return Turn(f"{think}<python>{expression}</python>", calculate(expression))
+    return DemonstrationTurn(f"{think}<python>{expression}</python>", calculate(expression))
 
 
-def _answer(value: str) -> Turn:
-    return Turn(rf"<think>I know it.</think><answer>\boxed{{{value}}}</answer>")
+def _answer(value: str) -> DemonstrationTurn:
+    return DemonstrationTurn(rf"<think>I know it.</think><answer>\boxed{{{value}}}</answer>")
 
 
-def _behave(question: Question, habit: str) -> list[Turn]:
+def _behave(question: WorldQuestion, habit: str) -> list[DemonstrationTurn]:
     turns = [_search(fact) for fact in question.facts]
     if question.expression:
         turns.append(_python(question.expression))
@@ -285,14 +285,14 @@ def _behave(question: Question, habit: str) -> list[Turn]:
         return [turns[0], GIVE_UP]
     if habit == "unboxed":
         answer = f"<think>I know it.</think><answer>{question.answer}</answer>"
-        return [*turns, Turn(answer)]
+        return [*turns, DemonstrationTurn(answer)]
     if habit == "slip":
         turns[-1], value = _slip(question)
         return [*turns, _answer(value)]
     return [*turns, _answer(question.answer)]
 
 
-def _slip(question: Question) -> tuple[Turn, str]:
+def _slip(question: WorldQuestion) -> tuple[DemonstrationTurn, str]:
     """A last call with the wrong sign, or about the wrong city of the founder, and its result."""
     if question.expression:
         expression = question.expression.replace(" * ", " + ").replace(" - ", " + ")

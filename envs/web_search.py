@@ -19,7 +19,7 @@ from agentenv.tools import StatelessTool, argument_schema
 from agentenv.types import Info, Message, Task, ToolResult
 from envs.grading.reward import GraderConfig, make_grader
 from envs.search.bm25 import MAX_ON_LOOP, BM25Index
-from envs.search.corpus import Passage, read_corpus, words
+from envs.search.corpus import read_corpus
 from envs.search.service import (
     Mode,
     OpenPageTool,
@@ -29,8 +29,6 @@ from envs.search.service import (
     shared_service,
     tell_tools,
 )
-
-__all__ = ["BM25Index", "Passage", "SearchTool", "WebSearchEnv", "read_corpus", "words"]
 
 NO_RESULTS = "No results."
 

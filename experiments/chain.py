@@ -24,7 +24,7 @@ from agentenv.env import register
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Task, ToolResult
-from envs.qa_grader import ToolReward
+from envs.grading.reward import ToolReward
 from envs.quickstart import PEOPLE, copy_exercise
 from launchers.quickstart import COPIES, GATE, build_model
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from envs.grading.normalise import MAX_ANSWER_CHARS, words_of
 from envs.grading.numbers import as_number
+from envs.grading.spelling import MAX_ANSWER_CHARS, words_of
 from envs.grading.verdict import Verdict, shown
 from envs.grading.words import f1
 
@@ -24,10 +24,7 @@ class Exact:
 
 
 class TokenF1:
-    """The matcher of `kind = "f1"`: SQuAD token F1 as score, right at `right_at` or more."""
-
-    def __init__(self, right_at: float = 1.0) -> None:
-        self.right_at = right_at
+    """The matcher of `kind = "f1"`: SQuAD token F1 as score, right at 1."""
 
     async def start(self) -> None:
         """Nothing to get ready."""
@@ -37,7 +34,7 @@ class TokenF1:
         if len(answer) > MAX_ANSWER_CHARS:
             return Verdict(False, 0.0, "wrong answer: too long", "f1")
         score = max((f1(answer, gold) for gold in golds), default=0.0)
-        right = score >= self.right_at
+        right = score >= 1.0
         reason = f"{'right' if right else 'wrong'} answer, F1 {score:.3f}: {shown(answer)}"
         return Verdict(right, score, reason, "f1")
 

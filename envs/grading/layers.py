@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from envs.grading import choice, dates
 from envs.grading.math import MathEquivalence, shared_math
-from envs.grading.normalise import MAX_ANSWER_CHARS, clean, squashed
 from envs.grading.numbers import quantity, same_quantity
+from envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed
 from envs.grading.verdict import Verdict, final_answer, shown
 from envs.grading.words import f1, has_cjk, same_words, tokens, without_class
 

@@ -1,4 +1,7 @@
-r"""Numbers as people write them: 1,234.5, \frac{1}{2}, 1 1/2, 2 x 10^3, 5 million, twenty-one."""
+r"""Numbers as people write them, and quantities with units.
+
+1,234.5, \frac{1}{2}, 1 1/2, 2 x 10^3, 5 million, twenty-one; 12 cm = 0.12 m, $5 = 5 dollars.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,6 @@ from collections import Counter
 from fractions import Fraction
 
 from msgspec import Struct
-
-from envs.grading.normalise import in_han
 
 # digits are bounded so that comparing stays instant, whatever the policy writes
 _PLAIN = re.compile(
@@ -201,6 +202,34 @@ def _in_words(text: str) -> tuple[Fraction, str] | None:
         return None
     value = {"half": Fraction(1, 2), "quarter": Fraction(1, 4)}.get(match[1].lower(), Fraction(12))
     return value, text[match.end() :]
+
+
+# Numbers in Chinese characters, up to thousands.
+
+_HAN = {
+    sign: number
+    for number, sign in enumerate("\u96f6\u4e00\u4e8c\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d")
+} | {"\u4e24": 2, "\u3007": 0}
+_HAN_SCALE = {"\u5341": 10, "\u767e": 100, "\u5343": 1000}
+_HAN_NUMBER = re.compile(
+    "[\u96f6\u4e00\u4e8c\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d\u4e24\u3007\u5341\u767e\u5343]{1,12}"
+)
+
+
+def in_han(text: str) -> tuple[Fraction, str] | None:
+    """The number that the text begins with, and what follows it."""
+    match = _HAN_NUMBER.match(text)
+    if match is None:
+        return None
+    total = digit = 0
+    if all(sign in _HAN for sign in match[0]):  # digits one by one, as in a year
+        return Fraction("".join(str(_HAN[sign]) for sign in match[0])), text[match.end() :]
+    for sign in match[0]:
+        if sign in _HAN:
+            digit = _HAN[sign]
+        else:
+            total, digit = total + (digit or 1) * _HAN_SCALE[sign], 0
+    return Fraction(total + digit), text[match.end() :]
 
 
 # Numbers with units: 12 cm = 0.12 m, $5 = 5 dollars, 50% = 1/2, 90 degrees, 3rd.

@@ -1,4 +1,7 @@
-"""From a matcher's verdict to a reward: the answer alone, or the rule of ARPO and Tool-Star."""
+"""Graders: from a matcher's verdict to a reward, the keys of a grader, and what they make.
+
+The reward is the answer's score alone, or follows the rule of ARPO and Tool-Star.
+"""
 
 from __future__ import annotations
 
@@ -97,8 +100,6 @@ class ToolReward:
         reason = verdict.reason + (f", with {' and '.join(self.bonus_tools)}" if bonus else "")
         return Grade(sum(counted.values()), verdict.right, {**verdict.parts, **counted}, reason)
 
-
-# The keys of a grader, and the graders they make.
 
 NUM_CHECKED_ROWS = 3
 

@@ -1,4 +1,4 @@
-"""What a matcher says of an answer, and the seam of matchers."""
+"""Where an answer stands in what the policy wrote, and what a matcher says of the answer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from msgspec import Struct
-
-# Where an answer stands in what the policy wrote: answer tags and \boxed{}.
 
 MAX_BOX_CHARS = 20_000  # a box that is still open after so many characters counts as open
 

@@ -1,4 +1,4 @@
-"""Word answers: exact match and SQuAD F1 on tokens; CJK text counts by characters."""
+"""Answers in words: equal names and phrases, and token F1; CJK text counts by characters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections import Counter
 
-from envs.grading.normalise import unify, words_of
+from envs.grading.spelling import unify, words_of
 
 # Names that are the same but for form: titles, initials, acronyms.
 

@@ -1,4 +1,4 @@
-"""The shared cache of tool results: SQLite in WAL mode behind an in-memory LRU.
+"""The shared cache of tool results, SQLite in WAL mode behind an in-memory LRU; cached backends.
 
 Many processes may share one file. Reads take some 0.1 ms and never wait for writers; writes are
 collected and done by a thread. The age of an entry is told by SQLite's clock.

@@ -1,4 +1,8 @@
-"""A corpus: JSONL rows with id, title and text, or with id and contents as FlashRAG has them."""
+"""What searching is: queries, hits and backends; the rows of a corpus, and their words.
+
+A corpus is a JSONL file of rows with id, title and text, or with id and contents as FlashRAG has
+them.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,6 @@ import msgspec
 from msgspec import Struct
 
 from agentenv.errors import ConfigError, DataError
-
-# The seam of search: a query goes in, hits come out, whatever is behind.
 
 _CHINESE = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 _JAPANESE = re.compile("[\u3040-\u30ff]")

@@ -1,4 +1,7 @@
-"""Pages as text: fetched directly or through Jina's reader, and cached."""
+"""Pages as text: which addresses may be opened, fetching, reading, and the parts that matter.
+
+A page is fetched directly or by Jina's reader; its text is cached.
+"""
 
 from __future__ import annotations
 

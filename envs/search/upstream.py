@@ -1,4 +1,4 @@
-"""One HTTP service that others run: rate limit, retries, circuit breaker, cassette.
+"""An HTTP service that others run: rate limit, retries, circuit breaker, recorded replies.
 
 429 and 5xx, broken connections and time-outs are failures of infrastructure: they are retried,
 then raised as InfraError, and never come back as a reply.
@@ -213,11 +213,6 @@ class CircuitBreaker:
         self._cool_down_s = cool_down_s
         self._num_failures = 0
         self._open_until: float | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether calls are refused, but for probes."""
-        return self._open_until is not None
 
     def check(self) -> None:
         """Raises InfraError while the circuit is open."""

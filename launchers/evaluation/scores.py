@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 from agentenv.errors import GraderError
 from envs.grading.exact import same_answer
 from envs.grading.layers import Layered, compare, is_wordy
-from envs.grading.normalise import MAX_ANSWER_CHARS, clean, squashed, words_of
+from envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed, words_of
 from envs.grading.words import f1, has_cjk
 from launchers.evaluation.benchmarks import benchmark_of
 from launchers.evaluation.store import EvalRow, prediction, whole_text, written

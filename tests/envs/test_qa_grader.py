@@ -10,7 +10,10 @@ from agentenv.env import close_shared
 from agentenv.errors import ConfigError
 from agentenv.tool_env import Grade, Grader
 from agentenv.types import Message, Task
-from envs.qa_grader import ExactMatch, ToolReward, as_number, check_format, last_boxed, same_answer
+from envs.grading.exact import same_answer
+from envs.grading.numbers import as_number
+from envs.grading.reward import ExactMatch, ToolReward
+from envs.grading.verdict import check_format, last_boxed
 
 THINK = "<think>hm</think>"
 BOTH = {"search": 1, "python": 2}

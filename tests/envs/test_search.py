@@ -11,7 +11,8 @@ import pytest
 
 from agentenv.env import close_shared
 from agentenv.errors import DataError, ToolError
-from envs.web_search import SearchTool, words
+from envs.search.corpus import words
+from envs.web_search import SearchTool
 
 ROWS = [
     {"id": "lima", "title": "Lima", "text": "Lima is the capital of Peru."},

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from agentenv import Task, ToolEnv, register
-from envs.qa_grader import ExactMatch
+from envs.grading.reward import ExactMatch
 from launchers.evaluation import regrade
 from launchers.evaluation import regrade as regrading
 from launchers.evaluation.store import read_rows
