@@ -273,9 +273,6 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         return 1.0
 
 
-# What algorithms with PPO's clipping share.
-
-
 class Clipped(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """PPO's clipping with dual clip."""
 

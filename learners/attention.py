@@ -1,9 +1,14 @@
 """Attention of packed trees behind one interface, inside Hugging Face models.
 
 `use_tree_attention(model)` once; then pass `tree_layout=` and `attention_mask=NO_MASK` to the
-model. The layout chooses the form: node blocks on the CPU (`learners.attention`),
-FlexAttention on a GPU (`learners.attention`), a dense mask elsewhere. Without a layout the
-model computes what it did before.
+model. Without a layout the model computes what it did before.
+
+In a packed tree (`learners.batch`) query q sees key k iff k <= q < end[k]. The layout chooses how
+to compute that:
+
+    blocked   on the CPU: blocks of visible pairs without a masked one, `BlockPlan`
+    flex      on a GPU: FlexAttention, whose mask of blocks follows from `end`
+    dense     elsewhere: a [tokens, tokens] mask
 """
 
 from __future__ import annotations
@@ -25,16 +30,12 @@ from transformers.masking_utils import sdpa_mask
 
 from agentenv.errors import ConfigError
 
-# Attention of packed trees on the CPU, block by block, without a masked pair wasted.
-#
-# In a packed tree (`learners.batch`) query q sees key k iff k <= q < end[k]. Runs of equal `end`
-# are the segments between forks. A segment, its first child, that one's first child and so on lie
-# side by side and are one path, a chain. So all visible pairs are
+# Blocked. Runs of equal `end` are the segments between forks. A segment, its first child, that
+# one's first child and so on lie side by side and are one path, a chain. So all visible pairs are
 #
 #     causal   each chain with itself
 #     full     the later children of a segment, with their subtrees, against the keys of its chain
-#     up
-#              to that segment
+#              up to that segment
 #
 # Each block is one call of torch's flash kernel. A query's blocks are merged by their log-sum-exp,
 # as in flash decoding (Dao 2023); backward, the kernel is given the merged output and log-sum-exp,
@@ -221,10 +222,7 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
     return queries, keys, values
 
 
-# Attention of packed trees on a GPU: FlexAttention with a block mask that follows from `end`.
-#
-# In a packed tree query q sees key k iff k <= q < end[k]. For blocks of B queries and keys, with
-# i the query block and j <= i the key block:
+# Flex. For blocks of B queries and keys, with i the query block and j <= i the key block:
 #
 #     some pair is visible    i == j, or i B < max(end in j)
 #     every pair is visible   j < i and (i + 1) B <= min(end in j)

@@ -1,4 +1,8 @@
-"""What all backends of a rank have in common: the forward pass and meeting the other ranks."""
+"""What all backends of a rank have in common, their optimizer, and the plain torch backend.
+
+`RankBackend` runs the forward pass and meets the other ranks; `learners.deepspeed` has the other
+backend.
+"""
 
 from __future__ import annotations
 
@@ -121,9 +125,6 @@ def device_of_rank() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-# One optimizer for the whole model: Muon on hidden matrices, AdamW on the rest.
-
-
 class MuonAdamW(torch.optim.Optimizer):
     """torch.optim.Muon and torch.optim.AdamW behind one optimizer, equal to both step for step.
 
@@ -225,11 +226,11 @@ def scale_learning_rates(optimizer: torch.optim.Optimizer, scale: float) -> None
         group["lr"] = group["base_lr"] * scale
 
 
-# Plain torch behind the calls of a trainer: for debugging, and as the oracle of the others.
-
-
 class TorchBackend(RankBackend):
-    """Every rank holds the whole model; gradients are summed one parameter at a time."""
+    """Plain torch behind the calls of a trainer, for debugging and as the oracle of DeepSpeed's.
+
+    Every rank holds the whole model; gradients are summed one parameter at a time.
+    """
 
     def __init__(self, policy: Policy, config: LearnerConfig, dropouts: tuple[object, ...] = ()):
         super().__init__(policy, config, dropouts)

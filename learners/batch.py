@@ -1,8 +1,15 @@
-"""Micro-batches of whole trees side by side, so that no token is computed twice or padded.
+"""A tree as packed arrays, and micro-batches of whole trees side by side (numpy only).
 
-Attention keeps trees apart and pays for visible pairs only (`learners.attention`). A tree larger
-than the budget is cut, and its pieces repeat the path to them; gradients are the same, since a
-repeated token has its loss in one piece only.
+What travels to the learner's ranks is an `EncodedTree`: its tokens in pre-order, each stored once.
+
+    visible(q, k)  =  k <= q < end[k]        k is an ancestor of q, or q itself
+    position id    =  depth[q]               tokens between the root's first token and q
+    log p(t)       reads logits[pred[t]]     the token before t on its path, not t - 1
+
+A `MicroBatch` computes no token twice and pads none. Attention keeps trees apart and pays for
+visible pairs only (`learners.attention`). A tree larger than the budget is cut, and its pieces
+repeat the path to them; gradients are the same, since a repeated token has its loss in one piece
+only.
 """
 
 from __future__ import annotations
@@ -18,16 +25,6 @@ from numpy.typing import NDArray
 from agentenv.errors import DataError
 from agentenv.tree import Node, TrajectoryTree
 from learners.credit import Sharing, TreeCredit
-
-# What travels to the learner's ranks: a tree as packed arrays.
-#
-# Tokens are in pre-order, each stored once:
-#
-#     visible(q, k)  =  k <= q < end[k]        k is an ancestor of q, or q itself
-#     position id    =  depth[q]               tokens between the root's first token and q
-#     log p(t)       reads logits[pred[t]]     the token before t on its path, not t - 1
-#
-# Only numpy is needed here, so that the controller never loads torch for it.
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float64]
@@ -365,23 +362,21 @@ def _assemble(
     return MicroBatch(*joined)
 
 
-# Which trajectories run through which trained token of encoded trees (numpy only).
-#
-# Trees are in pre-order, so the leaves below a node are a contiguous range of leaf ordinals. Two
-# linear maps do all that methods on whole sequences need; each is the other's transpose:
-#
-#     to_leaves   values of tokens -> their sum over each trajectory
-#     to_tokens   values of leaves -> their sum over the leaves below each token
-
-
 @dataclass(frozen=True)
 class LeafMap:
-    """Trained tokens as in `ActionTokens`, leaves tree after tree in pre-order.
+    """Which trajectories run through which trained token.
 
-    node: int64 [tokens], the node of a token, nodes being numbered over all trees; parent: int64
-    [nodes], -1 for a root; first, last: int64 [nodes], range of leaves below a node, `last`
-    exclusive; leaf_node: int64 [leaves]; returns, advantages: float64 [leaves], nan without a
-    group; lengths: float64 [leaves], trained tokens of a trajectory.
+    Trees are in pre-order, so the leaves below a node are a contiguous range of leaf ordinals. Two
+    linear maps do all that methods on whole sequences need; each is the other's transpose:
+
+        to_leaves   values of tokens -> their sum over each trajectory
+        to_tokens   values of leaves -> their sum over the leaves below each token
+
+    Trained tokens are as in `ActionTokens`, leaves tree after tree in pre-order. node: int64
+    [tokens], the node of a token, nodes being numbered over all trees; parent: int64 [nodes], -1
+    for a root; first, last: int64 [nodes], range of leaves below a node, `last` exclusive;
+    leaf_node: int64 [leaves]; returns, advantages: float64 [leaves], nan without a group; lengths:
+    float64 [leaves], trained tokens of a trajectory.
     """
 
     node: Longs

@@ -7,6 +7,12 @@ and any ZeRO stage can go on from them, to the bit when both are as before.
 
 A directory is written as DIR.partial, made durable and renamed. At every moment the older one or
 the new one is whole: an older one of the same name is first renamed to DIR.old.
+
+A fragment is a run of elements of one parameter, flattened, of which this rank keeps float32
+weights and optimizer state. At ZeRO stage 0 a fragment is the whole parameter, at stages 1 and 2
+what falls into the rank's part of a flat group of parameters, at stage 3 the rank's part of each
+parameter. Names are the model's own. DeepSpeed's public `safe_get_local_*` know stage 3 only and
+no state before the first step, so fragments read what these functions read.
 """
 
 from __future__ import annotations
@@ -30,13 +36,6 @@ from agentenv.disk import finished_folder, replace_folder, sync
 from agentenv.errors import DataError, LearnerError
 from learners.lora import LoRAConfig
 
-# Where a rank keeps its float32 weights and its optimizer state, under every ZeRO stage.
-#
-# A fragment is a run of elements of one parameter, flattened. At stage 0 it is the whole parameter,
-# at stages 1 and 2 what falls into the rank's part of a flat group of parameters, at stage 3 the
-# rank's part of each parameter. The names are the model's own, so that what one number of ranks or
-# stage has written another can read.
-
 MASTER = "master"  # float32 weights
 REFERENCE = "reference"  # weights of the reference policy; other kinds are the optimizer's names
 
@@ -58,6 +57,9 @@ class Fragment:
     def view(self, tensor: Tensor) -> Tensor:
         """This fragment in a tensor laid out as the owner."""
         return tensor.detach().view(-1)[self.offset : self.offset + self.size]
+
+
+Piece = Callable[[Fragment], Tensor]
 
 
 def fragments(backend: Any) -> Iterator[Fragment]:
@@ -165,74 +167,13 @@ def changing(backend: Any) -> Iterator[None]:
         backend.optimizer.invalidate_secondary_tensor()
 
 
-# The reference policy of a KL term: weights that the policy had once, kept when one is asked for.
-#
-# There is no second model. A rank keeps what it stores of the trained weights: all of them at ZeRO
-# stages 0 to 2, its part at stage 3, only the adapter with LoRA. While the reference scores, they
-# are exchanged with the policy's.
-
-
-class Reference:
-    """Kept from the first use on, so that it is the policy that RL starts from, and renewed every
-    `every` updates (0: never)."""
-
-    def __init__(self, backend: Any, every: int) -> None:
-        self.backend = backend
-        self.every = every
-        self.num_updates = 0
-        self.weights: dict[str, tuple[int, Tensor]] | None = None  # first element, flat elements
-
-    def begin_update(self) -> None:
-        """To be called while the policy has the weights at the start of the update."""
-        due = self.every and self.num_updates % self.every == 0
-        if self.weights is None or due:
-            self.weights = {
-                name: (start, elements.clone()) for name, start, elements in held(self.backend)
-            }
-        self.num_updates += 1
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """The backend computes with the reference's weights; no step may be taken inside."""
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        assert self.weights is not None
-        with changing(self.backend):
-            for name, _, elements in held(self.backend):
-                kept = self.weights[name][1]
-                other = elements.clone()
-                elements.copy_(kept)
-                kept.copy_(other)
-
-    def piece(self, fragment: Fragment) -> Tensor:
-        """The reference's elements of a fragment that this rank holds."""
-        assert self.weights is not None
-        start, elements = self.weights[fragment.name]
-        return elements[fragment.start - start :][: fragment.size]
-
-    def load(self, num_updates: int, read: Reader) -> None:
-        """Go on from a checkpoint, before whose first use there is no reference."""
-        self.num_updates, self.weights = num_updates, None
-        if num_updates:
-            self.weights = {
-                name: (start, read(name, REFERENCE, start, elements.numel()).to(elements))
-                for name, start, elements in held(self.backend)
-            }
-
-
 META = "learner.json"
 SEPARATOR = "|"
 
 
 class Meta(Struct, kw_only=True):
     """What a checkpoint is of. `base_model`: directory of the frozen weights, with `lora`.
-    `reference_updates`: see `learners.checkpoint.Reference`."""
+    `reference_updates`: see `learners.trainer.Reference`."""
 
     num_ranks: int
     zero_stage: int
@@ -318,8 +259,9 @@ class Checkpoint:
             return {key.removeprefix("rng_"): file.get_tensor(key) for key in keys}
 
 
-def save(backend: Any, meta: Meta, directory: Path, reference: Reference | None = None) -> None:
-    """Write a checkpoint; all ranks call it. Raises LearnerError on every rank if one fails."""
+def save(backend: Any, meta: Meta, directory: Path, reference: Piece | None = None) -> None:
+    """Write a checkpoint; all ranks call it. `reference` gives a fragment of the reference policy,
+    if there is one. Raises LearnerError on every rank if one fails."""
     partial = directory.with_name(f"{directory.name}.partial")
     together(backend, lambda: _fresh(partial) if backend.rank == 0 else None)
     together(backend, lambda: _write_shard(backend, partial, reference))
@@ -346,14 +288,14 @@ def _fresh(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _write_shard(backend: Any, partial: Path, reference: Reference | None) -> None:
+def _write_shard(backend: Any, partial: Path, reference: Piece | None) -> None:
     tensors, index = {}, {}
     if backend.stage or backend.rank == 0:  # at stage 0 all ranks hold the same
         for fragment in fragments(backend):
             states, step = moments(backend, fragment)
             parts = {MASTER: fragment.view(fragment.owner), **states}
-            if reference is not None and reference.weights is not None:
-                parts[REFERENCE] = reference.piece(fragment)
+            if reference is not None:
+                parts[REFERENCE] = reference(fragment)
             for kind, value in parts.items():
                 tensors[f"{fragment.name}{SEPARATOR}{kind}"] = value.float().cpu().contiguous()
             index[fragment.name] = {

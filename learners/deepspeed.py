@@ -1,4 +1,4 @@
-"""DeepSpeed behind the few calls that a trainer needs.
+"""DeepSpeed behind the few calls that a trainer needs, and its memory given back for a while.
 
 Ranks have different numbers of micro-batches, as trees give them. What DeepSpeed 0.19 does with
 that depends on the stage, and several of its calls are silently wrong or hang:
@@ -185,20 +185,19 @@ class DeepSpeedBackend(RankBackend):
         return max(count, 1) if self.stage == 1 and train else count
 
 
-# The memory of a rank's device, given back for a while to engines that share it.
-#
-# What model, optimizer and reference hold is copied to main memory and its storage on the device is
-# freed; afterwards the same storages are filled again. Whatever is a view of them, as parameters
-# are of the flat buffers of ZeRO, stays one, so that this works alike at all stages and without
-# DeepSpeed, whose own `offload_states` knows stage 3 only. What DeepSpeed keeps in main memory by
-# itself (learner.offload) is on another device than the rank's and stays as it is.
-
 PARTITIONS = ("ds_tensor", "ds_secondary_tensor")  # of a parameter at ZeRO stage 3
 
 
 class Aside:
-    """Storages whose content is in main memory. Those that cannot be freed, as weights on the CPU
-    that are mapped from a file, stay."""
+    """The memory of a rank's device, given back for a while to engines that share the device.
+
+    What model, optimizer and reference hold is copied to main memory, and its storage on the device
+    is freed; `take_back` fills the same storages again. Whatever is a view of them, as parameters
+    are of the flat buffers of ZeRO, stays one, so that this works alike at all stages, stage 0 and
+    plain torch included, which DeepSpeed's own `offload_states` leaves out. What DeepSpeed keeps in
+    main memory by itself (learner.offload) and storages that cannot be freed, as weights on the CPU
+    that are mapped from a file, stay as they are.
+    """
 
     def __init__(self, backend: Any, *others: Any) -> None:
         """Give back what the backend holds on its device, and tensors in `others`."""
@@ -215,10 +214,6 @@ class Aside:
         if backend.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(copy.nbytes() for _, copy in self._kept)
 
     def take_back(self) -> None:
         """Put everything where it was."""

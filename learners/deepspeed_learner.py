@@ -28,8 +28,6 @@ from learners.learner import LearnerConfig, Metrics, OptimizerConfig, Score, opt
 from learners.lora import check_installed
 from learners.ranks import RankGroup
 
-# Which rank trains which tree: whole trees, balanced by what they cost.
-
 PAIR_COST = 1e-4  # of an attention pair, in tokens outside attention: a model of about 1e9 weights
 
 
@@ -54,16 +52,17 @@ def deal(trees: Sequence[EncodedTree], num_ranks: int) -> list[list[int]]:
     return [sorted(hand) for hand in hands]
 
 
-# What is kept of an optimizer step that was skipped since it was not finite.
-
-MAX_SAVED = 20
+MAX_SAVED = 20  # skipped steps of a run
 
 logger = logging.getLogger(__name__)
 
 
 class Evidence:
-    """Writes DIR/skipped-00001.json (the step's figures and its trees) and skipped-00001.msgpack
-    (the trees as the ranks got them: a list of `learners.batch.EncodedTree`)."""
+    """Keeps an optimizer step that was skipped since it was not finite.
+
+    Writes DIR/skipped-00001.json (the step's figures and its trees) and skipped-00001.msgpack
+    (the trees as the ranks got them: a list of `learners.batch.EncodedTree`).
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -4,8 +4,12 @@
 
 y+ is the chosen and y- the rejected answer to x; log pi(y|x) sums over the tokens that the policy
 wrote. Tool results are part of the context and not of the sum: the paper has no tools, and the
-environment's text is not the policy's to prefer. The mean is over pairs. Tokens that both answers
-share cancel out; they are computed once.
+environment's text is not the policy's to prefer. The mean is over pairs.
+
+A pair is one tree: what both answers share is stored and computed once, prompt and common first
+turns alike. On a token of the chosen answer adv_pos is 1, on one of the rejected answer adv_neg
+is -1; a token of both has both, so that it cancels out of every difference. `behaviour` holds the
+log-probs of the reference policy.
 """
 
 from __future__ import annotations
@@ -27,13 +31,6 @@ from learners.batch import EncodedTree, MicroBatch
 from learners.learner import Metrics
 from learners.lora import ADAPTER
 from learners.trainer import Trainer
-
-# Pairs of a better and a worse answer as trees, and the figures of preferences (numpy only).
-#
-# A pair is one tree: what both answers share is stored and computed once, prompt and common first
-# turns alike. On a token of the chosen answer adv_pos is 1, on one of the rejected answer adv_neg
-# is -1; a token of both has both, so that it cancels out of every difference. `behaviour` holds the
-# log-probs of the reference policy.
 
 Floats = NDArray[np.float64]
 Longs = NDArray[np.int64]

@@ -4,6 +4,11 @@ Only one shard is in memory at a time; at ZeRO stage 3 weights are gathered buck
 adapters the directory holds the merged model, and the adapter by itself in DIR/adapter.
 
 A directory is complete when it has model.safetensors or model.safetensors.index.json.
+
+`export` makes one of a checkpoint without ranks, reading weights name by name:
+
+    CHECKPOINT/            config, tokenizer, chat template and weights in the training dtype
+    CHECKPOINT/trainer/    float32 weights, in as many files as there were ranks
 """
 
 from __future__ import annotations
@@ -225,11 +230,6 @@ def _config_with(path: Path, dtype: str) -> str:
         config["dtype"] = dtype
     return json.dumps(config, indent=2) + "\n"
 
-
-# A Hugging Face directory from a checkpoint, without ranks: weights are read name by name.
-#
-# CHECKPOINT/            config, tokenizer, chat template and weights in the training dtype
-# CHECKPOINT/trainer/    float32 weights, in as many files as there were ranks
 
 TRAINER = "trainer"
 

@@ -1,4 +1,7 @@
-"""The seam between the controller and whatever trains: trees in, metrics and weights out."""
+"""The seam between the controller and whatever trains: trees in, metrics and weights out.
+
+Keys first: an optimizer, its schedule by the number of updates done, the learner with its ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,6 @@ from agentenv.errors import ConfigError
 from learners.batch import EncodedTree
 from learners.credit import CreditedTree
 from learners.lora import LoRAConfig
-
-# What configures an optimizer, and learning-rate schedules by the number of updates done.
 
 
 class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

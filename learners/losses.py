@@ -156,13 +156,10 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
     return (back.exp() - back - 1.0).clamp(-10.0, 10.0)
 
 
-# The objective of a micro-batch and its metrics, for every algorithm.
-
-
 def objective(
     algorithm: Algorithm, batch: LossBatch, logprobs: Tensor, entropies: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """See `Algorithm.loss`.
+    """The loss of a micro-batch and its metrics, for every algorithm; see `Algorithm.loss`.
 
     sum over tokens of importance * policy loss + kl_loss * KL - entropy_bonus * H, the last two
     weighted by `batch.weight`, over `batch.total_weight`. A mini-batch without tokens gives 0.

@@ -1,4 +1,7 @@
-"""A mini-batch with all that its loss needs, computed once before it is cut into micro-batches."""
+"""A mini-batch with all that its loss needs, computed once before it is cut into micro-batches.
+
+Behind it: metrics of an update from those of its micro-batches, its steps and its ranks.
+"""
 
 from __future__ import annotations
 
@@ -173,9 +176,6 @@ def leaf_advantages(
         mine = leaves.group == group
         advantages[mine] = algorithm.advantages(returns[mine])
     return advantages
-
-
-# Metrics of an update from those of its micro-batches, its steps and its ranks.
 
 
 def over_steps(steps: Sequence[Metrics]) -> Metrics:

@@ -1,4 +1,22 @@
-"""Corrections for data of an older policy or another engine, on whole mini-batches (numpy only).
+"""How token losses become one number, and corrections for data that is not of this policy.
+
+Both are weights on whole mini-batches (numpy only). A mode of aggregation is a coefficient c_i a
+trajectory and a denominator over the mini-batch of N trajectories with lengths |y_i| (policy
+tokens):
+
+    loss = sum_i c_i sum_t l_it / denominator
+
+    token-mean               c_i = 1         denominator sum |y_i|     DAPO, the default
+    seq-mean-token-sum       c_i = 1         denominator N
+    seq-mean-token-mean      c_i = 1/|y_i|   denominator N             GRPO and GSPO as printed
+    seq-mean-token-sum-norm  c_i = 1         denominator N * L         Dr. GRPO, L a constant
+
+A token shared by several trajectories takes the sum of their coefficients. Trajectories without
+policy tokens count in none of the modes. The released code of ARPO differs: it aggregates each
+micro-batch on its own and weights by rows, so that the result depends on the packing; and its last
+mode divides by L without N (`reference.losses.aggregate`).
+
+Data of an older policy or another engine is corrected by
 
     rho = proximal / behaviour      per token; 1 when engine and learner agree and data is fresh
 
@@ -18,23 +36,6 @@ from numpy.typing import NDArray
 
 from agentenv.errors import ConfigError
 from learners.batch import LeafMap
-
-# How token losses become one number, on trees, and what else needs no tensors to be named.
-#
-# A mode is a coefficient c_i per trajectory and a denominator over the whole mini-batch of N
-# trajectories with lengths |y_i| (policy tokens):
-#
-#     loss = sum_i c_i sum_t l_it / denominator
-#
-#     token-mean               c_i = 1         denominator sum |y_i|     DAPO, the default
-#     seq-mean-token-sum       c_i = 1         denominator N
-#     seq-mean-token-mean      c_i = 1/|y_i|   denominator N             GRPO and GSPO as printed
-#     seq-mean-token-sum-norm  c_i = 1         denominator N * L         Dr. GRPO, L a constant
-#
-# A token shared by several trajectories takes the sum of their coefficients. The released code of
-# ARPO differs: it aggregates each micro-batch on its own and weights by rows, so that the result
-# depends on the packing; and its last mode divides by L without N (`reference.losses.aggregate`).
-# Trajectories without policy tokens count in none of the modes.
 
 Floats = NDArray[np.float64]
 Aggregation = Literal[

@@ -1,4 +1,13 @@
-"""Log-probs of trained tokens from a Hugging Face causal language model on packed trees."""
+"""Log-probs of trained tokens from a Hugging Face causal language model on packed trees.
+
+`LogprobHead` gives log-probs, entropies and arg-max of given tokens without logits of the whole
+batch. For a token with logits z = (W h + b) / T, target y, p = softmax(z), H = -sum p log p:
+
+    d log p(y) / dz = onehot(y) - p          d H / dz = -p (log p + H)
+
+Logits exist for a chunk of tokens only. Backward computes them again, unless they fit into one
+chunk, which keeps its probabilities.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +20,6 @@ from torch.autograd.function import once_differentiable
 from agentenv.errors import ConfigError
 from learners.attention import NO_MASK, TreeLayout, use_tree_attention
 from learners.batch import MicroBatch
-
-# Log-probs, entropies and arg-max of given tokens, without logits of the whole batch.
-#
-# For a token with logits z = (W h + b) / T, target y, p = softmax(z), H = -sum p log p:
-#
-#     d log p(y) / dz = onehot(y) - p          d H / dz = -p (log p + H)
-#
-# Logits exist for a chunk of tokens only. Backward computes them again, unless they fit into one
-# chunk, which keeps its probabilities.
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of one [tokens, vocabulary] tensor
 TILE_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}  # of a float32 copy of some of the weight's rows

@@ -1,4 +1,8 @@
-"""One rank as the controller sees it: its process, its log, and the connection it obeys over."""
+"""The ranks of a learner as the controller sees them, started here or elsewhere.
+
+`RankLink` is one rank: its process, its log, and the connection that it obeys over. `RankGroup` is
+all of them, which obey together and fail together.
+"""
 
 from __future__ import annotations
 
@@ -169,8 +173,6 @@ def how(code: int) -> str:
         return f"was killed by {name}{hint}"
     return f"ended with exit code {code}"
 
-
-# All ranks of a learner, started here or elsewhere; they obey together and fail together.
 
 SETTLE_S = 3.0  # for the other ranks to answer when one has failed
 STACK_S = 0.3  # for a rank to write its stack

@@ -2,10 +2,11 @@
 
     python -m learners.worker
 
-The controller's address and a secret token come in environment variables (`learners.messages`),
-the place among the ranks in those of torchrun, the DeepSpeed launcher or Slurm
-(`learners.worker`). The process ends when the controller stops it, dies, or closes the
-connection; an interrupt from the keyboard is the controller's business.
+The controller's address and a secret token come in environment variables (`learners.messages`), the
+place among the ranks in those of torchrun, the DeepSpeed launcher or Slurm (`find_place`).
+`Meeting` joins the ranks, `Rank` carries out commands, `serve` answers them. The process ends when
+the controller stops it, dies, or closes the connection; an interrupt from the keyboard is the
+controller's business.
 """
 
 from __future__ import annotations
@@ -45,8 +46,6 @@ from learners.export import write_adapter_only, write_model
 from learners.lora import add_adapters
 from learners.policy import Policy
 from learners.trainer import Trainer
-
-# How the ranks of a learner find each other: torchrun, the DeepSpeed launcher, Slurm, or ours.
 
 RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 NUM_RANKS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
@@ -140,18 +139,13 @@ class Meeting:
 def own_address(connection: socket.socket, controller: str) -> str:
     """This machine's address as others see it."""
     address = str(connection.getsockname()[0])
-    return (
-        address
-        if not address.startswith("127.") or controller.startswith("127.")
-        else (socket.gethostname())
-    )
-
-
-# The state of a rank between commands: model, optimizer, counters.
+    is_seen = not address.startswith("127.") or controller.startswith("127.")
+    return address if is_seen else socket.gethostname()
 
 
 class Rank:
-    """Carries out commands; `policy_version` counts published updates."""
+    """The state of a rank between commands (model, optimizer, counters), and what they do to it.
+    `policy_version` counts published updates."""
 
     def __init__(
         self,
@@ -269,7 +263,7 @@ class Rank:
             reference_updates=reference.num_updates,
             lora=config.lora,
         )
-        checkpoint.save(self.backend, meta, directory, reference)
+        checkpoint.save(self.backend, meta, directory, reference.pieces)
 
     def load(self, directory: Path) -> None:
         """Go on from what `save` wrote, with any number of ranks and any ZeRO stage."""
