@@ -1,8 +1,8 @@
 """Per-token policy losses and KL estimators as functions of tensors, and the objective of all.
 
 All functions accept any float dtype and any common shape. They add numeric guards to what the
-released code of ARPO and AEPO does (`reference.losses`), and are equal to that code wherever it
-stays finite and log-ratios stay within +-20.
+released code of ARPO and AEPO does, and are equal to that code wherever it stays finite and
+log-ratios stay within +-20.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ tokens):
 A token shared by several trajectories takes the sum of their coefficients. Trajectories without
 policy tokens count in none of the modes. The released code of ARPO differs: it aggregates each
 micro-batch on its own and weights by rows, so that the result depends on the packing; and its last
-mode divides by L without N (`reference.losses.aggregate`).
+mode divides by L without N.
 
 Data of an older policy or another engine is corrected by
 

@@ -46,6 +46,11 @@ def group_advantages(
     return centred
 
 
+def entropy_multiplier(entropies: Tensor, mean: Tensor, std: Tensor, coefficient: float) -> Tensor:
+    """1 + a (H - mean) / std, detached, neither clamped nor guarded; a std of 0 counts as 1."""
+    return 1.0 + coefficient * (entropies.detach() - mean) / std.masked_fill(std == 0, 1.0)
+
+
 class Released:
     """The released advantages and ratio, in front of an algorithm of groups."""
 
@@ -57,9 +62,7 @@ class Released:
         return group_advantages(returns, norm_by_std=self.normalize_by_std)
 
     def ratio(self, logprobs: Tensor, proximal: Tensor) -> Tensor:
-        from reference.losses import ratio_of
-
-        return ratio_of(logprobs, proximal)
+        return (logprobs - proximal).exp()
 
 
 class ReleasedGRPO(
@@ -107,7 +110,6 @@ class ReleasedAEPO(
 
     def advantage_scale(self, batch: LossBatch, entropies: Tensor) -> Tensor | float:
         from learners.losses import entropy_statistics
-        from reference.losses import entropy_multiplier
 
         if self.entropy_advantage == 0 or batch.weight.sum() < 2:  # the released code gives nan
             return 1.0

@@ -238,23 +238,3 @@ def _lower(text: Any, articles: bool) -> str:
 
 def _as_list(golds: str | Sequence[str]) -> Sequence[str]:
     return [golds] if isinstance(golds, str) else golds
-
-
-def reference_tag_count(text: str, tag: str) -> int:
-    """Opening tags that a closing tag follows, read from left to right, not nested."""
-    count = place = 0
-    while (start := text.find(f"<{tag}>", place)) >= 0:
-        end = text.find(f"</{tag}>", start)
-        if end < 0:
-            break
-        count, place = count + 1, end + len(tag) + 3
-    return count
-
-
-def reference_rollback(text: str) -> str:
-    """Tool-Star's backtracer: the text up to the line break before the thought that led to the
-    last Python call, that break included; empty without one."""
-    call = text.rfind("<python>")
-    before = text if call < 0 else text[:call]
-    thought = before.rfind("</think>")
-    return before[: before.rfind("\n", 0, thought if thought >= 0 else len(before)) + 1]

@@ -28,11 +28,6 @@ from learners.arpo import ARPO, clip_probability
 WINDOW = 20
 
 
-def truncated_entropy(logprobs: Sequence[float]) -> float:
-    """-sum p ln p over the returned log-probs of one token, not renormalised, nats."""
-    return -math.fsum(math.exp(value) * value for value in logprobs)
-
-
 def segment_entropy(entropies: Sequence[float], vocab_size: int) -> float:
     """Sum over the first 20 tokens of a segment, divided by ln V; 0 for an empty one."""
     return math.fsum(entropies[:WINDOW]) / math.log(vocab_size)
@@ -46,19 +41,6 @@ def arpo_score(draw: float, rise: float, weight: float) -> float:
 def aepo_score(draw: float, rise: float, weight: float, penalty: float, run: int) -> float:
     """AEPO forks iff this is at least the base probability."""
     return clip_probability((draw + weight * rise) * penalty_factor(penalty, run))
-
-
-def arpo_probability(base: float, rise: float, weight: float) -> float:
-    """Probability of a fork over uniform draws."""
-    return clip_probability(base + weight * rise)
-
-
-def aepo_probability(base: float, rise: float, weight: float, penalty: float, run: int) -> float:
-    """The same for AEPO: 1 - p in place of p at a rise of 0."""
-    factor = penalty_factor(penalty, run)
-    if factor == 0.0:
-        return float(base <= 0.0)
-    return clip_probability(1.0 - base / factor + weight * rise)
 
 
 def initial_rollouts(group_size: int, beta: float, root: float, steps: Sequence[float]) -> int:

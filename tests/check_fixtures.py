@@ -24,9 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from learners import losses
 from reference import grading
-from reference import losses as released
-from reference.algorithms import group_advantages
-from tests.support import rollout_checks
+from reference.algorithms import ReleasedGRPO, entropy_multiplier, group_advantages
+from tests.support import released_losses, rollout_checks
 
 RTOL, ATOL = 1e-9, 1e-8
 
@@ -50,14 +49,14 @@ def policy_loss(case: Case, coefficient: float = 0.2) -> Values:
     if case.get("balanced_advantage") and case.get("entropy") is not None and mask.any():
         advantages = scaled_advantages(case, coefficient)["scaled_advantages"]
     low, high, dual = (float(case[key]) for key in ("clip_low", "clip_high", "clip_c"))
-    ratio = released.ratio_of(logprobs, old)
+    ratio = ReleasedGRPO().ratio(logprobs, old)
     balanced = case.get("balanced_clipping", False)
     token_loss = (losses.entropy_balanced_loss if balanced else losses.ppo_loss)(
         ratio, advantages, low, high, dual
     )
-    loss = released.aggregate(token_loss, mask, case["loss_agg_mode"])
+    loss = released_losses.aggregate(token_loss, mask, case["loss_agg_mode"])
     loss.backward()
-    clipped, cut = released.clip_shares(ratio.detach(), advantages, low, high, dual)
+    clipped, cut = released_losses.clip_shares(ratio.detach(), advantages, low, high, dual)
     return {
         "pg_loss": loss,
         "pg_clipfrac": masked_mean(clipped, mask),
@@ -76,10 +75,10 @@ def gspo(case: Case) -> Values:
         tensor(case[key]) for key in ("old_log_prob", "response_mask", "advantages")
     )
     low, high = float(case["clip_low"]), float(case["clip_high"])
-    token_loss, ratio = released.gspo_loss(logprobs, old, advantages, mask, low, high)
-    loss = released.aggregate(token_loss, mask, "seq-mean-token-mean")
+    token_loss, ratio = released_losses.gspo_loss(logprobs, old, advantages, mask, low, high)
+    loss = released_losses.aggregate(token_loss, mask, "seq-mean-token-mean")
     loss.backward()
-    clipped, _ = released.clip_shares(ratio.detach(), advantages, low, high, math.inf)
+    clipped, _ = released_losses.clip_shares(ratio.detach(), advantages, low, high, math.inf)
     return {
         "pg_loss": loss,
         "pg_clipfrac": masked_mean(clipped, mask),
@@ -93,7 +92,7 @@ def gspo(case: Case) -> Values:
 def scaled_advantages(case: Case, coefficient: float = 0.2) -> Values:
     entropies, mask = tensor(case["entropy"]), tensor(case["response_mask"])
     mean, std = losses.entropy_statistics(entropies, mask)
-    multiplier = released.entropy_multiplier(entropies, mean, std, coefficient)
+    multiplier = entropy_multiplier(entropies, mean, std, coefficient)
     return {
         "mean": mean,
         "std_unbiased": std,
@@ -116,7 +115,7 @@ def grpo_advantage(case: Case) -> Values:
 
 def agg_loss(case: Case) -> Values:
     matrix = tensor(case["loss_mat"]).requires_grad_()
-    loss = released.aggregate(matrix, tensor(case["loss_mask"]), case["mode"])
+    loss = released_losses.aggregate(matrix, tensor(case["loss_mask"]), case["mode"])
     loss.backward()
     return {"loss": loss, "grad_loss_mat": matrix.grad}
 

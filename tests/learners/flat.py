@@ -19,8 +19,8 @@ from learners.algorithm import Algorithm
 from learners.batch import ActionTokens, encode
 from learners.credit import group_advantages, leave_one_out
 from learners.minibatch import MiniBatch, prepare
-from reference.losses import gspo_loss
 from tests.learners.trees import random_tree
+from tests.support.released_losses import gspo_loss
 
 
 @dataclass

@@ -17,12 +17,16 @@ from reference.algorithms import ReleasedAEPO, ReleasedARPO
 from reference.rollout import (
     ReleasedAEPOPlan,
     ReleasedARPOPlan,
-    arpo_probability,
     initial_rollouts,
     segment_entropy,
+)
+from tests.support.reference_loop import (
+    Recorded,
+    ReferenceLoop,
+    response_mask,
     truncated_entropy,
 )
-from tests.support.reference_loop import Recorded, ReferenceLoop, response_mask
+from tests.support.rollout_checks import arpo_probability
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 V = 100

@@ -17,7 +17,6 @@ from typing import Any
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
 from reference.algorithms import ReleasedAEPO, ReleasedARPO
-from reference.rollout import truncated_entropy
 
 
 class Recorded(Random):
@@ -209,3 +208,8 @@ def response_mask(token_ids: Sequence[int], eos: Collection[int]) -> list[int]:
     """1 up to and including the first end token, 0 behind it; all 1 without one."""
     first = next((i for i, token in enumerate(token_ids) if token in eos), len(token_ids))
     return [int(i <= first) for i in range(len(token_ids))]
+
+
+def truncated_entropy(logprobs: Sequence[float]) -> float:
+    """-sum p ln p over the returned log-probs of one token, not renormalised, nats."""
+    return -math.fsum(math.exp(value) * value for value in logprobs)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
-from learners.aepo import sigmoid
+from learners.aepo import penalty_factor, sigmoid
+from learners.arpo import clip_probability
 from reference import rollout as plan
 from reference.algorithms import ReleasedAEPO, ReleasedARPO
-from reference.grading import reference_rollback, reference_tag_count
-from tests.support.reference_loop import ReferenceLoop, response_mask
+from tests.support.reference_loop import ReferenceLoop, response_mask, truncated_entropy
 
 Case = dict[str, Any]
 Values = dict[str, Any]
@@ -26,10 +26,10 @@ def branch_decision(case: Case) -> Values:
     return {
         "arpo_branches": arpo.forks(draw, rise, run),
         "arpo_score": plan.arpo_score(draw, rise, weight),
-        "arpo_analytic_P": plan.arpo_probability(base, rise, weight),
+        "arpo_analytic_P": arpo_probability(base, rise, weight),
         "aepo_branches": aepo.forks(draw, rise, run),
         "aepo_score": plan.aepo_score(draw, rise, weight, PENALTY, run),
-        "aepo_analytic_P": plan.aepo_probability(base, rise, weight, PENALTY, run),
+        "aepo_analytic_P": aepo_probability(base, rise, weight, PENALTY, run),
     }
 
 
@@ -44,7 +44,7 @@ def dynamic_initial_rollouts(case: Case) -> Values:
 
 
 def topk_entropy(case: Case) -> Values:
-    per_token = [plan.truncated_entropy(top) for top in case["top_logprobs_per_token"]]
+    per_token = [truncated_entropy(top) for top in case["top_logprobs_per_token"]]
     used = min(len(per_token), plan.WINDOW)
     total = plan.segment_entropy(per_token, case["vocab_size_for_norm"])
     return {
@@ -61,8 +61,8 @@ def masks(case: Case) -> Values:
 
 def tags_and_rollback(case: Case) -> Values:
     if "tag" in case:
-        return {"count": reference_tag_count(case["text"], case["tag"])}
-    return {"rolled_back": reference_rollback(case["text"])}
+        return {"count": tag_count(case["text"], case["tag"])}
+    return {"rolled_back": rollback(case["text"])}
 
 
 def rollout_traces(case: Case) -> Values:
@@ -71,3 +71,36 @@ def rollout_traces(case: Case) -> Values:
     if found.pop("problems"):
         return dict.fromkeys(found)
     return found
+
+
+def arpo_probability(base: float, rise: float, weight: float) -> float:
+    """Probability of a fork over uniform draws."""
+    return clip_probability(base + weight * rise)
+
+
+def aepo_probability(base: float, rise: float, weight: float, penalty: float, run: int) -> float:
+    """The same for AEPO: 1 - p in place of p at a rise of 0."""
+    factor = penalty_factor(penalty, run)
+    if factor == 0.0:
+        return float(base <= 0.0)
+    return clip_probability(1.0 - base / factor + weight * rise)
+
+
+def tag_count(text: str, tag: str) -> int:
+    """Opening tags that a closing tag follows, read from left to right, not nested."""
+    count = place = 0
+    while (start := text.find(f"<{tag}>", place)) >= 0:
+        end = text.find(f"</{tag}>", start)
+        if end < 0:
+            break
+        count, place = count + 1, end + len(tag) + 3
+    return count
+
+
+def rollback(text: str) -> str:
+    """Tool-Star's backtracer: the text up to the line break before the thought that led to the
+    last Python call, that break included; empty without one."""
+    call = text.rfind("<python>")
+    before = text if call < 0 else text[:call]
+    thought = before.rfind("</think>")
+    return before[: before.rfind("\n", 0, thought if thought >= 0 else len(before)) + 1]

@@ -1,7 +1,7 @@
 """Losses on tensors of shape [sequence, token] as the released code of ARPO and AEPO has them.
 
-Equal to those of `learners.losses` wherever the released code stays finite and log-ratios stay
-within +-20. The published fixtures check each to the digit (`tests/check_fixtures.py`).
+The published fixtures check each to the digit (`tests/check_fixtures.py`); the flat oracle of the
+tree batches uses them too.
 """
 
 from __future__ import annotations
@@ -12,11 +12,6 @@ from torch import Tensor
 from learners.off_policy import Aggregation
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
-
-
-def ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """exp(logprobs - old_logprobs), with gradient, the log-ratio not bounded."""
-    return (logprobs - old_logprobs).exp()
 
 
 def gspo_loss(
@@ -50,12 +45,6 @@ def clip_shares(
     plain, bounded = -advantages * ratio, -advantages * clipped
     below = (torch.max(plain, bounded) > -advantages * dual_clip) & (advantages < 0)
     return (bounded > plain).to(ratio.dtype), below.to(ratio.dtype)
-
-
-def entropy_multiplier(entropies: Tensor, mean: Tensor, std: Tensor, coefficient: float) -> Tensor:
-    """1 + a (H - mean) / std, detached, neither clamped nor guarded; a std of 0 counts as 1."""
-    std = torch.where(std == 0, torch.ones_like(std), std)
-    return 1.0 + coefficient * (entropies.detach() - mean) / std
 
 
 def aggregate(loss: Tensor, mask: Tensor, mode: Aggregation) -> Tensor:
