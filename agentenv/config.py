@@ -2,8 +2,8 @@
 
 Every key is a field of a msgspec struct, annotated with msgspec.Meta(description=...). An unknown
 key, a wrong type or a value out of range is a ConfigError that names the key. Parts that come in
-several kinds (an engine, an algorithm) are tagged unions on `name`: a key that belongs to another
-kind is unknown to the chosen one, so no key is ever silently ignored.
+several kinds (an engine, an algorithm) are chosen by `name`, see `agentenv.kinds`: a key that
+belongs to another kind is unknown to the chosen one, so no key is ever silently ignored.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import msgspec
 from msgspec import inspect as mi
 
 from agentenv.errors import ConfigError
+from agentenv.kinds import Kind, PartKey, decode_part
 from agentenv.old_keys import dropped_keys, moved_values, refused_values
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -95,10 +96,10 @@ def build_config(config_type: type[T], raw: Tree, source: str) -> T:
     """Check `raw` against the struct and convert it; errors name `source` and the key."""
     _check_keys(raw, type_info(config_type), source)
     try:
-        return msgspec.convert(raw, config_type, strict=True)
+        return msgspec.convert(raw, config_type, strict=True, dec_hook=decode_part)
     except msgspec.ValidationError as error:
-        reason, _, where = str(error).partition(" - at `$")
-        key = where.rstrip("`").lstrip(".")
+        reason, *places = str(error).split(" - at `$")  # inner tables of parts come first
+        key = "".join(place.rstrip("`") for place in reversed(places)).lstrip(".")
         value = _lookup(raw, key)
         choices = _choices(type_info(config_type), key)
         if choices and reason.startswith("Invalid enum value"):
@@ -306,8 +307,13 @@ def _name_defaults(raw: Tree, struct: mi.StructType) -> None:
 
 
 def _chosen(raw: Tree, kind: mi.Type, path: str, source: str) -> mi.StructType | None:
-    """The struct that describes `raw`: of a tagged union the one its tag names. This is where a
-    name in a configuration becomes a class."""
+    """The struct that describes `raw`: of several kinds the one its tag names."""
+    parts = part_kind(kind)
+    if parts is not None:
+        try:
+            return struct_type(parts.find(raw.get("name")))
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {_join(path, 'name')}: {error}") from error
     structs = struct_types(kind)
     if len(structs) <= 1:
         return structs[0] if structs else None
@@ -327,11 +333,28 @@ def _chosen(raw: Tree, kind: mi.Type, path: str, source: str) -> mi.StructType |
 
 
 def struct_types(kind: mi.Type) -> list[mi.StructType]:
-    """The structs that a type may be: several for a tagged union, none for a plain value."""
+    """The structs that a type may be: several for a tagged union or for parts that are chosen by
+    name, none for a plain value."""
+    parts = part_kind(kind)
+    if parts is not None:
+        return [struct_type(part) for part in parts.parts()]
     kind = unwrap(kind)
     if isinstance(kind, mi.UnionType):
         return [struct for part in kind.types for struct in struct_types(part)]
     return [kind] if isinstance(kind, mi.StructType) else []
+
+
+def struct_type(struct: type[msgspec.Struct]) -> mi.StructType:
+    """What msgspec tells of a struct's fields."""
+    return cast(mi.StructType, type_info(struct))
+
+
+def part_kind(kind: mi.Type) -> Kind[Any] | None:
+    """The kind of the parts that a field of this type holds; None: it holds something else."""
+    kind = unwrap(kind)
+    found = kind.types if isinstance(kind, mi.UnionType) else (kind,)
+    keys = [one.cls for one in map(unwrap, found) if isinstance(one, mi.CustomType)]
+    return keys[0].kind if keys and issubclass(keys[0], PartKey) else None
 
 
 def unwrap(kind: mi.Type) -> mi.Type:

@@ -156,13 +156,16 @@ def envs() -> list[str]:
 
 
 def spec(env_id: str) -> EnvSpec:
-    """The registration of `env_id`, which comes before what an installed package says.
+    """The registration of `env_id`, which comes before what an installed package says; an id of
+    the form "module:Class" needs none.
 
     A ConfigError names the nearest ids when there is none, and both packages when two of them
     claim the id.
     """
     if env_id in _registry:
         return _registry[env_id]
+    if ":" in env_id:
+        return EnvSpec(env_id, {}, "the configuration")
     claims = installed_envs().get(env_id)
     if claims is None:
         known = envs()

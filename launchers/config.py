@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr
@@ -16,6 +16,7 @@ from agentenv.engines.server_config import RoleConfig
 from agentenv.engines.sglang import SGLangConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.errors import ConfigError
+from agentenv.kinds import Kind
 from agentenv.native import NativeConfig
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig
@@ -27,15 +28,31 @@ from envs.search.service import SearchConfig
 from launchers.monitors import RolloutMonitorConfig
 from launchers.serving.gpus import GpuPlan
 from learners.aepo import AEPO
+from learners.algorithm import Algorithm
 from learners.arpo import ARPO
 from learners.baselines import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforcePP
 from learners.learner import LearnerConfig, OptimizerConfig
 
-# Every algorithm that configurations name; a new one is one more name here.
-AnyAlgorithm = GRPO | DrGRPO | DAPO | RLOO | ReinforcePP | GSPO | CISPO | ARPO | AEPO
+# What configurations choose by name; one of ours more is one more word here.
+ALGORITHMS = Kind(
+    "algorithm",
+    "agentenv.algorithms",
+    Algorithm,
+    [GRPO, DrGRPO, DAPO, RLOO, ReinforcePP, GSPO, CISPO, ARPO, AEPO],
+)
+ENGINES = Kind(
+    "engine",
+    "agentenv.engines",
+    EngineConfig,
+    [EmbeddedConfig, ScriptedConfig, VLLMConfig, SGLangConfig],
+)
 
-# Every engine that can serve the policy; a new one is one more line here.
-AnyEngine = EmbeddedConfig | ScriptedConfig | VLLMConfig | SGLangConfig
+if TYPE_CHECKING:
+    AnyAlgorithm = Algorithm
+    AnyEngine = EngineConfig
+else:
+    AnyAlgorithm = ALGORITHMS.key
+    AnyEngine = ENGINES.key
 
 # The keys that choose environments: by row if need be, and their interpreter, search, grader.
 

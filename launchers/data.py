@@ -21,6 +21,7 @@ from agentenv.data.dataset import PromptFitter, TaskMix, load_mix, load_tasks
 from agentenv.data.rows import RowsConfig
 from agentenv.env import Env
 from agentenv.errors import ConfigError
+from agentenv.kinds import decode_part
 from agentenv.prompt import PromptConfig, load_instruction
 from agentenv.renderer import Renderer
 from agentenv.tools import ChosenTool, load_tools
@@ -217,7 +218,8 @@ def _takes(keywords: set[str], name: str) -> bool:
 
 
 def _resolved(table: Any, resolve: Resolve) -> Any:
-    return msgspec.convert(substituted(msgspec.to_builtins(table), resolve), type(table))
+    plain = substituted(msgspec.to_builtins(table), resolve)
+    return msgspec.convert(plain, type(table), dec_hook=decode_part)
 
 
 Say = Callable[[str], None]

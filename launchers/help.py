@@ -7,6 +7,7 @@ import difflib
 import json
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from msgspec import NODEFAULT, Struct
 from msgspec import inspect as mi
 from msgspec.structs import fields
 
-from agentenv.config import marks_of, struct_types, type_info, unwrap
+from agentenv.config import marks_of, part_kind, struct_types, type_info, unwrap
 
 REQUIRED = "required"
 TABLE = "table"
@@ -111,6 +112,8 @@ def _element(kind: mi.Type) -> tuple[mi.Type, str]:
 
 
 def _type_name(kind: mi.Type) -> str:
+    if part_kind(kind) is not None:
+        return "table"
     kind = unwrap(kind)
     if isinstance(kind, mi.UnionType):
         return " | ".join(_type_name(part) for part in kind.types)
@@ -135,7 +138,7 @@ def _default(field: mi.Field) -> str:
 
 # The configuration keys as --help and --help-keys show them.
 
-KIND = re.compile(r"\[([a-z]\w*)\]")  # of name[kind].key; [n] is a place in a list
+KIND = re.compile(r"\[([A-Za-z][\w.:-]*)\]")  # of name[kind].key; [n] is a place in a list
 NOT_KINDS = ("n",)
 HEADING = "configuration keys (in the file, or on the command line as key.sub=value):"
 
@@ -178,7 +181,8 @@ class HelpKeys(argparse.Action):
             near = difflib.get_close_matches(prefix, [*tables, *(key.name for key in keys)], n=1)
             hint = f"did you mean {near[0]}?" if near else f"tables: {', '.join(tables)}"
             parser.error(f"--help-keys: no key begins with {prefix!r}; {hint}")
-        parser.exit(message=key_list(found) + "\n")
+        sys.stdout.write(key_list(found) + "\n")
+        parser.exit()
 
 
 def add_key_help(parser: argparse.ArgumentParser, config_type: type[msgspec.Struct]) -> None:

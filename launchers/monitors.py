@@ -15,13 +15,14 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
 
 from msgspec import Meta, Struct, field
 
 from agentenv.config import ESSENTIAL
 from agentenv.disk import write_whole
 from agentenv.errors import ConfigError
+from agentenv.kinds import Kind
 from launchers.trajectories import readable
 
 Row = dict[str, Any]
@@ -94,11 +95,34 @@ class WandbConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             )
 
 
+class MonitorPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"):
+    """Base of the keys of a monitor from elsewhere, an entry of [[monitor.own]]."""
+
+    def build(self, run: Path, settings: dict[str, Any]) -> Monitor:
+        """The monitor of the run in this folder; `settings` is the run's configuration."""
+        raise NotImplementedError
+
+
+MONITORS = Kind("monitor", "agentenv.monitors", MonitorPart, [])
+
+if TYPE_CHECKING:
+    AnyMonitor = MonitorPart
+else:
+    AnyMonitor = MONITORS.key
+
+
 class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where metrics go beside metrics.jsonl."""
 
     tensorboard: Annotated[bool, Meta(description="write RUN/tensorboard", extra=ESSENTIAL)] = False
     wandb: Annotated[WandbConfig | None, Meta(description="log to Weights & Biases")] = None
+    own: Annotated[
+        list[AnyMonitor],
+        Meta(
+            description="[[monitor.own]]: monitors from elsewhere and their keys; name is "
+            "'module:Class', or the entry point of an installed package in agentenv.monitors"
+        ),
+    ] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for package, asked in (("tensorboard", self.tensorboard), ("wandb", self.wandb)):
@@ -263,6 +287,8 @@ class Monitors:
             self.add("TensorBoard", TensorBoardMonitor(run / "tensorboard"))
         if config.wandb is not None:
             self.add("Weights & Biases", WandbMonitor(config.wandb, run, settings))
+        for part in config.own:
+            self.add(str(part.__struct_config__.tag), part.build(run, settings))
 
     def add(self, name: str, monitor: Monitor) -> None:
         """One more monitor; `name` stands in warnings."""

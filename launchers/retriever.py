@@ -30,7 +30,7 @@ from agentenv.errors import AgentEnvError, InfraError
 from envs.search.bm25 import BM25Config
 from envs.search.cache import ResultCache
 from envs.search.corpus import Backend, Hit, Query, joined_contents
-from envs.search.service import BackendConfig, SearchConfig, build_backend
+from envs.search.service import AnyBackend, SearchConfig, build_backend
 from launchers.help import key_table
 
 MAX_BODY_BYTES = 4_000_000
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 class RetrieverConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The retriever."""
 
-    backend: Annotated[BackendConfig, Meta(description="what is searched")] = BM25Config()
+    backend: Annotated[AnyBackend, Meta(description="what is searched")] = BM25Config()
     host: Annotated[str, Meta(description="where to listen; 0.0.0.0: on every address")] = (
         "127.0.0.1"
     )

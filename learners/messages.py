@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from agentenv.engines.weights import Address, Bucket, Group
 from agentenv.errors import ConfigError
@@ -56,7 +57,7 @@ class Init(Struct, tag=True, tag_field="type"):
         """The message for an algorithm at hand."""
         kind = type(algorithm)
         path = f"{kind.__module__}:{kind.__qualname__}"
-        raw = msgspec.Raw(msgspec.msgpack.encode(algorithm))
+        raw = msgspec.Raw(msgspec.msgpack.encode(asdict(algorithm)))  # the class says the name
         return cls(config, path, raw, model_dir, seed, store)
 
     def make_algorithm(self) -> Algorithm:

@@ -1,7 +1,9 @@
-"""A package that is merely installed adds its environments, and listing them imports nothing."""
+"""A package that is merely installed adds parts of every kind; listing envs imports none."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,8 @@ from agentenv import env as registry
 from agentenv.env import EnvSpec
 from agentenv.errors import ConfigError
 
-EXAMPLE = Path(__file__).parent / "example_package"
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "tests" / "example_package"
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +87,74 @@ def test_two_packages_that_claim_one_id_are_refused(monkeypatch: pytest.MonkeyPa
     registry.register("x/Same-v0", "mine:Env")
     assert registry.spec("x/Same-v0").entry_point == "mine:Env"
     del registry._registry["x/Same-v0"]
+
+
+def command(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command of the project, run in `folder` with the package installed."""
+    paths = os.pathsep.join([str(site), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_with_a_part_of_each_kind_from_outside(installed: Path, tmp_path: Path) -> None:
+    config = EXAMPLE / "office.toml"
+    train = [str(ROOT / "launchers" / "train.py"), str(config), f"run.dir={tmp_path}"]
+    done = command(installed, tmp_path, *train, "run.name=run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "run"
+    (row,) = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    assert row["policy_version"] == 1
+    assert row["learner/grad_norm"] > 0  # longer answers earned more
+    assert (tmp_path / "starts.txt").read_text() == "policy 0\n"
+    title, *_, end = (run / "ledger.txt").read_text().splitlines()
+    assert (title, end) == ("acme-median", "ended with 0")
+    saved = json.loads((run / "config.json").read_text())
+    assert saved["algorithm"]["scale"] == 0.5
+
+    by_path = [*train, "run.name=again", "algorithm.name=acme_envs.parts:Median", "--dry-run"]
+    dry = command(installed, tmp_path, *by_path)
+    assert dry.returncode == 0, dry.stdout + dry.stderr
+
+
+def test_keys_of_outside_parts_are_among_the_keys(installed: Path, tmp_path: Path) -> None:
+    train = str(ROOT / "launchers" / "train.py")
+    done = command(installed, tmp_path, train, "--help-keys")
+    assert done.returncode == 0, done.stderr
+    for key in (
+        "algorithm[acme-median].scale",
+        "engine[counted].note",
+        "search.backend[acme-shelf].num_books",
+        "grader.own.full",
+        "monitor.own[n].file",
+    ):
+        assert key in done.stdout
+
+
+def test_wrong_outside_parts_are_refused(installed: Path, tmp_path: Path) -> None:
+    config = [str(ROOT / "launchers" / "train.py"), str(EXAMPLE / "office.toml"), "--dry-run"]
+    for override, message in (
+        ("algorithm.name=acme_envs.parts:Mean", "algorithm.name: algorithm"),
+        (
+            "algorithm.name=acme_envs.parts:Shelf",
+            "is not derived from learners.algorithm",
+        ),
+        ("algorithm.name=acme-mean", "did you mean 'acme-median'?"),
+        ("algorithm.scale=-1", "algorithm.scale: Expected `float` > 0"),
+        ("engine.notes=x", "engine.notes: unknown key for engine.name = 'counted'"),
+    ):
+        done = command(installed, tmp_path, *config, override)
+        assert done.returncode == 2
+        assert message in done.stderr, done.stderr
+
+
+def test_an_outside_benchmark(installed: Path) -> None:
+    code = "from launchers.evaluation.benchmarks import benchmark\n"
+    assert python(installed, code + "print(benchmark('acme-riddles').title)") == "Riddles of Acme"

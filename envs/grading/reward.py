@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from agentenv.config import ESSENTIAL, PATH, build_config
 from agentenv.env import shared
 from agentenv.errors import ConfigError, GraderError
+from agentenv.kinds import Kind
 from agentenv.tool_env import Grade, Grader, start_grader
 from agentenv.types import Message, Task
 from envs.grading.custom import STOPPED, CustomGrader
@@ -103,7 +104,23 @@ class ToolReward:
 
 NUM_CHECKED_ROWS = 3
 
-Kind = Literal["exact", "f1", "layered", "judge", "custom"]
+
+class GraderPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"):
+    """Base of the keys of a grader from elsewhere, [grader.own]."""
+
+    def build(self) -> Grader:
+        """The grader; one for each set of keys in a process."""
+        raise NotImplementedError
+
+
+GRADERS = Kind("grader", "agentenv.graders", GraderPart, [])
+
+if TYPE_CHECKING:
+    AnyGrader = GraderPart
+else:
+    AnyGrader = GRADERS.key
+
+GraderKind = Literal["exact", "f1", "layered", "judge", "custom", "own"]
 Reward = Literal["answer", "tools"]
 
 
@@ -111,10 +128,11 @@ class GraderConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """How answers are graded."""
 
     kind: Annotated[
-        Kind | None,
+        GraderKind | None,
         Meta(
-            description="exact match, SQuAD F1, all layers, layers then an LLM, your function; "
-            "none: custom with grader.path, judge with grader.judge, else that of the environment",
+            description="exact match, SQuAD F1, all layers, layers then an LLM, your function, "
+            "your class; none: own with [grader.own], custom with grader.path, judge with "
+            "grader.judge, else that of the environment",
             extra=ESSENTIAL,
         ),
     ] = None
@@ -137,6 +155,13 @@ class GraderConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         bool, Meta(description="layered: a wrong answer in words scores its token F1")
     ] = False
     judge: Annotated[JudgeConfig | None, Meta(description="judge: the server and its model")] = None
+    own: Annotated[
+        AnyGrader | None,
+        Meta(
+            description="own: a grader from elsewhere and its keys; name is 'module:Class', or the "
+            "entry point of an installed package in agentenv.graders"
+        ),
+    ] = None
     path: Annotated[str, Meta(description="custom: the Python file", extra=PATH)] = ""
     name: Annotated[str, Meta(description="custom: the function in it")] = "compute_score"
     timeout_s: Annotated[
@@ -154,6 +179,7 @@ _READ_BY = {
     "math": ("layered", "judge"),
     "partial_credit": ("layered",),
     "judge": ("judge",),
+    "own": ("own",),
     "path": ("custom",),
     "name": ("custom",),
     "timeout_s": ("custom",),
@@ -165,7 +191,7 @@ _READ_BY = {
 def grader_config(
     keys: GraderConfig | Mapping[str, Any] | None,
     *,
-    kind: Kind = "layered",
+    kind: GraderKind = "layered",
     reward: Reward = "answer",
 ) -> GraderConfig:
     """The keys as a checked config, with the environment's `kind` and `reward` where they say
@@ -173,8 +199,8 @@ def grader_config(
     if not isinstance(keys, GraderConfig):
         keys = build_config(GraderConfig, dict(keys or {}), "grader")
     if keys.kind is None:
-        chosen: Kind = "custom" if keys.path else "judge" if keys.judge is not None else kind
-        keys = replace(keys, kind=chosen)
+        chosen: GraderKind = "custom" if keys.path else "judge" if keys.judge is not None else kind
+        keys = replace(keys, kind="own" if keys.own is not None else chosen)
     default = GraderConfig()
     for key, kinds in _READ_BY.items():
         if keys.kind not in kinds and getattr(keys, key) != getattr(default, key):
@@ -182,12 +208,14 @@ def grader_config(
                 f"grader.{key} is read by kind {' or '.join(kinds)} only, not by "
                 f"{keys.kind!r}; take it out or change grader.kind"
             )
-    if keys.reward is None and keys.kind != "custom":
+    if keys.reward is None and keys.kind not in ("custom", "own"):
         keys = replace(keys, reward=reward)
     if keys.compat and keys.reward != "tools":
         raise ConfigError('grader.compat = "reference" needs grader.reward = "tools"')
     if keys.kind == "judge" and keys.judge is None:
         raise ConfigError('grader.kind = "judge" needs grader.judge.url and grader.judge.model')
+    if keys.kind == "own" and keys.own is None:
+        raise ConfigError('grader.kind = "own" needs [grader.own] with the name of a grader')
     if keys.kind == "custom" and not keys.path:
         raise ConfigError('grader.kind = "custom" needs grader.path, a Python file')
     return keys
@@ -196,7 +224,7 @@ def grader_config(
 def make_grader(
     keys: GraderConfig | Mapping[str, Any] | None = None,
     *,
-    kind: Kind = "layered",
+    kind: GraderKind = "layered",
     reward: Reward = "answer",
 ) -> Grader:
     """The grader of these keys, `kind` and `reward` where they say none. One for each set of keys
@@ -209,6 +237,8 @@ def make_grader(
     key = ("grader", msgspec.json.encode(config))
     if config.kind == "custom":
         return shared(key, lambda: _custom(config))
+    if config.own is not None:
+        return shared(key, config.own.build)
     matcher = shared(key, lambda: MATCHERS[config.kind](config))
     if config.reward == "tools":
         return ToolReward(matcher)
@@ -236,7 +266,7 @@ def _custom(config: GraderConfig) -> Grader:
     )
 
 
-# what compares answers, by the kind of the configuration; "custom" is a grader of its own
+# what compares answers, by the kind; "custom" and "own" are graders, not matchers
 MATCHERS: Mapping[str | None, Callable[[GraderConfig], Matcher]] = {
     "exact": lambda config: Exact(),
     "f1": lambda config: TokenF1(),

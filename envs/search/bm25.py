@@ -9,10 +9,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from agentenv.config import PATH
-from envs.search.corpus import Hit, Passage, Query, corpus_path, read_corpus, wanted, words
+from envs.search.corpus import (
+    BackendConfig,
+    Hit,
+    Passage,
+    Query,
+    corpus_path,
+    read_corpus,
+    wanted,
+    words,
+)
 from envs.search.upstream import Cassette
 
 CORPUS_SCHEME = "corpus:"
@@ -21,7 +30,7 @@ MAX_ON_LOOP = 2_000  # passages; more take too long to search on the event loop
 MIN_COMPILED = 20_000  # passages; below, numpy is quick enough and compiling costs seconds
 
 
-class BM25Config(Struct, frozen=True, forbid_unknown_fields=True, tag="bm25", tag_field="name"):
+class BM25Config(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="bm25"):
     """Embedded BM25 over a local corpus, in memory."""
 
     corpus: Annotated[

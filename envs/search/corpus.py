@@ -77,6 +77,19 @@ class Backend(Protocol):
         ...
 
 
+class BackendConfig(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):
+    """Base of the keys of a backend, [search.backend]; each struct makes its backend."""
+
+    @property
+    def cache_name(self) -> str:
+        """What the cache keeps the results under; empty: searching is cheaper than a cache."""
+        return ""
+
+    def build(self, cassette: Any) -> Backend:
+        """The backend, not yet started. `cassette`: recorded replies of the network, or None."""
+        raise NotImplementedError
+
+
 def market_of(text: str, market: str = "auto", language: str = "auto") -> str:
     """The market to search in: the given one, else that of the language, else by the script."""
     if market != "auto":

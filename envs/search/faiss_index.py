@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from agentenv.config import PATH
 from agentenv.errors import ConfigError, DataError, InfraError
 from envs.search.bm25 import CORPUS_SCHEME
-from envs.search.corpus import Hit, Passage, Query, needed, read_corpus
+from envs.search.corpus import BackendConfig, Hit, Passage, Query, needed, read_corpus
 from envs.search.upstream import Cassette
 
 MAX_BATCH = 64  # queries that are encoded together
@@ -20,7 +20,7 @@ MAX_BATCH = 64  # queries that are encoded together
 Pooling = Literal["mean", "cls", "pooler"]
 
 
-class FaissConfig(Struct, frozen=True, forbid_unknown_fields=True, tag="faiss", tag_field="name"):
+class FaissConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="faiss"):
     """A FAISS index with the corpus it was built from, and the encoder of the queries."""
 
     index: Annotated[str, Meta(description="the FAISS index file", extra=PATH)]

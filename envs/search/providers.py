@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from agentenv.config import ESSENTIAL
 from agentenv.errors import ConfigError, InfraError
-from envs.search.corpus import Hit, Query, split_contents
+from envs.search.corpus import BackendConfig, Hit, Query, split_contents
 from envs.search.upstream import Cassette, HttpRequest, Reply, TrafficConfig, Upstream
 
 ProviderName = Literal["brightdata", "serper", "serpapi", "tavily", "brave", "searxng"]
@@ -33,7 +33,7 @@ class Provider(Struct, frozen=True):
     url_field: str = "link"
 
 
-class WebConfig(Struct, frozen=True, forbid_unknown_fields=True, tag="web", tag_field="name"):
+class WebConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="web"):
     """A web search provider."""
 
     provider: Annotated[ProviderName, Meta(description="who is asked", extra=ESSENTIAL)]
@@ -245,9 +245,7 @@ PROVIDERS: dict[ProviderName, Provider] = {
 Dialect = Literal["search_r1", "skyrl"]
 
 
-class RemoteSearchConfig(
-    Struct, frozen=True, forbid_unknown_fields=True, tag="remote", tag_field="name"
-):
+class RemoteSearchConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="remote"):
     """A retriever that serves POST /retrieve, e.g. launchers/retriever.py."""
 
     url: Annotated[str, Meta(description='e.g. "http://localhost:8000"')]

@@ -1,7 +1,7 @@
 """Web search: its keys, what the tools of all episodes share, and the tools themselves.
 
 A backend is a class with the methods of `corpus.Backend`; its keys are a struct beside the class,
-with `build` and `cache_name`, and one entry in `BackendConfig`.
+with `build` and `cache_name`, and one entry in `BACKENDS`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -17,11 +17,12 @@ from msgspec import Meta, Struct, field
 from agentenv.config import ESSENTIAL, PATH
 from agentenv.env import ForkMode, shared, summed_stats
 from agentenv.errors import ConfigError, InfraError, ToolError
+from agentenv.kinds import Kind
 from agentenv.tools import argument_schema
 from agentenv.types import Info, Message, ToolResult
 from envs.search.bm25 import CORPUS_SCHEME, BM25Config
 from envs.search.cache import CachedBackend, ResultCache
-from envs.search.corpus import Backend, Hit, Query, market_of
+from envs.search.corpus import Backend, BackendConfig, Hit, Query, market_of
 from envs.search.faiss_index import FaissConfig
 from envs.search.pages import PageReader, PagesConfig, passages, window
 from envs.search.providers import RemoteSearchConfig, WebConfig
@@ -34,7 +35,17 @@ Repeated = Literal["search", "tell"]
 PresetName = Literal["arpo", "arpo_eval", "tool_star"]
 
 
-BackendConfig = BM25Config | TantivyConfig | FaissConfig | RemoteSearchConfig | WebConfig
+BACKENDS = Kind(
+    "search backend",
+    "agentenv.search_backends",
+    BackendConfig,
+    [BM25Config, TantivyConfig, FaissConfig, RemoteSearchConfig, WebConfig],
+)
+
+if TYPE_CHECKING:
+    AnyBackend = BackendConfig
+else:
+    AnyBackend = BACKENDS.key
 
 
 class Preset(Struct, frozen=True):
@@ -56,9 +67,9 @@ PRESETS: dict[PresetName, Preset] = {
 class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The search tool and the page tool."""
 
-    backend: Annotated[
-        BackendConfig, Meta(description="where results come from", extra=ESSENTIAL)
-    ] = BM25Config()
+    backend: Annotated[AnyBackend, Meta(description="where results come from", extra=ESSENTIAL)] = (
+        BM25Config()
+    )
     preset: Annotated[
         PresetName, Meta(description="mode and sizes of a published setting", extra=ESSENTIAL)
     ] = "arpo"

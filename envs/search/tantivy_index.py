@@ -7,21 +7,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from agentenv.config import PATH
 from agentenv.errors import ConfigError, DataError
 from envs.search.bm25 import CORPUS_SCHEME
-from envs.search.corpus import Hit, Query, corpus_path, each_passage, needed, words
+from envs.search.corpus import BackendConfig, Hit, Query, corpus_path, each_passage, needed, words
 from envs.search.upstream import Cassette
 
 NUM_THREADS = 2
 DONE = "agentenv_complete"  # a file that says the index was built to its end
 
 
-class TantivyConfig(
-    Struct, frozen=True, forbid_unknown_fields=True, tag="tantivy", tag_field="name"
-):
+class TantivyConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="tantivy"):
     """Tantivy: BM25 on disk, for corpora of a million passages and more."""
 
     directory: Annotated[str, Meta(description="where the index is, or is to be built")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
@@ -13,17 +13,19 @@ from msgspec.structs import replace
 from agentenv.assist import AssistConfig
 from agentenv.config import ROWS, Tree, build_config
 from agentenv.data.rows import RowsConfig
+from agentenv.engine import EngineConfig
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.openai import OpenAIConfig
 from agentenv.engines.server_config import RoleConfig
 from agentenv.errors import ConfigError
+from agentenv.kinds import Kind
 from agentenv.native import NativeConfig
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig
 from agentenv.types import Limits
 from launchers.config import (
+    ENGINES,
     TABLES,
-    AnyEngine,
     EnvConfig,
     GraderTable,
     PythonTable,
@@ -31,6 +33,14 @@ from launchers.config import (
     SearchTable,
 )
 from launchers.evaluation.benchmarks import benchmark
+
+# an evaluation may ask any endpoint, too
+ASKED_ENGINES = Kind("engine", ENGINES.group, EngineConfig, [*ENGINES.own, OpenAIConfig])
+
+if TYPE_CHECKING:
+    AskedEngine = EngineConfig
+else:
+    AskedEngine = ASKED_ENGINES.key
 
 # tables of a set: keys that it does not give are those of the evaluation
 OWN_TABLES = ("env", *TABLES, "prompt", "limits", "sampling")
@@ -93,7 +103,7 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     renderer: TagsConfig | NativeConfig = TagsConfig()
     limits: Limits = Limits()
     sampling: Sampling = Sampling()
-    engine: AnyEngine | OpenAIConfig = EmbeddedConfig()
+    engine: AskedEngine = EmbeddedConfig()
     assist: Annotated[
         AssistConfig | None,
         Meta(description="Tool-Star's inference-time tools, for all sets; none: plain rollouts"),

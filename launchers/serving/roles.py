@@ -12,6 +12,7 @@ import msgspec
 
 from agentenv.engines.server_config import ROLES, RoleConfig
 from agentenv.errors import ConfigError
+from agentenv.kinds import decode_part
 from launchers.serving.servers import ServerFactory
 
 # tables of the configuration that may name a role
@@ -78,7 +79,8 @@ def fill_roles(config: C, urls: Mapping[str, str]) -> C:
         table = getattr(config, key, None)
         plain = _plain(table)
         if table is not None and any(True for _ in _named(plain)):
-            changed[key] = msgspec.convert(_filled(plain, urls), type(table))
+            filled = _filled(plain, urls)
+            changed[key] = msgspec.convert(filled, type(table), dec_hook=decode_part)
     return msgspec.structs.replace(config, **changed) if changed else config
 
 

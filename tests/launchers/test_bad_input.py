@@ -22,7 +22,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
     [
         ("queue.max_stalenes=2", "queue.max_stalenes: unknown key; did you mean "
          "queue.max_staleness?"),
-        ("algorithm.name=arop", "'rloo'], got 'arop'; did you mean 'arpo'?"),
+        ("algorithm.name=arop", "'rloo'] or 'module:Class', got 'arop'; did you mean 'arpo'?"),
         ("algorithm.budget_beta=2", "unknown key for algorithm.name = 'arpo'"),
         ("engine.max_num_seqs=4", "unknown key for engine.name = 'scripted'"),
         ("queue.groups_per_step=many", "queue.groups_per_step: Expected `int`"),

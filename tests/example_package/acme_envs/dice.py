@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from agentenv import Grade, Message, Task, ToolEnv
-from agentenv import tools as tool
+from agentenv import Grade, Message, Task, ToolEnv, tool
 
 
 @tool

@@ -1,0 +1,130 @@
+"""Parts that a configuration chooses by name, from this project or from anybody's package.
+
+    [algorithm]
+    name = "arpo"                # one of ours
+    name = "median"              # an installed package's: its entry point in agentenv.algorithms
+    name = "my_code:Median"      # any class that can be imported
+
+A part is a struct whose fields are the keys of its table; what it has to do besides is said by the
+base class of its kind. A `Kind` is the one place where a name becomes a class. A field of a
+configuration that holds a part has the type `Kind.key`, which `decode_part` reads.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Sequence
+from functools import cache
+from importlib import metadata
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+from msgspec import Struct
+
+from agentenv.errors import ConfigError
+
+T = TypeVar("T", bound=Struct)
+
+_TAG = "name"
+
+
+class _Instances(type):
+    """What msgspec asks for after a part was read: whether it is one of that kind."""
+
+    kind: Kind[Any]
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, cls.kind.base)
+
+
+class PartKey(metaclass=_Instances):
+    """Base of the types of fields that hold a part; see `Kind.key`."""
+
+
+class Kind(Generic[T]):
+    """Parts of one kind: `noun` names it in errors, `group` is the group of entry points, `base`
+    the struct that each part's struct is derived from, `own` those of this project."""
+
+    def __init__(self, noun: str, group: str, base: type[T], own: Sequence[type[T]]) -> None:
+        self.noun = noun
+        self.group = group
+        self.base = base
+        self.own = tuple(own)
+        self._parts = {str(part.__struct_config__.tag): part for part in own}
+        self.key: type[Any] = type(f"Any{base.__name__}", (PartKey,), {"kind": self})
+
+    def find(self, name: object) -> type[T]:
+        """The struct of this name. Raises ConfigError, naming the nearest."""
+        if isinstance(name, str) and name not in self._parts:
+            path = name if ":" in name else self._installed().get(name)
+            if path is not None:
+                self._parts[name] = self._load(name, path)
+        if not isinstance(name, str) or name not in self._parts:
+            known = self.names()
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            got = "which is missing" if name is None else f"got {name!r}{hint}"
+            raise ConfigError(f"expected one of {known} or 'module:Class', {got}")
+        return self._parts[name]
+
+    def names(self) -> list[str]:
+        """All names that are known here: ours, installed ones, and those that were loaded."""
+        return sorted({*self._parts, *self._installed()})
+
+    def parts(self) -> list[type[T]]:
+        """All structs that are known here, ours first. Raises ConfigError for a broken one."""
+        return [self.find(name) for name in [*self._parts, *self._installed()]]
+
+    def decode(self, raw: object) -> T:
+        """A part from its table. Raises ValueError as msgspec expects it, and ConfigError."""
+        if not isinstance(raw, dict):
+            raise ValueError(f"Expected `object`, got `{type(raw).__name__}`")
+        try:
+            return msgspec.convert(raw, self.find(raw.get(_TAG)), dec_hook=decode_part)
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error)) from error
+
+    def _load(self, name: str, path: str) -> type[T]:
+        module, _, attribute = path.partition(":")
+        try:
+            part = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"{self.noun} {name!r}: {path} cannot be loaded: {error}") from error
+        if not (isinstance(part, type) and issubclass(part, self.base)):
+            base = f"{self.base.__module__}.{self.base.__qualname__}"
+            raise ConfigError(f"{self.noun} {name!r}: {path} is not derived from {base}")
+        config = part.__struct_config__
+        if config.tag == name and config.tag_field == _TAG:
+            return part
+        named = msgspec.defstruct(
+            part.__name__,
+            [],
+            bases=(part,),
+            tag=name,
+            tag_field=_TAG,
+            frozen=True,
+            kw_only=True,
+            forbid_unknown_fields=True,
+            module=part.__module__,
+        )
+        return cast(type[T], named)
+
+    @cache  # noqa: B019 - kinds live as long as the process
+    def _installed(self) -> dict[str, str]:
+        """Paths "module:Class" by name. Raises ConfigError where two packages claim a name."""
+        found: dict[str, str] = {}
+        for point in metadata.entry_points(group=self.group):
+            if found.setdefault(point.name, point.value) != point.value:
+                raise ConfigError(
+                    f"{self.noun} {point.name!r} is claimed by two packages, as {point.value} and "
+                    f"{found[point.name]}; uninstall one of them"
+                )
+        return found
+
+
+def decode_part(kind: type, raw: Any) -> Any:
+    """The hook by which msgspec reads fields of the type `Kind.key`."""
+    if issubclass(kind, PartKey):
+        return kind.kind.decode(raw)
+    raise NotImplementedError(f"no field of a configuration has the type {kind}")
