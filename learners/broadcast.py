@@ -1,23 +1,31 @@
 """Weights from rank 0 to engine servers: the trainer's side of `agentenv.engines.weights`.
 
-    all ranks   gather a bucket (ZeRO stage 3) --> rank 0 merges adapters, broadcasts each tensor
+    all ranks   gather a bucket (ZeRO stage 3) --> rank 0 merges adapters, packs, broadcasts it
 
-The group is beside that of the learner's ranks; only rank 0 is in it. Whatever goes wrong in it is
-reported and ends the group, never the rank. It is built as SGLang builds its own, so that the keys
-of both in the store agree.
+    Broadcaster   gathers, packs, sends and is called off; the same for every link
+    TorchLink     a torch.distributed group, built as SGLang builds its own, so that the keys of
+                  both in the store agree: NCCL on GPUs, gloo on the CPU
+    NcclLink      a bare NCCL communicator, as vLLM's backend "nccl" has it
+
+The link is beside the group of the learner's ranks; only rank 0 is in it. Whatever goes wrong in
+it is reported and ends the link, never the rank.
 """
 
 from __future__ import annotations
 
+import base64
+import ctypes
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,11 +38,13 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from agentenv.engines.weights import Address, Bucket, Group
-from learners.export import BUCKET_BYTES, buckets, entries, gathered
+from agentenv.engines.weights import Address, Bucket, Group, Wire
+from learners.export import BUCKET_BYTES, Entry, buckets, entries, gathered
+from learners.messages import OpenGroup
 
-POLL_S = 0.0005  # between two looks at a tensor that is on its way
+POLL_S = 0.0005  # between two looks at a bucket that is on its way
 JOIN_POLL_S = 0.02
+SLACK_S = 5.0  # for a link to end by itself
 SOCKETS = Path("/proc/self/fd")
 
 
@@ -42,22 +52,42 @@ class CalledOffError(RuntimeError):
     """The controller broke the command off."""
 
 
+class Link(Protocol):
+    """Rank 0's end of a group with the engines. Methods raise RuntimeError where it fails."""
+
+    address: Address
+
+    def join(self, group: Group) -> None:
+        """Blocks until all others have joined."""
+        ...
+
+    def start(self, data: Tensor) -> Callable[[], bool]:
+        """Begin to broadcast bytes on the link's device; the result says whether they are sent."""
+        ...
+
+    def break_off(self) -> None:
+        """End every transfer and connection, so that nobody waits for this rank any more."""
+        ...
+
+    def leave(self) -> None:
+        """End the group in peace."""
+        ...
+
+
 class Broadcaster:
     """Carries out the commands of a Sender on one rank.
 
     `interrupted` says whether the controller calls off what runs, `host` is this machine's address
-    as others see it. Methods return what went wrong, empty for nothing.
+    as others see it. Problems are told as texts, empty for none.
     """
 
     def __init__(self, backend: Any, interrupted: Callable[[], bool], host: str) -> None:
         self.backend = backend
         self.interrupted = interrupted
         self.host = host
-        self._store: Any = None
-        self._group: Any = None
+        self._link: Link | None = None  # once opened
+        self._joined = False
         self._timeout_s = 0.0
-        self._others: dict[int, str] = {}  # sockets that are not the group's
-        self._own: dict[int, str] = {}
 
     def manifest(self) -> list[Bucket]:
         """What `send` sends, in this order."""
@@ -67,99 +97,180 @@ class Broadcaster:
                 [str(entry.dtype).removeprefix("torch.") for entry in bucket],
                 [list(entry.shape) for entry in bucket],
             )
-            for bucket in buckets(entries(self.backend.policy.model), BUCKET_BYTES)
+            for bucket in packs(self.backend.policy.model)
         ]
 
-    def open(self, timeout_s: float) -> Address | None:
-        """Open a store to meet at; None on ranks other than 0."""
+    def open(self, command: OpenGroup) -> tuple[Address | None, str]:
+        """Open a place to meet at; no address on ranks other than 0."""
         self.leave()
         if self.backend.rank:
-            return None
-        self._others, self._own = open_sockets(), {}
-        self._store = TCPStore(
-            "0.0.0.0",
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-        )
-        kind = "nccl" if self.backend.device.type == "cuda" else "gloo"
-        return Address(self.host, self._store.port, kind)
+            return None, ""
+        try:
+            self._link = open_link(command, self.host, self.backend.device)
+        except (RuntimeError, OSError, KeyError) as error:  # DistError is a RuntimeError
+            return None, f"no place to meet the engines could be opened: {_line(error)}"
+        return self._link.address, ""
 
     def join(self, group: Group) -> str:
-        """Wait for all others; the store is asked in a thread, which an interruption ends."""
+        """Wait for all others, in a thread that is left behind if it does not end."""
+        link = self._link
         if self.backend.rank:
             return ""
+        if link is None:
+            return "there is no place to meet at"
         self._timeout_s = group.timeout_s
-        outcome: list[Any] = []
+        outcome: list[str] = []
 
         def wait() -> None:
             try:
-                outcome.append(make_group(self._store, group))
-            except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
-                outcome.append(error)
+                if self.backend.device.type == "cuda":
+                    torch.cuda.set_device(self.backend.device)  # of this thread
+                link.join(group)
+                outcome.append("")
+            except (RuntimeError, ValueError) as error:
+                outcome.append(f"the group of the engines did not form: {_line(error)}")
 
         thread = threading.Thread(target=wait, daemon=True)
         thread.start()
         problem = ""
+        end = time.monotonic() + 2 * group.timeout_s + SLACK_S  # the store's, then the group's
         while thread.is_alive():
             thread.join(JOIN_POLL_S)
-            if not problem and self.interrupted():
-                problem = "joining was called off"
-                self._hang_up()
-        if isinstance(outcome[0], Exception):
-            problem = problem or f"the group of the engines did not form: {_line(outcome[0])}"
-        else:
-            self._group = outcome[0]
-            self._own = self._opened()
+            late = time.monotonic() > end
+            if not problem and (late or self.interrupted()):
+                kind = "did not form in time" if late else "was called off"
+                problem = f"joining the group of the engines {kind}"
+                end = time.monotonic() + SLACK_S
+                link.break_off()
+            elif problem and late:
+                break
+        problem = problem or outcome[0]
+        self._joined = not problem
         if problem:
-            self._hang_up()
+            link.break_off()
             self.leave()
         return problem
 
     def send(self) -> str:
         """Broadcast all; the gathers go on to the end on every rank, whatever happens."""
         model = self.backend.policy.model
-        problem = "" if self._group is not None or self.backend.rank else "there is no group"
+        problem = "" if self._joined or self.backend.rank else "there is no group"
+        sizes = [len(pack) for pack in packs(model)]
+        pack: list[Tensor] = []
         for _, _, tensor in gathered(list(entries(model)), model):
             if self.backend.rank or problem:
                 continue
+            whole = tensor().detach().to(self.backend.device).contiguous()
+            pack.append(whole.view(-1).view(torch.uint8))
+            if len(pack) < sizes[0]:
+                continue
             try:
-                self._send(tensor().detach().to(self.backend.device).contiguous())
-            except RuntimeError as error:  # DistError among them
+                self._send(torch.cat(pack))
+            except RuntimeError as error:
                 problem = f"a broadcast to the engines failed: {_line(error)}"
-                self._hang_up()
+                if self._link is not None:
+                    self._link.break_off()
+            pack, sizes = [], sizes[1:]
         if problem:
             self.leave()
         return problem
 
     def leave(self) -> None:
         """End the group. Idempotent."""
-        group, self._group = self._group, None
-        if group is not None:
-            dist.destroy_process_group(group)
-        self._store = None
+        link, self._link, self._joined = self._link, None, False
+        if link is not None:
+            link.leave()
 
-    def _send(self, tensor: Tensor) -> None:
-        options = BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        work = self._group.broadcast([tensor], options)
+    def _send(self, data: Tensor) -> None:
+        assert self._link is not None
+        sent = self._link.start(data)
         end = time.monotonic() + self._timeout_s
-        while not work.is_completed():
+        while not sent():
             if self.interrupted():
                 raise CalledOffError("it was called off")
             if time.monotonic() > end:
-                raise CalledOffError(f"a tensor was not taken within {self._timeout_s:g} s")
+                raise CalledOffError(f"a bucket was not taken within {self._timeout_s:g} s")
             time.sleep(POLL_S)
-        work.wait()
 
-    def _hang_up(self) -> None:
-        """Break every connection of the group, so that nobody waits for this rank any more.
 
-        gloo has no such call of its own: without it, receivers would wait for minutes.
-        """
-        if self._group is not None and self.backend.device.type == "cuda":
-            self._group.abort()
+def packs(model: Any) -> list[list[Entry]]:
+    """What is broadcast as one: neighbours of one dtype that are gathered together."""
+    return [
+        list(same)
+        for bucket in buckets(entries(model), BUCKET_BYTES)
+        for _, same in groupby(bucket, key=lambda entry: entry.dtype)
+    ]
+
+
+def open_link(command: OpenGroup, host: str, device: torch.device) -> Link:
+    """The link that the servers can take part in. KeyError for an interface that is not there."""
+    if command.interface:
+        for library in ("NCCL", "GLOO"):
+            os.environ[f"{library}_SOCKET_IFNAME"] = command.interface
+        host = address_of(command.interface)
+    kind: Wire = command.wire
+    if kind == "nccl":
+        return NcclLink(device)
+    return TorchLink("nccl" if device.type == "cuda" else "gloo", host, command)
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of a network interface. KeyError if there is none."""
+    found = [a for a in psutil.net_if_addrs().get(interface, ()) if a.family == socket.AF_INET]
+    if not found:
+        raise KeyError(f"engine.pool.broadcast_interface: {interface} has no IPv4 address here")
+    return found[0].address
+
+
+class TorchLink:
+    """A torch.distributed group over a store that this rank opens."""
+
+    def __init__(self, backend: str, host: str, command: OpenGroup) -> None:
+        self._others = open_sockets()  # those that are not the link's
+        self._store: Any = TCPStore(
+            "0.0.0.0",
+            command.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=command.timeout_s),
+        )
+        self.address = Address(host, self._store.port, backend)
+        self._group: Any = None
+        self._own: dict[int, str] = {}
+
+    def join(self, group: Group) -> None:
+        made, _ = _new_process_group_helper(
+            group.world_size,
+            0,
+            [],
+            Backend(self.address.backend),
+            PrefixStore(group.name, self._store),
+            group_name=GroupName(group.name),
+            timeout=timedelta(seconds=group.timeout_s),
+        )
+        _world.pg_group_ranks[made] = {i: i for i in range(group.world_size)}
+        self._group, self._own = made, self._opened()
+
+    def start(self, data: Tensor) -> Callable[[], bool]:
+        options = BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        work = self._group.broadcast([data], options)
+
+        def sent() -> bool:
+            if work.is_completed():
+                work.wait()  # raises what went wrong
+                return True
+            return False
+
+        return sent
+
+    def break_off(self) -> None:
+        """By breaking every connection on gloo, which has no call for it: its `abort` does nothing,
+        and receivers would wait for minutes."""
+        if self.address.backend == "nccl":
+            if self._group is not None:
+                self._group.abort()
+            return
         now = open_sockets()
         for number, what in (self._own or self._opened()).items():
             if now.get(number) != what:
@@ -172,26 +283,86 @@ class Broadcaster:
             except OSError:  # closed meanwhile, or not connected
                 continue
 
+    def leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+        self._store = None
+
     def _opened(self) -> dict[int, str]:
-        """Sockets since `open`."""
+        """Sockets since the link was opened."""
         return {n: what for n, what in open_sockets().items() if self._others.get(n) != what}
 
 
-def make_group(store: Any, group: Group) -> Any:
-    """Join as rank 0. Raises RuntimeError when the others do not come in time."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(torch.cuda.current_device())  # of this thread
-    made, _ = _new_process_group_helper(
-        group.world_size,
-        0,
-        [],
-        Backend(group.address.backend),
-        PrefixStore(group.name, store),
-        group_name=GroupName(group.name),
-        timeout=timedelta(seconds=group.timeout_s),
-    )
-    _world.pg_group_ranks[made] = {i: i for i in range(group.world_size)}
-    return made
+class NcclLink:
+    """A bare NCCL communicator; the library is the one that torch has loaded.
+
+    Functions and constants are those of nccl.h. vLLM's workers make theirs from the same unique id
+    (`PyNcclCommunicator.from_unique_id_bytes`): ncclCommInitRank, then a sum of one float.
+    """
+
+    LIBRARY = "libnccl.so.2"
+    ID_BYTES = 128
+    UINT8, FLOAT32, SUM = 1, 7, 0
+
+    class UniqueId(ctypes.Structure):
+        _fields_ = (("internal", ctypes.c_byte * 128),)
+
+    def __init__(self, device: torch.device) -> None:
+        """RuntimeError if there is no NCCL."""
+        try:
+            self._library = ctypes.CDLL(self.LIBRARY)
+        except OSError as error:
+            raise RuntimeError(f"NCCL is needed to broadcast to vLLM: {error}") from error
+        self._library.ncclGetErrorString.restype = ctypes.c_char_p
+        self._device = device
+        self._comm = ctypes.c_void_p()
+        self._data: Tensor | None = None  # under way
+        self._id = self.UniqueId()
+        self._call("ncclGetUniqueId", ctypes.byref(self._id))
+        self.address = Address(unique_id=base64.b64encode(bytes(self._id)).decode())
+
+    def join(self, group: Group) -> None:
+        comm = ctypes.c_void_p()
+        size = ctypes.c_int(group.world_size)
+        self._call("ncclCommInitRank", ctypes.byref(comm), size, self._id, ctypes.c_int(0))
+        self._comm = comm
+        data = torch.zeros(1, device=self._device)
+        stream, pointer = self._stream(), ctypes.c_void_p(data.data_ptr())
+        count, kind = ctypes.c_size_t(1), ctypes.c_int(self.FLOAT32)
+        operation = ctypes.c_int(self.SUM)
+        self._call("ncclAllReduce", pointer, pointer, count, kind, operation, comm, stream)
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def start(self, data: Tensor) -> Callable[[], bool]:
+        self._data = data  # must outlive the transfer
+        pointer, count = ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(data.numel())
+        kind, root = ctypes.c_int(self.UINT8), ctypes.c_int(0)
+        stream = self._stream()
+        self._call("ncclBroadcast", pointer, pointer, count, kind, root, self._comm, stream)
+        event = torch.cuda.current_stream(self._device).record_event()
+        return lambda: bool(event.query())
+
+    def break_off(self) -> None:
+        """A communicator that is still being made cannot be aborted: its thread stays behind."""
+        comm, self._comm = self._comm, ctypes.c_void_p()
+        if comm:
+            self._library.ncclCommAbort(comm)
+
+    def leave(self) -> None:
+        comm, self._comm = self._comm, ctypes.c_void_p()
+        if comm:
+            self._library.ncclCommDestroy(comm)
+        self._data = None
+
+    def _stream(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            reason = self._library.ncclGetErrorString(code).decode()
+            raise RuntimeError(f"{name} of NCCL failed: {reason}")
 
 
 def open_sockets() -> dict[int, str]:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.engines.weights import Address, Group, Manifest, TransferError
+from agentenv.engines.weights import Address, Group, Manifest, TransferError, Wire
 from agentenv.errors import ConfigError, EngineError, LearnerError
 from agentenv.tree import TrajectoryTree
 from learners import messages as wire
@@ -307,12 +307,21 @@ SLACK_S = 60.0  # the ranks end by themselves before they are ended
 
 
 class LearnerSender:
-    """A Sender. `publish` comes first, once an update; directories go below `folder`."""
+    """A Sender. `publish` comes first, once an update; directories go below `folder`. `port` and
+    `interface` are those of the group; see `learners.messages.OpenGroup`."""
 
-    def __init__(self, learner: DeepSpeedLearner, folder: Path, timeout_s: float) -> None:
+    def __init__(
+        self,
+        learner: DeepSpeedLearner,
+        folder: Path,
+        timeout_s: float,
+        port: int = 0,
+        interface: str = "",
+    ) -> None:
         self.learner = learner
         self.folder = folder.absolute()
         self.timeout_s = timeout_s
+        self.port, self.interface = port, interface
         self._manifest = Manifest([])
         self._written: Path | None = None
         self._writing = asyncio.Lock()
@@ -327,8 +336,10 @@ class LearnerSender:
     async def manifest(self) -> Manifest:
         return self._manifest
 
-    async def open(self) -> Address:
-        reply = (await self.learner.call_all(wire.OpenGroup(self.timeout_s)))[0]
+    async def open(self, kind: Wire = "torch") -> Address:
+        command = wire.OpenGroup(self.timeout_s, kind, self.port, self.interface)
+        reply = (await self.learner.call_all(command))[0]
+        _check_answers(reply)
         assert reply.address is not None
         return reply.address
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from agentenv.engines.weights import Address, Bucket, Group
+from agentenv.engines.weights import Address, Bucket, Group, Wire
 from agentenv.errors import ConfigError
 from learners.algorithm import Algorithm
 from learners.batch import EncodedTree
@@ -124,9 +124,14 @@ class Announce(Struct, tag=True, tag_field="type"):
 
 
 class OpenGroup(Struct, tag=True, tag_field="type"):
-    """Open a store for the servers to meet rank 0 at. Answered with `address` by rank 0."""
+    """Open a place for the servers to meet rank 0 at. `port` of the store, 0: any that is free;
+    `interface`: name of the network interface whose address the servers are told, empty: that by
+    which the controller knows the machine. Answered with `address` by rank 0."""
 
     timeout_s: float
+    wire: Wire = "torch"
+    port: int = 0
+    interface: str = ""
 
 
 class JoinGroup(Struct, tag=True, tag_field="type"):

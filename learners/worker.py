@@ -213,7 +213,7 @@ class Rank:
                 done.buckets = self.broadcaster.manifest()
                 self.count_version()
             case wire.OpenGroup():
-                done.address = self.broadcaster.open(command.timeout_s)
+                done.address, done.problem = self.broadcaster.open(command)
             case wire.JoinGroup():
                 done.problem = self.broadcaster.join(command.group)
             case wire.SendWeights():

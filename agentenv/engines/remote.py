@@ -32,6 +32,7 @@ from agentenv.engines.weights import (
     Layout,
     Manifest,
     Receiver,
+    Wire,
     check_layout,
     check_manifest,
     read_layout,
@@ -103,6 +104,10 @@ class RemoteServer(ABC):
     @property
     def receiver(self) -> Receiver | None:
         return self
+
+    @property
+    def wire(self) -> Wire:
+        return "torch"
 
     async def healthy(self) -> bool:
         try:

@@ -133,8 +133,24 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 600.0
     broadcast_timeout_s: Annotated[
         float,
-        Meta(gt=0, description="deadline of a broadcast for its group, and for each tensor"),
+        Meta(gt=0, description="deadline of a broadcast for its group, and for each 512 MiB"),
     ] = 60.0
+    broadcast_port: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65535,
+            description="port of the learner's machine at which SGLang servers meet it for a "
+            "broadcast; 0: any that is free (NCCL itself chooses its ports, as with vLLM)",
+        ),
+    ] = 0
+    broadcast_interface: Annotated[
+        str,
+        Meta(
+            description="network interface of the learner's machine for broadcasts, e.g. eth1; "
+            "empty: NCCL's choice, and the address by which the controller knows the machine"
+        ),
+    ] = ""
     poll_timeout_s: Annotated[
         float, Meta(gt=0, description="a server that does not say its load for this long is lost")
     ] = 60.0

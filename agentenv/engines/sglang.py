@@ -664,6 +664,7 @@ class SGLangServer(RemoteServer):
             "dtypes": bucket.dtypes,
             "shapes": bucket.shapes,
             "group_name": group.name,
+            "load_format": "flattened_bucket",
             "flush_cache": False,  # done once, when all is there
             "abort_all_requests": False,
         }

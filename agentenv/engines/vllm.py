@@ -35,6 +35,7 @@ from agentenv.engines.weights import (
     Bucket,
     Group,
     Layout,
+    Wire,
     check_adapter,
     is_adapter,
     read_layout,
@@ -250,7 +251,8 @@ NEEDED = {
     "POST /update_weight_version": f"it takes vLLM {TRIED} or newer, and {_DEV}",
     "GET /weight_info": f"it takes vLLM {TRIED} or newer, and {_DEV}",
 }
-BACKEND = "agentenv"  # of weights by broadcast: vllm_plugin registers it
+# Backends of weights by broadcast: vLLM's own, and that of the tests for the CPU.
+WIRES: dict[str, Wire] = {"nccl": "nccl", "agentenv_gloo": "torch"}
 JOIN, LEAVE = "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"
 START, RECEIVE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
 ROUTES = {
@@ -262,7 +264,8 @@ ROUTES = {
 
 class Facts(Struct, frozen=True):
     """What was found. `layout` is of the directory that the server was started from, None if it
-    cannot be read from here; `cpu` and `extension` are of its workers."""
+    cannot be read from here; `cpu` and `extension` are of its workers, `transfer` is their backend
+    of weights by broadcast."""
 
     version: str
     model: str
@@ -270,6 +273,7 @@ class Facts(Struct, frozen=True):
     vocab_size: int
     layout: Layout | None
     cpu: bool
+    transfer: str
     extension: str
     routes: frozenset[str]
     features: frozenset[str]
@@ -297,9 +301,9 @@ async def probe(http: HttpClient, vocab_size: int | None, entropy_top_k: int) ->
     if cpu:
         _check_prefill(http.name, info["scheduler_config"])
     layout = _layout(Path(str(model.get("root", ""))))
-    transfer = info.get("weight_transfer_config") or {}
+    transfer = str((info.get("weight_transfer_config") or {}).get("backend"))
     able = {
-        "broadcast": transfer.get("backend") == BACKEND,
+        "broadcast": transfer in WIRES,
         "adapters": True,
         # On the CPU no memory is given back, but a server takes part in every other way.
         "sleep": cpu or bool(info["model_config"].get("enable_sleep_mode")),
@@ -312,6 +316,7 @@ async def probe(http: HttpClient, vocab_size: int | None, entropy_top_k: int) ->
         vocab_size=vocabulary(http.name, vocab_size, layout, str(model.get("root"))),
         layout=layout,
         cpu=cpu,
+        transfer=transfer,
         extension=info["parallel_config"].get("worker_extension_cls") or "",
         routes=routes,
         features=frozenset({"versions", "load_weights", "pause"} | features),
@@ -400,6 +405,7 @@ class Sent:
 
 
 ID_PREFIX = "generate-tokens-"  # what the engine puts before the request id that it was given
+MAX_BUCKET = 1 << 62  # bytes
 SETTLE_S = 0.02  # after a pause: tokens that were sampled before it are on their way
 
 
@@ -639,18 +645,28 @@ class VLLMServer(RemoteServer):
         found = await server.call_json("GET", "/get_world_size", params={"include_dp": "true"})
         return int(found["world_size"])
 
+    @property
+    def wire(self) -> Wire:
+        return WIRES[self._connected().transfer]
+
     def _join_body(self, group: Group, first_rank: int) -> dict[str, Any]:
-        return {
-            "init_info": {
+        info: dict[str, Any] = {
+            "rank_offset": first_rank,
+            "world_size": group.world_size,
+            # One call is one packed tensor, however large.
+            "packed": True,
+            "packed_buffer_size_bytes": MAX_BUCKET,
+        }
+        if self.wire == "nccl":
+            info["nccl_unique_id_b64"] = group.address.unique_id
+        else:
+            info |= {
                 "master_address": group.address.host,
                 "master_port": group.address.port,
-                "rank_offset": first_rank,
-                "world_size": group.world_size,
                 "group_name": group.name,
-                "backend": group.address.backend,
                 "timeout_s": group.timeout_s,
             }
-        }
+        return {"init_info": info}
 
     def _bucket_body(self, group: Group, bucket: Bucket) -> dict[str, Any]:
         names, dtypes, shapes = bucket.names, bucket.dtypes, bucket.shapes

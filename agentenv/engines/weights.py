@@ -1,18 +1,18 @@
-"""Weights from the learner to the engines by broadcast, without a file in between.
+"""Weights for engines: what a broadcast says, and whether weights fit the model that is served.
 
-    learner's rank 0 --join, send--+                      one torch.distributed group of its own:
-                                   |  group of world_size   NCCL on GPUs, gloo on the CPU; rank 0
-    server 1  --join, receive------+  ranks                 sends, all others receive
+    learner's rank 0 --join, send--+                        rank 0 sends, all others receive; a
+                                   |  group of world_size   bucket is one tensor of bytes, in which
+    server 1  --join, receive------+  ranks                 weights stand one after the other
     server 2  --join, receive------+
 
-The controller (pool_broadcast.py) only tells both sides what comes; no weight passes through it.
+The controller (pool/broadcast.py) only tells both sides what comes; no weight passes through it.
 """
 
 from __future__ import annotations
 
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -24,17 +24,24 @@ class TransferError(EngineError):
     """The sender's side of a broadcast failed or was called off; the learner itself goes on."""
 
 
-class Address(Struct, frozen=True):
-    """Where the sender waits for the others, and the torch backend that it will speak."""
+# How a group is made: "torch", a torch.distributed group over a store, as SGLang makes its own;
+# "nccl", a bare NCCL communicator from a unique id, as vLLM makes its own.
+Wire = Literal["torch", "nccl"]
 
-    host: str
-    port: int
-    backend: str
+
+class Address(Struct, frozen=True):
+    """Where the sender waits for the others: a store's host and port and the torch backend that the
+    group will have, or NCCL's unique id (128 bytes as base64)."""
+
+    host: str = ""
+    port: int = 0
+    backend: str = "nccl"
+    unique_id: str = ""
 
 
 class Group(Struct, frozen=True):
     """Who takes part. The sender has rank 0. `name` is never used twice; `timeout_s` is the
-    deadline of joining, and of one collective call."""
+    deadline of joining, and of one bucket."""
 
     name: str
     address: Address
@@ -43,8 +50,9 @@ class Group(Struct, frozen=True):
 
 
 class Bucket(Struct, frozen=True):
-    """Tensors that are broadcast one after the other: names as in a Hugging Face directory,
-    dtypes as torch names them (float32), shapes."""
+    """Tensors that are broadcast as one, in this order: names as in a Hugging Face directory,
+    dtypes as torch names them (float32), shapes. All have one dtype, so that each begins where
+    its numbers may stand."""
 
     names: list[str]
     dtypes: list[str]
@@ -52,7 +60,7 @@ class Bucket(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True):
-    """All that one update sends, in this order; a bucket is in memory as a whole."""
+    """All that one update sends, in this order."""
 
     buckets: list[Bucket]
 
@@ -65,7 +73,7 @@ class Sender(Protocol):
         """What `send` will send."""
         ...
 
-    async def open(self) -> Address:
+    async def open(self, kind: Wire) -> Address:
         """Open a place to meet at; leaves the group that there was."""
         ...
 
@@ -93,6 +101,11 @@ class Sender(Protocol):
 
 class Receiver(Protocol):
     """One server's side. Errors are those of Server.load_weights."""
+
+    @property
+    def wire(self) -> Wire:
+        """How its group is made."""
+        ...
 
     async def num_ranks(self) -> int:
         """How many ranks it takes in a group: its workers."""

@@ -359,7 +359,14 @@ def make_publisher(
         return DirectoryPublisher(engine, learner, folder, colocation)
     assert isinstance(config.engine, PooledEngineConfig)
     assert isinstance(engine, EnginePool)
-    sender = LearnerSender(learner, folder, config.engine.pool.broadcast_timeout_s)
+    pool = config.engine.pool
+    sender = LearnerSender(
+        learner,
+        folder,
+        pool.broadcast_timeout_s,
+        pool.broadcast_port,
+        pool.broadcast_interface,
+    )
     return BroadcastPublisher(engine, sender)
 
 

@@ -22,7 +22,7 @@ VLLM_CPU_EXTENSION = "agentenv_vllm_cpu.WorkerExtension"  # packs a tied head ag
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MIN_BATCHED_TOKENS = 4096  # of one step of vLLM on the CPU
 SGLANG_CPU_PLATFORM = "plaincpu"
-PLUGIN = "agentenv/engines/vllm_plugin"  # takes weights by broadcast, in vLLM's environment
+PLUGIN = "tests/engines/vllm_support"  # takes broadcasts where there is no NCCL, beside vLLM
 _HAS_PLUGIN = (
     "import importlib.util, sys; "
     "sys.exit(importlib.util.find_spec('agentenv_vllm_broadcast') is None)"
@@ -30,7 +30,7 @@ _HAS_PLUGIN = (
 MAX_CPU_TOKENS = 65536  # of SGLang's cache on the CPU
 HOW_TO_MAKE = {
     "vllm": "make one with `sh .ci/engine-vllm` (CPU), or on a GPU host with "
-    f"`python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm ./{PLUGIN}`",
+    "`python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm`",
     "sglang": "make one with `sh .ci/engine-sglang` (CPU), or on a GPU host with "
     "`python3 -m venv .venv-sglang && .venv-sglang/bin/pip install sglang`",
 }
@@ -72,12 +72,13 @@ def find_python(engine: str, config: LaunchConfig, key: str) -> str:
 
 
 async def check_plugin(python: str, key: str) -> None:
-    """Raises ConfigError unless vLLM's environment has the package that takes broadcasts; vLLM
-    itself would end with an unknown backend, after loading the model."""
+    """Raises ConfigError unless vLLM's environment has the package that takes broadcasts on the
+    CPU; vLLM itself would end with an unknown backend, after loading the model."""
     process = await asyncio.create_subprocess_exec(python, "-c", _HAS_PLUGIN)
     if await process.wait():
         raise ConfigError(
-            f'{key}: engine.weights = "broadcast" needs the package of {PLUGIN} beside vLLM: '
+            f'{key}: engine.weights = "broadcast" on the CPU needs the package of {PLUGIN} beside '
+            "vLLM: "
             f"`{python} -m pip install ./{PLUGIN}`"
         )
 
@@ -130,7 +131,8 @@ def _vllm_arguments(served: Served, config: LaunchConfig, model: dict[str, Any])
         found += ["--enable-scale-out", "--max-logprobs", "-1", "--enable-prompt-tokens-details"]
         found += ["--logprobs-mode", "processed_logprobs"]
     if served.broadcast:
-        found += ["--weight-transfer-config", '{"backend": "agentenv"}']
+        backend = "agentenv_gloo" if served.on_cpu else "nccl"
+        found += ["--weight-transfer-config", f'{{"backend": "{backend}"}}']
     if served.lora_rank:
         # A second place, so that the next adapter is there before the last one is gone.
         found += ["--enable-lora", "--max-loras", "2"]

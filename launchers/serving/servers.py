@@ -236,7 +236,7 @@ class ServerFactory:
             lora_rank=lora_rank,
         )
         specs = self._specs(served, config, key)
-        if broadcast and engine == "vllm":
+        if broadcast and engine == "vllm" and self._on_cpu(config, key):
             await check_plugin(specs[0].command[0], key)
         started = [ServerProcess(spec, self._folder, self._say) for spec in specs]
         for process in started:

@@ -30,7 +30,7 @@ from tests.engines.world import World
 
 pytestmark = pytest.mark.timeout(600)
 
-BACKEND = ("--weight-transfer-config", '{"backend": "agentenv"}')
+BACKEND = ("--weight-transfer-config", '{"backend": "agentenv_gloo"}')
 TWO_RANKS = LearnerConfig(
     optimizer="adamw", zero_stage=3, num_ranks=2, learning_rate=0.02, lora=LoRAConfig(r=4)
 )

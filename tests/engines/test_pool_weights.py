@@ -10,6 +10,7 @@ import pytest
 
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.server import Request, ServerLostError
+from agentenv.engines.server_config import PoolConfig
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import Chunk, Completion, VersionSpan
 from tests.engines.faulty_server import EOS, FaultyServer, reciter
@@ -176,12 +177,16 @@ async def test_a_restart_behind_the_url_is_found_before_a_request_shows_it(b: Be
 
 
 @pytest.mark.parametrize("listens", [False, True])
-def test_tokens_of_foreign_weights_are_not_used(folder: Path, listens: bool) -> None:
+def test_tokens_of_foreign_weights_are_not_used(
+    folder: Path, listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Someone else loads weights into a server while a request runs there. Who was told of its
     tokens cannot be told of others in their place, and has to ask again."""
 
+    monkeypatch.setattr(PoolConfig, "poll_interval_s", 60.0)
+
     async def main() -> None:
-        async with bench(folder, 1, poll_interval_s=60) as b:
+        async with bench(folder, 1) as b:
             await b.load(1)
             (server,) = b.servers
             chunks: list[Chunk] = []

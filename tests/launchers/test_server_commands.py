@@ -86,8 +86,8 @@ async def test_vllm_takes_broadcasts_only_with_the_package_for_them(
         await factory.start(
             "vllm", config, tmp_path / "model", name="p", key="engine.servers", broadcast=True
         )
-    assert f"`{sys.executable} -m pip install ./agentenv/engines/vllm_plugin`" in str(told.value)
-    assert (ROOT / "agentenv/engines/vllm_plugin/pyproject.toml").is_file()
+    assert f"`{sys.executable} -m pip install ./tests/engines/vllm_support`" in str(told.value)
+    assert (ROOT / "tests/engines/vllm_support/pyproject.toml").is_file()
     assert factory.processes == []
 
 

@@ -23,8 +23,7 @@ FEATURE = "broadcast"
 SETTLE_S = 30.0  # for servers to end a call after the sender has hung up
 
 HOW_TO_RECEIVE = (
-    "vLLM needs `pip install ./agentenv/engines/vllm_plugin` in its environment and "
-    '--weight-transfer-config \'{"backend": "agentenv"}\', SGLang needs 0.5.23 or newer'
+    'vLLM needs --weight-transfer-config \'{"backend": "nccl"}\', SGLang needs 0.5.23 or newer'
 )
 
 
@@ -71,7 +70,10 @@ class Broadcast:
         for member in members:
             places.append(world_size)
             world_size += await member.receiver().num_ranks()
-        address = await sender.open()
+        wires = {member.receiver().wire for member in members}
+        if len(wires) > 1:
+            raise EngineError("the servers cannot be in one group: their backends differ")
+        address = await sender.open(wires.pop())
         group = Group(f"agentenv-{secrets.token_hex(8)}", address, world_size, self._timeout_s)
         self._group, self._joined = group, wanted
         joins = [

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from agentenv_vllm_broadcast import repack_tied_head  # type: ignore[import-not-found]
+
 
 class WorkerExtension:
     """Mixed into vLLM's worker; its methods are called through /collective_rpc."""
@@ -18,11 +20,4 @@ class WorkerExtension:
         packs each layer that was loaded; a tied head is not loaded, it shares the embeddings.
         """
         self.reload_weights(weights_path=weights_path)
-        self.repack_tied_head()
-
-    def repack_tied_head(self: Any) -> None:
-        model = self.model_runner.get_model()
-        head = getattr(model, "lm_head", None)
-        embeddings = getattr(getattr(model, "model", None), "embed_tokens", None)
-        if head is not None and embeddings is not None and head.weight is embeddings.weight:
-            head.quant_method.process_weights_after_loading(head)
+        repack_tied_head(self.model_runner.get_model())
