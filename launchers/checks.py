@@ -3,7 +3,8 @@ and what to do.
 
 train, evaluate, sft, dpo and synthesize go through the same list, in its order, which finds
 mistakes early: first what the configuration alone tells, and a dry run looks no further; then
-files; then the model; then the parts, for which the servers of roles are started.
+files; then the model; then the parts, for which the servers of roles are started. What learner and
+engine find as they start is at the end of the list, for those who want to know before a run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from launchers.rundir import check_writable
 from launchers.serving.roles import check_roles
 from launchers.supervised.config import DPORunConfig, SFTRunConfig
 
-Needs = Literal["configuration", "files", "model", "parts"]
+Needs = Literal["configuration", "files", "model", "parts", "started"]
 TRAIN, EVALUATE = (TrainConfig,), (EvaluateConfig,)
 ASKING = (TrainConfig, EvaluateConfig)
 SUPERVISED = (SFTRunConfig, DPORunConfig)
@@ -66,16 +67,16 @@ async def findings(assembly: Assembly[Any], last: Needs = "parts") -> AsyncItera
     """Every check of the command up to those that need `last`, whether or not others have passed.
     A part that cannot be built is an error of each check that needs the part."""
     stages = get_args(Needs)
+    wanted = stages[: stages.index(last) + 1]
     for check in CHECKS:
-        if isinstance(assembly.config, check.of) and stages.index(check.needs) <= stages.index(
-            last
-        ):
-            try:
-                await check.look(assembly)
-            except AgentEnvError as error:
-                yield Finding(check.name, error)
-            else:
-                yield Finding(check.name)
+        if check.needs not in wanted or not isinstance(assembly.config, check.of):
+            continue
+        try:
+            await check.look(assembly)
+        except AgentEnvError as error:
+            yield Finding(check.name, error)
+        else:
+            yield Finding(check.name)
 
 
 async def refuse(assembly: Assembly[Any], last: Needs = "parts") -> None:
@@ -289,6 +290,19 @@ async def sequence_lengths(assembly: Any) -> None:
         )
 
 
+# What starts.
+
+
+async def learner(assembly: Any) -> None:
+    """The ranks start and load the model."""
+    await assembly.learner()
+
+
+async def engine(assembly: Any) -> None:
+    """The engine starts and serves the model."""
+    await assembly.engine()
+
+
 CHECKS: tuple[Check, ...] = (
     Check("sizes divide", "configuration", TRAIN, sizes),
     Check("cold start and renderer", "configuration", TRAIN, demonstrations),
@@ -311,4 +325,6 @@ CHECKS: tuple[Check, ...] = (
     Check("helpers and tools", "parts", EVALUATE, helper_tools),
     Check("demonstrations", "parts", TRAIN, demonstration_rows),
     Check("number of updates", "parts", TRAIN, num_updates),
+    Check("learner", "started", RUNS, learner),
+    Check("engine", "started", ASKING, engine),
 )

@@ -28,7 +28,8 @@ async def test_a_run_that_can_start_passes_each_check_of_training(
     warehouse: Path, tmp_path: Path
 ) -> None:
     results = await found(warehouse, tmp_path)
-    assert [*results] == [check.name for check in CHECKS if TrainConfig in check.of]
+    before = [check for check in CHECKS if check.needs != "started"]
+    assert [*results] == [check.name for check in before if TrainConfig in check.of]
     assert [one.name for one in results.values() if one.error is not None] == []
 
 
