@@ -25,11 +25,10 @@ from agentenv.tree import Trajectory, TrajectoryTree
 from agentenv.types import Chunk, Completion, Info, Message, SamplingParams, Task
 from launchers.checks import refuse
 from launchers.evaluation.config import EvaluateConfig, merged, resolve_sets, settings
-from launchers.evaluation.parts import EvaluationAssembly
 from launchers.evaluation.report import write_report
 from launchers.evaluation.run import run_evaluation
 from launchers.evaluation.store import Saved, identity
-from launchers.evaluation.subject import Subject, find_subject, weights_digest
+from launchers.evaluation.subject import EvaluationAssembly, Subject, find_subject, weights_digest
 from launchers.help import add_key_help
 from launchers.planning.dry_run import add_dry_run, check_arguments, dry_run
 from launchers.terminal import (

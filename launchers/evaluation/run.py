@@ -22,9 +22,8 @@ from envs.grading.verdict import final_answer
 from launchers.assembly import Questions
 from launchers.checks import refuse
 from launchers.evaluation.config import EvaluateConfig
-from launchers.evaluation.parts import EvaluationAssembly
 from launchers.evaluation.store import FAILED, EvalRow, Saved, Store, Wanted
-from launchers.evaluation.subject import Subject, weights_digest
+from launchers.evaluation.subject import EvaluationAssembly, Subject, weights_digest
 from launchers.terminal import View
 
 # What a person sees while an evaluation goes on; nothing where there is no terminal.

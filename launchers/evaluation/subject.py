@@ -1,19 +1,42 @@
-"""Who is evaluated: a run, a checkpoint, a model directory, or an endpoint that somebody runs."""
+"""Who is evaluated: a run, a checkpoint, a model directory, or an endpoint that somebody runs; and
+the parts of asking that subject sets of questions.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Collection, Sequence
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
+from msgspec.structs import replace
 
+from agentenv.actor import Actor
+from agentenv.assist import Assist, assist_actor
 from agentenv.config import Tree
 from agentenv.data.rows import RowsConfig
+from agentenv.engine import Engine, EngineStart
+from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces
+from agentenv.engines.openai import OpenAIConfig, TokensEngine
 from agentenv.errors import ConfigError, DataError
+from agentenv.native import NativeConfig
+from agentenv.prompt import PromptConfig
+from agentenv.renderer import Renderer
+from agentenv.types import Task
+from launchers.assembly import AskingAssembly, Questions, SetConfig, once
 from launchers.config import TABLES
+from launchers.data import Say, load_set, said
+from launchers.evaluation.benchmarks import load_benchmark
+from launchers.evaluation.config import EvaluateConfig, QuestionSet, settings
 from launchers.rundir import CONFIG_FILE, find_checkpoint
+from launchers.serving.roles import fill_roles
 
 SAMPLE_BYTES = 1 << 20  # of both ends of a file of weights; training changes all of them
 
@@ -98,3 +121,205 @@ def weights_digest(model: Path) -> str:
     except OSError as error:
         raise DataError(f"{model}: cannot be read: {error}") from error
     return digest.hexdigest()[:16]
+
+
+class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
+    """Builds the parts of one evaluation of `subject`. The tasks are `given`, or read from the
+    files of the sets. Where the subject is an endpoint of chat messages there is no model."""
+
+    def __init__(
+        self,
+        config: EvaluateConfig,
+        subject: Subject,
+        stack: AsyncExitStack,
+        say: Say,
+        given: Mapping[str, Sequence[Task]] | None = None,
+    ) -> None:
+        logs = Path(tempfile.mkdtemp(prefix="agentenv-evaluate-"))
+        stack.push(partial(_remove_unless_failed, logs))
+        super().__init__(
+            config,
+            subject.run,
+            stack,
+            say,
+            sets={name: _set(name, one) for name, one in config.sets.items()},
+            roles=config.roles,
+            is_whole=False,
+            logs=logs,
+        )
+        self.subject = subject
+        self.has_weights = config.engine.has_weights
+        self._given = given or {}
+        self._pieces = Pieces()
+
+    @once
+    async def model(self) -> Path | None:
+        """The directory of model, or at least tokenizer."""
+        engine = self.config.engine
+        if not isinstance(engine, OpenAIConfig):
+            if self.subject.model is None:
+                raise ConfigError("engine.name: the engine of a URL is 'openai'")
+            return self.subject.model
+        if self.subject.model is not None:
+            raise ConfigError("engine.name = 'openai': give the endpoint's URL as what to evaluate")
+        return Path(engine.tokenizer) if engine.tokenizer else None
+
+    @once
+    async def endpoint(self) -> ChatEngine | TokensEngine | None:
+        """The endpoint that is evaluated, which has answered once; None: we serve the model."""
+        engine = self.config.engine
+        if not isinstance(engine, OpenAIConfig):
+            return None
+        native = isinstance(self.config.renderer, NativeConfig)
+        endpoint: ChatEngine | TokensEngine = TokensEngine(engine)
+        if await self.model() is None:
+            endpoint = ChatEngine(engine, self._pieces, native=native)
+        self.stack.push_async_callback(endpoint.close)
+        await endpoint.start()
+        return endpoint
+
+    async def contexts(self) -> Sequence[int]:
+        endpoint = await self.endpoint()
+        if endpoint is not None:
+            length = endpoint.endpoint.max_model_len
+            return [length] if length else []
+        model = await self.model()
+        assert model is not None
+        return [self.config.engine.max_context(model)]
+
+    async def renderer(self, prompt: PromptConfig) -> Renderer:
+        if await self.model() is not None:
+            return await super().renderer(prompt)
+        if not prompt.apply_chat_template or prompt.chat_template_kwargs:
+            raise ConfigError(
+                "prompt: an endpoint of chat messages applies its own template; leave out "
+                "apply_chat_template and chat_template_kwargs (engine.extra_body = "
+                "{chat_template_kwargs = ...} reaches vLLM and SGLang), or give --tokenizer"
+            )
+        native = isinstance(self.config.renderer, NativeConfig)
+        return ChatRenderer(self._pieces, native=native)
+
+    async def read_rows(self, one: SetConfig) -> Sequence[Task]:
+        name, rows = one.key.removeprefix("sets."), cast(QuestionSet, one.rows)
+        if name in self._given:
+            return self._given[name]
+        env_id, say = one.env.id, said(self.say, one.key)
+        if rows.benchmark:
+            paths = [
+                self.resolve(path)
+                for path in ([rows.path] if isinstance(rows.path, str) else rows.path)
+                if path  # without any, load_benchmark says where to get it
+            ]
+            tasks = await asyncio.to_thread(
+                load_benchmark, rows.benchmark, paths, rows.max_tasks, env_id=env_id, rows=rows,
+                say=say,
+            )  # fmt: skip
+        else:
+            tasks = await load_set(
+                rows.path, env_id, rows, self.resolve, self.say, one.key, rows.max_tasks or 0
+            )
+        return with_own_names(tasks, say)
+
+    @once
+    async def helpers(self) -> Assist | None:
+        """The helpers of [assist], where the environments of all sets are such that they can
+        help. Raises ConfigError where an env cannot go back, or none has the tool that the
+        debugger is for."""
+        config = fill_roles(self.config, await self.urls()).assist
+        if config is None:
+            return None
+        assist = Assist(config)
+        self.stack.push_async_callback(assist.close)
+        await assist.start()
+        fits = False
+        for name, one in (await self.questions()).items():
+            env = one.make_env(one.tasks[0])
+            fits |= assist.fits(env)
+            mode = env.fork_mode
+            await env.close()
+            if config.backtracer is not None and mode == "none":
+                raise ConfigError(
+                    f"assist.backtracer: the environment of sets.{name} cannot be forked, so no "
+                    "turn can be taken again; take the table out"
+                )
+        if config.debugger is not None and not fits:
+            raise ConfigError(
+                f"assist.debugger: no set's environment has a tool {config.debugger.tool!r}; name "
+                "the one that runs code with assist.debugger.tool, or take the table out"
+            )
+        return assist
+
+    @once
+    async def engine(self) -> Engine:
+        """Started; weights are loaded where they are ours."""
+        endpoint = await self.endpoint()
+        if endpoint is not None:
+            return endpoint
+        model = await self.model()
+        assert model is not None
+        limits = max(
+            (one.limits for one in self.sets.values()),
+            key=lambda limits: limits.max_prompt_tokens + limits.max_response_tokens,
+        )
+        return await self.config.engine.start(
+            EngineStart(
+                model=model,
+                tokenizer=await self.tokenizer(),
+                policy_version=0,
+                limits=limits,
+                stack=self.stack,
+                servers=self.servers,
+                seed=self.config.seed,
+            )
+        )
+
+    async def actor(self, name: str, engine: Engine) -> Actor:
+        """The actor of a set. Its seed does not depend on what else is asked."""
+        questions: Questions = (await self.questions())[name]
+        own, assist = questions.config, await self.helpers()
+        sampling, seed = own.sampling.params(), f"{self.seed(name)}/eval/{name}"
+        actor = Actor(engine, questions.renderer, questions.make_env, own.limits, sampling, seed)
+        if assist is not None:
+            assist_actor(actor, assist)
+        return actor
+
+    def seed(self, name: str) -> int:
+        """The seed of sampling of a set."""
+        own = self.sets[name].sampling.seed
+        return self.config.seed if own is None else own
+
+
+def _set(name: str, one: QuestionSet) -> SetConfig:
+    own = settings(one)
+    return SetConfig(
+        f"sets.{name}",
+        one,
+        own.env,
+        own.prompt,
+        own.limits,
+        own.sampling,
+        one.num_samples or 1,
+        one.python,
+        one.search,
+        one.grader,
+    )
+
+
+def with_own_names(tasks: Sequence[Task], say: Say) -> list[Task]:
+    """The tasks; a name that returns gets a number, since rows are kept by name."""
+    seen: Counter[str] = Counter()
+    named = []
+    for task in tasks:
+        seen[task.id] += 1
+        again = seen[task.id] > 1
+        named.append(replace(task, id=f"{task.id}#{seen[task.id]}") if again else task)
+    twice = sum(count - 1 for count in seen.values())
+    if twice:
+        say(f"{twice} questions have the name of an earlier one; they are told apart by a number")
+    return named
+
+
+def _remove_unless_failed(logs: Path, failed: type[BaseException] | None, *_: object) -> None:
+    """The servers' logs stay when they may say why."""
+    if failed is None:
+        shutil.rmtree(logs, ignore_errors=True)

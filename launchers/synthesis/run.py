@@ -17,10 +17,9 @@ from launchers.assembly import Questions
 from launchers.checks import refuse
 from launchers.data import try_env
 from launchers.evaluation.command import add_arguments, given_keys
-from launchers.evaluation.parts import EvaluationAssembly
 from launchers.evaluation.run import saved_of
 from launchers.evaluation.store import Store
-from launchers.evaluation.subject import Subject, find_subject
+from launchers.evaluation.subject import EvaluationAssembly, Subject, find_subject
 from launchers.planning.dry_run import check_arguments, dry_run
 from launchers.synthesis.config import Plan, SynthesisConfig, make_plan, set_name
 from launchers.synthesis.output import (

@@ -31,10 +31,9 @@ from agentenv.engine import Engine
 from agentenv.evaluate import Answer, Question, ask
 from agentenv.types import Completion, SamplingParams
 from launchers.evaluation.config import resolve_sets
-from launchers.evaluation.parts import EvaluationAssembly
 from launchers.evaluation.run import row_of
 from launchers.evaluation.store import Saved, Store
-from launchers.evaluation.subject import find_subject
+from launchers.evaluation.subject import EvaluationAssembly, find_subject
 from tests.bench.deeper_model import deepened
 
 NUM_QUESTIONS = 500
