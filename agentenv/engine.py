@@ -69,7 +69,8 @@ class SleepingEngine(Engine, Protocol):
 
     @property
     def outage_s(self) -> float:
-        """Seconds so far in which it could not sample, asleep or gone; see agentenv/deadline.py."""
+        """Seconds so far in which the engine could not sample, asleep or gone. They count for no
+        deadline of a rollout (agentenv/deadline.py)."""
         ...
 
     async def sleep(self) -> None:

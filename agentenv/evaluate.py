@@ -89,7 +89,7 @@ async def _answer(question: Question) -> Answer:
 
 
 def _joined(index: int, parts: Sequence[TrajectoryTree]) -> TrajectoryTree:
-    """One tree of trees that have the prompt in common."""
+    """The trajectories of `parts`, which have the prompt in common, as one tree."""
     whole = parts[0]
     whole.index = index
     for part in parts[1:]:

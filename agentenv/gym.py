@@ -66,7 +66,7 @@ class LoopThread:
 
     @classmethod
     def acquire(cls) -> LoopThread:
-        """The running loop, or a new one."""
+        """The loop that runs, or a new one, with one user more."""
         with cls._lock:
             if cls._current is None:
                 cls._current = cls()
@@ -316,7 +316,7 @@ _PROTOCOLS = {
 
 
 def _without_times(info: Info) -> Info:
-    """Equal episodes give equal infos."""
+    """The info without durations, so that equal episodes give equal infos."""
     records = info.get("tool_calls")
     if not isinstance(records, list):
         return info
@@ -439,7 +439,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
         return await self._within(started())
 
     async def _within(self, step: Coroutine[Any, Any, Step]) -> Step:
-        """The step, or one that says what went wrong."""
+        """What the step gives, or a truncated end that says what went wrong."""
         async with self._places:
             try:
                 late = AgentEnvError(f"no answer within {self._timeout_s:g} s")

@@ -100,7 +100,7 @@ def _kind_metrics(trees: Sequence[TrajectoryTree]) -> Metrics:
 
 
 def num_tool_calls(tree: TrajectoryTree) -> int:
-    """Calls that were really made for this tree; one on a shared prefix counts once."""
+    """Calls that were really made for this tree; a call on a shared prefix counts once."""
     return sum(len(node.info.get("tool_calls", ())) for node in tree.nodes)
 
 
@@ -131,7 +131,8 @@ class Ledger(Struct):
     failed: dict[str, int] = field(default_factory=dict)  # by kind: the group stayed too short
 
     def check(self, in_flight: int) -> None:
-        """`in_flight`: trees counted where they are, in the queue or in the learner's hands."""
+        """Raise AssertionError if a tree was lost. `in_flight` counts the trees where they are, in
+        the queue or in the learner's hands."""
         accounted = self.trained + self.filtered + sum(self.failed.values()) + in_flight
         assert self.offered == accounted, f"trees were lost: {self}, {in_flight} in flight"
 

@@ -41,7 +41,7 @@ Parser = Callable[[str, Sequence[dict[str, Any]]], tuple[ToolCall, ...]]
 
 
 def hermes_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
-    """The calls behind the thoughts of a turn."""
+    """The calls in the <tool_call> tags behind the thoughts of a turn."""
     calls = []
     for body, closing in _HERMES.findall(after_thoughts(text)):
         if closing:
@@ -52,7 +52,7 @@ def hermes_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, 
 
 
 def llama_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
-    """The one call that a turn may be."""
+    """The one call that a turn is behind its thoughts, or none."""
     body = after_thoughts(text).strip()
     tagged = body.startswith(PYTHON_TAG)
     body = body.removeprefix(PYTHON_TAG).strip()
@@ -121,8 +121,8 @@ class NativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class NativeRenderer:
     """Renders by the chat template. A ConfigError says why a template cannot be used.
 
-    `eos_ids` are all tokens that end a turn. `drops_thoughts` says that the template itself would
-    leave out earlier thoughts, which stay here.
+    `eos_ids` are all tokens that end a turn. Earlier thoughts stay, also where the template itself
+    would leave them out.
     """
 
     def __init__(
@@ -145,7 +145,6 @@ class NativeRenderer:
             raise ConfigError("renderer.name = 'native': the tokenizer has no chat template")
         self._parser = _PARSERS[self._style()]
         self._frames: dict[Kinds, tuple[list[str], bool]] = {}
-        self.drops_thoughts = False
         self._check_appends()
         self._frames_of((("tool", "sample_tool"),))
 
@@ -162,7 +161,7 @@ class NativeRenderer:
         return self.codec.single_bos(self.codec.encode(text))
 
     def stop(self, tools: ToolSchemas) -> tuple[str, ...]:
-        """None: a turn ends with an end-of-sequence token."""
+        """No strings: a turn ends with an end-of-sequence token."""
         return ()
 
     def parse(
@@ -250,9 +249,6 @@ class NativeRenderer:
             longer = self._try(chat)
             self._must_start(longer, shorter, f"turn {number} and its tool result")
             shorter = longer
-        chat[1]["content"] = "<think>\nqThoughtq\n</think>\n\nqTurn1q"
-        chat += [{"role": "assistant", "content": "qEndq"}, {"role": "user", "content": "qMoreq"}]
-        self.drops_thoughts = "qThoughtq" not in self._try(chat)
 
     def _must_start(self, longer: str, shorter: str, what: str) -> None:
         if longer.startswith(shorter):
@@ -314,5 +310,5 @@ class NativeRenderer:
 
 
 def _marked(tools: ToolSchemas) -> list[str]:
-    """Names of tags that a text of others must not hold."""
+    """Names of tags that a text which is not ours must not hold."""
     return ["tool_call", "tool_response", "tools", *(str(tool["name"]) for tool in tools)]

@@ -57,8 +57,8 @@ class Instruction(Struct, frozen=True):
     override_row: bool = False
 
     def apply(self, messages: Sequence[Message], task: Task) -> list[Message]:
-        """The prompt of an env with the system prompt that counts: that of the row, else this
-        one, else the env's own."""
+        """The prompt of an env with the system prompt that counts: that of the row, else that of
+        the configuration, else the env's own."""
         row = task.metadata.get(SYSTEM_KEY)
         from_row = isinstance(row, str) and bool(row) and not (self.override_row and self.text)
         others = [message for message in messages if message.role != "system"]

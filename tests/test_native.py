@@ -170,12 +170,6 @@ def test_a_thought_that_the_prompt_opened_counts(
     assert chosen.parse(turn(chosen, said), TOOLS, later).content == said
 
 
-def test_thoughts_that_a_template_drops_stay_in_the_tokens() -> None:
-    assert not renderer("Qwen2.5").drops_thoughts
-    assert renderer("QwQ").drops_thoughts
-    assert renderer("Qwen3").drops_thoughts
-
-
 def test_template_arguments_reach_the_template() -> None:
     closed = "<think>\n\n</think>\n\n"
     with_thoughts, without = renderer("Qwen3"), renderer("Qwen3", enable_thinking=False)

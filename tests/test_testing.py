@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from agentenv.env import EnvWrapper, StepResult
 from agentenv.testing import check_tool_env
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import argument_schema, tool
@@ -30,6 +31,26 @@ class ShoutingEnv(ToolEnv):
 async def test_an_env_of_ones_own_is_tiny_and_conforms() -> None:
     actions = [call("shout", text="hi"), call(), call("shout"), call("no"), call(), ANSWER]
     await check_tool_env(ShoutingEnv, TASK, actions)
+
+
+class Echoing(EnvWrapper):
+    """Repeats every answer of the env inside."""
+
+    async def step(self, action: Message) -> StepResult:
+        messages, *rest = await super().step(action)
+        return ([*messages, *messages], *rest)  # type: ignore[return-value]
+
+
+async def test_a_wrapped_env_conforms_and_its_forks_are_wrapped_too() -> None:
+    await check_tool_env(lambda task: Echoing(ShoutingEnv(task)), TASK, [call(), call(), ANSWER])
+    env = Echoing(ShoutingEnv(TASK))
+    await env.reset(seed=1)
+    fork = await env.fork()
+    for one in (env, fork):
+        messages, *_ = await one.step(call("shout", text="hi"))
+        assert [message.content for message in messages] == ["HI", "HI"]
+        await one.close()
+    assert fork.env is not env.env
 
 
 class TallyEnv(ShoutingEnv):
