@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
+from agentenv.deadline import uncancelled
 from agentenv.model_files import read_eos_ids
 from agentenv.prompt import load_instruction
 from agentenv.renderer import Renderer
@@ -264,12 +265,10 @@ class SupervisedTraining:
         self.view.begin(self.objective.name, self.num_steps, self.state.step)
         try:
             while self.state.step < self.num_steps:
-                work = asyncio.ensure_future(self._step())
                 try:
-                    await asyncio.shield(work)
+                    await uncancelled(self._step())
                 except asyncio.CancelledError:
-                    await asyncio.wait({work})
-                    await self._save()
+                    await uncancelled(self._save())
                     raise
         finally:
             self.view.end()
