@@ -26,7 +26,7 @@ What an environment of your own needs can be imported from here; the rest lives 
     config     TOML files to structs
 """
 
-from agentenv.env import Env, envs, make, register, shared
+from agentenv.env import Env, EnvWrapper, envs, make, register, shared
 from agentenv.errors import (
     AgentEnvError,
     ConfigError,
@@ -50,6 +50,7 @@ __all__ = [
     "EngineError",
     "Env",
     "EnvError",
+    "EnvWrapper",
     "Grade",
     "Grader",
     "GraderError",

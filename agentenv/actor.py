@@ -125,10 +125,10 @@ class Rollout:
             self.tree.num_roots += 1
             self._start(branch, partial(self._open_root, branch))
 
-    def _start(self, branch: Branch, opening: Opening) -> asyncio.Task[None]:
+    def _start(self, branch: Branch, opening: Opening) -> None:
         self.tree.num_started += 1
         self.tree.num_live += 1
-        return self._group.create_task(self._grow(branch, opening))
+        self._group.create_task(self._grow(branch, opening))
 
     async def _open_root(self, branch: Branch) -> None:
         branch.env = self.actor.make_env(self.tree.task)
@@ -166,17 +166,18 @@ class Rollout:
         holding = []
         for number in range(1, count + 1):
             sibling = origin.sibling(f"{origin.name}.{origin.num_turns}+{number}")
-            held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            growing = self._start(sibling, partial(self._open_fork, sibling, branch, held))
-            growing.add_done_callback(partial(_settle, held))
+            held = asyncio.Event()  # also set when the sibling failed to get its env
+            self._start(sibling, partial(self._open_fork, sibling, branch, held))
             holding.append(held)
-        if holding:
-            await asyncio.wait(holding)
+        for held in holding:
+            await held.wait()
 
-    async def _open_fork(self, branch: Branch, parent: Branch, held: asyncio.Future[None]) -> None:
+    async def _open_fork(self, branch: Branch, parent: Branch, held: asyncio.Event) -> None:
         assert parent.env is not None
-        branch.env = await self.actor.envs.fork(parent.env)
-        _settle(held)
+        try:
+            branch.env = await self.actor.envs.fork(parent.env)
+        finally:
+            held.set()
 
     # one branch from opening to end
 
@@ -311,11 +312,6 @@ class Rollout:
     def _key(self, branch: Branch, use: str) -> str:
         place = (self.tree.index, self.tree.task.id, branch.name, branch.num_turns)
         return "/".join(map(str, (self.actor.seed, *place, use)))
-
-
-def _settle(future: asyncio.Future[None], _: object = None) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 class Actor:

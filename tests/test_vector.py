@@ -56,8 +56,11 @@ def test_it_is_a_gymnasium_vector_env() -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_what_it_gives_is_what_gymnasiums_own_vector_envs_give(mode: str) -> None:
-    """The same episodes for one seed, through an end and the reset that follows it."""
-    ours, theirs = make(2), make(2, vectorization_mode=mode)
+    """The same episodes for one seed, through an end and the reset that follows it; also of
+    processes forked while the event loop of others runs in a thread of this one."""
+    ours = make(2)
+    ours.reset()
+    theirs = make(2, vectorization_mode=mode)
     for seed in (5, [1, None]):
         (shown, infos), (expected, expected_infos) = ours.reset(seed=seed), theirs.reset(seed=seed)
         if seed == 5:
