@@ -15,9 +15,11 @@ Activations: what the forward pass keeps of a token of a micro-batch, see `kept_
 from __future__ import annotations
 
 import re
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
@@ -95,37 +97,11 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         return 2 * self.layers * self.kv_heads * self.head_dim * bytes_each
 
 
-def _qwen2(
-    hidden: int, layers: int, heads: int, kv: int, f: int, vocabulary: int, context: int = 32768
-) -> ModelShape:
-    return ModelShape(
-        hidden=hidden, layers=layers, heads=heads, kv_heads=kv, head_dim=128, intermediate=f,
-        vocabulary=vocabulary, context=context, qkv_bias=True, tied=hidden == 2048,
-    )  # fmt: skip
-
-
-def _qwen3(hidden: int, layers: int, heads: int, f: int) -> ModelShape:
-    return ModelShape(
-        hidden=hidden, layers=layers, heads=heads, kv_heads=8, head_dim=128, intermediate=f,
-        vocabulary=151936, context=40960, qk_norm=True,
-    )  # fmt: skip
-
-
-# By public name; a name that contains one of these has its shape.
-KNOWN: dict[str, ModelShape] = {
-    "Qwen2.5-3B": _qwen2(2048, 36, 16, 2, 11008, 151936),
-    "Qwen2.5-7B": _qwen2(3584, 28, 28, 4, 18944, 152064),
-    "Qwen2.5-14B": _qwen2(5120, 48, 40, 8, 13824, 152064),
-    "Qwen2.5-32B": _qwen2(5120, 64, 40, 8, 27648, 152064),
-    "QwQ-32B": _qwen2(5120, 64, 40, 8, 27648, 152064, 40960),
-    "Qwen2.5-72B": _qwen2(8192, 80, 64, 8, 29568, 152064),
-    "Qwen3-8B": _qwen3(4096, 36, 32, 12288),
-    "Qwen3-14B": _qwen3(5120, 40, 40, 17408),
-    "Llama-3.1-8B": ModelShape(
-        hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14336,
-        vocabulary=128256, context=131072,
-    ),
-}  # fmt: skip
+# By public name; a path that contains one of these names has its shape.
+KNOWN = msgspec.toml.decode(
+    (resources.files("launchers.planning") / "model_shapes.toml").read_bytes(),
+    type=dict[str, ModelShape],
+)
 
 
 def find_shape(path: Path, quantization: str = "") -> ModelShape | None:
