@@ -6,26 +6,27 @@ import argparse
 import asyncio
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE
 from rich.table import Table
 
 from agentenv.config import RUN, paths_of, resolver
-from agentenv.engines.server_config import LaunchConfig
+from agentenv.engine import EngineConfig
+from agentenv.engines.server_config import LaunchConfig, RoleConfig
 from agentenv.errors import ConfigError
 from envs.search.providers import PROVIDERS, WebConfig
 from envs.search.service import SearchConfig
 from launchers.assembly import Assembly
 from launchers.checks import refuse
 from launchers.config import TrainConfig
+from launchers.evaluation.config import EvaluateConfig
 from launchers.help import values_of
 from launchers.planning.memory import GIB
-from launchers.planning.plan import Machine, Plan, Process, make_plan
+from launchers.planning.plan import Machine, Plan, Process, AnyRun, make_plan, wanted_by
 from launchers.serving.gpus import visible_gpus
 from launchers.serving.server_commands import find_python
 from launchers.supervised.config import DPORunConfig, SFTRunConfig
@@ -36,10 +37,10 @@ from launchers.terminal import View
 Resolve = Callable[[str], Path]
 
 
-def missing_files(config: Any, resolve: Resolve) -> Iterator[str]:
+def missing_files(config: AnyRun, resolve: Resolve) -> Iterator[str]:
     """Lines "key = value", with what is wrong where that is not plain absence."""
-    made = bool(getattr(getattr(config, "run", None), "setup", ""))
-    registry = str(getattr(getattr(config, "data", None), "dataset_info", ""))
+    made = not isinstance(config, EvaluateConfig) and bool(config.run.setup)
+    registry = isinstance(config, SFTRunConfig | DPORunConfig) and config.data.dataset_info
     for key, path, _ in paths_of(config):
         if made and RUN in path:
             continue
@@ -47,8 +48,9 @@ def missing_files(config: Any, resolve: Resolve) -> Iterator[str]:
             continue  # names in the registry
         if not _is_there(resolve(path).expanduser()):
             yield f"{key} = {path}"
-    yield from _missing_keys(config)
-    yield from _missing_engines(config)
+    if isinstance(config, TrainConfig | EvaluateConfig):
+        yield from _missing_keys(config.search)
+        yield from _missing_engines(config.engine, config.roles)
 
 
 def _is_there(path: Path) -> bool:
@@ -57,20 +59,18 @@ def _is_there(path: Path) -> bool:
     return any(mark in path.name for mark in "*?[") and any(path.parent.glob(path.name))
 
 
-def _missing_keys(config: Any) -> Iterator[str]:
-    search = getattr(config, "search", None)
+def _missing_keys(search: SearchConfig | None) -> Iterator[str]:
     if isinstance(search, SearchConfig) and isinstance(search.backend, WebConfig):
         variable = PROVIDERS[search.backend.provider].key_variable
         if variable and not os.environ.get(variable):
             yield f"the environment variable {variable} ({search.backend.provider})"
 
 
-def _missing_engines(config: Any) -> Iterator[str]:
-    engine = getattr(config, "engine", None)
+def _missing_engines(engine: EngineConfig, roles: Mapping[str, RoleConfig]) -> Iterator[str]:
     wanted: list[tuple[str, LaunchConfig, str]] = []
-    if engine is not None and engine.launched is not None:
+    if engine.launched is not None:
         wanted.append((engine.kind, engine.launched, "engine.servers"))
-    for role_name, role in getattr(config, "roles", {}).items():
+    for role_name, role in roles.items():
         if not role.url:
             wanted.append((role.engine, role, f"roles.{role_name}"))
     for name, servers, key in wanted:
@@ -83,7 +83,7 @@ def _missing_engines(config: Any) -> Iterator[str]:
 # A dry run in print.
 
 
-def show_values(config: Any, view: View) -> None:
+def show_values(config: AnyRun, view: View) -> None:
     """What differs from the defaults first, then all the rest."""
     values = list(values_of(config))
     view.say("configuration, what is not the default:")
@@ -96,14 +96,14 @@ def show_values(config: Any, view: View) -> None:
             view.say(f"  {value.key} = {value.text}")
 
 
-def show_sizes(config: Any, view: View) -> None:
+def show_sizes(config: AnyRun, view: View) -> None:
     """What an update, a step or an evaluation takes."""
     view.say("\nsizes:")
     for line in _sizes(config):
         view.say(f"  {line}")
 
 
-def _sizes(config: Any) -> Iterator[str]:
+def _sizes(config: AnyRun) -> Iterator[str]:
     if isinstance(config, TrainConfig):
         groups, size = config.queue.groups_per_step, config.algorithm.group_size
         steps = groups // config.learner.groups_per_minibatch * config.learner.num_epochs_per_batch
@@ -122,7 +122,7 @@ def _sizes(config: Any) -> Iterator[str]:
             f"a step takes {loop.batch_size} rows x {loop.gradient_accumulation} = "
             f"{loop.rows_per_step} rows; {length}"
         )
-    for name, one in getattr(config, "sets", {}).items():
+    for name, one in config.sets.items() if isinstance(config, EvaluateConfig) else ():
         number = f"at most {one.max_tasks} questions" if one.max_tasks else "all questions"
         if one.max_tasks is None and one.benchmark:
             number = "the benchmark's number of questions"
@@ -226,7 +226,7 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
 
 
 def dry_run(
-    config: Any, arguments: argparse.Namespace, view: View, run: Path, model: str = ""
+    config: AnyRun, arguments: argparse.Namespace, view: View, run: Path, model: str = ""
 ) -> None:
     """Print everything about a run of `config` in the folder `run`, which need not be there.
 
@@ -237,7 +237,7 @@ def dry_run(
     resolve = resolver(run)
 
     asyncio.run(refuse(Assembly(config, run, AsyncExitStack(), view.say), "configuration"))
-    plan = make_plan(config, machine, resolve, model)
+    plan = make_plan(wanted_by(config, model), machine, resolve)
     plan.missing += missing_files(config, resolve)
     show_values(config, view)
     show_sizes(config, view)

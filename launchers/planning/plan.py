@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct, field
 
@@ -13,7 +12,8 @@ from agentenv.engine import EngineConfig, LocalModel
 from agentenv.engines.server_config import LaunchConfig, RoleConfig
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.types import Limits
-from launchers.config import divide
+from launchers.config import ResourcesConfig, TrainConfig, divide
+from launchers.evaluation.config import EvaluateConfig
 from launchers.planning.memory import (
     GIB,
     KNOWN,
@@ -31,6 +31,7 @@ from launchers.planning.memory import (
 )
 from launchers.rundir import find_checkpoint
 from launchers.serving.gpus import GpuPlan
+from launchers.supervised.config import DPORunConfig, SFTRunConfig
 from learners.learner import LearnerConfig
 
 # What a plan is made of: a machine, processes on it, and what does not fit.
@@ -129,74 +130,116 @@ NO_SHAPE = (
 )
 
 
-def make_plan(config: Any, machine: Machine, resolve: Resolve, model: str = "") -> Plan:
-    """The plan of a configuration with some of model, learner, engine, roles and resources.
+AnyRun = TrainConfig | SFTRunConfig | DPORunConfig | EvaluateConfig
 
-    `model`: the path of the policy where the configuration does not hold it. Raises ConfigError
-    for GPUs that are missing or claimed twice.
-    """
-    planner = _Planner(config, machine, resolve, model)
+
+class Wanted(Struct, frozen=True, kw_only=True):
+    """What a command asks of a machine. `path`: of the policy's model, "" where an endpoint has
+    it; `setup` makes that model if it is not here; `path_tokens`: most tokens of prompt and
+    response, 0 where nothing is rolled out; `row_tokens`: of a row that is learned from."""
+
+    path: str
+    setup: str = ""
+    path_tokens: int = 0
+    row_tokens: int = 0
+    learner: LearnerConfig | None = None
+    has_reference: bool = False
+    engine: EngineConfig | None = None
+    eval_engine: EngineConfig | None = None
+    resources: ResourcesConfig = ResourcesConfig()
+    roles: dict[str, RoleConfig] = field(default_factory=dict)
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """Of the largest micro-batch: the learner's budget, or one path where that is longer."""
+        budget = 0 if self.learner is None else self.learner.max_tokens_per_microbatch
+        return max(budget, self.path_tokens, self.row_tokens)
+
+
+def wanted_by(config: AnyRun, model: str = "") -> Wanted:
+    """What a configuration asks for; `model`: the path of the policy of an evaluation."""
+    if isinstance(config, TrainConfig):
+        return Wanted(
+            path=config.model.path,
+            setup=config.run.setup,
+            path_tokens=_longest([config.limits]),
+            learner=config.learner,
+            has_reference=config.algorithm.needs_reference,
+            engine=config.engine,
+            eval_engine=config.eval.engine,
+            resources=config.resources,
+            roles=config.roles,
+        )
+    if isinstance(config, EvaluateConfig):
+        own = [one.limits for one in config.sets.values() if one.limits is not None]
+        return Wanted(
+            path=model,
+            path_tokens=_longest([config.limits, *own]),
+            engine=config.engine,
+            roles=config.roles,
+        )
+    return Wanted(
+        path=config.model.path,
+        setup=config.run.setup,
+        row_tokens=config.data.max_length,
+        learner=config.learner,
+    )
+
+
+def _longest(limits: list[Limits]) -> int:
+    return max(one.max_prompt_tokens + one.max_response_tokens for one in limits)
+
+
+def make_plan(wanted: Wanted, machine: Machine, resolve: Resolve) -> Plan:
+    """The plan of what a configuration asks for. Raises ConfigError for GPUs that are missing or
+    claimed twice."""
+    planner = _Planner(wanted, machine, resolve)
     planner.add_all()
     check_memory(planner.plan)
     return planner.plan
 
 
-def largest_microbatch(config: Any) -> int:
-    """Tokens: the learner's budget, or one path where that is longer."""
-    budget = int(config.learner.max_tokens_per_microbatch)
-    has_rollouts = hasattr(config, "limits")
-    return max(budget, longest_path(config) if has_rollouts else int(config.data.max_length))
-
-
-def longest_path(config: Any) -> int:
-    """Most tokens of prompt and response, in the evaluation's sets with limits of their own too."""
-    own = [one.limits for one in getattr(config, "sets", {}).values() if one.limits is not None]
-    limits: list[Limits] = [config.limits, *own]
-    return max(one.max_prompt_tokens + one.max_response_tokens for one in limits)
-
-
 class _Planner:
-    def __init__(self, config: Any, machine: Machine, resolve: Resolve, model: str) -> None:
-        self.config = config
+    def __init__(self, wanted: Wanted, machine: Machine, resolve: Resolve) -> None:
+        self.wanted = wanted
         self.machine = machine
         self.resolve = resolve
-        self.path = model or getattr(getattr(config, "model", None), "path", "")
         self.plan = Plan(machine)
         self.gpus = GpuPlan([str(number) for number in range(machine.num_gpus)])
         self.place: Path | None = None  # of the policy's model, where it is here
-        self.shape = self._policy_shape() if self.path else None
-        self.learner: LearnerConfig | None = getattr(config, "learner", None)
-        self.engine: EngineConfig | None = getattr(config, "engine", None)
-        self.colocated = bool(getattr(getattr(config, "resources", None), "colocated", False))
+        self.shape = self._policy_shape() if wanted.path else None
+        self.engine = wanted.engine
+        self.colocated = wanted.resources.colocated
 
     def add_all(self) -> None:
         """In the order in which a run divides its GPUs."""
-        if self.path or hasattr(self.config, "limits"):
+        wanted = self.wanted
+        if wanted.path or wanted.path_tokens:
             self._add_controller()
         ranks: list[str] = []
-        if self.learner is not None:
-            if hasattr(self.config, "resources"):
-                resources = self.config.resources
-                assert self.engine is not None  # as everything that has both is a training run
-                self.engine, ranks = divide(resources, self.engine, self.learner, self.gpus)
-            self._add_learner(self.learner, ranks)
-        for name, role in getattr(self.config, "roles", {}).items():
+        if wanted.learner is not None:
+            if self.engine is not None:
+                self.engine, ranks = divide(
+                    wanted.resources, self.engine, wanted.learner, self.gpus
+                )
+            self._add_learner(wanted.learner, ranks)
+        for name, role in wanted.roles.items():
             self._add_role(name, role)
         self._add_engine()
 
     # models
 
     def _policy_shape(self) -> ModelShape | None:
-        place = self.resolve(self.path)
-        if RUN in self.path and self.config.run.setup and not place.is_dir():
-            made = f"made by {self.config.run.setup} at the start"
-            self.plan.missing.append(f"model.path = {self.path}: {made}")
+        place = self.resolve(self.wanted.path)
+        if RUN in self.wanted.path and self.wanted.setup and not place.is_dir():
+            made = f"made by {self.wanted.setup} at the start"
+            self.plan.missing.append(f"model.path = {self.wanted.path}: {made}")
             return None
         if place.is_dir():
             try:
                 place = find_checkpoint(place)
             except AgentEnvError as error:
-                self.plan.missing.append(f"model.path = {self.path}: {error}")
+                self.plan.missing.append(f"model.path = {self.wanted.path}: {error}")
                 return None
             self.place = place if (place / "config.json").is_file() else None
         return self._shape(place, "model.path")
@@ -216,8 +259,8 @@ class _Planner:
         host: dict[str, float] = {}
         engine = self.engine
         through_files = engine is not None and engine.new_weights == "directory"
-        if self.learner is not None and self.shape is not None and through_files:
-            copies = 2.0 * bytes_of(self.learner.dtype) * self.shape.num_params
+        if self.wanted.learner is not None and self.shape is not None and through_files:
+            copies = 2.0 * bytes_of(self.wanted.learner.dtype) * self.shape.num_params
             host["weights on their way (/dev/shm)"] = copies
         memory = Memory({}, host)
         self.plan.processes.append(
@@ -225,9 +268,7 @@ class _Planner:
         )
 
     def _add_learner(self, learner: LearnerConfig, ranks: list[str]) -> None:
-        algorithm = getattr(self.config, "algorithm", None)
-        reference = algorithm is not None and algorithm.needs_reference
-        tokens = largest_microbatch(self.config)
+        reference, tokens = self.wanted.has_reference, self.wanted.microbatch_tokens
         memory = Memory()
         if self.shape is not None:
             memory = learner_memory(self.shape, learner, tokens, has_reference=reference)
@@ -243,7 +284,9 @@ class _Planner:
             ranks = [str(number) for number in range(learner.num_ranks)]
         note = f"ZeRO {learner.zero_stage}, {learner.dtype}, {tokens} tokens at once"
         note += "; started elsewhere" if learner.launch == "external" else ""
-        process = Process("learner rank", learner.num_ranks, ranks, self.path, memory, note=note)
+        process = Process(
+            "learner rank", learner.num_ranks, ranks, self.wanted.path, memory, note=note
+        )
         serving = min(RESERVE_BYTES, memory.gpu_bytes) if self.colocated else memory.gpu_bytes
         self.plan.add(process, serving=serving, training=memory.gpu_bytes)
 
@@ -258,7 +301,7 @@ class _Planner:
         local, servers = engine.local_model, engine.launched
         if local is None and servers is None:
             return
-        needed = longest_path(self.config)
+        needed = self.wanted.path_tokens
         of_model = self.shape.context if self.shape is not None else 0
         context = min(filter(None, (engine.max_model_len, of_model)), default=0)
         if context and needed > context:
@@ -271,14 +314,20 @@ class _Planner:
         if servers is not None:
             room = context or needed
             self._add_server(
-                "policy server", "engine.servers", servers, self.shape, room, self.path, policy=True
+                "policy server",
+                "engine.servers",
+                servers,
+                self.shape,
+                room,
+                self.wanted.path,
+                policy=True,
             )
 
     def _check_contexts(self) -> None:
         """Whether the model, if it is here, holds what its engines are asked for."""
-        of_eval = getattr(getattr(self.config, "eval", None), "engine", None)
-        for key, engine in (("engine", self.engine), ("eval.engine", of_eval)):
-            if self.place is None or not isinstance(engine, EngineConfig):
+        engines = {"engine": self.engine, "eval.engine": self.wanted.eval_engine}
+        for key, engine in engines.items():
+            if self.place is None or engine is None or not engine.has_weights:
                 continue
             try:
                 engine.max_context(self.place, key)
@@ -293,7 +342,7 @@ class _Planner:
             memory = embedded_memory(self.shape, size, local.num_sequences, num_tokens)
         note = "in the controller; its cache grows as it is used"
         place = ["0"] if on_gpu else []
-        process = Process("embedded engine", 1, place, self.path, memory, note=note)
+        process = Process("embedded engine", 1, place, self.wanted.path, memory, note=note)
         cache = memory.gpu.get("engine cache", 0.0) if self.colocated else 0.0
         self.plan.add(process, serving=memory.gpu_bytes, training=memory.gpu_bytes - cache)
 

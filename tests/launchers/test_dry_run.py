@@ -12,7 +12,7 @@ from agentenv.config import load_config
 from launchers import sft, train
 from launchers.config import TrainConfig
 from launchers.help import values_of
-from launchers.planning.plan import Machine, make_plan
+from launchers.planning.plan import Machine, make_plan, wanted_by
 from launchers.quickstart import build_model
 from learners.learner import LearnerConfig
 from learners.lora import LoRAConfig
@@ -77,7 +77,7 @@ def test_one_gpu_for_learner_and_embedded_engine(tmp_path: Path) -> None:
     build_model(tmp_path / "model", seed=0)
     path = ROOT / "configs" / "quickstart.toml"
     config = load_config(TrainConfig, path, [f"model.path={tmp_path}/model"])
-    plan = make_plan(config, Machine(1, 80 * 2**30, 0.0, "one GPU"), Path)
+    plan = make_plan(wanted_by(config), Machine(1, 80 * 2**30, 0.0, "one GPU"), Path)
     _, learner, engine = plan.processes
     assert learner.gpus == engine.gpus == ["0"]
     both = learner.memory.gpu_bytes + engine.memory.gpu_bytes
