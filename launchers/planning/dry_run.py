@@ -26,7 +26,7 @@ from launchers.config import TrainConfig
 from launchers.evaluation.config import EvaluateConfig
 from launchers.help import values_of
 from launchers.planning.memory import GIB
-from launchers.planning.plan import Machine, Plan, Process, AnyRun, make_plan, wanted_by
+from launchers.planning.plan import AnyRun, Machine, Plan, Process, make_plan, wanted_by
 from launchers.serving.gpus import visible_gpus
 from launchers.serving.server_commands import find_python
 from launchers.supervised.config import DPORunConfig, SFTRunConfig
