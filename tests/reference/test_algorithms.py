@@ -17,7 +17,9 @@ from learners import losses
 from learners.aepo import AEPO
 from learners.arpo import ARPO
 from learners.baselines import GRPO
+from learners.learner import LearnerConfig
 from learners.losses import LossBatch
+from learners.messages import Init
 from reference.algorithms import ReleasedAEPO, ReleasedARPO, group_advantages, released
 from reference.rollout import ReleasedARPOPlan
 from tests.learners.flat import figures, grown, tree_form
@@ -185,3 +187,8 @@ def test_entropy_bonus_reaches_the_entropies_gradient() -> None:
     loss, _ = bonus.loss(batch(2, entropies.detach()), torch.zeros(2).double(), entropies)
     loss.backward()
     torch.testing.assert_close(entropies.grad, torch.full((2,), -0.05, dtype=torch.float64))
+
+
+def test_the_ranks_get_the_released_class() -> None:
+    sent = msgspec.msgpack.encode(Init.of(LearnerConfig(), COMPAT_AEPO, "model", seed=0))
+    assert msgspec.msgpack.decode(sent, type=Init).make_algorithm() == COMPAT_AEPO
