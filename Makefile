@@ -1,6 +1,7 @@
 # Two commands do everything, on a bare machine too:
 #   make train   environment, then the main job (configs/quickstart.toml)
 #   make test    environment, then all checks
+# More: make check, all of them but real servers and long runs.
 # Another Python: make train PYTHON=python3.12. Another run: make train ARGS="run.seed=1 run.name=b".
 
 PYTHON ?= python3
@@ -8,12 +9,12 @@ CONFIG ?= configs/quickstart.toml
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test engines engine-vllm engine-sglang lint types environment clean
+.PHONY: train test check engines engine-vllm engine-sglang lint types environment clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help:
-	@sed -n '1,4s/^# \{0,1\}//p' Makefile
+	@sed -n '1,5s/^# \{0,1\}//p' Makefile
 
 train: environment
 	$(BIN)/python launchers/train.py $(CONFIG) $(ARGS)
@@ -21,6 +22,9 @@ train: environment
 test: environment
 	@$(MAKE) --no-print-directory -j 2 engines lint types
 	$(BIN)/python -m pytest -q $(ARGS)
+
+check: environment lint types
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not engine_vllm and not engine_sglang" $(ARGS)
 
 # vLLM and SGLang on the CPU, each in an environment of its own, for the engine tests
 engines: engine-vllm engine-sglang
