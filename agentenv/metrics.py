@@ -267,3 +267,17 @@ class LoopLag:
         """The given percentile of the lags, in milliseconds; 0 before the first measurement."""
         lags = sorted(self._lags_ms)
         return lags[min(len(lags) - 1, int(len(lags) * percent / 100))] if lags else 0.0
+
+
+class Throughput:
+    """Tokens that the engine sampled a second, between one call of `rate` and the next."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, float] | None = None
+
+    def rate(self, stats: dict[str, float]) -> float:
+        """The rate since the last call by the engine's `stats`; 0 at the first."""
+        now = (asyncio.get_running_loop().time(), stats.get("sampled_tokens", 0.0))
+        before, self._before = self._before or now, now
+        seconds = now[0] - before[0]
+        return (now[1] - before[1]) / seconds if seconds else 0.0

@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import numpy as np
-from matplotlib import pyplot as plt
 
 from experiments.stats import Curve
+from launchers.plots import panels, png
 
 SHOWN = {"grpo": "tab:gray", "arpo": "tab:blue", "aepo": "tab:orange"}
 
@@ -20,17 +17,14 @@ SHOWN = {"grpo": "tab:gray", "arpo": "tab:blue", "aepo": "tab:orange"}
 def plot(result: dict[str, Any], target: Path, levels: Sequence[float], base: str) -> None:
     """Left: success of each seed (thin) and its mean (thick). Right: calls needed for a level, as
     a share of those that `base` needs, with the bootstrap interval."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (left, right) = panels(1, 2, (11, 4.2))
     for arm, colour in SHOWN.items():
         if arm in result["runs"]:
             _curves(left, arm, colour, result["runs"][arm])
     left.set(xlabel="tool calls of training", ylabel="held-out success", ylim=(0, 1.02))
     left.legend(loc="lower right")
     _ratios(right, result["arms"], levels, base)
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    figure.savefig(target, dpi=90)
-    plt.close(figure)
+    target.write_bytes(png(figure, dpi=90))
 
 
 def _curves(axes: Any, arm: str, colour: str, by_seed: dict[int, Any]) -> None:

@@ -1,7 +1,8 @@
 """Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, or a monitor of your own.
 
-A monitor is a class with three methods; all run in a thread of their own, so that nothing waits
-for them.
+A monitor is a class with the three methods of `Monitor`; `make_monitors` makes those that the
+table [monitor] asks for. `Monitors` runs them in a thread of its own, so that nothing waits for
+them.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
 from msgspec import Meta, Struct, field
 
 from agentenv.config import ESSENTIAL
+from agentenv.data.files import Row
 from agentenv.disk import write_whole
 from agentenv.errors import ConfigError
 from agentenv.kinds import Kind
 from launchers.trajectories import readable
-
-Row = dict[str, Any]
 
 COLD_START_STEP = "sft/step"
 
@@ -273,8 +273,21 @@ MAX_WAITING = 10_000  # calls; a monitor that hangs must not fill the memory
 logger = logging.getLogger(__name__)
 
 
+def make_monitors(config: MonitorConfig, run: Path, settings: dict[str, Any]) -> dict[str, Monitor]:
+    """The monitors that the configuration asks for, by the name that stands in warnings.
+    `settings` is the whole configuration of the run."""
+    found: dict[str, Monitor] = {}
+    if config.tensorboard:
+        found["TensorBoard"] = TensorBoardMonitor(run / "tensorboard")
+    if config.wandb is not None:
+        found["Weights & Biases"] = WandbMonitor(config.wandb, run, settings)
+    for own in config.own:
+        found[str(own.__struct_config__.tag)] = own.build(run, settings)
+    return found
+
+
 class Monitors:
-    """Hands rows to monitors in order. `settings` is the configuration of the run."""
+    """Hands the rows of a run to its monitors, in order, in a thread that nothing waits for."""
 
     def __init__(self, config: MonitorConfig, run: Path, settings: dict[str, Any]) -> None:
         self._config = config
@@ -282,20 +295,14 @@ class Monitors:
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._dropped = 0
-        self._working: dict[str, Monitor] = {}
-        if config.tensorboard:
-            self.add("TensorBoard", TensorBoardMonitor(run / "tensorboard"))
-        if config.wandb is not None:
-            self.add("Weights & Biases", WandbMonitor(config.wandb, run, settings))
-        for part in config.own:
-            self.add(str(part.__struct_config__.tag), part.build(run, settings))
+        self._working = make_monitors(config, run, settings)
 
     def add(self, name: str, monitor: Monitor) -> None:
-        """One more monitor; `name` stands in warnings."""
+        """Add a monitor; `name` stands in warnings."""
         self._working[name] = monitor
 
     def log(self, row: Row) -> None:
-        """A row of metrics.jsonl."""
+        """Hand a row of metrics.jsonl to every monitor."""
         self._axis = axis_of(row)
         for name, monitor in self._working.items():
             self._hand(name, partial(monitor.log, figures(row), self._axis))
@@ -311,7 +318,7 @@ class Monitors:
         return config.num_trajectories
 
     def trajectories(self, name: str, rows: Sequence[Row]) -> None:
-        """A sample of the trajectories of "step-N" or "eval-SET-WHEN"."""
+        """Hand a sample of the trajectories of "step-N" or "eval-SET-WHEN" to every monitor."""
         title = "train" if name.startswith("step-") else name.partition("-")[2].partition("-")[0]
         for shown, monitor in self._working.items():
             self._hand(shown, partial(monitor.trajectories, title, rows, self._axis))

@@ -26,10 +26,11 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Table as RichTable
 
 from agentenv.errors import AgentEnvError, ConfigError, DataError
 from launchers.rundir import explain
+from launchers.tables import Table, as_rich
 
 T = TypeVar("T")
 
@@ -74,7 +75,10 @@ class View:
         self._logger.error(text)
         self._errors.print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)
 
-    def show(self, table: Table) -> None:
+    def show(self, table: RichTable | Table) -> None:
+        """Print a table, and write it to the log file as well."""
+        if isinstance(table, Table):
+            table = as_rich(table)
         with self.console.capture() as capture:
             self.console.print(table)
         self._logger.info("\n%s", capture.get())
@@ -106,7 +110,7 @@ class View:
         """What stands below the bar: a title and figures a line. Nothing outside a terminal."""
         if self._live is None or self._progress is None:
             return
-        grid = Table.grid(padding=(0, 2))
+        grid = RichTable.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="ellipsis", no_wrap=True)
         for title, text in rows:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from agentenv.data.files import Row
 from agentenv.tree import Trajectory, TrajectoryTree
-
-Row = dict[str, Any]
 
 
 def trajectory_row(tree: TrajectoryTree, trajectory: Trajectory, tokenizer: Any) -> Row:

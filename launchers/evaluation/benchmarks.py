@@ -17,10 +17,11 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib import metadata, resources
+from importlib import resources
+from importlib.metadata import entry_points
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -34,17 +35,14 @@ from agentenv.prompt import SYSTEM_KEY
 from agentenv.types import Task
 from envs.grading.verdict import last_boxed
 
-if TYPE_CHECKING:  # rows of answers, whose configuration names benchmarks
-    from launchers.evaluation.store import EvalRow
-
-Kind = Literal["math", "qa", "deep_search"]
+BenchmarkKind = Literal["math", "qa", "deep_search"]
 Metric = Literal["math", "f1", "judge"]
 
 MAX_CALLS = {"python": 5, "search": 10}  # of one question, in the evaluation of ARPO
 SPARE_TURNS = 5  # for the answer, and calls that are answered with "no more calls"
 
 
-class Way(NamedTuple):
+class KindDefaults(NamedTuple):
     """How questions of one kind are asked: the environment's table, its tools, and the system
     prompt, a preset of `agentenv.prompt`."""
 
@@ -53,12 +51,14 @@ class Way(NamedTuple):
     prompt: str
 
 
-WAYS: dict[Kind, Way] = {
-    "math": Way({"id": "agentenv/CodeInterpreter-v0"}, ("python",), "python"),
-    "qa": Way(
+KINDS: dict[BenchmarkKind, KindDefaults] = {
+    "math": KindDefaults({"id": "agentenv/CodeInterpreter-v0"}, ("python",), "python"),
+    "qa": KindDefaults(
         {"id": "agentenv/WebSearch-v0", "kwargs": {"open_page": False}}, ("search",), "search"
     ),
-    "deep_search": Way({"id": "agentenv/DeepSearch-v0"}, ("search", "python"), "search+python"),
+    "deep_search": KindDefaults(
+        {"id": "agentenv/DeepSearch-v0"}, ("search", "python"), "search+python"
+    ),
 }
 
 
@@ -79,7 +79,7 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     title: str
-    kind: Kind
+    kind: BenchmarkKind
     metric: Metric
     hub: str
     part: str
@@ -102,17 +102,17 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def preset(self) -> str:
         """The system prompt, a preset of `agentenv.prompt`."""
-        return self.prompt or WAYS[self.kind].prompt
+        return self.prompt or KINDS[self.kind].prompt
 
     @property
     def tools(self) -> tuple[str, ...]:
         """The tools that the papers give the model."""
-        return WAYS[self.kind].tools
+        return KINDS[self.kind].tools
 
     @property
     def env_id(self) -> str:
         """The environment that has these tools."""
-        return str(WAYS[self.kind].env["id"])
+        return str(KINDS[self.kind].env["id"])
 
     def usual_keys(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """How the benchmark is asked where the configuration does not say: env and its tools with
@@ -127,7 +127,7 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if env.get("id", self.env_id) == self.env_id:
             tools = [{"name": name, "max_calls": MAX_CALLS[name]} for name in self.tools]
             num_calls = sum(MAX_CALLS[name] for name in self.tools)
-            keys["env"] = {**WAYS[self.kind].env, "tools": tools}
+            keys["env"] = {**KINDS[self.kind].env, "tools": tools}
             keys["limits"] = {
                 "max_tool_calls": num_calls,
                 "max_turns": num_calls + SPARE_TURNS,
@@ -176,7 +176,7 @@ def known_benchmarks() -> dict[str, Benchmark]:
     """Ours, and those of installed packages; read once a process. Raises ConfigError for a name
     that two of them have."""
     known = dict(BENCHMARKS)
-    for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
+    for point in entry_points(group=ENTRY_POINT_GROUP):
         with resources.as_file(resources.files(point.module) / FILE) as path:
             found = read_benchmarks(path)
         if twice := found.keys() & known.keys():
@@ -200,21 +200,21 @@ def benchmark(name: str) -> Benchmark:
     raise ConfigError(f"benchmark {name!r}: unknown; {hint}")
 
 
-def benchmark_of(row: EvalRow) -> Benchmark | None:
-    """The benchmark that a stored row is of; None for another dataset, and for a benchmark whose
-    file or package is not there any more."""
-    name = str(row.metadata.get(BENCHMARK_KEY, ""))
+def benchmark_of(metadata: Mapping[str, Any]) -> Benchmark | None:
+    """The benchmark that a task or stored row with this metadata is of; None for another dataset,
+    and for a benchmark whose file or package is not there any more."""
+    name = str(metadata.get(BENCHMARK_KEY, ""))
     try:
         return benchmark(name) if ":" in name else known_benchmarks().get(name)
     except ConfigError:
         return None
 
 
-def groups(row: EvalRow) -> list[tuple[str, str]]:
-    """The fields of a stored row that its benchmark is split by, e.g. [("level", "2")]."""
-    found = benchmark_of(row)
+def groups(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The fields that the benchmark of a task is split by, and its values: [("level", "2")]."""
+    found = benchmark_of(metadata)
     fields = found.group_by if found is not None else {}
-    return [(field, str(row.metadata[field])) for field in fields if field in row.metadata]
+    return [(field, str(metadata[field])) for field in fields if field in metadata]
 
 
 def _plain(name: str) -> str:

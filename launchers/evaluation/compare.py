@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Literal
 
 import numpy as np
@@ -17,30 +16,27 @@ from agentenv.env import close_shared
 from agentenv.errors import DataError
 from launchers.evaluation.figures import (
     SCORES,
-    Question,
+    QuestionRows,
     bootstrap,
     mcnemar,
-    pass_at_k,
     questions_of,
+    ratios,
     sign_flip,
 )
 from launchers.evaluation.report import make_scorer
 from launchers.evaluation.scores import score_rows
 from launchers.evaluation.store import keep_filled, load_saved, num_filled, read_rows
-from launchers.evaluation.tables import Table, as_rich, lines_of, markdown, number, plain
+from launchers.tables import Table, lines_of, markdown, number, short
 from launchers.terminal import View, to_its_end
 
 # What differs between two evaluations of the same questions, and whether it is chance.
 
-Value = Callable[[Question], float | None]
-Test = Literal["McNemar", "sign flip"]
 
-
-class Pair(Struct, frozen=True):
+class QuestionPair(Struct, frozen=True):
     """One question in both evaluations."""
 
-    first: Question
-    second: Question
+    first: QuestionRows
+    second: QuestionRows
 
     @property
     def dataset(self) -> str:
@@ -49,14 +45,14 @@ class Pair(Struct, frozen=True):
     @property
     def change(self) -> float:
         """Share of right samples in the second, minus that in the first."""
-        return (_success(self.second) or 0.0) - (_success(self.first) or 0.0)
+        return success(self.second) - success(self.first)
 
 
 class Pairing(Struct, kw_only=True):
     """The questions that can be compared, and how many cannot: those of one evaluation only, and
     those of which all samples failed in one of the two."""
 
-    pairs: list[Pair]
+    pairs: list[QuestionPair]
     only_first: int
     only_second: int
     failed: int
@@ -74,10 +70,10 @@ class Difference(Struct, kw_only=True):
     low: float
     high: float
     p: float
-    test: Test
+    test: Literal["McNemar", "sign flip"]
 
 
-def pair_up(first: Sequence[Question], second: Sequence[Question]) -> Pairing:
+def pair_up(first: Sequence[QuestionRows], second: Sequence[QuestionRows]) -> Pairing:
     """Pair questions by dataset and task. Raises DataError when nothing is shared, or when two of
     the same name ask something else."""
     others = {(one.rows[0].dataset, one.rows[0].task): one for one in second}
@@ -94,7 +90,7 @@ def pair_up(first: Sequence[Question], second: Sequence[Question]) -> Pairing:
                 f"{row.question[:80]!r} and {other.rows[0].question[:80]!r}"
             )
         if question.done and other.done:
-            pairs.append(Pair(question, other))
+            pairs.append(QuestionPair(question, other))
         else:
             failed += 1
     if not pairs:
@@ -108,9 +104,14 @@ def pair_up(first: Sequence[Question], second: Sequence[Question]) -> Pairing:
     return Pairing(pairs=pairs, only_first=only_first, only_second=only_second, failed=failed)
 
 
-def _names(questions: Sequence[Question]) -> str:
+def _names(questions: Sequence[QuestionRows]) -> str:
     names = sorted({question.rows[0].dataset for question in questions})
     return ", ".join(names[:8]) or "no questions"
+
+
+def success(question: QuestionRows) -> float:
+    """Share of right samples."""
+    return ratios(question, ())["success"][0]
 
 
 def by_dataset(pairing: Pairing) -> list[tuple[str, Difference]]:
@@ -119,80 +120,59 @@ def by_dataset(pairing: Pairing) -> list[tuple[str, Difference]]:
     found = []
     for name in names if len(names) > 1 else ():
         own = [pair for pair in pairing.pairs if pair.dataset == name]
-        found.append((name, difference("success", own, _success)))
-    return [*found, ("all", difference("success", pairing.pairs, _success))]
+        found.append((name, _in_success(own)))
+    return [*found, ("all", _in_success(pairing.pairs))]
+
+
+def _in_success(pairs: Sequence[QuestionPair]) -> Difference:
+    single = all(len(pair.first.done) == len(pair.second.done) == 1 for pair in pairs)
+    first, second = (
+        [success(pair.first) for pair in pairs],
+        [success(pair.second) for pair in pairs],
+    )
+    return difference("success", first, second, single=single)
 
 
 def other_differences(pairing: Pairing) -> list[Difference]:
     """Scores, pass@k where there are several samples, and cost, of the questions that have them
     in both evaluations."""
     pairs = pairing.pairs
-    values: dict[str, Value] = {name: _score(name) for name in SCORES}
     k = min(len(question.done) for pair in pairs for question in (pair.first, pair.second))
-    if k > 1:
-        values[f"pass@{k}"] = lambda question: pass_at_k(
-            len(question.done), sum(row.success for row in question.done), k
-        )
-    values["tool calls"] = lambda question: fmean(len(row.tool_calls) for row in question.done)
-    for name in ("action_tokens", "tool_tokens", "seconds"):
-        values[name.replace("_", " ")] = _mean_of(name)
+    values = [(ratios(pair.first, (k,)), ratios(pair.second, (k,))) for pair in pairs]
+    names = [*SCORES, f"pass@{k}", "tool_calls", "action_tokens", "tool_tokens", "seconds"]
     found = []
-    for name, value in values.items():
-        own = [p for p in pairs if value(p.first) is not None and value(p.second) is not None]
-        if own:
-            found.append(difference(name, own, value))
+    for name in names:
+        both = [(one[name], other[name]) for one, other in values]
+        known = [(one, other) for (one, has), (other, too) in both if has and too]
+        if known and name != "pass@1":
+            found.append(difference(name.replace("_", " "), *zip(*known, strict=True)))
     return found
 
 
-def difference(name: str, pairs: Sequence[Pair], value: Value) -> Difference:
-    """Of one figure. Single samples of success are tested by McNemar's exact test, all else by
-    drawing the signs of the differences."""
-    first = np.array([value(pair.first) or 0.0 for pair in pairs])
-    second = np.array([value(pair.second) or 0.0 for pair in pairs])
-    change = second - first
-    interval = bootstrap(change[:, None], np.ones((len(pairs), 1)))[0]
-    single = name == "success" and all(
-        len(pair.first.done) == len(pair.second.done) == 1 for pair in pairs
-    )
-    test: Test = "McNemar" if single else "sign flip"
-    p = (
-        mcnemar(int((change < 0).sum()), int((change > 0).sum()))
-        if single
-        else sign_flip(change.tolist())
-    )
+def difference(
+    name: str, first: Sequence[float], second: Sequence[float], *, single: bool = False
+) -> Difference:
+    """The difference of one figure of the same questions. Single samples of success are tested by
+    McNemar's exact test, all else by drawing the signs of the differences."""
+    change = np.array(second, dtype=np.float64) - np.array(first, dtype=np.float64)
+    low, high = bootstrap(change[:, None], np.ones((len(change), 1)))[0]
+    worse, better = int((change < 0).sum()), int((change > 0).sum())
     return Difference(
         name=name,
-        num_questions=len(pairs),
-        first=float(first.mean()),
-        second=float(second.mean()),
+        num_questions=len(change),
+        first=float(np.mean(first)),
+        second=float(np.mean(second)),
         difference=float(change.mean()),
-        low=float(interval[0]),
-        high=float(interval[1]),
-        p=p,
-        test=test,
+        low=float(low),
+        high=float(high),
+        p=mcnemar(worse, better) if single else sign_flip(change.tolist()),
+        test="McNemar" if single else "sign flip",
     )
 
 
-def changed(pairing: Pairing) -> list[Pair]:
+def changed(pairing: Pairing) -> list[QuestionPair]:
     """The questions whose share of right samples changed, the worst losses first."""
     return sorted((pair for pair in pairing.pairs if pair.change), key=lambda pair: pair.change)
-
-
-def _success(question: Question) -> float | None:
-    done = question.done
-    return sum(row.success for row in done) / len(done) if done else None
-
-
-def _score(name: str) -> Value:
-    def value(question: Question) -> float | None:
-        found = [row.scores[name] for row in question.done if name in row.scores]
-        return fmean(found) if found else None
-
-    return value
-
-
-def _mean_of(name: str) -> Value:
-    return lambda question: fmean(getattr(row, name) for row in question.done)
 
 
 MAX_LISTED = 30
@@ -218,7 +198,7 @@ def main(argv: Sequence[str]) -> int:
 async def _run(arguments: argparse.Namespace, view: View) -> None:
     folders: tuple[Path, Path] = (arguments.first, arguments.second)
     scorer = make_scorer(view)
-    sides: list[list[Question]] = []
+    sides: list[list[QuestionRows]] = []
     try:
         for folder in folders:
             load_saved(folder)
@@ -237,7 +217,7 @@ async def _run(arguments: argparse.Namespace, view: View) -> None:
     say = paired_line(pairing)
     view.say(f"A = {folders[0]}, B = {folders[1]}")
     for table in tables:
-        view.show(as_rich(table))
+        view.show(table)
     if left:
         hint = "" if arguments.out else "; --out FILE lists all"
         view.say(f"and {left} questions more that changed{hint}")
@@ -298,24 +278,19 @@ def _row(name: str, one: Difference) -> list[str]:
     return [name, str(one.num_questions), *values]
 
 
-def _changed_row(pair: Pair) -> list[str]:
+def _changed_row(pair: QuestionPair) -> list[str]:
     row = pair.first.rows[0]
     return [
         f"{row.dataset}/{row.task}",
-        _cut(row.question),
+        short(row.question, MAX_CELL),
         _right(pair.first),
         _right(pair.second),
-        _cut(pair.first.done[0].prediction),
-        _cut(pair.second.done[0].prediction),
-        _cut(" | ".join(row.answers)),
+        short(pair.first.done[0].prediction, MAX_CELL),
+        short(pair.second.done[0].prediction, MAX_CELL),
+        short(" | ".join(row.answers), MAX_CELL),
     ]
 
 
-def _right(question: Question) -> str:
+def _right(question: QuestionRows) -> str:
     done = question.done
     return f"{sum(row.success for row in done)}/{len(done)}"
-
-
-def _cut(text: str) -> str:
-    text = " ".join(plain(text).split())
-    return text if len(text) <= MAX_CELL else f"{text[: MAX_CELL - 3]}..."

@@ -20,58 +20,6 @@ from launchers.evaluation.benchmarks import groups as benchmark_groups
 from launchers.evaluation.scores import CONCURRENCY, Scorer, Votes, count_votes, score_rows
 from launchers.evaluation.store import EvalRow
 
-# The few figures of an evaluation that a training run follows; the report has all.
-
-
-class Score(Struct, frozen=True):
-    """Figures of one group of questions. `success` is the share of trajectories whose answer is
-    right, with its 95 % Wilson interval; failed trajectories are counted apart, never as wrong."""
-
-    num_trajectories: int
-    num_failed: int
-    success: float
-    interval: tuple[float, float]
-    reward: float
-    tool_calls: float
-    action_tokens: float
-
-
-class Report(Struct, frozen=True):
-    """The result of one evaluation: over all questions and by their kind. `policy_versions` are
-    the oldest and newest that sampled."""
-
-    name: str
-    policy_versions: tuple[int, int]
-    overall: Score
-    by_kind: dict[str, Score]
-
-
-def brief_report(name: str, rows: Sequence[EvalRow]) -> Report:
-    """The figures of the rows of one set."""
-    kinds = sorted({row.kind for row in rows})
-    versions = [version for row in rows for version in row.policy_versions]
-    return Report(
-        name=name,
-        policy_versions=(min(versions, default=0), max(versions, default=0)),
-        overall=_score(rows),
-        by_kind={kind: _score([row for row in rows if row.kind == kind]) for kind in kinds},
-    )
-
-
-def _score(rows: Sequence[EvalRow]) -> Score:
-    done = [row for row in rows if row.end != "failed"]
-    num_right = sum(row.success for row in done)
-    return Score(
-        num_trajectories=len(done),
-        num_failed=len(rows) - len(done),
-        success=num_right / len(done) if done else 0.0,
-        interval=wilson_interval(num_right, len(done)),
-        reward=fmean(row.reward for row in done) if done else 0.0,
-        tool_calls=fmean(len(row.tool_calls) for row in done) if done else 0.0,
-        action_tokens=fmean(row.action_tokens for row in done) if done else 0.0,
-    )
-
-
 # What an evaluation reports: estimates with intervals, spreads, tool use, agreement.
 
 
@@ -278,9 +226,10 @@ def bootstrap(
 def mcnemar(only_first: int, only_second: int) -> float:
     """Two-sided exact p-value of McNemar's test (1947): of the questions that only one of two got
     right, half would be expected of each."""
-    total, least = only_first + only_second, min(only_first, only_second)
-    tail = sum(math.comb(total, number) for number in range(least + 1))
-    return min(1.0, float(Fraction(2 * tail, 2**total)))
+    from scipy.stats import binomtest  # takes a second, and few commands test anything
+
+    total = only_first + only_second
+    return float(binomtest(only_first, total).pvalue) if total else 1.0
 
 
 def sign_flip(differences: Sequence[float], *, seed: int = 0) -> float:
@@ -322,7 +271,7 @@ _NONE = (0.0, 0.0)
 QuestionKey = tuple[str, str]
 
 
-class Question(Struct, kw_only=True):
+class QuestionRows(Struct, kw_only=True):
     """All samples of one question; `votes` where there are several that ended."""
 
     rows: list[EvalRow]
@@ -337,27 +286,27 @@ class Question(Struct, kw_only=True):
 
 def questions_of(
     rows: Iterable[EvalRow], groups: Mapping[QuestionKey, list[tuple[str, str]]] | None = None
-) -> list[Question]:
+) -> list[QuestionRows]:
     """Rows by question, in their order; samples in the order of their numbers."""
-    found: dict[QuestionKey, Question] = {}
+    found: dict[QuestionKey, QuestionRows] = {}
     for row in rows:
         key = (row.dataset, row.task)
         if key not in found:
-            found[key] = Question(rows=[], groups=(groups or {}).get(key, []))
+            found[key] = QuestionRows(rows=[], groups=(groups or {}).get(key, []))
         found[key].rows.append(row)
     for question in found.values():
         question.rows.sort(key=lambda row: row.sample)
     return list(found.values())
 
 
-def default_ks(questions: Iterable[Question]) -> tuple[int, ...]:
+def default_ks(questions: Iterable[QuestionRows]) -> tuple[int, ...]:
     """1, 2, 4, ... and the largest number of samples that a question has."""
     most = max((len(question.rows) for question in questions), default=1)
     powers = [2**power for power in range(most.bit_length()) if 2**power < most]
     return (*powers, most)
 
 
-def figures_of(questions: Sequence[Question], ks: Sequence[int], *, seed: int = 0) -> Figures:
+def figures_of(questions: Sequence[QuestionRows], ks: Sequence[int], *, seed: int = 0) -> Figures:
     """The figures of these questions."""
     rows = [row for question in questions for row in question.rows]
     done = [row for row in rows if row.end != "failed"]
@@ -429,12 +378,13 @@ def agreement_of(rows: Iterable[EvalRow]) -> Agreement | None:
     )
 
 
-def _estimates(questions: Sequence[Question], ks: Sequence[int], seed: int) -> dict[str, Estimate]:
+def _estimates(
+    questions: Sequence[QuestionRows], ks: Sequence[int], seed: int
+) -> dict[str, Estimate]:
     """Every ratio of the figures with its interval, all from the same resamples."""
-    ratios = [_ratios(question, ks) for question in questions]
-    names = list(_ratios(Question(rows=[]), ks))
+    names = list(ratios(QuestionRows(rows=[]), ks))
     table = np.array(
-        [[ratio[name] for name in names] for ratio in ratios], dtype=np.float64
+        [list(ratios(question, ks).values()) for question in questions], dtype=np.float64
     ).reshape(len(questions), len(names), 2)
     numerators, denominators = table[:, :, 0], table[:, :, 1]
     intervals = bootstrap(numerators, denominators, seed=seed)
@@ -452,8 +402,9 @@ def _estimates(questions: Sequence[Question], ks: Sequence[int], seed: int) -> d
     return estimates
 
 
-def _ratios(question: Question, ks: Sequence[int]) -> dict[str, tuple[float, float]]:
-    """Numerator and denominator of each figure; (0, 0) where the question does not have it."""
+def ratios(question: QuestionRows, ks: Sequence[int]) -> dict[str, tuple[float, float]]:
+    """Numerator and denominator of each figure of a question; (0, 0) where it does not have the
+    figure. The denominator is 1 for a mean over samples, pass@k and maj@k."""
     done = question.done
     with_tools = [row for row in done if row.tool_calls]
     found = {
@@ -533,7 +484,7 @@ async def summarise(
     ks: Sequence[int] = (),
     again: bool = False,
     seed: int = 0,
-) -> tuple[Summary, list[Question]]:
+) -> tuple[Summary, list[QuestionRows]]:
     """The summary of an evaluation, and its questions. `ks` are those of pass@k and maj@k, by
     default powers of two; `again` computes scores that the rows have already."""
     num_unscored = await score_rows(rows, scorer, again=again)
@@ -560,10 +511,10 @@ async def summarise(
     ), questions
 
 
-async def _vote(questions: Sequence[Question], scorer: Scorer) -> None:
+async def _vote(questions: Sequence[QuestionRows], scorer: Scorer) -> None:
     slots = asyncio.Semaphore(CONCURRENCY)
 
-    async def one(question: Question) -> None:
+    async def one(question: QuestionRows) -> None:
         async with slots:
             question.votes = await count_votes(question.done, scorer)
 
@@ -577,7 +528,7 @@ def _groups_of(row: EvalRow) -> Iterator[tuple[str, str]]:
     """(field, value) of a question; fields of a dataset bear its name."""
     yield "dataset", row.dataset
     yield "kind", row.kind
-    own = benchmark_groups(row)
+    own = benchmark_groups(row.metadata)
     if not own:
         metadata = {key.lower(): value for key, value in row.metadata.items()}
         own = [
@@ -589,9 +540,9 @@ def _groups_of(row: EvalRow) -> Iterator[tuple[str, str]]:
         yield f"{row.dataset} {name}", value
 
 
-def _by_group(questions: Sequence[Question]) -> dict[str, dict[str, list[Question]]]:
+def _by_group(questions: Sequence[QuestionRows]) -> dict[str, dict[str, list[QuestionRows]]]:
     """Questions by name and value; of kinds, only if they are not the datasets over again."""
-    found: dict[str, dict[str, list[Question]]] = {}
+    found: dict[str, dict[str, list[QuestionRows]]] = {}
     for question in questions:
         for name, value in question.groups:
             found.setdefault(name, {}).setdefault(value, []).append(question)

@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,12 +21,13 @@ from agentenv.config import Tree, apply_overrides, build_config, resolver, to_pl
 from agentenv.disk import write_whole
 from agentenv.env import close_shared
 from agentenv.errors import ConfigError, GraderError
-from agentenv.tool_env import Grade, Grader, start_grader
-from agentenv.types import Message, Task
+from agentenv.tool_env import Grader, start_grader
+from agentenv.types import Task
 from launchers.config import EnvConfig
 from launchers.data import EnvMaker, Resolve
 from launchers.evaluation.config import EvaluateConfig
 from launchers.evaluation.report import make_scorer, report_rows
+from launchers.evaluation.scores import CONCURRENCY, patiently
 from launchers.evaluation.store import (
     CONFIG_FILE,
     ROWS_FILE,
@@ -40,14 +41,11 @@ from launchers.evaluation.store import (
     replace_rows,
     written,
 )
-from launchers.evaluation.tables import Table, as_markdown, as_rich, plain
+from launchers.tables import Table, as_markdown, short
 from launchers.terminal import View, to_its_end
 
 # Grades stored trajectories again, by the graders that a configuration gives; asks no engine.
 
-CONCURRENCY = 64
-NUM_TRIES = 2
-RETRY_DELAY_S = 0.5
 MAX_FAILED_AT_FIRST = 20  # rows; when none before could be graded, the grader is not there
 GRADER_FAILED = "GraderError:"
 
@@ -61,11 +59,7 @@ class Change(NamedTuple):
     @property
     def flipped(self) -> bool:
         """Whether the verdict is another; a failed row has none."""
-        return self._verdict(self.before) != self._verdict(self.after)
-
-    @staticmethod
-    def _verdict(row: EvalRow) -> bool | None:
-        return None if row.end == "failed" else row.success
+        return verdict(self.before) != verdict(self.after)
 
 
 class Graders:
@@ -158,7 +152,7 @@ async def _regrade(row: EvalRow, graders: Graders) -> EvalRow:
     task, grader = await graders.of(row)
     messages = written(row)
     try:
-        grade = await _patiently(grader, task, messages, calls_that_ran(row))
+        grade = await patiently(lambda: grader.grade(task, messages, calls_that_ran(row)))
     except GraderError as error:
         return replace(
             row, end="failed", error=f"GraderError: {error}", success=False, reward=0.0,
@@ -176,17 +170,6 @@ async def _regrade(row: EvalRow, graders: Graders) -> EvalRow:
         scores={},
         same_as=None,
     )
-
-
-async def _patiently(
-    grader: Grader, task: Task, messages: Sequence[Message], calls: Mapping[str, int]
-) -> Grade:
-    for _ in range(NUM_TRIES - 1):
-        try:
-            return await grader.grade(task, messages, calls)
-        except GraderError:
-            await asyncio.sleep(RETRY_DELAY_S)
-    return await grader.grade(task, messages, calls)
 
 
 BEFORE_FILE, CHANGES_FILE = "rows.before.jsonl", "regrade.md"
@@ -271,21 +254,21 @@ def _override(place: Tree, asked: Sequence[str]) -> None:
 def changes_table(changes: Sequence[Change]) -> Table:
     """What changed, right to wrong first."""
     flipped = [change for change in changes if change.flipped]
-    moves = Counter((_verdict(one), _verdict(two)) for one, two in flipped)
+    moves = Counter((verdict(one), verdict(two)) for one, two in flipped)
     rewards = sum(one.reward != two.reward for one, two in changes)
     told = ", ".join(f"{count} {one} -> {two}" for (one, two), count in sorted(moves.items()))
-    flipped.sort(key=lambda change: (_verdict(change.after), change.after.key))
+    flipped.sort(key=lambda change: (verdict(change.after), change.after.key))
     return Table(
         title=f"{len(flipped)} of {len(changes)} verdicts changed" + (f": {told}" if told else ""),
         columns=["trajectory", "expected", "answered", "before", "after", "why"],
         rows=[
             [
                 "/".join(map(str, after.key)),
-                _cut(" | ".join(after.answers)),
-                _cut(after.prediction),
-                _verdict(before),
-                _verdict(after),
-                _cut(after.error or after.reason),
+                short(" | ".join(after.answers), MAX_CELL),
+                short(after.prediction, MAX_CELL),
+                verdict(before),
+                verdict(after),
+                short(after.error or after.reason, MAX_CELL),
             ]
             for before, after in flipped
         ],
@@ -301,16 +284,12 @@ def _show(changes: Sequence[Change], folder: Path, view: View) -> None:
         view.say(f"{table.title}; {table.note}")
         return
     listed = msgspec.structs.replace(table, rows=table.rows[:MAX_LISTED])
-    view.show(as_rich(listed))
+    view.show(listed)
     if table.rows[MAX_LISTED:]:
         left = len(table.rows) - MAX_LISTED
         view.say(f"and {left} more, in {folder / CHANGES_FILE}")
 
 
-def _verdict(row: EvalRow) -> str:
+def verdict(row: EvalRow) -> str:
+    """failed, right, or wrong."""
     return "failed" if row.end == "failed" else "right" if row.success else "wrong"
-
-
-def _cut(text: str) -> str:
-    text = " ".join(plain(text).split())
-    return text if len(text) <= MAX_CELL else f"{text[: MAX_CELL - 3]}..."

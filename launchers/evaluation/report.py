@@ -12,7 +12,6 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from importlib import resources
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -24,21 +23,12 @@ from msgspec import Struct
 from agentenv.disk import write_whole
 from agentenv.env import close_shared
 from agentenv.errors import DataError
-from launchers.evaluation.figures import Estimate, Question, Summary, summarise
+from launchers.evaluation.figures import Estimate, QuestionRows, Summary, summarise
 from launchers.evaluation.scores import Compat, Scorer
 from launchers.evaluation.store import EvalRow, keep_filled, load_saved, num_filled, read_rows
-from launchers.evaluation.tables import (
-    Table,
-    as_rich,
-    groups_of,
-    interval,
-    lines_of,
-    markdown,
-    number,
-    plain,
-    tables_of,
-    terminal_tables_of,
-)
+from launchers.evaluation.tables import groups_of, interval, tables_of, terminal_tables_of
+from launchers.plots import panels, png
+from launchers.tables import Table, lines_of, markdown, number, plain
 from launchers.terminal import View, to_its_end
 
 # The plots of a report, as PNG.
@@ -48,11 +38,8 @@ MAX_LABEL = 32
 RIGHT, WRONG, LINE = "#2a7f62", "#c8553d", "#33658a"
 
 
-def plots_of(summary: Summary, questions: Sequence[Question]) -> dict[str, bytes]:
+def plots_of(summary: Summary, questions: Sequence[QuestionRows]) -> dict[str, bytes]:
     """PNG files by name: accuracy by group, pass@k, tool calls, tokens, latency."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     plots = {"groups": _groups(summary)}
     if summary.num_samples > 1:
         plots["pass_at_k"] = _pass_at_k(summary)
@@ -63,23 +50,9 @@ def plots_of(summary: Summary, questions: Sequence[Question]) -> dict[str, bytes
     return plots
 
 
-def _figure(height: float) -> tuple[Any, Any]:
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, height), layout="constrained")
-    axes.grid(alpha=0.25)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+def _figure(height: float = 3.8) -> tuple[Any, Any]:
+    figure, (axes,) = panels(1, 1, (7, height))
     return figure, axes
-
-
-def _png(figure: Any) -> bytes:
-    from matplotlib import pyplot as plt
-
-    file = BytesIO()
-    figure.savefig(file, format="png", dpi=110)
-    plt.close(figure)
-    return file.getvalue()
 
 
 def _label(text: str) -> str:
@@ -103,11 +76,11 @@ def _groups(summary: Summary) -> bytes:
         axes.text(min(high, 1.0) + 0.015, place, f"{value:.3f}", va="center", fontsize=8)
     axes.set_yticks(range(len(bars)), [label for label, _ in reversed(bars)], fontsize=9)
     axes.set(xlim=(0, 1.1), xlabel="success, 95 % interval", title="success by group")
-    return _png(figure)
+    return png(figure)
 
 
 def _pass_at_k(summary: Summary) -> bytes:
-    figure, axes = _figure(3.8)
+    figure, axes = _figure()
     overall = summary.overall
     for label, estimates, colour, style in (
         ("pass@k", overall.pass_at, LINE, "o-"),
@@ -123,10 +96,10 @@ def _pass_at_k(summary: Summary) -> bytes:
     axes.minorticks_off()
     axes.set(ylim=(0, 1.02), xlabel="k", title="right within k samples; by a vote among k")
     axes.legend(loc="lower right")
-    return _png(figure)
+    return png(figure)
 
 
-def _tool_calls(questions: Sequence[Question]) -> bytes:
+def _tool_calls(questions: Sequence[QuestionRows]) -> bytes:
     done = [row for question in questions for row in question.done]
     calls = {
         "right": [len(row.tool_calls) for row in done if row.success],
@@ -134,30 +107,28 @@ def _tool_calls(questions: Sequence[Question]) -> bytes:
     }
     most = max((len(row.tool_calls) for row in done), default=0)
     edges = np.arange(most + 2) - 0.5 if most <= 40 else np.linspace(-0.5, most + 0.5, 41)
-    figure, axes = _figure(3.8)
+    figure, axes = _figure()
     axes.hist(
         list(calls.values()), bins=edges.tolist(), stacked=True, color=[RIGHT, WRONG],
         label=[f"{name} ({len(values)})" for name, values in calls.items()],
     )  # fmt: skip
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="tool calls", ylabel="trajectories", title="tool calls of a trajectory")
-    axes.legend()
-    return _png(figure)
+    return png(figure)
 
 
-def _histogram(questions: Sequence[Question], name: str, unit: str) -> bytes:
+def _histogram(questions: Sequence[QuestionRows], name: str, unit: str) -> bytes:
     done = [row for question in questions for row in question.done]
     values = [
         [getattr(row, name) for row in done if row.success is right] for right in (True, False)
     ]
-    figure, axes = _figure(3.8)
+    figure, axes = _figure()
     axes.hist(values, bins=40, stacked=True, color=[RIGHT, WRONG], label=["right", "wrong"])
     for percent, label, style in ((50, "median", "-"), (95, "95th percentile", ":")):
         place = float(np.percentile([value for own in values for value in own], percent))
         axes.axvline(place, color="black", linestyle=style, linewidth=1.2, label=label)
     axes.set(xlabel=unit, ylabel="trajectories", title=f"{unit} of a trajectory")
-    axes.legend(fontsize="small")
-    return _png(figure)
+    return png(figure)
 
 
 def _bounds(estimate: Estimate) -> tuple[float, float, float]:
@@ -169,8 +140,8 @@ def _bounds(estimate: Estimate) -> tuple[float, float, float]:
 
 MAX_SAMPLES = 40
 MAX_TEXT_CHARS = 6000  # of one segment; the middle of a longer one is left out
-Outcome = Literal["right", "wrong", "cut off", "failed"]
-PER_DATASET: dict[Outcome, int] = {"wrong": 4, "right": 2, "cut off": 1, "failed": 1}
+SampleOutcome = Literal["right", "wrong", "cut off", "failed"]
+PER_DATASET: dict[SampleOutcome, int] = {"wrong": 4, "right": 2, "cut off": 1, "failed": 1}
 
 
 class Segment(Struct):
@@ -194,12 +165,12 @@ class Sample(Struct, kw_only=True):
     calls: list[dict[str, str]]
 
 
-def samples_of(questions: Sequence[Question]) -> list[Sample]:
+def samples_of(questions: Sequence[QuestionRows]) -> list[Sample]:
     """A few of each outcome from each dataset, in the order of the questions."""
-    left: dict[str, dict[Outcome, int]] = {}
+    left: dict[str, dict[SampleOutcome, int]] = {}
     found: dict[str, list[EvalRow]] = {}
     for question in questions:
-        taken: set[Outcome] = set()  # of each question one of a kind
+        taken: set[SampleOutcome] = set()  # of each question one of a kind
         for row in question.rows:
             quota = left.setdefault(row.dataset, dict(PER_DATASET))
             outcome = outcome_of(row)
@@ -211,7 +182,7 @@ def samples_of(questions: Sequence[Question]) -> list[Sample]:
     return [_sample(row) for rows in found.values() for row in rows[:each]]
 
 
-def outcome_of(row: EvalRow) -> Outcome:
+def outcome_of(row: EvalRow) -> SampleOutcome:
     """A trajectory that a limit cut off is only told apart when it is wrong."""
     if row.end == "failed":
         return "failed"
@@ -348,14 +319,14 @@ async def report_rows(
     summary, questions = await summarise(name, rows, scorer, ks=ks, again=again)
     tables = tables_of(summary)
     for table in terminal_tables_of(summary):
-        view.show(as_rich(table))
+        view.show(table)
     await asyncio.to_thread(_write, folder, summary, questions, tables)
     view.say(f"written to {folder}: {SUMMARY_FILE}, {MARKDOWN_FILE}, {HTML_FILE}, {PLOTS}/")
     return summary
 
 
 def _write(
-    folder: Path, summary: Summary, questions: Sequence[Question], tables: Sequence[Table]
+    folder: Path, summary: Summary, questions: Sequence[QuestionRows], tables: Sequence[Table]
 ) -> None:
     plots = plots_of(summary, questions)
     (folder / PLOTS).mkdir(exist_ok=True)
@@ -372,7 +343,7 @@ def _write(
 
 def _page(
     summary: Summary,
-    questions: Sequence[Question],
+    questions: Sequence[QuestionRows],
     tables: Sequence[Table],
     plots: dict[str, bytes],
 ) -> str:

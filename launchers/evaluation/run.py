@@ -16,6 +16,7 @@ from agentenv.engines.chat import ChatEngine, ChatRenderer
 from agentenv.engines.openai import TokensEngine
 from agentenv.env import shared_stats
 from agentenv.evaluate import Answer, Question, ask
+from agentenv.metrics import Throughput
 from agentenv.renderer import Renderer
 from agentenv.tree import Node, Trajectory
 from envs.grading.verdict import final_answer
@@ -37,9 +38,7 @@ class Progress:
     def __init__(self, view: View, engine: Engine, total: int, stored: Iterable[EvalRow]) -> None:
         self.num_done = self.num_right = self.num_failed = 0
         self._view, self._engine = view, engine
-        self._loop = asyncio.get_running_loop()
-        self._since, self._tokens = self._loop.time(), engine.stats().get("sampled_tokens", 0.0)
-        self._rate = 0.0
+        self._throughput, self._rate = Throughput(), 0.0
         for row in stored:
             self.num_done += 1
             self.num_right += row.success
@@ -62,11 +61,9 @@ class Progress:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(INTERVAL_S)
-            now, tokens = self._loop.time(), self._engine.stats().get("sampled_tokens", 0.0)
-            self._rate = (tokens - self._tokens) / (now - self._since)
-            self._since, self._tokens = now, tokens
+            self._rate = self._throughput.rate(self._engine.stats())
             self._show()
+            await asyncio.sleep(INTERVAL_S)
 
     def _show(self) -> None:
         success = self.num_right / self.num_done if self.num_done else 0.0

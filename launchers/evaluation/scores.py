@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal, NamedTuple, TypeVar
 
 from agentenv.errors import GraderError
 from envs.grading.exact import same_answer
@@ -26,10 +26,10 @@ from envs.grading.words import f1, has_cjk
 from launchers.evaluation.benchmarks import benchmark_of
 from launchers.evaluation.store import EvalRow, prediction, whole_text, written
 
+T = TypeVar("T")
 Compat = Literal["", "reference"]
 
 CONCURRENCY = 64  # rows
-NUM_TRIES = 2
 RETRY_DELAY_S = 0.5
 
 
@@ -62,14 +62,16 @@ class Scorer:
 
     async def equal(self, answer: str, golds: Sequence[str], question: str = "") -> bool:
         """Whether the layered grader holds the answer for right; waits for a busy machine."""
-        for last in (False,) * (NUM_TRIES - 1) + (True,):
-            try:
-                return (await self.layered.verdict(question, answer, golds)).right
-            except GraderError:
-                if last:
-                    raise
-                await asyncio.sleep(RETRY_DELAY_S)
-        raise AssertionError("unreachable")
+        return (await patiently(lambda: self.layered.verdict(question, answer, golds))).right
+
+
+async def patiently(ask: Callable[[], Awaitable[T]]) -> T:
+    """What a grader says, asked a second time after a GraderError, which a busy machine causes."""
+    try:
+        return await ask()
+    except GraderError:
+        await asyncio.sleep(RETRY_DELAY_S)
+    return await ask()
 
 
 async def score_rows(rows: Sequence[EvalRow], scorer: Scorer, *, again: bool = False) -> int:
@@ -123,7 +125,7 @@ def contains(answer: str, gold: str) -> bool:
 
 def is_math(row: EvalRow) -> bool:
     """Whether the question is mathematics: by its benchmark, else by golds that are no words."""
-    known = benchmark_of(row)
+    known = benchmark_of(row.metadata)
     if known is not None:
         return known.kind == "math"
     return bool(row.answers) and not any(is_wordy(clean(gold)) for gold in row.answers)
@@ -155,10 +157,6 @@ class Votes(NamedTuple):
     num_right: int
     wrong: tuple[int, ...]
     num_blank: int
-
-    @property
-    def num_samples(self) -> int:
-        return self.num_right + sum(self.wrong) + self.num_blank
 
 
 async def count_votes(rows: Sequence[EvalRow], scorer: Scorer) -> Votes:

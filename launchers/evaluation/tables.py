@@ -1,81 +1,12 @@
-"""Tables as texts, for the terminal, Markdown and HTML; and how figures are written in them."""
+"""The tables of an evaluation's report, and the narrower ones of the terminal."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Callable, Collection, Iterable, Iterator
-
-import rich.table
-from msgspec import Struct, field
-from rich.box import SIMPLE_HEAD
-from rich.markup import escape
+from collections.abc import Callable, Collection, Iterator
 
 from agentenv.assist.helpers import HELPERS
 from launchers.evaluation.figures import Agreement, Estimate, Figures, Summary
-
-
-class Table(Struct, kw_only=True):
-    """Texts in columns, those of `left` to the left and the others to the right; `sections` are
-    the numbers of the rows that a line stands above."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-    note: str = ""
-    sections: list[int] = field(default_factory=list)
-    left: list[int] = field(default_factory=lambda: [0])
-
-
-def as_rich(table: Table) -> rich.table.Table:
-    """For the terminal."""
-    found = rich.table.Table(
-        title=escape(plain(table.title)),
-        title_justify="left",
-        caption=escape(plain(table.note)) or None,
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    for number, column in enumerate(table.columns):
-        found.add_column(escape(plain(column)), justify="left" if number in table.left else "right")
-    for number, row in enumerate(table.rows):
-        if number in table.sections:
-            found.add_section()
-        found.add_row(*(escape(plain(cell)) for cell in row))
-    return found
-
-
-def as_markdown(table: Table) -> str:
-    """With a heading and its note."""
-    lines = [f"## {markdown(table.title)}", ""]
-    lines.append("| " + " | ".join(map(markdown, table.columns)) + " |")
-    numbers = range(len(table.columns))
-    lines.append("".join("|---" if one in table.left else "|---:" for one in numbers) + "|")
-    lines += ["| " + " | ".join(map(markdown, row)) + " |" for row in table.rows]
-    if table.note:
-        lines += ["", markdown(table.note)]
-    return "\n".join(lines) + "\n"
-
-
-def markdown(text: str) -> str:
-    """Text that is not ours, within one cell or line of Markdown."""
-    text = html.escape(" ".join(plain(text).split()), quote=False)
-    for sign in "\\`*_[]|":
-        text = text.replace(sign, f"\\{sign}")
-    return text
-
-
-def plain(text: str) -> str:
-    """Text without control characters, which a terminal would obey."""
-    return "".join(sign if sign.isprintable() or sign in "\n\t" else "\ufffd" for sign in text)
-
-
-def number(value: float | None) -> str:
-    """Three significant digits for a share, none behind the point for what is large."""
-    if value is None:
-        return "-"
-    size = abs(value)
-    return f"{value:.3f}" if size < 10 else f"{value:.1f}" if size < 1000 else f"{value:,.0f}"
+from launchers.tables import Table, number
 
 
 def interval(estimate: Estimate | None) -> str:
@@ -83,11 +14,6 @@ def interval(estimate: Estimate | None) -> str:
     if estimate is None or estimate.value is None:
         return "-"
     return f"{number(estimate.value)} [{number(estimate.low)}, {number(estimate.high)}]"
-
-
-def lines_of(tables: Iterable[Table]) -> str:
-    """All tables as Markdown."""
-    return "\n".join(map(as_markdown, tables))
 
 
 # The table of helpers: debugger, backtracer, refiner, browser agent.

@@ -24,13 +24,12 @@ from agentenv.evaluate import Answer
 from agentenv.types import Task
 from launchers.config import TrainConfig
 from launchers.evaluation.config import EvaluateConfig, resolve_sets
-from launchers.evaluation.figures import Report, brief_report
 from launchers.evaluation.run import ask_into, row_of
 from launchers.evaluation.store import EvalRow, Saved, Store, Wanted, identity, load_saved
 from launchers.evaluation.subject import evaluation_of
 from launchers.rl.parts import Parts
 from launchers.rl.recorder import EVALUATIONS, PhaseClock, Recorder
-from launchers.rl.state import Evaluating, RunState, Saver
+from launchers.rl.state import BriefReport, Evaluating, RunState, Saver, brief_report
 from launchers.rundir import RunDirectory
 
 SET_KEYS = ("max_tasks", "num_samples")
@@ -67,7 +66,7 @@ class Evaluator:
         names = [name for name, chosen in self.config.eval.sets.items() if chosen.phases]
         self.state.reports[phase] = await self.evaluate(names, phase)
 
-    async def evaluate(self, names: list[str], when: str) -> dict[str, Report]:
+    async def evaluate(self, names: list[str], when: str) -> dict[str, BriefReport]:
         """Evaluate these sets. No weights are published meanwhile, so one policy version is
         seen."""
         with self.clock.phase("eval"):
@@ -131,7 +130,7 @@ class Evaluator:
         self.state.evaluating = None
         await asyncio.to_thread(shutil.rmtree, self._weights, ignore_errors=True)
 
-    async def _evaluate(self, actor: Actor, what: Evaluating, when: str) -> dict[str, Report]:
+    async def _evaluate(self, actor: Actor, what: Evaluating, when: str) -> dict[str, BriefReport]:
         if not what.sets:
             return {}
         found = {}

@@ -15,11 +15,10 @@ import psutil
 
 from agentenv.tree import TrajectoryTree
 from launchers.config import TrainConfig
-from launchers.evaluation.figures import Report
 from launchers.evaluation.store import EvalRow
 from launchers.rl import report
 from launchers.rl.report import entropy_line, write_entropy, write_plots
-from launchers.rl.state import RunState
+from launchers.rl.state import BriefReport, RunState
 from launchers.rundir import RunDirectory
 from launchers.terminal import View
 
@@ -97,7 +96,7 @@ class Recorder:
         """A row of metrics.jsonl, and of the monitors."""
         self.run.log_metrics(row)
 
-    def tell(self, result: Report, rows: list[EvalRow], step: int, when: str) -> None:
+    def tell(self, result: BriefReport, rows: list[EvalRow], step: int, when: str) -> None:
         """An evaluation of one set after `step`: metrics, a line, samples for monitors and, of
         the set that is reported, for samples.txt."""
         name = f"eval-{result.name}-{when}"

@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.table import Table
 
+from agentenv.data.files import Row
 from agentenv.engine import Engine
-from agentenv.metrics import EntropyProfile
+from agentenv.metrics import EntropyProfile, Throughput
 from agentenv.replay import ReplayQueue
-from launchers.evaluation.figures import Report, Score
 from launchers.evaluation.store import EvalRow
-from launchers.rl.state import RunState
+from launchers.plots import panels, png
+from launchers.rl.state import BriefFigures, BriefReport, RunState
+from launchers.tables import Table
 from launchers.terminal import View
 from launchers.trajectories import readable
 
@@ -56,18 +57,14 @@ def entropy_line(profile: EntropyProfile) -> str:
 
 
 def _plot(profile: EntropyProfile, target: Path, name: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     # Wide and pale below its tools, of which there may be but one.
     styles: dict[str, dict[str, Any]] = {
         "start": {"color": "black", "linestyle": "--"},
         "after_result": {"color": "black", "linewidth": 4, "alpha": 0.3},
     }
     titles = {"start": "first turn", "after_result": "after any tool result"}
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    title = f"{name}: entropy by position, rollouts of the whole run"
+    figure, (left, right) = panels(1, 2, (11, 4.2), title)
     for label, curve in profile.curves().items():
         if not curve.count:
             continue
@@ -81,32 +78,12 @@ def _plot(profile: EntropyProfile, target: Path, name: str) -> None:
         ylim=(0, None),
     )
     right.set(title="turns that were that long", xlabel="token of the turn", ylim=(0, None))
-    if left.lines:
-        left.legend(fontsize="small")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    figure.suptitle(f"{name}: entropy by position, rollouts of the whole run")
-    figure.savefig(target, dpi=110)
-    plt.close(figure)
+    target.write_bytes(png(figure))
 
 
 INTERVAL_S = 0.5
 
-Row = dict[str, Any]
 Lines = list[tuple[str, str]]
-
-
-class Throughput:
-    """Tokens that the engine sampled a second, between one call of `rate` and the next."""
-
-    def __init__(self) -> None:
-        self._before: tuple[float, float] | None = None
-
-    def rate(self, stats: dict[str, float]) -> float:
-        now = (asyncio.get_running_loop().time(), stats["sampled_tokens"])
-        before, self._before = self._before or now, now
-        seconds = now[0] - before[0]
-        return (now[1] - before[1]) / seconds if seconds else 0.0
 
 
 class LiveFigures:
@@ -201,8 +178,8 @@ def write_plots(metrics: Path, folder: Path, name: str) -> list[str]:
 
 def learning_curve(rows: Sequence[Row], target: Path, name: str) -> None:
     """Plot training reward and success by step, and the evaluations."""
-    plt, steps = _pyplot(), _steps(rows)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    steps = _steps(rows)
+    figure, (left, right) = panels(1, 2, (11, 4.2), name)
     for key, label in (("reward/success", "success"), ("reward/mean", "reward")):
         left.plot([r["step"] for r in steps], [r.get(key) for r in steps], label=label)
     left.set(title="training rollouts (sampled)", xlabel="update", ylim=(-1.05, 1.15))
@@ -215,11 +192,7 @@ def learning_curve(rows: Sequence[Row], target: Path, name: str) -> None:
     right.set(title="evaluation success (sampled)", xlabel="update", ylim=(-0.02, 1.02))
     if eval_keys:
         right.legend(loc="lower right", fontsize="small")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    figure.suptitle(name)
-    figure.savefig(target, dpi=110)
-    plt.close(figure)
+    target.write_bytes(png(figure))
 
 
 def _eval_keys(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -233,16 +206,13 @@ def _training(steps: Sequence[Row], target: Path, name: str) -> list[str]:
     """Everything beside the reward, by step: queue, lengths, tools, learner, seconds."""
     if not steps:
         return []
-    plt = _pyplot()
-    figure, axes = plt.subplots(3, 3, figsize=(13, 9.5), layout="constrained")
-    places = iter(axes.flat)
+    figure, axes = panels(3, 3, (13, 9.5), f"{name}: by update")
+    places = iter(axes)
     calls = sorted({key for row in steps for key in row if _is_tool(key, ("calls", "errors"))})
     for title, keys in (*PANELS, ("tool calls a step", calls)):
         _panel(next(places), title, steps, keys)
     _seconds(next(places), steps)
-    figure.suptitle(f"{name}: by update")
-    figure.savefig(target, dpi=100)
-    plt.close(figure)
+    target.write_bytes(png(figure, dpi=100))
     return [target.name]
 
 
@@ -255,9 +225,6 @@ def _panel(axes: Any, title: str, steps: Sequence[Row], keys: Sequence[str]) -> 
             marker = "." if len(points) < 3 else ""
             axes.plot(*zip(*points, strict=True), dotted + marker, label=label)
     axes.set_title(title, fontsize="medium")
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend(fontsize="small")
 
 
 def _seconds(axes: Any, steps: Sequence[Row]) -> None:
@@ -270,7 +237,6 @@ def _seconds(axes: Any, steps: Sequence[Row]) -> None:
         axes.stackplot([row["step"] for row in steps], values, labels=labels)
         axes.legend(fontsize="small", loc="upper left")
     axes.set_title("seconds of a step, by part", fontsize="medium")
-    axes.grid(alpha=0.3)
 
 
 def _is_tool(key: str, figures: Sequence[str]) -> bool:
@@ -280,15 +246,6 @@ def _is_tool(key: str, figures: Sequence[str]) -> bool:
 def _steps(rows: Sequence[Row]) -> list[Row]:
     """The rows of updates."""
     return [row for row in rows if "trees/offered" in row]
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 PHASES = ("before_sft", "after_sft", "after_rl")
@@ -313,7 +270,7 @@ def step_line(row: dict[str, Any], num_steps: int) -> str:
     )
 
 
-def report_line(report: Report, when: str) -> str:
+def report_line(report: BriefReport, when: str) -> str:
     """One line an evaluation."""
     low, high = report.overall.interval
     kinds = "  ".join(f"{kind} {score.success:.2f}" for kind, score in report.by_kind.items())
@@ -325,7 +282,7 @@ def report_line(report: Report, when: str) -> str:
     )
 
 
-def report_metrics(report: Report) -> dict[str, Any]:
+def report_metrics(report: BriefReport) -> dict[str, Any]:
     """The metrics row of an evaluation: eval/SET/... and eval/SET/KIND/..."""
     row: dict[str, Any] = {"policy_version": report.policy_versions[1]}
     places = {f"eval/{report.name}": report.overall}
@@ -349,21 +306,23 @@ def final_table(state: RunState, name: str) -> Table:
     phases = [phase for phase in PHASES if name in state.reports.get(phase, {})]
     counts = {state.reports[phase][name].overall.num_trajectories for phase in phases}
     count = "-".join(map(str, sorted(counts)))
-    table = Table(title=f"success on {name}, sampled, n = {count} (95 % Wilson interval)")
-    table.add_column("questions")
-    for phase in phases:
-        table.add_column(TITLES[phase], justify="right")
     reports = [state.reports[phase][name] for phase in phases]
-    for kind in reports[-1].by_kind if reports else ():
-        table.add_row(kind, *(_cell(report.by_kind[kind]) for report in reports))
-    table.add_section()
-    table.add_row("all", *(_cell(report.overall) for report in reports))
-    table.add_row("reward", *(f"{report.overall.reward:.3f}" for report in reports))
-    table.add_row("tool calls each", *(f"{report.overall.tool_calls:.2f}" for report in reports))
-    return table
+    kinds = list(reports[-1].by_kind) if reports else []
+    rows = [[kind, *(_cell(report.by_kind[kind]) for report in reports)] for kind in kinds]
+    rows += [
+        ["all", *(_cell(report.overall) for report in reports)],
+        ["reward", *(f"{report.overall.reward:.3f}" for report in reports)],
+        ["tool calls each", *(f"{report.overall.tool_calls:.2f}" for report in reports)],
+    ]
+    return Table(
+        title=f"success on {name}, sampled, n = {count} (95 % Wilson interval)",
+        columns=["questions", *(TITLES[phase] for phase in phases)],
+        rows=rows,
+        sections=[len(kinds)],
+    )
 
 
-def _cell(score: Score) -> str:
+def _cell(score: BriefFigures) -> str:
     low, high = score.interval
     return f"{score.success:.2f} [{low:.2f}, {high:.2f}]"
 

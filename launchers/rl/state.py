@@ -1,16 +1,19 @@
-"""What a run remembers beside the learner's own state, and how both are saved."""
+"""What a run remembers beside the learner's own state, the figures of its evaluations among it, and
+how both are saved."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from statistics import fmean
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from agentenv.metrics import EntropyProfile, Ledger, num_tool_calls
+from agentenv.metrics import EntropyProfile, Ledger, num_tool_calls, wilson_interval
 from agentenv.tree import TrajectoryTree
 from launchers.config import CheckpointConfig
-from launchers.evaluation.figures import Report
+from launchers.evaluation.store import EvalRow
 from launchers.rl.publishing import Colocation, Gap, learner_turn
 from launchers.rundir import Checkpoints
 from learners.learner import Learner
@@ -66,6 +69,58 @@ class Evaluating(Struct, frozen=True):
     incarnation: int = 0
 
 
+# What a run follows of its evaluations; the report of a stored evaluation has all figures.
+
+
+class BriefFigures(Struct, frozen=True):
+    """Figures of one group of questions. `success` is the share of trajectories whose answer is
+    right, with its 95 % Wilson interval; failed trajectories are counted apart, never as wrong."""
+
+    num_trajectories: int
+    num_failed: int
+    success: float
+    interval: tuple[float, float]
+    reward: float
+    tool_calls: float
+    action_tokens: float
+
+
+class BriefReport(Struct, frozen=True):
+    """The result of one evaluation: over all questions and by their kind. `policy_versions` are
+    the oldest and newest that sampled."""
+
+    name: str
+    policy_versions: tuple[int, int]
+    overall: BriefFigures
+    by_kind: dict[str, BriefFigures]
+
+
+def brief_report(name: str, rows: Sequence[EvalRow]) -> BriefReport:
+    """The figures of the rows of one set."""
+    kinds = sorted({row.kind for row in rows})
+    versions = [version for row in rows for version in row.policy_versions]
+    return BriefReport(
+        name=name,
+        policy_versions=(min(versions, default=0), max(versions, default=0)),
+        overall=_figures(rows),
+        by_kind={kind: _figures([row for row in rows if row.kind == kind]) for kind in kinds},
+    )
+
+
+def _figures(rows: Sequence[EvalRow]) -> BriefFigures:
+    done = [row for row in rows if row.end != "failed"]
+    num_right = sum(row.success for row in done)
+    return BriefFigures(
+        num_trajectories=len(done),
+        num_failed=len(rows) - len(done),
+        success=num_right / len(done) if done else 0.0,
+        interval=wilson_interval(num_right, len(done)),
+        reward=fmean(row.reward for row in done) if done else 0.0,
+        tool_calls=fmean(len(row.tool_calls) for row in done) if done else 0.0,
+        action_tokens=fmean(row.action_tokens for row in done) if done else 0.0,
+    )
+
+
 class RunState(Struct):
     """`step` updates are done; `position` trees were delivered, in start order; `incarnation`
     counts starts of the process. Reports are kept by phase (before_sft, after_sft, after_rl);
@@ -79,7 +134,7 @@ class RunState(Struct):
     totals: Totals = field(default_factory=Totals)
     parity: ParityGap = field(default_factory=ParityGap)
     entropy: EntropyProfile = EntropyProfile()
-    reports: dict[str, dict[str, Report]] = field(default_factory=dict)
+    reports: dict[str, dict[str, BriefReport]] = field(default_factory=dict)
     best: float | None = None
     evaluating: Evaluating | None = None
     wall_s: dict[str, float] = field(default_factory=dict)
@@ -120,7 +175,7 @@ class Saver:
                 state.step, self.learner, state.settled(), self.config.keep_last, needed
             )
 
-    async def consider_best(self, step: int, report: Report) -> None:
+    async def consider_best(self, step: int, report: BriefReport) -> None:
         """Keep the checkpoint of the best value of checkpoint.best_metric."""
         name, _, figure = self.config.best_metric.partition("/")
         if report.name != name:

@@ -20,7 +20,13 @@ from agentenv.data.dataset import TaskStream
 from agentenv.deadline import uncancelled
 from agentenv.env import shared_stats
 from agentenv.errors import ConfigError, EnvError
-from agentenv.metrics import LoopLag, entropy_profile, failure_kind, rollout_metrics
+from agentenv.metrics import (
+    LoopLag,
+    Throughput,
+    entropy_profile,
+    failure_kind,
+    rollout_metrics,
+)
 from agentenv.replay import ReplayQueue
 from agentenv.tree import TrajectoryTree
 from launchers.config import TrainConfig
@@ -29,7 +35,7 @@ from launchers.rl.cold_start import ColdStart
 from launchers.rl.evaluations import Evaluator
 from launchers.rl.parts import Parts, build_parts
 from launchers.rl.recorder import PhaseClock, Recorder, Stopwatch
-from launchers.rl.report import LiveFigures, Throughput
+from launchers.rl.report import LiveFigures
 from launchers.rl.self_critic import SelfCritic, round_line
 from launchers.rl.state import RunState, Saver
 from launchers.rundir import RunDirectory, load_state

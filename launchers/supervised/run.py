@@ -25,6 +25,7 @@ from agentenv.prompt import load_instruction
 from agentenv.renderer import Renderer
 from launchers.assembly import Assembly, once
 from launchers.checks import refuse
+from launchers.plots import panels, png
 from launchers.rundir import RunDirectory, load_state
 from launchers.supervised.config import DPORunConfig, SFTRunConfig
 from launchers.supervised.data import Loaded, load_examples, load_pairs
@@ -40,17 +41,10 @@ SMOOTHING = 0.9  # of the running mean that is drawn over the steps
 
 def plot_losses(run: Path, name: str, keys: tuple[str, ...]) -> None:
     """One panel a key: each step, their running mean, and the held-out rows."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
-    figure, panels = plt.subplots(
-        1, len(keys), figsize=(5.5 * len(keys), 4.2), layout="constrained", squeeze=False
-    )
-    for axes, key in zip(panels[0], keys, strict=True):
+    figure, places = panels(1, len(keys), (5.5 * len(keys), 4.2), run.name)
+    for axes, key in zip(places, keys, strict=True):
         steps, values = _series(rows, f"{name}/{key}")
         axes.plot(steps, values, alpha=0.35, label="steps")
         axes.plot(steps, smoothed(values), color="C0", label="running mean")
@@ -58,11 +52,7 @@ def plot_losses(run: Path, name: str, keys: tuple[str, ...]) -> None:
         if steps:
             axes.plot(steps, values, "o-", color="C1", markersize=4, label="held out")
         axes.set(title=key, xlabel="step")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-    figure.suptitle(run.name)
-    figure.savefig(run / "loss.png", dpi=110)
-    plt.close(figure)
+    (run / "loss.png").write_bytes(png(figure))
 
 
 def smoothed(values: list[float]) -> list[float]:

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from agentenv.config import Tree, build_config
+from agentenv.config import Tree, build_config, read_toml
 from agentenv.errors import ConfigError
 from agentenv.native import NativeConfig
 from agentenv.prompt import PromptConfig
 from launchers.config import Sampling
 from launchers.evaluation.config import EvaluateConfig, QuestionSet, resolve_sets
 
-# Where hints may go by default, and what they say.
-
-PHRASES = (
-    "wait", "hmm", "maybe", "perhaps", "possibly", "probably", "alternatively", "not sure",
-    "not certain", "unsure", "uncertain", "unclear", "i think", "i believe", "i guess", "i assume",
-    "i recall", "if i remember", "might be", "could be", "i do not know", "i don't know",
-    "i am not familiar", "i'm not familiar",
-)  # fmt: skip
-VERIFICATION = (
-    "I am not certain of this step. Before I build on it, I should verify it with a tool.",
-    "This step could be wrong, so let me check it with a tool instead of guessing.",
-    "I only have this from memory. A tool can settle it, so I will use one now.",
-)
-REFLECTION = (
-    "I have not confirmed this answer yet, so let me check the deciding step with a tool.",
-    "Before I give this answer, let me reflect on it and confirm or correct it with a tool.",
-    "Looking back, part of this rests on a guess. A tool can tell whether it holds.",
-)
-
+HINT_TEXTS = read_toml(Path(__file__).with_name("hints.toml"))  # what is not given in [hints]
 
 Way = Literal["direct", "tools", "hints"]
 WAYS: tuple[Way, ...] = ("direct", "tools", "hints")
@@ -69,13 +52,13 @@ class HintsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = "either"
     phrases: Annotated[
         list[str], Meta(description="words of doubt, in any case, as whole words")
-    ] = field(default_factory=lambda: list(PHRASES))
+    ] = field(default_factory=lambda: list(HINT_TEXTS["phrases"]))
     verification: Annotated[
         list[str], Meta(description="sentences put at a doubt; one is drawn by the seed")
-    ] = field(default_factory=lambda: list(VERIFICATION))
+    ] = field(default_factory=lambda: list(HINT_TEXTS["verification"]))
     reflection: Annotated[
         list[str], Meta(description="sentences put behind an answer; one is drawn by the seed")
-    ] = field(default_factory=lambda: list(REFLECTION))
+    ] = field(default_factory=lambda: list(HINT_TEXTS["reflection"]))
     max_per_question: Annotated[
         int, Meta(ge=1, description="chains of a question that get a hint, the first ones")
     ] = 3
@@ -140,7 +123,7 @@ class SynthesisConfig(EvaluateConfig, frozen=True, kw_only=True, forbid_unknown_
             )
 
 
-class Plan(Struct, frozen=True):
+class SynthesisPlan(Struct, frozen=True):
     """A resolved synthesis. `sets` are those of the user by name; `evaluation` asks each of them
     once a way, as `set_name` calls it."""
 
@@ -158,7 +141,7 @@ def set_name(name: str, way: Way) -> str:
     return f"{name}.{way}"
 
 
-def make_plan(raw: Tree, source: str) -> Plan:
+def make_plan(raw: Tree, source: str) -> SynthesisPlan:
     """The resolved synthesis. Raises ConfigError."""
     config = build_config(SynthesisConfig, raw, source)
     rest = {key: value for key, value in raw.items() if key not in OWN_KEYS}
@@ -174,4 +157,4 @@ def make_plan(raw: Tree, source: str) -> Plan:
         sets[set_name(name, "tools")] = one
         if config.hints is not None:
             sets[set_name(name, "hints")] = replace(one, num_samples=config.hints.max_per_question)
-    return Plan(config, base.sets, replace(base, sets=sets))
+    return SynthesisPlan(config, base.sets, replace(base, sets=sets))

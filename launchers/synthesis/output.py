@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
-from rich.table import Table
 
 from agentenv.config import changes, to_plain
+from agentenv.data.files import Row
 from agentenv.disk import write_whole
 from agentenv.errors import ConfigError
 from agentenv.types import Message, Task
 from launchers.rundir import explain
-from launchers.synthesis.config import Plan
+from launchers.synthesis.config import SynthesisPlan
 from launchers.synthesis.sampling import Dropped
 from launchers.synthesis.sorting import REASONS, Class, Judged, Sorted
+from launchers.tables import Table
 
 TRAJECTORIES, SETTINGS = "trajectories", "synthesis.json"
 SFT, RL, REJECTED, SUMMARY = "sft.jsonl", "rl.jsonl", "rejected.jsonl", "summary.json"
@@ -40,10 +41,8 @@ DATASET = {
 }
 ROLES = {"user": "human", "assistant": "gpt", "tool": "observation"}
 
-Row = dict[str, Any]
 
-
-def claim(out: Path, plan: Plan) -> None:
+def claim(out: Path, plan: SynthesisPlan) -> None:
     """Take or reopen the directory. Raises ConfigError for one that holds something else, or
     trajectories with other hints."""
     path = out / SETTINGS
@@ -156,10 +155,8 @@ GOES_TO = {
 }
 NUM_RIGHT = ("neither", "tools_only", "direct_only", "both")
 
-Summary = dict[str, Any]
 
-
-def summarise(plan: Plan, found: Sequence[Sorted], dropped: Sequence[Dropped]) -> Summary:
+def summarise(plan: SynthesisPlan, found: Sequence[Sorted], dropped: Sequence[Dropped]) -> Row:
     """All counts. Questions add up over classes and reasons, trajectories over SFT and reasons."""
     classes = Counter(one.kind for one in found)
     kinds = sorted({one.question.task.kind for one in found})
@@ -188,37 +185,34 @@ def summarise(plan: Plan, found: Sequence[Sorted], dropped: Sequence[Dropped]) -
     }
 
 
-def class_table(summary: Summary) -> Table:
+def class_table(summary: Row) -> Table:
     """Questions by class and kind."""
-    kinds = list(summary["by_kind"])
-    table = Table(title="questions")
-    table.add_column("class")
-    table.add_column("all", justify="right")
-    for kind in kinds if len(kinds) > 1 else ():
-        table.add_column(kind, justify="right")
-    table.add_column("goes to")
-    for name in CLASSES:
-        own = [str(summary["by_kind"][kind][name]) for kind in kinds] if len(kinds) > 1 else []
-        table.add_row(name, str(summary["classes"][name]), *own, GOES_TO[name])
+    kinds = list(summary["by_kind"]) if len(summary["by_kind"]) > 1 else []
+    rows = [
+        [
+            name,
+            str(summary["classes"][name]),
+            *(str(summary["by_kind"][kind][name]) for kind in kinds),
+            GOES_TO[name],
+        ]
+        for name in CLASSES
+    ]
     for reason, count in summary["not_asked"].items():
-        table.add_row(reason, str(count), *("" for _ in kinds if len(kinds) > 1), "not asked")
-    return table
+        rows.append([reason, str(count), *("" for _ in kinds), "not asked"])
+    columns = ["class", "all", *kinds, "goes to"]
+    return Table(title="questions", columns=columns, rows=rows, left=[0, len(columns) - 1])
 
 
-def reason_table(summary: Summary) -> Table:
+def reason_table(summary: Row) -> Table:
     """Trajectories by way and reason."""
     ways = summary["trajectories"]
-    table = Table(title="trajectories")
-    table.add_column("")
-    for way in ways:
-        table.add_column(way, justify="right")
-    table.add_column("because")
-    table.add_row("sft", *(str(one["sft"]) for one in ways.values()), "right, clean, drawn")
+    rows = [["sft", *(str(one["sft"]) for one in ways.values()), "right, clean, drawn"]]
     for reason, why in REASONS.items():
         counts = [one["rejected"].get(reason, 0) for one in ways.values()]
         if any(counts):
-            table.add_row(reason, *map(str, counts), why)
-    return table
+            rows.append([reason, *map(str, counts), why])
+    columns = ["", *ways, "because"]
+    return Table(title="trajectories", columns=columns, rows=rows, left=[0, len(columns) - 1])
 
 
 def _counted(counts: Counter[Any], names: Sequence[str]) -> dict[str, int]:

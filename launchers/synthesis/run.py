@@ -21,7 +21,7 @@ from launchers.evaluation.run import saved_of
 from launchers.evaluation.store import Store
 from launchers.evaluation.subject import EvaluationAssembly, Subject, find_subject
 from launchers.planning.dry_run import check_arguments, dry_run
-from launchers.synthesis.config import Plan, SynthesisConfig, make_plan, set_name
+from launchers.synthesis.config import SynthesisConfig, SynthesisPlan, make_plan, set_name
 from launchers.synthesis.output import (
     TRAJECTORIES,
     claim,
@@ -33,12 +33,12 @@ from launchers.synthesis.output import (
     summarise,
     write_data,
 )
-from launchers.synthesis.sampling import Dropped, Sampling, read_questions, tool_names
+from launchers.synthesis.sampling import Dropped, SynthesisSampling, read_questions, tool_names
 from launchers.synthesis.sorting import Sorted, sort_question
 from launchers.terminal import View, run_until_done, to_its_end
 
 
-async def synthesize(plan: Plan, subject: Subject, out: Path, view: View) -> int:
+async def synthesize(plan: SynthesisPlan, subject: Subject, out: Path, view: View) -> int:
     """Ask what `out` does not hold yet and write the data; how many trajectories failed."""
     async with AsyncExitStack() as stack:
         assembly = EvaluationAssembly(plan.evaluation, subject, stack, view.say)
@@ -52,7 +52,7 @@ async def synthesize(plan: Plan, subject: Subject, out: Path, view: View) -> int
         claim(out, plan)
         store = Store(out / TRAJECTORIES, saved_of(plan.evaluation, subject, endpoint))
         stack.callback(store.close)
-        sampling = Sampling(plan, assembly, sets, store, tools, view)
+        sampling = SynthesisSampling(plan, assembly, sets, store, tools, view)
         questions = await sampling.run(pairs)
         config = plan.config
         found = [sort_question(one, config.filter, config.seed) for one in questions]
@@ -61,7 +61,7 @@ async def synthesize(plan: Plan, subject: Subject, out: Path, view: View) -> int
 
 
 async def _write(
-    plan: Plan,
+    plan: SynthesisPlan,
     sets: Mapping[str, Questions],
     out: Path,
     found: Sequence[Sorted],
@@ -90,7 +90,7 @@ async def _prompt(questions: Questions, one: Sorted) -> list[Message]:
     return messages
 
 
-def _check_hints(plan: Plan, engine: ChatEngine | TokensEngine | None) -> None:
+def _check_hints(plan: SynthesisPlan, engine: ChatEngine | TokensEngine | None) -> None:
     """Refuse hints where no text can be gone on with."""
     if plan.config.hints is None or not isinstance(engine, ChatEngine):
         return
@@ -131,7 +131,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     return 0
 
 
-def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> Plan:
+def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> SynthesisPlan:
     """The subject's settings are asked for, its sets are not."""
     own = {key: value for key, value in subject.raw.items() if key != "sets"}
     raw, source = given_keys(arguments, subject._replace(raw=own), SynthesisConfig, view.say)

@@ -24,9 +24,9 @@ from launchers.data import Say, load_set, try_env
 from launchers.evaluation.run import Progress, ask_into, row_of
 from launchers.evaluation.store import FAILED, EvalRow, Store, Wanted
 from launchers.evaluation.subject import EvaluationAssembly
-from launchers.synthesis.config import WITH_TOOLS, Plan, Way, set_name
+from launchers.synthesis.config import WITH_TOOLS, SynthesisPlan, Way, set_name
 from launchers.synthesis.hints import MARK, Hint, make_hint
-from launchers.synthesis.sorting import Judged, Question, chain_text, judge, parts_of
+from launchers.synthesis.sorting import Judged, JudgedQuestion, chain_text, judge, parts_of
 from launchers.terminal import View
 
 # Rollouts that begin behind a hint, and language-only ones; for data synthesis only.
@@ -96,7 +96,7 @@ def hinted_row(row: EvalRow, answer: Answer) -> EvalRow:
 MAX_HINTED_SHARE = 0.75  # of limits.max_response_tokens; what is left is the policy's
 
 
-class Pair(Struct, frozen=True):
+class TaskPair(Struct, frozen=True):
     """A question of the user's set `name`, as it is asked without and with tools."""
 
     name: str
@@ -104,13 +104,13 @@ class Pair(Struct, frozen=True):
     tools: Task
 
 
-class Sampling:
+class SynthesisSampling:
     """Asks in two stages, since hints need the language-only chains; what `store` holds is not
     asked again. `tools` are the names of the tools by environment id."""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: SynthesisPlan,
         assembly: EvaluationAssembly,
         sets: Mapping[str, Questions],
         store: Store,
@@ -122,7 +122,7 @@ class Sampling:
         self._engine: Engine | None = None
         self._actors: dict[str, Actor] = {}
 
-    async def run(self, pairs: Sequence[Pair]) -> list[Question]:
+    async def run(self, pairs: Sequence[TaskPair]) -> list[JudgedQuestion]:
         """Every question with all of its trajectories."""
         direct = [wanted for pair in pairs for wanted in self._samples(pair, "direct")]
         await self._ask("language-only", direct)
@@ -131,24 +131,24 @@ class Sampling:
 
     # what is asked
 
-    def _samples(self, pair: Pair, way: Way) -> Iterator[Wanted]:
+    def _samples(self, pair: TaskPair, way: Way) -> Iterator[Wanted]:
         name = set_name(pair.name, way)
         task = pair.direct if way == "direct" else pair.tools
         for sample in range(self._sets[name].config.num_samples):
             yield Wanted(name, task, sample)
 
-    def _with_tools(self, pair: Pair) -> Iterator[Wanted]:
+    def _with_tools(self, pair: TaskPair) -> Iterator[Wanted]:
         is_easy = self._is_easy(pair)
         if not (is_easy and self.plan.config.skip_easy):
             yield from self._samples(pair, "tools")
         if self.plan.config.hints is not None and not is_easy:
             yield from self._hinted(pair)
 
-    def _is_easy(self, pair: Pair) -> bool:
+    def _is_easy(self, pair: TaskPair) -> bool:
         clean = [one for one in self._judged(self._samples(pair, "direct")) if not one.reason]
         return len(clean) >= self.plan.config.filter.min_right
 
-    def _hinted(self, pair: Pair) -> Iterator[Wanted]:
+    def _hinted(self, pair: TaskPair) -> Iterator[Wanted]:
         """The chains of the question that have a place for a hint, the first ones."""
         config, name = self.plan.config.hints, set_name(pair.name, "hints")
         assert config is not None
@@ -208,13 +208,13 @@ class Sampling:
 
     # what is there
 
-    def _gather(self, pair: Pair) -> Question:
+    def _gather(self, pair: TaskPair) -> JudgedQuestion:
         direct = list(self._samples(pair, "direct"))
         expected = [*direct, *self._with_tools(pair)]
         kept = {one.key: one for one in (*expected, *self._samples(pair, "tools"))}
         judged = self._judged(kept.values())
         is_whole = all(one.key in self.store.rows for one in expected)
-        return Question(pair.name, pair.tools, judged, is_whole)
+        return JudgedQuestion(pair.name, pair.tools, judged, is_whole)
 
     def _judged(self, wanted: Iterable[Wanted]) -> list[Judged]:
         config = self.plan.config.filter
@@ -241,12 +241,12 @@ class Dropped(Struct, frozen=True):
 
 
 async def read_questions(
-    plan: Plan, assembly: EvaluationAssembly, sets: Mapping[str, Questions], say: Say
-) -> tuple[list[Pair], list[Dropped]]:
+    plan: SynthesisPlan, assembly: EvaluationAssembly, sets: Mapping[str, Questions], say: Say
+) -> tuple[list[TaskPair], list[Dropped]]:
     """The questions in order and those that are left out."""
     excluded = await _excluded(plan, assembly, say)
     seen: dict[str, str] = {}
-    pairs: list[Pair] = []
+    pairs: list[TaskPair] = []
     dropped: list[Dropped] = []
     for name in plan.sets:
         direct = {task.id: task for task in sets[set_name(name, "direct")].tasks}
@@ -261,7 +261,7 @@ async def read_questions(
                 dropped.append(Dropped(name, task, "duplicate", f"of {seen[plain]}"))
             else:
                 seen[plain] = f"{name} {task.id}"
-                pairs.append(Pair(name, task, tools[task.id]))
+                pairs.append(TaskPair(name, task, tools[task.id]))
     if not pairs:
         raise DataError(f"no question is left of {len(dropped)}: all are excluded or duplicates")
     return pairs, dropped
@@ -273,11 +273,11 @@ def plain_question(text: str) -> str:
 
 
 async def tool_names(
-    pairs: Sequence[Pair], plan: Plan, sets: Mapping[str, Questions]
+    pairs: Sequence[TaskPair], plan: SynthesisPlan, sets: Mapping[str, Questions]
 ) -> dict[str, list[str]]:
     """The names of the tools of each environment that the questions meet. Raises ConfigError for
     one without any."""
-    first: dict[str, Pair] = {}
+    first: dict[str, TaskPair] = {}
     for pair in pairs:
         first.setdefault(pair.tools.env_id, pair)
     found = {}
@@ -293,7 +293,7 @@ async def tool_names(
     return found
 
 
-async def _excluded(plan: Plan, assembly: EvaluationAssembly, say: Say) -> dict[str, str]:
+async def _excluded(plan: SynthesisPlan, assembly: EvaluationAssembly, say: Say) -> dict[str, str]:
     """Where each question is from that must not be asked."""
     found: dict[str, str] = {}
     for path in plan.config.exclude:

@@ -250,7 +250,7 @@ def _problem(
 Class = Literal["direct", "tools", "hard", "unfinished"]
 
 
-class Question(Struct, frozen=True):
+class JudgedQuestion(Struct, frozen=True):
     """One question of a set with all of its trajectories. `is_whole` unless some are missing."""
 
     set_name: str
@@ -263,14 +263,14 @@ class Sorted(Struct, frozen=True):
     """A question's class, what is learned from it, and its other trajectories with reasons.
     `right` says whether it was answered without and with tools."""
 
-    question: Question
+    question: JudgedQuestion
     kind: Class
     chosen: list[Judged]
     rejected: list[Judged]
     right: tuple[bool, bool]
 
 
-def sort_question(question: Question, config: FilterConfig, seed: int) -> Sorted:
+def sort_question(question: JudgedQuestion, config: FilterConfig, seed: int) -> Sorted:
     """Each trajectory ends up in `chosen` or in `rejected`."""
     judged = without_duplicates(question.judged)
     clean = [one for one in judged if not one.reason]
@@ -292,7 +292,7 @@ def sort_question(question: Question, config: FilterConfig, seed: int) -> Sorted
 
 
 def _drawn(
-    clean: Sequence[Judged], question: Question, config: FilterConfig, seed: int
+    clean: Sequence[Judged], question: JudgedQuestion, config: FilterConfig, seed: int
 ) -> tuple[list[Judged], list[Judged]]:
     """Those that are kept, by the seed and not by length, so that the data has the policy's own
     lengths; and the rest."""

@@ -13,8 +13,7 @@ import pytest
 
 from agentenv import Task, ToolEnv, register
 from envs.grading.reward import ExactMatch
-from launchers.evaluation import regrade
-from launchers.evaluation import regrade as regrading
+from launchers.evaluation import regrade, scores
 from launchers.evaluation.store import read_rows
 from tests.support.stored_evaluation import QUICK, mixed_rows, rows_of, write_evaluation
 
@@ -34,8 +33,8 @@ def test_the_same_grader_gives_the_same_rows_and_figures(tmp_path, capsys):
 
 
 def test_another_grader_flips_verdicts_and_says_which(tmp_path, capsys):
-    answers = {"1": ["NYC"], "2": ["Paris, France"], "3": ["Paris"]}
-    folder = write_evaluation(tmp_path / "e", rows_of(answers), QUICK)
+    answers = {"1": ["World War I"], "2": ["WWII"], "3": ["World War II"]}
+    folder = write_evaluation(tmp_path / "e", rows_of(answers, "World War II"), QUICK)
     assert regrade.main([str(folder)]) == 0
     before = (folder / "rows.jsonl").read_bytes()
     capsys.readouterr()
@@ -60,8 +59,8 @@ def test_the_published_reward_is_graded_with_its_tools(tmp_path):
 
 
 def test_one_set_may_get_a_grader_of_its_own(tmp_path):
-    rows = rows_of({"1": ["Paris, France"]}, dataset="a")
-    rows += rows_of({"1": ["Paris, France"]}, dataset="b")
+    rows = rows_of({"1": ["WWII"]}, "World War II", dataset="a")
+    rows += rows_of({"1": ["WWII"]}, "World War II", dataset="b")
     folder = write_evaluation(tmp_path / "e", rows, QUICK)
     assert regrade.main([str(folder), "sets.b.grader.kind=exact"]) == 0
     assert [row.success for row in read_rows(folder)] == [True, False]
@@ -88,7 +87,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def test_rows_that_a_grader_cannot_grade_are_failed_not_wrong(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(regrading, "RETRY_DELAY_S", 0.0)
+    monkeypatch.setattr(scores, "RETRY_DELAY_S", 0.0)
     path = tmp_path / "mine.py"
     path.write_text(GRADER)
     folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"], "2": ["Rome"]}), QUICK)
@@ -102,7 +101,7 @@ def test_rows_that_a_grader_cannot_grade_are_failed_not_wrong(tmp_path, monkeypa
 
 
 def test_without_any_grade_nothing_is_changed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(regrading, "RETRY_DELAY_S", 0.0)
+    monkeypatch.setattr(scores, "RETRY_DELAY_S", 0.0)
     path = tmp_path / "mine.py"
     path.write_text(GRADER)
     rows = rows_of({str(i): ["Rome"] for i in range(25)})

@@ -7,6 +7,7 @@ import pytest
 from agentenv.env import close_shared
 from launchers.evaluation.scores import (
     Scorer,
+    Votes,
     contains,
     count_votes,
     is_math,
@@ -137,7 +138,4 @@ async def test_votes_are_counted_by_equivalence():
     answers = ["8", "8.0", "$8$", "nine", "", r"\frac{16}{2}", "7"]
     rows = [row(sample=i, answer=a, success=a == "7") for i, a in enumerate(answers)]
     votes = await count_votes(rows, Scorer())
-    assert votes.num_right == 1
-    assert votes.wrong == (4, 1)
-    assert votes.num_blank == 1
-    assert votes.num_samples == 7
+    assert votes == Votes(num_right=1, wrong=(4, 1), num_blank=1)

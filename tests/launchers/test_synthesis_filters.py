@@ -14,7 +14,7 @@ from launchers.synthesis.sampling import plain_question
 from launchers.synthesis.sorting import (
     REASONS,
     Judged,
-    Question,
+    JudgedQuestion,
     Sorted,
     chain_text,
     check_chain,
@@ -195,7 +195,7 @@ def sort(direct: str, tools: str, hints: str = "", *, is_whole: bool = True, **k
         for way, letters in ways.items()
         for sample, letter in enumerate(letters)
     ]
-    question = Question("q", Task("1", "e", "Who?", ("Lima",)), found, is_whole)
+    question = JudgedQuestion("q", Task("1", "e", "Who?", ("Lima",)), found, is_whole)
     done = sort_question(question, FilterConfig(**keys), seed=0)
     assert len(done.chosen) + len(done.rejected) == len(found), "each is in one of the two"
     assert all(one.reason in REASONS for one in done.rejected)

@@ -1,0 +1,33 @@
+"""Pictures of runs and evaluations: panels with one look, drawn without a display."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import Any
+
+
+def panels(
+    num_rows: int, num_columns: int, size: tuple[float, float], title: str = ""
+) -> tuple[Any, list[Any]]:
+    """A figure of `size` (width and height in inches) and its axes, row by row, with a grid."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    found = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+    for axes in found:
+        axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    if title:
+        figure.suptitle(title)
+    return figure, found
+
+
+def png(figure: Any, dpi: int = 110) -> bytes:
+    """The figure as a PNG file; axes with labels and without a legend get one."""
+    for axes in figure.axes:
+        if axes.get_legend() is None and axes.get_legend_handles_labels()[1]:
+            axes.legend(fontsize="small")
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=dpi)
+    return file.getvalue()
