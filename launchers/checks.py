@@ -235,13 +235,13 @@ async def chat_template(assembly: Any) -> None:
 async def environments(assembly: AskingAssembly[Any]) -> None:
     """Every environment is known, and every table is read by one."""
     groups = await assembly.shared()
+    for maker, sets in groups:
+        for one in map(assembly.sets.__getitem__, sets):
+            for value, env_id in one.rows.env_by.items():
+                maker.check_known(env_id, f"{one.key}.env_by.{value}")
     reads = [maker.reads(task for own in sets.values() for task in own) for maker, sets in groups]
     anywhere = frozenset[str]().union(*reads)
     for maker, sets in groups:
-        for name in sets:
-            one = assembly.sets[name]
-            for value, env_id in one.rows.env_by.items():
-                maker.check_known(env_id, f"{one.key}.env_by.{value}")
         tasks = [task for own in sets.values() for task in own]
         maker.check_read(tasks, all_rows=assembly.is_whole, elsewhere=anywhere)
 

@@ -110,9 +110,7 @@ class EnvMaker:
     ) -> None:
         """Refuse an environment that is not known, a table that none reads, here or `elsewhere`,
         and, if the tasks are `all_rows` of a run, keys of an environment that no row meets."""
-        used = {task.env_id: task.id for task in reversed(list(tasks))}
-        for env_id, task_id in used.items():
-            self.check_known(env_id, f"task {task_id}")
+        used = self._used(tasks)
         recipes = [*self._recipes.values(), *map(self._recipe_of, used)]
         for name, table in self._tables.items():
             if table is None or name in elsewhere:
@@ -133,11 +131,19 @@ class EnvMaker:
             )
 
     def reads(self, tasks: Iterable[Task]) -> frozenset[str]:
-        """The tables that the environments read, those of the tasks and of all variants."""
-        recipes = [*self._recipes.values(), *(self._recipe_of(task.env_id) for task in tasks)]
+        """The tables that the environments read, those of the tasks and of all variants. Raises
+        ConfigError for a task whose environment is not known."""
+        recipes = [*self._recipes.values(), *map(self._recipe_of, self._used(tasks))]
         return frozenset(name for recipe in recipes for name in recipe.read)
 
     # inner workings
+
+    def _used(self, tasks: Iterable[Task]) -> set[str]:
+        """The environments of the tasks, all of them known."""
+        used = {task.env_id: task.id for task in reversed(list(tasks))}
+        for env_id, task_id in used.items():
+            self.check_known(env_id, f"task {task_id}")
+        return set(used)
 
     def _recipe_of(self, env_id: str) -> Recipe:
         if env_id not in self._recipes:
