@@ -23,7 +23,12 @@ What an environment of your own needs can be imported from here; the rest lives 
                assist/    Tool-Star's helpers at inference time
     data/      files, rows, datasets: from files to tasks in order
     engines/   what samples: embedded, scripted, vLLM, SGLang, pools of servers; engine is the seam
-    config     TOML files to structs
+    settings   config     TOML files to structs
+               kinds      parts chosen by name, also from a package of the user's own
+               old_keys   keys of earlier configurations: why they went, what replaces them
+    files      model_files   what a model directory says
+               disk          files that are whole whenever somebody reads them
+               backoff       how long to wait before something is tried again
 """
 
 from agentenv.env import Env, EnvWrapper, envs, make, register, shared
