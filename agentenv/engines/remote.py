@@ -88,6 +88,7 @@ class RemoteServer(ABC):
         self._label = ""
         self._versions: dict[str, int] = {}  # by label, of all that this client named
         self._doubt = "connect was not called"  # why nobody knows what it serves; empty: known
+        self._half_loaded = False  # since a load that was not completed: not to be sampled from
         self._changing = asyncio.Lock()  # held by whoever changes the weights
         self._open = asyncio.Event()  # cleared while they are being replaced
         self._open.set()
@@ -209,12 +210,13 @@ class RemoteServer(ABC):
             await self._drop_prefixes()
             await self._name(policy_version)
             await self._resume()
-            self._doubt = ""
+            self._doubt, self._half_loaded = "", False
         except BaseException as error:  # a cancellation too
             if refused:
                 raise
             reason = str(error) or type(error).__name__
             self._doubt = f"a load of weights was not completed ({reason})"
+            self._half_loaded = True
             if not isinstance(error, EngineError):
                 raise
             raise self._lost() from error

@@ -532,14 +532,17 @@ class SGLangServer(RemoteServer):
         self._facts: Facts | None = None
 
     async def connect(self, policy_version: int) -> ServerInfo:
-        """See Server.connect; a server that an earlier run left paused goes on."""
+        """See Server.connect; a server that an earlier run left paused goes on. After a load that
+        was not completed its log-probs mean nothing, and it serves nothing before load_weights has
+        succeeded."""
         async with self._changing:
             facts = await probe(self._controls[0], self._given_vocab_size, self._layout)
             await self._resume()
             await self._name(policy_version)
-            await check_logprobs(self._http, facts)
             self._facts, self._layout = facts, facts.layout
-            self._doubt = ""
+            if not self._half_loaded:
+                await check_logprobs(self._http, facts)
+                self._doubt = ""
             return facts.info
 
     async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:

@@ -426,7 +426,6 @@ class VLLMServer(RemoteServer):
         self._facts: Facts | None = None
         self._running: dict[str, Sent] = {}  # by request id
         self._adapter = ""  # name that requests ask for; empty: the model itself
-        self._half_loaded = False  # since a load that was not completed
 
     async def connect(self, policy_version: int) -> ServerInfo:
         """See Server.connect. Also resumes a server that was left paused. After a load that was
@@ -584,12 +583,10 @@ class VLLMServer(RemoteServer):
         except RefusedError:
             raise
         except BaseException as error:
-            self._half_loaded = True
             task = self._spawn(self._release())
             if not isinstance(error, asyncio.CancelledError):
                 await asyncio.wait({task})
             raise
-        self._half_loaded = False
 
     async def _release(self) -> None:
         """Nothing stays paused, nothing samples unseen: half-loaded weights kill an engine that
