@@ -16,7 +16,8 @@ STOCK = {"bolts": 1240, "nuts": 310, "rivets": 77}
 def readme_env() -> str:
     """The Python block of the README that defines an environment."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    (block,) = (block for block in blocks if "Warehouse" in block)
     return str(block)
 
 
