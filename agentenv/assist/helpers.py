@@ -10,19 +10,15 @@ two helpers, which change the way of a rollout.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Iterable, Mapping
-from random import Random
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from agentenv.engines.openai import Endpoint, MalformedReplyError, OpenAIConfig
+from agentenv.engines.endpoint import ChatModel, Endpoint, Said, fenced, shortened
 from agentenv.env import Env, ForkMode
 from agentenv.errors import ConfigError, EngineError, InfraError, ToolError
-from agentenv.native import after_thoughts
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import Tool, ToolLimits
 from agentenv.types import Info, ToolResult
@@ -143,91 +139,45 @@ def count_calls(counts: Counts, records: Iterable[Mapping[str, Any]]) -> None:
             )
 
 
-PATH = "/chat/completions"
-GAP = "\n...\n"
-
-
-class Said(Struct, frozen=True):
-    """A reply without its thoughts; `whole` unless it was cut off; `num_tokens` of request and
-    reply together, 0 where the server does not say."""
-
-    text: str
-    whole: bool
-    num_tokens: int
-
-
 class HelperModel:
-    """A model that helps: one question at a time to an OpenAI-compatible server.
-
-    `start` finds the model and refuses a server that is not there; `name` is for messages."""
+    """A model that helps, asked through an OpenAI-compatible server; `name` is for messages."""
 
     def __init__(self, name: str, config: HelperConfig) -> None:
         self.name = name
         self.config = config
-        if not config.url.startswith(("http://", "https://")):
-            raise ConfigError(f"assist.{name}.url: expected http(s)://HOST, got {config.url!r}")
-        self._endpoint = Endpoint(
-            OpenAIConfig(
-                url=config.url,
-                model=config.model,
-                api_key_env=config.api_key_env,
-                timeout_s=config.timeout_s,
-                num_retries=config.num_retries,
-                max_concurrency=config.max_concurrency,
-            ),
+        endpoint = Endpoint(
+            config.url,
+            config.model,
             table=f"assist.{name}",
+            api_key_env=config.api_key_env,
+            timeout_s=config.timeout_s,
+            num_retries=config.num_retries,
+            max_concurrency=config.max_concurrency,
         )
+        settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+        self._model = ChatModel(endpoint, settings | config.extra_body)
 
     async def start(self) -> None:
-        """Find the model on its server. Raises ConfigError for a server that is not there."""
-        await self._endpoint.start()
+        """Find the model. Raises ConfigError for a server that is not there."""
+        await self._model.endpoint.start()
 
     async def ask(self, system: str, user: str) -> Said:
-        """The reply of the model to one question. Raises InfraError when there is none within the
-        deadline and the retries."""
-        config = self.config
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-        body = {
-            "model": self._endpoint.model,
-            "messages": messages,
-            "temperature": config.temperature,
-            "max_tokens": config.max_tokens,
-            **config.extra_body,
-        }
+        """Raises InfraError when there is no reply within the deadline and the retries."""
         try:
-            async with asyncio.timeout(config.timeout_s):
-                return await self._endpoint.send(PATH, body, _said, Random(user))
+            async with asyncio.timeout(self.config.timeout_s):
+                return await self._model.ask(system, user)
         except TimeoutError:
-            raise InfraError(f"no reply within {config.timeout_s:g} s") from None
+            raise InfraError(f"no reply within {self.config.timeout_s:g} s") from None
         except EngineError as error:
             raise InfraError(str(error)) from error
 
     def fenced(self, text: str) -> str:
-        """Text for the model to read, within marks that the text cannot hold."""
-        if len(text) > self.config.max_input_chars:
-            half = self.config.max_input_chars // 2
-            text = text[:half] + GAP + text[-half:]
-        mark = f"DATA-{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:16]}"
-        return f"[{mark}]\n{text}\n[/{mark}]"
+        """Text for the model to read, shortened, within marks that the text cannot hold."""
+        return fenced(shortened(text, self.config.max_input_chars))
 
     async def close(self) -> None:
-        """Close the connections to the server; idempotent."""
-        await self._endpoint.close()
-
-
-def _said(reply: Any) -> Said:
-    try:
-        choice = reply["choices"][0]
-        content = choice["message"].get("content")
-        usage = reply.get("usage") or {}
-        num_tokens = sum(int(usage.get(f"{part}_tokens") or 0) for part in ("prompt", "completion"))
-        if not isinstance(content, str | None):
-            raise TypeError
-    except (LookupError, TypeError, AttributeError, ValueError):
-        shown = msgspec.json.encode(reply)[:200].decode(errors="replace")
-        raise MalformedReplyError(f"no chat completion: {shown}") from None
-    text = after_thoughts(content or "").strip()
-    return Said(text, choice.get("finish_reason") != "length", num_tokens)
+        """Idempotent."""
+        await self._model.endpoint.close()
 
 
 MAX_CODE_CHARS = 20_000

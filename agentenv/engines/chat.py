@@ -9,14 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import nan
-from pathlib import Path
-from random import Random
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from agentenv.engines.openai import Endpoint, MalformedReplyError, OpenAIConfig, no_weights
+from agentenv.engines.client import NOT_JSON
+from agentenv.engines.endpoint import (
+    CHAT_PATH,
+    ChatChoice,
+    ChatReply,
+    ChatUsage,
+    Json,
+    MalformedReplyError,
+    read_chat,
+)
+from agentenv.engines.openai import EndpointEngine, OpenAIConfig
 from agentenv.errors import EngineError
 from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN, TextCodec, ToolSchemas, tagged_call
 from agentenv.types import (
@@ -145,7 +153,7 @@ def native_call(raw: dict[str, Any]) -> ToolCall:
     name, text = function.get("name"), function.get("arguments")
     try:
         arguments = msgspec.json.decode(text) if isinstance(text, str) and text else text or {}
-    except msgspec.DecodeError as error:
+    except NOT_JSON as error:
         return ToolCall(MALFORMED_CALL, {"problem": f"the arguments are not valid JSON ({error})"})
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return ToolCall(MALFORMED_CALL, {"problem": "expected a name and an object of arguments"})
@@ -166,18 +174,14 @@ def _cut(text: str, max_tokens: int) -> str:
     return head.decode(errors="ignore") + CUT_MARKER + tail.decode(errors="ignore")
 
 
-# An engine over /chat/completions: pieces of text (agentenv/engines/chat.py) in place of tokens.
-
-PATH = "/chat/completions"
 ENDS = {"stop", "length", "tool_calls", "function_call"}
 # sampling parameters beyond the standard, sent only where they change something
 EXTRA = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 KEEP_STOP = {"vllm": "include_stop_str_in_output", "sglang": "no_stop_trim"}
 TOLD = ("stop_reason", "matched_stop")  # what ended a turn, in the words of the two
-Json = dict[str, Any]
 
 
-class ChatEngine:
+class ChatEngine(EndpointEngine):
     """Engine whose ids are those of `pieces`. A turn has as many as the endpoint says that it
     sampled; log-probs and entropies are NaN.
 
@@ -185,16 +189,10 @@ class ChatEngine:
     EngineError, since the model did not get to answer.
     """
 
-    policy_version = 0
-
     def __init__(self, config: OpenAIConfig, pieces: Pieces, *, native: bool) -> None:
-        self.endpoint = Endpoint(config)
+        super().__init__(config)
         self.pieces = pieces
         self.native = native
-
-    async def start(self) -> None:
-        """Raises ConfigError if the endpoint cannot be used."""
-        await self.endpoint.start()
 
     async def generate(
         self,
@@ -207,27 +205,19 @@ class ChatEngine:
     ) -> Completion:
         """See Engine.generate; with `on_tokens` the request is streamed and not sent again."""
         body = self._body(self.pieces.read(prompt_ids), sampling)
-        if on_tokens is None:
-            rng = Random(f"{sampling.seed}/{session}")
-            reply = await self.endpoint.send(PATH, body, _checked, rng)
-        else:
-            reply = await self._stream(body, on_tokens)
+        with self._alive(retried=on_tokens is None):
+            if on_tokens is None:
+                reply = await self.endpoint.send(
+                    CHAT_PATH, body, _ended, f"{sampling.seed}/{session}"
+                )
+            else:
+                reply = await self._stream(body, on_tokens)
         return self._completion(reply, sampling)
-
-    async def load_weights(self, source: Path, policy_version: int) -> None:
-        """Raises EngineError."""
-        raise no_weights(self.endpoint.api.name)
-
-    def stats(self) -> dict[str, float]:
-        return dict(self.endpoint.counts)
-
-    async def close(self) -> None:
-        await self.endpoint.close()
 
     # requests
 
     def _body(self, pieces: Sequence[Piece], sampling: SamplingParams) -> Json:
-        config = self.endpoint.config
+        config = self.config
         body: Json = {
             "model": self.endpoint.model,
             "messages": self._messages(pieces),
@@ -251,7 +241,7 @@ class ChatEngine:
 
     def _way(self) -> str:
         """How the tag protocol goes on behind a result."""
-        chosen = self.endpoint.config.continuation
+        chosen = self.config.continuation
         if chosen != "auto":
             return chosen
         return "continue" if self.endpoint.known else "turns"
@@ -281,48 +271,47 @@ class ChatEngine:
             chat.append({"role": "assistant", "content": text, **more})
         return chat
 
-    async def _stream(self, body: Json, on_tokens: Callable[[Chunk], None]) -> Json:
+    async def _stream(self, body: Json, on_tokens: Callable[[Chunk], None]) -> ChatReply:
         """The events of a stream, put together as the reply without one."""
         message: Json = {"content": "", "reasoning_content": "", "refusal": "", "tool_calls": []}
         choice: Json = {"message": message}
         reply: Json = {"choices": [choice]}
         options = {"stream_options": {"include_usage": True}}
-        async for event in self.endpoint.events(PATH, body | options):
+        async for event in self.endpoint.events(CHAT_PATH, body | options):
             try:
-                found = msgspec.json.decode(event)
-                reply["usage"] = found.get("usage") or reply.get("usage")
-                for one in found.get("choices") or ():
+                reply["usage"] = event.get("usage") or reply.get("usage")
+                for one in event.get("choices") or ():
                     text = _extend(message, one.get("delta") or {})
                     for key in ("finish_reason", *TOLD):
                         choice[key] = one.get(key) or choice.get(key)
                     if text:
                         ids = self.pieces.add(Piece(text=text), 1)
                         on_tokens(Chunk(ids, [nan], [nan]))
-            except (msgspec.DecodeError, AttributeError, LookupError, TypeError) as error:
-                raise MalformedReplyError(f"a malformed event: {event[:200]!r}") from error
-        return _checked(reply)
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise MalformedReplyError(f"a malformed event: {event}"[:200]) from error
+        return _ended(reply)
 
     # replies
 
-    def _completion(self, reply: Json, sampling: SamplingParams) -> Completion:
-        choice, usage = reply["choices"][0], reply.get("usage") or {}
-        message, reason = choice["message"], choice["finish_reason"]
+    def _completion(self, reply: ChatReply, sampling: SamplingParams) -> Completion:
+        choice, usage = reply.choices[0], reply.usage or ChatUsage()
+        message, reason = choice.message, choice.finish_reason
         if reason not in ENDS:
             raise EngineError(f"{self.endpoint.api.name} ended a turn with {reason!r}")
         calls = tuple(
             {"id": call.get("id") or f"call_{number}", "type": "function",
              "function": call.get("function")}
-            for number, call in enumerate(message.get("tool_calls") or ())
+            for number, call in enumerate(message.tool_calls or ())
         )  # fmt: skip
-        content = str(message.get("content") or message.get("refusal") or "")
+        content = message.content or message.refusal or ""
         stop = self._stop(choice, content, sampling) if reason == "stop" else None
         if stop is not None and not content.endswith(stop):
             content += stop
-        thoughts = str(message.get("reasoning_content") or message.get("reasoning") or "")
+        thoughts = message.reasoning_content or message.reasoning or ""
         text = f"<think>\n{thoughts}\n</think>\n{content}" if thoughts else content
         text += "".join(_shown(call) for call in calls)
-        num_tokens = int(usage.get("completion_tokens") or estimated_tokens(text))
-        num_prompt = int(usage.get("prompt_tokens") or 0)
+        num_tokens = usage.completion_tokens or estimated_tokens(text)
+        num_prompt = usage.prompt_tokens or 0
         self.endpoint.counts["sampled_tokens"] += num_tokens
         self.endpoint.counts["prompt_tokens"] += num_prompt
         piece = Piece(
@@ -338,12 +327,12 @@ class ChatEngine:
             stop=stop,
         )
 
-    def _stop(self, choice: Json, content: str, sampling: SamplingParams) -> str | None:
+    def _stop(self, choice: ChatChoice, content: str, sampling: SamplingParams) -> str | None:
         """The stop string that ended the turn. Where the endpoint does not say and leaves it out
         of the text, a tag that was opened and not closed tells."""
-        for key in TOLD:
-            if choice.get(key) in sampling.stop:
-                return str(choice[key])
+        for told in (choice.stop_reason, choice.matched_stop):
+            if isinstance(told, str) and told in sampling.stop:
+                return told
         for stop in sampling.stop:
             if content.endswith(stop):
                 return stop
@@ -356,25 +345,11 @@ class ChatEngine:
         return last
 
 
-def _checked(reply: Any) -> Json:
-    """The reply, if it has a message and a reason why it ended."""
-    try:
-        choice = reply["choices"][0]
-        usage = reply.get("usage")
-        message, reason = choice["message"], choice["finish_reason"]
-        well_formed = (
-            isinstance(message, dict)
-            and isinstance(reason, str)
-            and isinstance(message.get("content"), str | None)
-            and isinstance(message.get("tool_calls"), list | None)
-            and isinstance(usage, dict | None)
-        )
-    except (LookupError, TypeError, AttributeError):
-        well_formed = False
-    if not well_formed:
-        shown = msgspec.json.encode(reply)[:200].decode(errors="replace")
-        raise MalformedReplyError(f"no chat completion: {shown}")
-    found: Json = reply
+def _ended(reply: Any) -> ChatReply:
+    """The reply, if it says why it ended. Raises MalformedReplyError."""
+    found = read_chat(reply)
+    if found.choices[0].finish_reason is None:
+        raise MalformedReplyError("no chat completion: it has no finish_reason")
     return found
 
 

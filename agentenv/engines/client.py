@@ -7,6 +7,7 @@ every other status but 2xx             -> RefusedError, an EngineError with the 
 from __future__ import annotations
 
 import asyncio
+import email.utils
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from math import isfinite
@@ -25,6 +26,7 @@ from agentenv.types import SamplingParams
 KEEP_ALIVE_S = 3.0
 MAX_REASON = 500  # characters of a server's own words in our messages
 DONE = b"[DONE]"
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoding raises
 
 T = TypeVar("T")
 
@@ -50,11 +52,12 @@ class RefusedError(EngineError):
 
 
 class FailedError(ServerLostError):
-    """The server answered 5xx: it is broken, or it could not do this."""
+    """The server answered 5xx, 408 or 429: it is broken or busy, or it could not do this.
+    `retry_after_s`: for how long it asks to be left alone, 0 where it does not."""
 
-    def __init__(self, text: str, status: int, reason: str) -> None:
+    def __init__(self, text: str, status: int, reason: str, retry_after_s: float = 0.0) -> None:
         super().__init__(text)
-        self.status, self.reason = status, reason
+        self.status, self.reason, self.retry_after_s = status, reason, retry_after_s
 
 
 class HttpClient:
@@ -98,7 +101,7 @@ class HttpClient:
         body = await self.call(method, path, json, params, timeout_s)
         try:
             return msgspec.json.decode(body) if body else None
-        except msgspec.DecodeError as error:
+        except NOT_JSON as error:
             raise EngineError(
                 f"{self.name}{path} answered no JSON: {_shorten(body)!r}; is this an engine?"
             ) from error
@@ -160,7 +163,8 @@ class HttpClient:
         try:
             async with await self._send(method, request) as response:
                 if not 200 <= response.status < 300:
-                    self._refuse(path, response.status, _reason(await response.read()))
+                    wanted_s = retry_after_s(response.headers) or 0.0
+                    self._refuse(path, response.status, _reason(await response.read()), wanted_s)
                 yield response
         except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
             kind = "no answer in time" if isinstance(error, TimeoutError) else "connection lost"
@@ -181,10 +185,10 @@ class HttpClient:
                 self._fresh = aiohttp.ClientSession(connector=connector)
             return await self._fresh.request(method, **request)
 
-    def _refuse(self, path: str, status: int, reason: str) -> None:
+    def _refuse(self, path: str, status: int, reason: str, retry_after_s: float) -> None:
         text = f"{self.name}{path} answered {status}: {reason or 'no reason given'}"
-        if status >= 500 or status == 429:
-            raise FailedError(text, status, reason)
+        if status >= 500 or status in (408, 429):
+            raise FailedError(text, status, reason, retry_after_s)
         if status == 401:
             text += "; check the API key of this server"
         raise RefusedError(text, status, reason)
@@ -217,12 +221,25 @@ def _reason(body: bytes) -> str:
     """What an error body says: {"error": {"message"}}, {"message"}, {"detail"}, or its text."""
     try:
         found = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except NOT_JSON:
         return _shorten(body)
     for key in ("error", "message", "detail"):
         if isinstance(found, dict) and found.get(key):
             found = found[key]
     return found[:MAX_REASON] if isinstance(found, str) else _shorten(msgspec.json.encode(found))
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Seconds that a Retry-After header asks for, as a number or as a date; None without one."""
+    text = headers.get("Retry-After", "").strip()
+    if text.isascii() and text.isdigit():
+        return float(text)
+    try:
+        until = email.utils.parsedate_to_datetime(text)
+        now = email.utils.parsedate_to_datetime(headers.get("Date", ""))
+        return max(0.0, (until - now).total_seconds())
+    except (ValueError, TypeError):
+        return None
 
 
 def _shorten(body: bytes) -> str:

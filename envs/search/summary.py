@@ -1,4 +1,8 @@
-"""Summaries of pages by a model behind an OpenAI-compatible address."""
+"""Summaries of pages by a model behind an OpenAI-compatible address.
+
+Requests go out as those of a search provider do (envs/search/upstream.py): rate limit, circuit
+breaker and cassette of the search tables hold for the summarizer too.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,16 @@ import hashlib
 import re
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 
+from agentenv.engines.endpoint import (
+    CHAT_PATH,
+    MalformedReplyError,
+    chat_body,
+    fenced,
+    read_said,
+)
 from agentenv.errors import InfraError
-from agentenv.native import after_thoughts
 from envs.search.cache import ResultCache
 from envs.search.providers import api_key
 from envs.search.upstream import Cassette, HttpRequest, SingleFlight, TrafficConfig, Upstream
@@ -38,9 +47,8 @@ End with a line "{mark}" followed by what you took.
 {query}
 </query>
 
-<pages>
-{pages}
-</pages>"""
+The pages:
+{pages}"""
 
 
 class SummarizerConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,24 +68,6 @@ class SummarizerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     traffic: Annotated[TrafficConfig, Meta(description="rate limit and retries")] = TrafficConfig(
         rate_per_s=0, timeout_s=120.0
     )
-
-
-class _Said(Struct):
-    content: str | None = None
-
-
-class _Choice(Struct):
-    message: _Said
-
-
-class _Usage(Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-
-
-class _Completion(Struct):
-    choices: list[_Choice]
-    usage: _Usage | None = None
 
 
 class Summary(Struct, frozen=True):
@@ -110,16 +100,15 @@ class Summarizer:
             question=question,
             reasoning=truncated_reasoning(reasoning),
             query=query,
-            pages=pages.replace("</pages>", ""),  # a page cannot step out of its fence
+            pages=fenced(pages),
         )
-        body = {
-            "model": self.config.model,
-            "messages": [{"role": "user", "content": prompt}],
+        settings = {
             "temperature": self.config.temperature,
             "top_p": self.config.top_p,
             "max_tokens": self.config.max_tokens,
         }
-        url = self.config.url.rstrip("/") + "/chat/completions"
+        body = chat_body(self.config.model, prompt, settings)
+        url = self.config.url.rstrip("/") + CHAT_PATH
         secret = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         request = HttpRequest("POST", url, json=body, secret_headers=secret)
         key = "summary:" + hashlib.sha256(request.key.encode()).hexdigest()
@@ -138,16 +127,13 @@ class Summarizer:
         if reply.status != 200:
             raise InfraError(f"summarizer {url}: status {reply.status}, expected 200")
         try:
-            completion = msgspec.json.decode(reply.body, type=_Completion)
-            said = completion.choices[0].message.content or ""
-        except (msgspec.DecodeError, IndexError) as error:
+            said = read_said(reply.body)
+        except MalformedReplyError as error:
             raise InfraError(f"summarizer {url}: the reply has another form: {error}") from error
-        _, marked, after = after_thoughts(said).rpartition(MARK)
+        _, marked, after = said.text.rpartition(MARK)
         text = after.strip(" \n:*") if marked else ""
         self._cache.put(key, text.encode("utf-8", "replace"))
-        used = completion.usage or _Usage()
-        num_tokens = (used.prompt_tokens or 0) + (used.completion_tokens or 0)
-        return Summary(text[: self.config.max_chars], num_tokens)
+        return Summary(text[: self.config.max_chars], said.num_tokens)
 
 
 def truncated_reasoning(reasoning: str) -> str:

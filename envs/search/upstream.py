@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import email.utils
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import IO, Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -18,6 +17,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from agentenv.backoff import backoff_s
+from agentenv.engines.client import retry_after_s
 from agentenv.errors import ConfigError, DataError, InfraError
 
 # Cassettes: replies of the outside world, recorded once and replayed without a network.
@@ -382,19 +382,6 @@ class Upstream:
         except (aiohttp.ClientError, OSError) as error:
             # the text of the error may hold the address, and so a key
             return f"{type(error).__name__}", None
-
-
-def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a Retry-After header asks for, as a number or as a date; None without one."""
-    text = headers.get("Retry-After", "").strip()
-    if text.isascii() and text.isdigit():
-        return float(text)
-    try:
-        until = email.utils.parsedate_to_datetime(text)
-        now = email.utils.parsedate_to_datetime(headers.get("Date", ""))
-        return max(0.0, (until - now).total_seconds())
-    except (ValueError, TypeError):
-        return None
 
 
 async def _read(response: aiohttp.ClientResponse, name: str) -> bytes:

@@ -181,7 +181,7 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
     async def contexts(self) -> Sequence[int]:
         endpoint = await self.endpoint()
         if endpoint is not None:
-            length = endpoint.endpoint.max_model_len
+            length = endpoint.max_model_len
             return [length] if length else []
         model = await self.model()
         assert model is not None

@@ -94,7 +94,7 @@ def _check_hints(plan: SynthesisPlan, engine: ChatEngine | TokensEngine | None) 
     """Refuse hints where no text can be gone on with."""
     if plan.config.hints is None or not isinstance(engine, ChatEngine):
         return
-    chosen = engine.endpoint.config.continuation
+    chosen = engine.config.continuation
     if chosen == "turns" or (chosen == "auto" and not engine.endpoint.known):
         raise ConfigError(
             "hints: this endpoint takes chat messages and does not go on with a text; set "

@@ -73,7 +73,7 @@ async def test_the_policy_reads_the_final_information_of_the_window(site: Web) -
     assert result.text == "Founded in 1535."
     assert result.info["browser"] == {"found": True, "num_tokens": 930}
     (prompt,) = site.asked
-    window = prompt.split("Page 1: ")[1].split("\n</pages>")[0]
+    window = prompt.split("Page 1: ")[1].split("\n[/DATA-")[0]
     assert f"{SNIPPET}, it says." in window
     assert len(window) == 3000
 

@@ -108,22 +108,24 @@ async def test_a_busy_server_is_left_alone_for_as_long_as_it_asks(
 
     server.replies, server.reply_headers = [429, 503, "CORRECT"], {"Retry-After": "7"}
     judge = judge_of(server, num_retries=2)
-    monkeypatch.setattr("envs.grading.judge.asyncio.sleep", sleep)
+    monkeypatch.setattr("agentenv.engines.endpoint.asyncio.sleep", sleep)
     assert (await judge.verdict("q", "a", ["g"])).right
-    assert [seconds for seconds in slept if seconds] == [7.0, 7.0]
+    waits = [seconds for seconds in slept if seconds]
+    assert len(waits) == 2
+    assert all(7.0 <= seconds <= 10.5 for seconds in waits)
     await judge.close()
 
 
 @pytest.mark.parametrize(
     ("reply", "says", "num_requests"),
     [
-        (500, "HTTP 500: busy", 2),
-        (429, "HTTP 429: busy", 2),
-        (401, "HTTP 401", 1),
-        (None, "no reply within 0.3 s", 2),
-        (Cut(), "ServerDisconnectedError", 2),
-        ({"error": "no such model"}, "no chat completion: .*no such model", 1),
-        ({"choices": []}, "no chat completion", 1),
+        (500, "answered 500: busy", 2),
+        (429, "answered 429: busy", 2),
+        (401, "answered 401: busy; check the API key", 1),
+        (None, "no answer in time", 2),
+        (Cut(), "ServerDisconnectedError", 4),  # each time once more on a new connection
+        ({"error": "no such model"}, "no chat completion .*no such model", 2),
+        ({"choices": []}, "no chat completion", 2),
     ],
 )
 async def test_a_failing_server_is_no_verdict(
@@ -158,7 +160,7 @@ async def test_the_rules_come_first_and_nothing_is_asked_about_no_answer(
 async def test_a_judge_that_cannot_be_asked_is_refused_at_the_start(server: JudgeServer) -> None:
     server.replies = [404]
     judge = judge_of(server)
-    with pytest.raises(ConfigError, match=r"grader\.judge: .*HTTP 404.* that has the model 'm'"):
+    with pytest.raises(ConfigError, match=r"grader\.judge: .*404.* that has the model 'm'"):
         await judge.start()
     server.replies = ["CORRECT"]
     for _ in range(3):
@@ -215,7 +217,7 @@ async def test_no_more_requests_than_allowed_are_in_flight(server: JudgeServer) 
 async def test_the_key_comes_from_the_environment(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="no such environment variable"):
+    with pytest.raises(ConfigError, match="JUDGE_KEY_OF_TEST is not set"):
         judge_of(server, api_key_env="JUDGE_KEY_OF_TEST")
     monkeypatch.setenv("JUDGE_KEY_OF_TEST", "k1")
     judge = judge_of(server, api_key_env="JUDGE_KEY_OF_TEST")

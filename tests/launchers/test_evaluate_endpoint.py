@@ -22,7 +22,7 @@ QUICK = ("engine.num_retries=1", "limits.max_failures=0")
 @pytest.fixture
 def run(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluate:
     monkeypatch.setattr(command, "write_report", lambda *_: None)
-    monkeypatch.setattr("agentenv.engines.openai.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("agentenv.engines.endpoint.FIRST_DELAY_S", 0.01)
 
     def evaluated(endpoint: ScriptedEndpoint, *more: str, n: int = 2) -> int:
         arguments = [endpoint.url, "--env", "me/Warehouse-v0", "env.module=my_env"]

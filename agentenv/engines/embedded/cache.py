@@ -4,14 +4,14 @@ A slot stands for one token sequence, with a column of keys and values for each 
 The slot of a running request is a row in a block of memory whose rows have one width, so that
 decoding works on views:
 
-    width 64: | running | running | running | free |        width 128: | running | free |
-                row 0     row 1     row 2
+    width 128: | running | running | running | free |        width 256: | running | free |
+                 row 0     row 1     row 2
 
-A row that is full moves to the block of twice the width. So the rows that run are at most twice as
-wide as they are long, and a long sequence widens no other row, neither in memory nor in the
-columns that attention reads: with one width for all, a sequence of 4,000 tokens among 63 short
-ones cost four times the time and eight times the memory. Idle slots, the prefix cache, are
-tensors of their exact length; the least recently used one goes first. Columns are shared only
+A row that is full moves to the block of twice the width. So rows of over 128 columns are at most
+about twice as wide as they are long, and a long sequence widens no other row, neither in memory
+nor in the columns that attention reads: with one width for all, a sequence of 4,000 tokens among
+63 short ones cost four times the time and eight times the memory. Idle slots, the prefix cache,
+are tensors of their exact length; the least recently used one goes first. Columns are shared only
 while the version of their slot is the version of the engine.
 """
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from agentenv.engines.embedded.weights import Architecture
 
 IntArray = npt.NDArray[np.int32]
-FIRST_WIDTH = 64  # columns; the widths are this times the powers of two
+FIRST_WIDTH = 128  # columns; the widths are this times the powers of two
 LOOKUP_BLOCK = 256  # tokens compared at a time
 NO_VERSION = -(2**62)
 

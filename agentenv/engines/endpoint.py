@@ -1,0 +1,274 @@
+"""An OpenAI-compatible endpoint: requests with retries, chat replies, a model that is asked.
+
+408, 429, 5xx, a lost connection, no reply in time, a reply that is none   sent again
+any other status                                                           RefusedError at once
+
+Whatever an endpoint sends is decoded here; what cannot be decoded is a MalformedReplyError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+from yarl import URL
+
+from agentenv.backoff import backoff_s
+from agentenv.engines.client import NOT_JSON, FailedError, HttpClient, RefusedError, Timeouts
+from agentenv.errors import ConfigError, EngineDeadError, EngineError
+from agentenv.native import after_thoughts
+
+FIRST_DELAY_S = 0.5
+MAX_DELAY_S = 60.0  # also where a server asks for more
+CONTINUES = ("vllm", "sglang")  # owners of models, by /models, that know our extensions
+CHAT_PATH = "/chat/completions"
+GAP = "\n...\n"
+
+T = TypeVar("T")
+Json = dict[str, Any]
+
+
+class MalformedReplyError(EngineError):
+    """A reply with status 200 that is not what was asked for."""
+
+
+class Endpoint:
+    """`send` asks. `start` finds the model where none is named, and what the endpoint tells of the
+    model: `owner` is who serves it, `served_from` its directory or hub name, `max_model_len` in
+    tokens; empty and 0 if it does not say. `table` is the one of the configuration that messages
+    name; an empty `api_key_env` means no key."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        table: str,
+        api_key_env: str,
+        timeout_s: float,
+        num_retries: int,
+        max_concurrency: int,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"{table}.url: expected http(s)://HOST of an OpenAI-compatible endpoint, "
+                f"got {url!r}"
+            )
+        base = URL(url.rstrip("/"))
+        api = base if base.path.strip("/") else base / "v1"
+        key = os.environ.get(api_key_env, "") if api_key_env else ""
+        if api_key_env and not key:
+            raise ConfigError(
+                f"{table}.api_key_env: the environment variable {api_key_env} is not set"
+            )
+        timeouts = Timeouts(call_s=timeout_s, idle_s=timeout_s)
+        self.model = model
+        self.owner = self.served_from = ""
+        self.max_model_len = 0
+        self.api = HttpClient(str(api), timeouts, key)
+        root = str(api).removesuffix("/v1")
+        self.root = HttpClient(root, timeouts, key)  # routes beside the standard
+        self.num_retries = num_retries
+        self.counts = {"requests": 0.0, "retries": 0.0, "sampled_tokens": 0.0, "prompt_tokens": 0.0}
+        self._table = table
+        self._slots = asyncio.Semaphore(max_concurrency)
+        self._closed = False
+
+    async def start(self) -> None:
+        """Raises ConfigError if the endpoint is not there, or does not have the model."""
+        try:
+            found = await self.api.call_json("GET", "/models", timeout_s=30.0)
+            models = {str(one["id"]): one for one in found["data"]}
+        except RefusedError as error:
+            if error.status in (401, 403) or not self.model:
+                raise ConfigError(f"{self._table}: {error}") from error
+            models = {}  # some endpoints list nothing
+        except (EngineError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"{self._table}.url: {self.api.name} does not list its models ({error}); expected "
+                "an OpenAI-compatible endpoint"
+            ) from error
+        if not self.model:
+            if len(models) != 1:
+                raise ConfigError(
+                    f"{self._table}.model: {self.api.name} has {sorted(models)}; give one"
+                    + (" with --model" if self._table == "engine" else "")
+                )
+            (self.model,) = models
+        if models and self.model not in models:
+            raise ConfigError(
+                f"{self._table}.model: {self.api.name} has no {self.model!r}; it has "
+                f"{sorted(models)[:20]}"
+            )
+        own = models.get(self.model, {})
+        self.owner = str(own.get("owned_by") or "")
+        self.served_from = str(own.get("root") or "")
+        self.max_model_len = int(own.get("max_model_len") or 0)
+
+    @property
+    def known(self) -> bool:
+        """Whether the server is one that knows our extensions of the standard."""
+        return self.owner in CONTINUES
+
+    async def send(self, path: str, body: Json, read: Callable[[Any], T], key: str) -> T:
+        """POST until `read` makes something of the reply; it raises MalformedReplyError.
+        Paths below the standard's begin with /chat or /completions, others are at the root. The
+        spread of the waits is drawn from `key`.
+
+        Raises RefusedError, or what the last attempt failed of.
+        """
+        problem: EngineError | None = None
+        for attempt in range(self.num_retries + 1):
+            if attempt:
+                self.counts["retries"] += 1
+                wanted_s = problem.retry_after_s if isinstance(problem, FailedError) else 0.0
+                delay_s = backoff_s(
+                    attempt - 1, key, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S, at_least_s=wanted_s
+                )
+                await asyncio.sleep(delay_s)
+            self._check_open()
+            try:
+                async with self._slots:
+                    self.counts["requests"] += 1
+                    return read(await self._client(path).call_json("POST", path, body))
+            except RefusedError:
+                raise
+            except EngineError as error:  # lost, 5xx, 429, no JSON, malformed
+                problem = error
+        assert problem is not None
+        raise problem
+
+    async def events(self, path: str, body: Json) -> AsyncIterator[Json]:
+        """The same as a stream of events, asked once."""
+        self._check_open()
+        async with self._slots:
+            self.counts["requests"] += 1
+            async with self._client(path).stream(path, {**body, "stream": True}) as events:
+                async for event in events:
+                    try:
+                        yield msgspec.json.decode(event, type=Json)
+                    except NOT_JSON as error:
+                        raise MalformedReplyError(f"a malformed event: {event[:200]!r}") from error
+
+    async def close(self) -> None:
+        """Idempotent; what comes later raises EngineDeadError."""
+        self._closed = True
+        await self.api.close()
+        await self.root.close()
+
+    def _client(self, path: str) -> HttpClient:
+        return self.api if path.startswith(("/chat", "/completions")) else self.root
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDeadError(f"the connection to {self.api.name} is closed")
+
+
+# Chat completions, as far as we read them.
+
+
+class ChatMessage(Struct):
+    """What the model said; `reasoning_content` and `reasoning` are two names of its thoughts."""
+
+    content: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Json] | None = None
+
+
+class ChatChoice(Struct):
+    """`stop_reason` (vLLM) and `matched_stop` (SGLang) are what ended a turn, where they tell."""
+
+    message: ChatMessage
+    finish_reason: str | None = None
+    stop_reason: Any = None
+    matched_stop: Any = None
+
+
+class ChatUsage(Struct):
+    """In tokens."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class ChatReply(Struct):
+    """A reply to /chat/completions."""
+
+    choices: Annotated[list[ChatChoice], Meta(min_length=1)]
+    usage: ChatUsage | None = None
+
+
+class Said(Struct, frozen=True):
+    """A reply of a model: its text with and without thoughts; `whole` unless it was cut off;
+    `num_tokens` of request and reply together, 0 where the server does not say."""
+
+    raw: str
+    text: str
+    whole: bool
+    num_tokens: int
+
+
+def read_chat(reply: Any) -> ChatReply:
+    """A reply, as bytes or decoded, in our types. Raises MalformedReplyError."""
+    try:
+        if isinstance(reply, bytes):
+            reply = msgspec.json.decode(reply)
+        return msgspec.convert(reply, ChatReply)
+    except NOT_JSON as error:  # a ValidationError is a DecodeError
+        shown = reply if isinstance(reply, bytes) else msgspec.json.encode(reply)
+        text = shown[:200].decode(errors="replace")
+        raise MalformedReplyError(f"no chat completion ({error}): {text}") from error
+
+
+def read_said(reply: Any) -> Said:
+    """What the model said. Raises MalformedReplyError."""
+    found = read_chat(reply)
+    choice, usage = found.choices[0], found.usage or ChatUsage()
+    raw = choice.message.content or ""
+    num_tokens = (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
+    return Said(raw, after_thoughts(raw).strip(), choice.finish_reason != "length", num_tokens)
+
+
+def fenced(text: str, *, name: str = "DATA", digest_of: str = "") -> str:
+    """Text for a model to read that others wrote, between marks that the text cannot hold: they
+    are drawn from the text, or from `digest_of`, which must tell all of it."""
+    digest = hashlib.sha256((digest_of or text).encode(errors="replace")).hexdigest()
+    mark = f"{name}-{digest[:16]}"
+    return f"[{mark}]\n{text}\n[/{mark}]"
+
+
+def shortened(text: str, max_chars: int, gap: str = GAP) -> str:
+    """Head and tail of a text that is longer than `max_chars`."""
+    half = max_chars // 2
+    return text if len(text) <= max_chars else text[:half] + gap + text[-half:]
+
+
+class ChatModel:
+    """A model behind an endpoint, asked one question at a time: judge, debugger, refiner.
+
+    `settings` are further keys of each request: temperature, max_tokens and the like. `start` of
+    its `endpoint` is needed only where no model is named.
+    """
+
+    def __init__(self, endpoint: Endpoint, settings: Mapping[str, Any]) -> None:
+        self.endpoint = endpoint
+        self._settings = settings
+
+    async def ask(self, system: str, user: str) -> Said:
+        """Raises EngineError when the endpoint refuses, or all attempts failed."""
+        body = chat_body(self.endpoint.model, user, self._settings, system)
+        return await self.endpoint.send(CHAT_PATH, body, read_said, user)
+
+
+def chat_body(model: str, user: str, settings: Mapping[str, Any], system: str = "") -> Json:
+    """A request with one question, and what the model is told about itself, if anything."""
+    told = [{"role": "system", "content": system}] if system else []
+    messages = [*told, {"role": "user", "content": user}]
+    return {"model": model, "messages": messages, **settings}
