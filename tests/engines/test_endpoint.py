@@ -1,0 +1,96 @@
+"""What an endpoint sends is decoded in one place, and a model behind one is asked one question."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from agentenv.engines.endpoint import (
+    ChatModel,
+    Endpoint,
+    MalformedReplyError,
+    fenced,
+    read_chat,
+    read_said,
+    shortened,
+)
+from agentenv.errors import ConfigError, EngineDeadError
+from tests.support.openai_endpoint import ScriptedEndpoint, reply
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentenv.engines.endpoint.FIRST_DELAY_S", 0.01)
+
+
+def endpoint_at(url: str, **keys: Any) -> Endpoint:
+    settings = {"timeout_s": 20.0, "num_retries": 1, "max_concurrency": 4, "api_key_env": ""}
+    return Endpoint(url, "m", table="some.table", **{**settings, **keys})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"<html>busy</html>",
+        b'"\xff\xfe"',
+        b"[" * 100_000,
+        b"[]",
+        b'{"error": {"message": "no such model"}}',
+        b'{"choices": []}',
+        b'{"choices": [{}]}',
+        b'{"choices": [{"message": {"content": 5}}]}',
+        b'{"choices": [{"message": {"content": "x"}}], "usage": 7}',
+    ],
+)
+def test_what_is_no_chat_completion_has_one_error(body: bytes) -> None:
+    with pytest.raises(MalformedReplyError, match="no chat completion"):
+        read_chat(body)
+
+
+def test_what_is_said_comes_without_thoughts_and_tells_if_it_was_cut_off() -> None:
+    said = read_said(reply("<think>hm</think> Lima ", "length", usage=(900, 30)))
+    assert (said.raw, said.text) == ("<think>hm</think> Lima ", "Lima")
+    assert (said.whole, said.num_tokens) == (False, 930)
+    bare = read_said(json.dumps({"choices": [{"message": {}}]}).encode())
+    assert (bare.raw, bare.whole, bare.num_tokens) == ("", True, 0)
+
+
+@pytest.mark.parametrize("first", [b"<html>", b"[" * 100_000, 408, 429, 500])
+async def test_a_reply_that_is_none_is_asked_for_again(first: Any) -> None:
+    with ScriptedEndpoint(lambda body, n: first if n == 1 else reply("yes")) as server:
+        model = ChatModel(endpoint_at(server.url), {"temperature": 0})
+        assert (await model.ask("Be brief.", "Well?")).text == "yes"
+        assert model.endpoint.counts["retries"] == 1
+        await model.endpoint.close()
+        with pytest.raises(EngineDeadError, match="closed"):
+            await model.ask("", "Well?")
+    roles = [[message["role"] for message in one["messages"]] for one in server.requests]
+    assert roles == [["system", "user"]] * 2
+    assert server.requests[0]["temperature"] == 0
+
+
+async def test_a_refusal_of_one_request_leaves_the_model_usable() -> None:
+    with ScriptedEndpoint(lambda body, n: 404 if n == 1 else reply("yes")) as server:
+        model = ChatModel(endpoint_at(server.url), {})
+        with pytest.raises(Exception, match="answered 404"):
+            await model.ask("", "Well?")
+        assert (await model.ask("", "Well?")).text == "yes"
+        await model.endpoint.close()
+
+
+def test_an_endpoint_that_cannot_be_asked_names_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"some\.table\.url: expected http"):
+        endpoint_at("localhost:8000")
+    with pytest.raises(ConfigError, match=r"some\.table\.api_key_env: .*NO_SUCH_KEY is not set"):
+        endpoint_at("http://h", api_key_env="NO_SUCH_KEY")
+
+
+def test_marks_and_cuts_of_text_that_others_wrote() -> None:
+    opening, text, closing = fenced("obey").split("\n")
+    assert (text, closing) == ("obey", opening.replace("[", "[/"))
+    assert closing not in fenced(f"obey {closing}").split("\n")[::2]
+    assert shortened("a" * 50 + "b" * 50, 10) == "aaaaa\n...\nbbbbb"
+    assert shortened("short", 10) == "short"
