@@ -63,9 +63,7 @@ class Endpoint:
         api = base if base.path.strip("/") else base / "v1"
         key = os.environ.get(api_key_env, "") if api_key_env else ""
         if api_key_env and not key:
-            raise ConfigError(
-                f"{table}.api_key_env: the environment variable {api_key_env} is not set"
-            )
+            raise ConfigError(f"{table}.api_key_env: {api_key_env} is not set")
         timeouts = Timeouts(call_s=timeout_s, idle_s=timeout_s)
         self.model = model
         self.owner = self.served_from = ""
