@@ -1,4 +1,4 @@
-"""What configures evaluation during a training run, the table [eval]."""
+"""The keys of a training run: the tables that belong to `launchers/train.py` itself."""
 
 from __future__ import annotations
 

@@ -70,3 +70,14 @@ def test_the_core_takes_time_from_the_loop_and_randomness_from_keys() -> None:
             call = f"{node.value.id}.{node.attr}"
             assert node.value.id != "time", f"{path}: {call}"
             assert node.value.id != "random" or node.attr == "Random", f"{path}: {call}"
+
+
+def test_the_design_names_every_module() -> None:
+    """So that a reader finds what a file is about without opening it."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    for package in PACKAGES:
+        for path in sources(package):
+            folder = str(path.parent.relative_to(ROOT))
+            of_folder = text.partition(f"### `{folder}/`")[2].partition("\n### ")[0]
+            if path.name != "__init__.py":
+                assert f"| `{path.name}` |" in of_folder, f"docs/design.md: {folder}/{path.name}"

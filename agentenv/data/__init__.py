@@ -1,0 +1,1 @@
+"""Data: files into rows, rows into tasks, tasks in order."""

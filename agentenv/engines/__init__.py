@@ -1,0 +1,1 @@
+"""Engines: what samples tokens, in this process or behind HTTP."""
