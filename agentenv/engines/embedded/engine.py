@@ -19,11 +19,10 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.embedded.cache import SlotCache
 from agentenv.engines.embedded.scheduler import Event, Request, Scheduler, check_request
 from agentenv.engines.embedded.weights import Weights, read_architecture
@@ -31,7 +30,8 @@ from agentenv.engines.stop_strings import StopStrings
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
 
-__all__ = ["EmbeddedConfig", "EmbeddedEngine"]
+if TYPE_CHECKING:
+    from agentenv.engines.embedded import EmbeddedConfig
 
 CLOSED = "the engine is closed"
 
