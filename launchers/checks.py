@@ -252,10 +252,11 @@ async def episodes(assembly: AskingAssembly[Any]) -> None:
 
 
 async def graders(assembly: AskingAssembly[Any]) -> None:
-    """Each grader grades the right answers of three rows."""
+    """Each grader grades the right answers of three rows of each set."""
     if assembly.try_graders:
         for maker, sets in await assembly.shared():
-            await check_graders(maker, (task for own in sets.values() for task in own))
+            for tasks in sets.values():
+                await check_graders(maker, tasks)
 
 
 async def prompts(assembly: AskingAssembly[Any]) -> None:

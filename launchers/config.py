@@ -12,7 +12,7 @@ from agentenv.data.rows import MixPart, RowsConfig
 from agentenv.engine import EngineConfig
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
-from agentenv.engines.server_config import RoleConfig
+from agentenv.engines.server_config import ROLES, RoleConfig
 from agentenv.engines.sglang import SGLangConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.errors import ConfigError
@@ -548,3 +548,23 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def algorithm_name(self) -> str:
         return str(self.algorithm.__struct_config__.tag)
+
+
+class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `launchers/serve.py` reads."""
+
+    run: Annotated[RunConfig, Meta(description="where the logs go; the seed is not read")] = (
+        RunConfig()
+    )
+    roles: Annotated[
+        dict[str, RoleConfig], Meta(description="the models by name, [roles.judge], ...")
+    ]
+
+    def __post_init__(self) -> None:
+        for name, role in self.roles.items():
+            if name not in ROLES:
+                raise ConfigError(f"roles.{name}: unknown role; known: {', '.join(ROLES)}")
+            if role.url:
+                raise ConfigError(f"roles.{name}.url: it runs already; give its model to start one")
+        if not self.roles:
+            raise ConfigError("roles: there is none to start")

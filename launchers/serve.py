@@ -8,38 +8,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from typing import Annotated
 
-from msgspec import Meta, Struct
-
-from agentenv.engines.server_config import ROLES, RoleConfig
-from agentenv.errors import ConfigError
 from launchers.command import make_parser, parse, run_command
-from launchers.config import RunConfig
+from launchers.config import ServeConfig
 from launchers.rundir import RunDirectory
 from launchers.serving.roles import start_servers
 from launchers.serving.servers import ServerFactory
 from launchers.terminal import View
-
-
-class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `launchers/serve.py` reads."""
-
-    run: Annotated[RunConfig, Meta(description="where the logs go; the seed is not read")] = (
-        RunConfig()
-    )
-    roles: Annotated[
-        dict[str, RoleConfig], Meta(description="the models by name, [roles.judge], ...")
-    ]
-
-    def __post_init__(self) -> None:
-        for name, role in self.roles.items():
-            if name not in ROLES:
-                raise ConfigError(f"roles.{name}: unknown role; known: {', '.join(ROLES)}")
-            if role.url:
-                raise ConfigError(f"roles.{name}.url: it runs already; give its model to start one")
-        if not self.roles:
-            raise ConfigError("roles: there is none to start")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

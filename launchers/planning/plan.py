@@ -12,7 +12,7 @@ from agentenv.engine import EngineConfig, LocalModel
 from agentenv.engines.server_config import LaunchConfig, RoleConfig
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.types import Limits
-from launchers.config import ResourcesConfig, TrainConfig, divide
+from launchers.config import ResourcesConfig, ServeConfig, TrainConfig, divide
 from launchers.evaluation.config import EvaluateConfig
 from launchers.planning.memory import (
     GIB,
@@ -130,7 +130,7 @@ NO_SHAPE = (
 )
 
 
-AnyRun = TrainConfig | SFTRunConfig | DPORunConfig | EvaluateConfig
+AnyRun = TrainConfig | SFTRunConfig | DPORunConfig | EvaluateConfig | ServeConfig
 
 
 class Wanted(Struct, frozen=True, kw_only=True):
@@ -178,6 +178,8 @@ def wanted_by(config: AnyRun, model: str = "") -> Wanted:
             engine=config.engine,
             roles=config.roles,
         )
+    if isinstance(config, ServeConfig):
+        return Wanted(path="", roles=config.roles)
     return Wanted(
         path=config.model.path,
         setup=config.run.setup,
