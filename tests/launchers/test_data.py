@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from agentenv.actor import Actor
-from agentenv.config import load_config, to_plain
+from agentenv.config import build_config, load_config, to_plain
 from agentenv.data.dataset import TaskMix
 from agentenv.data.rows import ColumnsConfig
 from agentenv.errors import AgentEnvError, ConfigError
@@ -68,7 +67,7 @@ async def test_a_mix_takes_the_place_of_train(warehouse: Path, tmp_path: Path) -
     assert isinstance(mix, TaskMix)
     assert [task.env_id for task in mix] == ["env", "other"]
     assert sorted(mix.pattern) == [0, 0, 0, 1]
-    assert msgspec.convert(to_plain(config), TrainConfig) == config  # as a run saves it
+    assert build_config(TrainConfig, to_plain(config), "saved") == config  # as a run saves it
 
 
 @pytest.mark.parametrize(
