@@ -11,7 +11,17 @@ from typing import Any
 
 from agentenv.tool_env import Prompt, ToolEnv
 from agentenv.types import Task
-from envs.grading.reward import GraderConfig, make_grader
+from envs.grading.reward import AnswerReward, ExactMatch, GraderConfig, ToolReward, make_grader
+
+# graders for environments of one's own are imported from here
+__all__ = [
+    "AnswerReward",
+    "ExactMatch",
+    "GraderConfig",
+    "QAGraderEnv",
+    "ToolReward",
+    "make_grader",
+]
 
 
 class QAGraderEnv(ToolEnv):

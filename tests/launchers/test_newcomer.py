@@ -72,10 +72,10 @@ async def test_the_quick_start_can_be_graded_by_another_grader(
 ) -> None:
     corpus = tmp_path / "kb.jsonl"
     corpus.write_text(json.dumps({"id": "1", "title": "t", "text": "t"}) + "\n")
-    task = Task(id="1", env_id="agentenv/Quickstart-v0", question="?", answers=("Paris",))
+    task = Task(id="1", env_id="agentenv/Quickstart-v0", question="?", answers=("World War II",))
     env = QuickstartEnv(task, corpus=str(corpus), allow_unsafe=True, grader=keys)
     await env.reset(seed=0)
-    said = r"<think>So.</think><answer>\boxed{Paris, France}</answer>"
+    said = r"<think>So.</think><answer>\boxed{WWII}</answer>"
     _, given, terminated, _, _ = await env.step(Message("assistant", said))
     await env.close()
     assert terminated
