@@ -90,9 +90,10 @@ async def test_truncated_sampling_reports_what_is_left(
 async def test_all_log_probs_give_the_exact_entropy(
     clients: Clients, server: SGLangServer, untied: World
 ) -> None:
+    part = await ask(server, PROMPT, 3)
     exact = clients("untied", entropy_top_k=-1, vocab_size=VOCAB)
-    await exact.connect(0)
-    whole, part = await ask(exact, PROMPT, 3), await ask(server, PROMPT, 3)
+    await exact.connect(0)  # takes the server: it names the weights
+    whole = await ask(exact, PROMPT, 3)
     rows = distribution(untied.models[0], PROMPT, whole.token_ids)
     assert whole.entropies == pytest.approx((-(rows.exp() * rows).sum(1)).tolist(), abs=1e-3)
     assert all(low < high for low, high in zip(part.entropies, whole.entropies, strict=True))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from agentenv.engines.server import ForeignWeightsError, ServerLostError
@@ -121,8 +122,8 @@ async def test_a_directory_that_only_the_server_refuses(
     server: SGLangServer, untied: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As when it does not see our files: it answers 400 before it touches a weight."""
-    layout = server._layout
-    assert layout is not None
+    assert server._layout is not None
+    layout = replace(server._layout, directory=tmp_path / "elsewhere")
     monkeypatch.setattr("agentenv.engines.remote.read_layout", lambda source: layout)
     with pytest.raises(EngineError, match="Failed to get weights iterator") as caught:
         await server.load_weights(tmp_path / "elsewhere", 1)
