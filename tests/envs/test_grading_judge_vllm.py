@@ -86,7 +86,7 @@ async def test_a_judge_that_the_run_starts(model: Path, tmp_path: Path) -> None:
             assert one.parts["judge_unparsed"] == 0.0
             assert one.success == bool(one.parts["rule"] or one.parts["judge"])
 
-        with pytest.raises(GraderError, match=r"HTTP 400: .*maximum context length"):
+        with pytest.raises(GraderError, match=r"answered 400: .*maximum context length"):
             await grade(grader_of(config, max_answer_chars=9000), "x " * 4500)
         with pytest.raises(GraderError, match=r"HTTP 404: .*no-such-model"):
             await grade(grader_of(config, model="no-such-model"), "Lyon")
