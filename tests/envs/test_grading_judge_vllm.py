@@ -88,7 +88,7 @@ async def test_a_judge_that_the_run_starts(model: Path, tmp_path: Path) -> None:
 
         with pytest.raises(GraderError, match=r"answered 400: .*maximum context length"):
             await grade(grader_of(config, max_answer_chars=9000), "x " * 4500)
-        with pytest.raises(GraderError, match=r"HTTP 404: .*no-such-model"):
+        with pytest.raises(GraderError, match=r"answered 404: .*no-such-model"):
             await grade(grader_of(config, model="no-such-model"), "Lyon")
         await close_shared()
 
