@@ -10,15 +10,137 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
 
+import argparse
+import hashlib
+import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from launchers.evaluation import command
+import msgspec
+from msgspec.structs import replace
+
+from agentenv.config import to_plain
+from agentenv.errors import ConfigError
+from launchers.evaluation.config import EvaluateConfig, resolve_sets
+from launchers.evaluation.report import write_report
+from launchers.evaluation.run import run_evaluation
+from launchers.evaluation.store import Saved, identity
+from launchers.evaluation.subject import (
+    Subject,
+    add_arguments,
+    find_subject,
+    given_keys,
+    weights_digest,
+)
+from launchers.evaluation.watched import SET, ask_one
+from launchers.planning.dry_run import check_arguments, dry_run
+from launchers.terminal import View, run_until_done, to_its_end
+
+STORED = ("compare", "regrade", "report")  # commands over stored evaluations
+FOLDER = "evals"
+EPILOG = "Of stored ones: evaluate.py report DIR, compare A B, regrade DIR [grader.key=value]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
-    return command.main(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in STORED:
+        found = importlib.import_module(f"launchers.evaluation.{argv[0]}")
+        code: int = found.main(argv[1:])
+        return code
+    arguments = _parse(argv)
+    view = View()
+    return to_its_end(
+        lambda: _run(arguments, view),
+        view,
+        writing="writing the evaluation",
+        interrupted="interrupted; the same command goes on with what is missing",
+    )
+
+
+def _run(arguments: argparse.Namespace, view: View) -> int:
+    names = [name for name in arguments.set.split(",") if name]
+    subject = find_subject(
+        arguments.subject,
+        sets=[] if arguments.config else names,
+        best=arguments.checkpoint == "best",
+        model=arguments.model,
+        tokenizer=arguments.tokenizer,
+    )
+    if not (arguments.dry_run or subject.model is None or subject.model.is_dir()):
+        raise ConfigError(
+            f"{arguments.subject}: there is no such directory; expected a run, a checkpoint or a "
+            "model directory, or http(s)://HOST[:PORT]"
+        )
+    config = _configuration(arguments, subject, view)
+    config = _chosen(config, names, arguments.n)
+    if arguments.dry_run:
+        dry_run(config, arguments, view, subject.run, str(subject.model or ""))
+        return 0
+    if arguments.question:
+        return run_until_done(ask_one(config, subject, arguments.question, arguments.answer, view))
+    out = arguments.out or Path(FOLDER) / _name(config, subject)
+    num_failed = run_until_done(run_evaluation(config, subject, out, view))
+    if num_failed:
+        view.say(f"{num_failed} trajectories failed; the same command asks them again")
+    write_report(out, view)
+    return 0
+
+
+def _configuration(arguments: argparse.Namespace, subject: Subject, view: View) -> EvaluateConfig:
+    raw, source = given_keys(arguments, subject, EvaluateConfig, view.say)
+    if arguments.question:  # instead of those that the rest of the command names
+        raw = {key: value for key, value in raw.items() if key not in ("data", "rows")}
+        raw["sets"] = {SET: {"path": "-"}}
+    return resolve_sets(raw, source)
+
+
+def _chosen(config: EvaluateConfig, names: Sequence[str], num_tasks: int) -> EvaluateConfig:
+    for name in names:
+        if name not in config.sets:
+            raise ConfigError(f"--set {name}: there are the sets {sorted(config.sets)}")
+    sets = {name: config.sets[name] for name in names or config.sets}
+    if num_tasks < 0:
+        raise ConfigError(f"--n {num_tasks}: expected a number of questions, or 0 for all")
+    if num_tasks:
+        sets = {name: replace(one, max_tasks=num_tasks) for name, one in sets.items()}
+    return replace(config, sets=sets)
+
+
+def _name(config: EvaluateConfig, subject: Subject) -> str:
+    """A directory of its own for each thing asked: the same command finds it again."""
+    told = {"url": subject.name}
+    if subject.model is not None:
+        told = {"weights": weights_digest(subject.model)}
+    saved = Saved(subject=told, run="", config=to_plain(config))
+    digest = hashlib.sha256(msgspec.json.encode(identity(saved), order="sorted")).hexdigest()
+    return f"{subject.name.replace('/', '-')}-{'-'.join(config.sets)}"[:80] + f"-{digest[:6]}"
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="launchers/evaluate.py",
+        usage="evaluate.py SUBJECT [key.sub=value ...] [options]",
+        description="Evaluate a run, a checkpoint, a model directory, or an endpoint by its URL, "
+        f"through the env API. {EPILOG}.",
+    )
+    out = f"where rows and report go, and are taken up again; default {FOLDER}/NAME"
+    add_arguments(parser, EvaluateConfig, out)
+    parser.add_argument(
+        "--set", default="", metavar="NAMES", help="sets by name, with commas; of a run: the one "
+        "that it reports"
+    )  # fmt: skip
+    parser.add_argument(
+        "--checkpoint", choices=("last", "best"), default="last", help="which one of a run"
+    )
+    parser.add_argument("--question", default="", help="stream one rollout of this question")
+    parser.add_argument(
+        "--answer", action="append", default=[], help="its right answer, so that it is graded"
+    )
+    arguments = parser.parse_intermixed_args(argv)
+    check_arguments(parser, arguments)
+    return arguments
 
 
 if __name__ == "__main__":

@@ -12,15 +12,163 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
 
+import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
 
-from launchers.synthesis import run as command
+from msgspec.structs import replace
+
+from agentenv.engines.chat import ChatEngine
+from agentenv.engines.openai import TokensEngine
+from agentenv.errors import ConfigError
+from agentenv.types import Message
+from launchers.assembly import Questions
+from launchers.checks import refuse
+from launchers.data import try_env
+from launchers.evaluation.run import saved_of
+from launchers.evaluation.store import Store
+from launchers.evaluation.subject import (
+    EvaluationAssembly,
+    Subject,
+    add_arguments,
+    find_subject,
+    given_keys,
+)
+from launchers.planning.dry_run import check_arguments, dry_run
+from launchers.synthesis.config import SynthesisConfig, SynthesisPlan, make_plan, set_name
+from launchers.synthesis.output import (
+    TRAJECTORIES,
+    claim,
+    class_table,
+    reason_table,
+    rejected_rows,
+    rl_row,
+    sft_row,
+    summarise,
+    write_data,
+)
+from launchers.synthesis.sampling import Dropped, SynthesisSampling, read_questions, tool_names
+from launchers.synthesis.sorting import Sorted, sort_question
+from launchers.terminal import View, run_until_done, to_its_end
+
+FOLDER = "synthesis"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
-    return command.main(sys.argv[1:] if argv is None else argv)
+    arguments = _parse(argv)
+    view = View()
+    return to_its_end(
+        lambda: _run(arguments, view),
+        view,
+        writing="writing the data",
+        interrupted="interrupted; the same command goes on with what is missing",
+    )
+
+
+def _run(arguments: argparse.Namespace, view: View) -> int:
+    subject = find_subject(arguments.subject, model=arguments.model, tokenizer=arguments.tokenizer)
+    plan = _plan(arguments, subject, view)
+    if arguments.dry_run:
+        dry_run(plan.evaluation, arguments, view, subject.run, str(subject.model or ""))
+        return 0
+    out = arguments.out or Path(FOLDER) / f"{subject.name}-{'-'.join(plan.sets)}".replace("/", "-")
+    num_failed = run_until_done(synthesize(plan, subject, out, view))
+    if num_failed:
+        view.say(f"{num_failed} trajectories failed; the same command asks them again")
+    return 0
+
+
+def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> SynthesisPlan:
+    """The subject's settings are asked for, its sets are not."""
+    own = {key: value for key, value in subject.raw.items() if key != "sets"}
+    raw, source = given_keys(arguments, subject._replace(raw=own), SynthesisConfig, view.say)
+    plan = make_plan(raw, source)
+    if not arguments.n:
+        return plan
+    sets = {name: replace(one, max_tasks=arguments.n) for name, one in plan.evaluation.sets.items()}
+    return replace(plan, evaluation=replace(plan.evaluation, sets=sets))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="launchers/synthesize.py",
+        usage="synthesize.py SUBJECT [key.sub=value ...] [options]",
+        description="Sample trajectories of questions with and without tools, and sort them into "
+        "data for launchers/sft.py and questions for launchers/train.py.",
+    )
+    out = f"where the data goes, and is taken up again; default {FOLDER}/NAME"
+    add_arguments(parser, SynthesisConfig, out)
+    arguments = parser.parse_intermixed_args(argv)
+    check_arguments(parser, arguments)
+    return arguments
+
+
+async def synthesize(plan: SynthesisPlan, subject: Subject, out: Path, view: View) -> int:
+    """Ask what `out` does not hold yet and write the data; how many trajectories failed."""
+    async with AsyncExitStack() as stack:
+        assembly = EvaluationAssembly(plan.evaluation, subject, stack, view.say)
+        await refuse(assembly, "model")
+        endpoint = await assembly.endpoint()
+        _check_hints(plan, endpoint)
+        await refuse(assembly)
+        sets = await assembly.questions()
+        pairs, dropped = await read_questions(plan, assembly, sets, view.say)
+        tools = await tool_names(pairs, plan, sets)
+        claim(out, plan)
+        store = Store(out / TRAJECTORIES, saved_of(plan.evaluation, subject, endpoint))
+        stack.callback(store.close)
+        sampling = SynthesisSampling(plan, assembly, sets, store, tools, view)
+        questions = await sampling.run(pairs)
+        config = plan.config
+        found = [sort_question(one, config.filter, config.seed) for one in questions]
+        await _write(plan, sets, out, found, dropped, view)
+        return sampling.num_failed
+
+
+async def _write(
+    plan: SynthesisPlan,
+    sets: Mapping[str, Questions],
+    out: Path,
+    found: Sequence[Sorted],
+    dropped: Sequence[Dropped],
+    view: View,
+) -> None:
+    sft, rl = [], []
+    for one in found:
+        name, task = one.question.set_name, one.question.task
+        if one.chosen:
+            prompt = await _prompt(sets[set_name(name, "tools")], one)
+            sft += [sft_row(judged, task, prompt, name) for judged in one.chosen]
+        if one.kind == "hard":
+            env = plan.sets[name].env
+            rl.append(rl_row(task, name, env.id if env is not None else ""))
+    summary = summarise(plan, found, dropped)
+    write_data(out, sft, rl, rejected_rows(found, dropped), summary)
+    view.show(class_table(summary))
+    view.show(reason_table(summary))
+    view.say(f"{out}: {len(sft)} dialogues in sft.jsonl, {len(rl)} questions in rl.jsonl")
+
+
+async def _prompt(questions: Questions, one: Sorted) -> list[Message]:
+    """The messages that the policy meets with tools: it shall learn there when it needs none."""
+    messages, _ = await try_env(questions.make_env, one.question.task)
+    return messages
+
+
+def _check_hints(plan: SynthesisPlan, engine: ChatEngine | TokensEngine | None) -> None:
+    """Refuse hints where no text can be gone on with."""
+    if plan.config.hints is None or not isinstance(engine, ChatEngine):
+        return
+    chosen = engine.config.continuation
+    if chosen == "turns" or (chosen == "auto" and not engine.endpoint.known):
+        raise ConfigError(
+            "hints: this endpoint takes chat messages and does not go on with a text; set "
+            "engine.continuation = 'prefix' if it can, give --tokenizer for a vLLM or SGLang "
+            "server, or take the table out"
+        )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import pytest
 
 from agentenv.engines.scripted import ScriptedEngine
 from launchers import evaluate
-from launchers.evaluation import command
 from launchers.evaluation.store import read_rows
 from tests.support.warehouse import STOCK
 
@@ -29,10 +28,10 @@ def guessing(prompt: str, rng: Random) -> str:
 def runner(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Evaluates the untrained model with a scripted engine into tmp_path/NAME; the report, which
     takes seconds, only where it is looked at."""
-    write_report = command.write_report
+    write_report = evaluate.write_report
 
     def evaluated(name: str, *more: str, data: bool = True, report: bool = False) -> int:
-        monkeypatch.setattr(command, "write_report", write_report if report else lambda *_: None)
+        monkeypatch.setattr(evaluate, "write_report", write_report if report else lambda *_: None)
         folder = warehouse.parent
         arguments = [str(folder / "model"), "--env", "me/Warehouse-v0", "env.module=my_env"]
         arguments += ["--out", str(tmp_path / name), "engine.name=scripted"]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from launchers import evaluate, train
-from launchers.evaluation import command
 from launchers.evaluation.store import EvalRow, read_rows, written
 from launchers.quickstart import build_model
 from tests.support.openai_endpoint import Answer, Json, ScriptedEndpoint, call, reply
@@ -131,7 +130,7 @@ def test_equal_seeds_give_equal_rows_and_other_helpers_are_another_evaluation(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(command, "write_report", lambda *_: None)
+    monkeypatch.setattr(evaluate, "write_report", lambda *_: None)
 
     def comparable(name: str) -> dict[Any, Any]:
         rows = read_rows(tmp_path / name)
@@ -171,7 +170,7 @@ def test_what_cannot_work_is_refused_at_the_start(
 def test_a_role_is_a_helper(
     run: Run, tmp_path: Path, helper: ScriptedEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "write_report", lambda *_: None)
+    monkeypatch.setattr(evaluate, "write_report", lambda *_: None)
     keys = ["assist.refiner.url={role:refiner}/v1", f"roles.refiner.url={helper.url}"]
     assert run("out", "--n", "1", *keys) == 0
     assert read_rows(tmp_path / "out")[0].assist["refiner_ok"] == 1
@@ -181,7 +180,7 @@ def test_an_endpoint_of_chat_messages_has_helpers_too(
     warehouse: Path, tmp_path: Path, helper: ScriptedEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Native calls: the turn with the error is asked again, and the summary begins a new chat."""
-    monkeypatch.setattr(command, "write_report", lambda *_: None)
+    monkeypatch.setattr(evaluate, "write_report", lambda *_: None)
     turns = ["nails", "bolts", "answer"]
 
     def policy(body: Json, number: int) -> Answer:

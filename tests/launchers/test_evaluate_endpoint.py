@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from launchers import evaluate
-from launchers.evaluation import command
 from launchers.evaluation.store import EvalRow, load_saved, read_rows
 from tests.support.openai_endpoint import Answer, ScriptedEndpoint, call, reply
 
@@ -21,7 +20,7 @@ QUICK = ("engine.num_retries=1", "limits.max_failures=0")
 
 @pytest.fixture
 def run(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluate:
-    monkeypatch.setattr(command, "write_report", lambda *_: None)
+    monkeypatch.setattr(evaluate, "write_report", lambda *_: None)
     monkeypatch.setattr("agentenv.engines.endpoint.FIRST_DELAY_S", 0.01)
 
     def evaluated(endpoint: ScriptedEndpoint, *more: str, n: int = 2) -> int:

@@ -14,7 +14,6 @@ import pytest
 from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN
 from envs.web_search import SearchTool
 from launchers import evaluate, export, train
-from launchers.evaluation import command
 from launchers.evaluation.store import EvalRow, Key, read_rows
 from tests.engines.vllm_server import VLLMProcess, require_vllm
 from tests.support.warehouse import ROOT
@@ -44,7 +43,7 @@ def evaluated(
     """The rows; the report, which takes seconds, only where it is looked at."""
     with pytest.MonkeyPatch.context() as patch:
         if not report:
-            patch.setattr(command, "write_report", lambda *_: None)
+            patch.setattr(evaluate, "write_report", lambda *_: None)
         assert evaluate.main([subject, "--n", str(num), "--out", str(out), *keys]) == 0
     rows = {row.key: row for row in read_rows(out)}
     assert len(rows) == num * (2 if "num_samples=2" in keys else 1)
