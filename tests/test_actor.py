@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentenv.actor import Actor
@@ -232,7 +232,6 @@ PLANS: list[RolloutPlan] = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     plan=st.sampled_from(PLANS),
     seed=st.integers(0, 10**6),
@@ -262,7 +261,6 @@ def test_any_plan_under_any_faults_fills_its_group_or_says_why(
         assert len(trajectory.token_ids) == len(trajectory.loss_mask)
 
 
-@settings(max_examples=40, deadline=None)
 @given(plan=st.sampled_from(PLANS), when=st.floats(0, 6))
 def test_cancelling_at_any_moment_closes_every_env(plan: RolloutPlan, when: float) -> None:
     actor = make_actor(engine={"tokens_per_s": 40.0}, latency_s=0.3)

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentenv.data.dataset import TaskMix, TaskStream, load_mix
@@ -48,7 +48,6 @@ def test_the_seed_fixes_the_order() -> None:
     assert drawn(TaskStream(mix, 1), 30) != drawn(TaskStream(mix, 2), 30)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     sizes_and_weights=st.lists(
         st.tuples(st.integers(1, 7), st.sampled_from([0.1, 0.25, 1, 1.5, 2, 3.3, 7])),
@@ -66,7 +65,6 @@ def test_a_stream_resumes_at_any_position(
     assert drawn(TaskStream(mix, 5, position), 20) == whole[position:]
 
 
-@settings(max_examples=60, deadline=None)
 @given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=6))
 def test_no_part_gets_far_from_its_share(weights: list[float]) -> None:
     pattern = TaskMix([part("a", 1) for _ in weights], weights).pattern

@@ -6,7 +6,7 @@ import asyncio
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentenv.replay import ReplayQueue
@@ -60,7 +60,6 @@ async def run_loop(
     return steps, staleness, refused
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     groups=st.integers(1, 5),
     bound=st.integers(0, 4),

@@ -10,7 +10,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentenv.metrics import wilson_interval
@@ -32,7 +32,6 @@ def subsets(items: list[object], k: int) -> list[tuple[object, ...]]:
 
 
 @given(num_samples=st.integers(1, 9), data=st.data())
-@settings(max_examples=60, deadline=None)
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(num_samples, data):
     num_right = data.draw(st.integers(0, num_samples))
     k = data.draw(st.integers(1, num_samples))
@@ -59,7 +58,6 @@ def vote(ballots: tuple[object, ...]) -> float:
 
 
 @given(num_right=st.integers(0, 4), wrong=WRONG, num_blank=st.integers(0, 2))
-@settings(max_examples=60, deadline=None)
 def test_majority_at_k_is_the_mean_over_all_subsets(num_right, wrong, num_blank):
     ballots: list[object] = ["right"] * num_right + [None] * num_blank
     for place, count in enumerate(wrong):
@@ -153,7 +151,6 @@ def test_many_questions_are_resampled_in_blocks():
 
 
 @given(st.integers(0, 12), st.integers(0, 12))
-@settings(max_examples=40, deadline=None)
 def test_mcnemar_counts_all_outcomes_as_far_from_even(only_first, only_second):
     total = only_first + only_second
     far = abs(only_first - only_second)
@@ -165,7 +162,6 @@ def test_mcnemar_counts_all_outcomes_as_far_from_even(only_first, only_second):
 
 
 @given(st.lists(st.sampled_from([-1.0, -0.5, -0.25, 0.0, 0.25, 0.75]), min_size=1, max_size=8))
-@settings(max_examples=40, deadline=None)
 def test_sign_flip_counts_all_signs(differences):
     found = abs(sum(differences))
     sums = [

@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -53,7 +53,6 @@ seeds = st.integers(0, 10**6)
 
 
 @given(seeds)
-@settings(max_examples=60, deadline=None)
 def test_blocks_hold_each_visible_pair_once_and_no_other(seed: int) -> None:
     end = random_end(seed)
     held = torch.zeros(len(end), len(end), dtype=torch.int64)
@@ -117,7 +116,6 @@ def test_blocked_attention_passes_gradcheck() -> None:
 
 
 @given(seeds, st.sampled_from([2, 4, 7]))
-@settings(max_examples=60, deadline=None)
 def test_block_mask_equals_the_dense_mask(seed: int, size: int) -> None:
     end = random_end(seed)
     partial, full = visible_blocks(torch.from_numpy(end), size)

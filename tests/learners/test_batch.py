@@ -34,7 +34,7 @@ def some_trees(seed: int, count: int = 3):
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=settings.default.max_examples // 5)
 def test_tree_loss_equals_flat_loss_on_random_trees(seed: int) -> None:
     model = MODEL
     trees, encoded = some_trees(seed, count=2)
@@ -48,7 +48,6 @@ MODEL = tiny_model("qwen3", torch.float64)
 
 
 @given(st.integers(0, 10**6), st.sampled_from([1, 20, 30, 10**6]))
-@settings(max_examples=40, deadline=None)
 def test_each_action_token_is_trained_once(seed: int, max_tokens: int) -> None:
     _, encoded = some_trees(seed, count=3)
     batches = pack(encoded, max_tokens)

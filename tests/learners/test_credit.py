@@ -4,7 +4,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentenv.types import Limit
@@ -35,7 +35,6 @@ def test_advantages_are_centred(rewards: list[float]) -> None:
 
 
 @given(trees)
-@settings(max_examples=50, deadline=None)
 def test_credit_is_the_sum_over_the_leaves_below(tree) -> None:
     credit = tree_credit(tree, group_size=1, min_group_fraction=0)
     paths = list(tree.trajectories())
@@ -53,7 +52,6 @@ def test_credit_is_the_sum_over_the_leaves_below(tree) -> None:
 
 
 @given(trees)
-@settings(max_examples=30, deadline=None)
 def test_hard_sharing_keeps_the_sum_and_one_sign(tree) -> None:
     soft = tree_credit(tree, group_size=1)
     hard = tree_credit(tree, group_size=1, sharing="hard")
