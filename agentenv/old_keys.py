@@ -43,6 +43,24 @@ DROPPED: dict[str, dict[str, Dropped]] = {
         "kind_boost": Dropped(2.0, f"{_ALWAYS} 2; sft.stages choose rows"),
     },
     "SandboxLimits": {"max_open_files": Dropped(64, f"{_ALWAYS} 64")},
+    "SummarizerConfig": {
+        "key_variable": Dropped("", "it is api_key_env now, as of the judge"),
+        "traffic": Dropped(
+            {
+                "rate_per_s": 0.0,
+                "burst": 20,
+                "max_concurrency": 64,
+                "timeout_s": 120.0,
+                "num_retries": 5,
+                "first_delay_s": 0.5,
+                "max_delay_s": 30.0,
+                "max_failures": 20,
+                "cool_down_s": 30.0,
+            },
+            "the summarizer is asked as the judge is: timeout_s, num_retries and max_concurrency "
+            "stand in search.summarizer itself",
+        ),
+    },
     "TimeoutsConfig": {
         "connect_s": Dropped(10.0, f"{_ALWAYS} 10"),
         "call_s": Dropped(30.0, f"{_ALWAYS} 30"),

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from agentenv.engines.endpoint import ChatModel, Endpoint, Said, fenced, shortened
+from agentenv.engines.endpoint import ChatModel, ChatModelConfig, Said, fenced, shortened
 from agentenv.env import Env, ForkMode
 from agentenv.errors import ConfigError, EngineError, InfraError, ToolError
 from agentenv.tool_env import ToolEnv
@@ -24,21 +24,14 @@ from agentenv.tools import Tool, ToolLimits
 from agentenv.types import Info, ToolResult
 
 
-class HelperConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HelperConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model that helps, behind an OpenAI-compatible server, and how it is asked."""
 
-    url: Annotated[
-        str, Meta(description='base URL, e.g. "http://HOST:8000/v1" or "{role:debugger}/v1"')
-    ]
     model: Annotated[
         str, Meta(description="its name there; empty: the only one that the server lists")
     ] = ""
-    api_key_env: Annotated[
-        str, Meta(description="environment variable that holds the key; empty: none")
-    ] = ""
     max_uses: Annotated[int, Meta(ge=1, description="times in one trajectory")] = 1
     temperature: Annotated[float, Meta(ge=0, description="0 is greedy")] = 0.0
-    max_tokens: Annotated[int, Meta(ge=1, description="of a reply, thoughts included")] = 4096
     max_input_chars: Annotated[
         int, Meta(ge=100, description="of a text that it reads; longer ones lose their middle")
     ] = 60_000
@@ -48,10 +41,6 @@ class HelperConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     num_retries: Annotated[
         int, Meta(ge=0, description="after 429, 5xx, lost connections, malformed replies")
     ] = 3
-    max_concurrency: Annotated[int, Meta(ge=1, description="requests in flight")] = 64
-    extra_body: Annotated[
-        dict[str, Any], Meta(description="more keys of each request, e.g. chat_template_kwargs")
-    ] = field(default_factory=dict)
 
 
 class DebuggerConfig(HelperConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,17 +134,7 @@ class HelperModel:
     def __init__(self, name: str, config: HelperConfig) -> None:
         self.name = name
         self.config = config
-        endpoint = Endpoint(
-            config.url,
-            config.model,
-            table=f"assist.{name}",
-            api_key_env=config.api_key_env,
-            timeout_s=config.timeout_s,
-            num_retries=config.num_retries,
-            max_concurrency=config.max_concurrency,
-        )
-        settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
-        self._model = ChatModel(endpoint, settings | config.extra_body)
+        self._model = ChatModel(config, f"assist.{name}", temperature=config.temperature)
 
     async def start(self) -> None:
         """Find the model. Raises ConfigError for a server that is not there."""

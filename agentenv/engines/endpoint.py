@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 from yarl import URL
 
 from agentenv.backoff import backoff_s
@@ -248,25 +248,70 @@ def shortened(text: str, max_chars: int, gap: str = GAP) -> str:
     return text if len(text) <= max_chars else text[:half] + gap + text[-half:]
 
 
-class ChatModel:
-    """A model behind an endpoint, asked one question at a time: judge, debugger, refiner.
+class ChatModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model behind an OpenAI-compatible server, and how it is asked."""
 
-    `settings` are further keys of each request: temperature, max_tokens and the like. `start` of
-    its `endpoint` is needed only where no model is named.
+    url: Annotated[
+        str, Meta(description='base URL, e.g. "http://HOST:8000/v1" or "{role:summarizer}/v1"')
+    ]
+    model: Annotated[str, Meta(description="its name at that server")]
+    api_key_env: Annotated[
+        str, Meta(description="environment variable that holds the key; empty: no key; not logged")
+    ] = ""
+    max_tokens: Annotated[int, Meta(ge=1, description="of a reply, thoughts included")] = 4096
+    timeout_s: Annotated[float, Meta(gt=0, description="limit of one request, seconds")] = 120.0
+    num_retries: Annotated[
+        int, Meta(ge=0, description="after 429, 5xx, lost connections, malformed replies")
+    ] = 5
+    max_concurrency: Annotated[int, Meta(ge=1, description="requests in flight")] = 64
+    extra_body: Annotated[
+        dict[str, Any], Meta(description="more keys of each request, e.g. chat_template_kwargs")
+    ] = field(default_factory=dict)
+
+
+class ChatModel:
+    """A model behind an endpoint, asked one question at a time: judge, summarizer, helpers.
+
+    `table` is the one of the configuration that `config` comes from, `settings` are further keys
+    of each request. `start` of its `endpoint` is needed only where no model is named.
     """
 
-    def __init__(self, endpoint: Endpoint, settings: Mapping[str, Any]) -> None:
-        self.endpoint = endpoint
-        self._settings = settings
+    def __init__(self, config: ChatModelConfig, table: str, **settings: Any) -> None:
+        self.name = table.rpartition(".")[2]
+        self.endpoint = Endpoint(
+            config.url,
+            config.model,
+            table=table,
+            api_key_env=config.api_key_env,
+            timeout_s=config.timeout_s,
+            num_retries=config.num_retries,
+            max_concurrency=config.max_concurrency,
+        )
+        self._settings = {**settings, "max_tokens": config.max_tokens, **config.extra_body}
 
     async def ask(self, system: str, user: str) -> Said:
         """Raises EngineError when the endpoint refuses, or all attempts failed."""
-        body = chat_body(self.endpoint.model, user, self._settings, system)
-        return await self.endpoint.send(CHAT_PATH, body, read_said, user)
+        return read_said(await self.reply(self.body(system, user)))
+
+    def body(self, system: str, user: str) -> Json:
+        """A request with one question, and what the model is told about itself, if anything."""
+        told = [{"role": "system", "content": system}] if system else []
+        messages = [*told, {"role": "user", "content": user}]
+        return {"model": self.endpoint.model, "messages": messages, **self._settings}
+
+    async def reply(self, body: Json) -> Json:
+        """The reply to such a request, which `read_said` can read. Raises EngineError."""
+        return await self.endpoint.send(CHAT_PATH, body, _readable, str(body["messages"]))
+
+    def stats(self) -> dict[str, float]:
+        """Requests that were sent, and those of them that were not the first try."""
+        counts = self.endpoint.counts
+        return {
+            f"{self.name}/num_requests": counts["requests"],
+            f"{self.name}/num_retries": counts["retries"],
+        }
 
 
-def chat_body(model: str, user: str, settings: Mapping[str, Any], system: str = "") -> Json:
-    """A request with one question, and what the model is told about itself, if anything."""
-    told = [{"role": "system", "content": system}] if system else []
-    messages = [*told, {"role": "user", "content": user}]
-    return {"model": model, "messages": messages, **settings}
+def _readable(reply: Any) -> Json:
+    read_said(reply)
+    return dict(reply)

@@ -15,20 +15,19 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta
 from msgspec.structs import replace
 
 from agentenv.config import ESSENTIAL
-from agentenv.engines.endpoint import ChatModel, Endpoint, fenced, shortened
+from agentenv.engines.endpoint import ChatModel, ChatModelConfig, fenced, shortened
 from agentenv.errors import ConfigError, EngineError, GraderError
 from envs.grading.verdict import Matcher, Verdict, shown
 from envs.search.cache import ResultCache
-from envs.search.upstream import SingleFlight
 
 
-class JudgeConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class JudgeConfig(ChatModelConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where the judge is and how it is asked."""
 
     url: Annotated[
@@ -39,9 +38,6 @@ class JudgeConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         ),
     ]
     model: Annotated[str, Meta(description="name of the model at that server", extra=ESSENTIAL)]
-    api_key_env: Annotated[
-        str, Meta(description="environment variable that holds the key; empty: no key; not logged")
-    ] = ""
     when: Annotated[
         Literal["rules_wrong", "always"],
         Meta(
@@ -50,8 +46,6 @@ class JudgeConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         ),
     ] = "rules_wrong"
     timeout_s: Annotated[float, Meta(gt=0, description="limit of one request, seconds")] = 60.0
-    num_retries: Annotated[int, Meta(ge=0, description="after 429, 5xx, time-outs")] = 5
-    max_concurrency: Annotated[int, Meta(ge=1, description="requests in flight")] = 64
     max_answer_chars: Annotated[
         int, Meta(ge=20, description="a longer answer keeps its head and tail")
     ] = 2000
@@ -61,9 +55,6 @@ class JudgeConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     cache: Annotated[
         str, Meta(description='SQLite file of verdicts that processes share; "": in memory only')
     ] = ""
-    extra_body: Annotated[
-        dict[str, Any], Meta(description="more keys of the request, e.g. chat_template_kwargs")
-    ] = field(default_factory=dict)
 
 
 PROMPT_VERSION = 1  # part of the cache key: a changed prompt asks again
@@ -94,23 +85,12 @@ class Judge:
     """
 
     def __init__(self, config: JudgeConfig, first: Matcher | None = None) -> None:
-        endpoint = Endpoint(
-            config.url,
-            config.model,
-            table="grader.judge",
-            api_key_env=config.api_key_env,
-            timeout_s=config.timeout_s,
-            num_retries=config.num_retries,
-            max_concurrency=config.max_concurrency,
-        )
-        settings = {"temperature": 0, "max_tokens": config.max_tokens}
-        self._model = ChatModel(endpoint, settings | config.extra_body)
+        self._model = ChatModel(config, "grader.judge", temperature=0)
         self.config = config
         self.first = first
         self._tried = False
         path = Path(config.cache) if config.cache else None
         self._cache = ResultCache(path, MAX_CACHED, key="grader.judge.cache")
-        self._flight: SingleFlight[str] = SingleFlight()
 
     async def start(self) -> None:
         """Ask one question whose verdict is clear, unless it is in the cache. Raises ConfigError
@@ -159,9 +139,12 @@ class Judge:
             reason = f"{'right' if right else 'wrong'}: {shown(answer)!r} by the judge"
         return Verdict(bool(right), float(bool(right)), reason, "judge", {**rule, **_parts(reply)})
 
+    def stats(self) -> dict[str, float]:
+        """Requests to the model; verdicts that were known cost none."""
+        return self._model.stats()
+
     async def close(self) -> None:
         """Stop what is in the air, write the cache, close the connections; idempotent."""
-        await self._flight.close()
         await self._cache.close()
         await self._model.endpoint.close()
 
@@ -170,18 +153,14 @@ class Judge:
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
         what = [PROMPT_VERSION, config.model, messages, config.max_tokens, config.extra_body]
         key = "judge:" + hashlib.sha256(json.dumps(what).encode()).hexdigest()
-        known = self._cache.get(key)
-        if known is not None:
-            return known.decode()
-        return await self._flight.run(key, lambda: self._fetch(key, asked))
+        return (await self._cache.through(key, lambda: self._ask(asked))).decode()
 
-    async def _fetch(self, key: str, asked: str) -> str:
+    async def _ask(self, asked: str) -> bytes:
         try:
             said = await self._model.ask(SYSTEM, asked)
         except EngineError as error:
             raise GraderError(f"the judge failed: {error}") from error
-        self._cache.put(key, said.raw.encode("utf-8", "replace"))
-        return said.raw
+        return said.raw.encode("utf-8", "replace")
 
 
 def asked_text(config: JudgeConfig, question: str, answer: str, golds: Sequence[str]) -> str:

@@ -7,12 +7,11 @@ import importlib.util
 import json
 import re
 import sys
-from collections import OrderedDict
 from typing import Any
 
 from agentenv.env import shared
 from agentenv.errors import ConfigError, GraderError, InfraError
-from envs.search.upstream import SingleFlight
+from envs.search.cache import ResultCache
 from envs.workers import JobError, JobStoppedError, WorkerPool
 
 # Expressions that are not worth evaluating: they would run for ever or fill the memory.
@@ -99,8 +98,7 @@ class MathEquivalence:
         self._pool = WorkerPool(
             "envs.grading.math:MathVerify", name="math", memory_bytes=MEMORY_BYTES, environment={}
         )
-        self._flight: SingleFlight[tuple[bool, str]] = SingleFlight()
-        self._known: OrderedDict[tuple[str, str, bool], tuple[bool, str]] = OrderedDict()
+        self._cache = ResultCache(max_memory_entries=MAX_CACHED)
 
     async def start(self) -> None:
         """Load math-verify now rather than in the first grading."""
@@ -113,15 +111,12 @@ class MathEquivalence:
 
     async def equal(self, answer: str, gold: str, *, plain: bool = False) -> tuple[bool, str]:
         """Whether the two are equal, and why. Raises GraderError when no process can be had."""
-        key = (answer, gold, plain)
-        if key not in self._known:
-            flight = json.dumps(key)
-            found = await self._flight.run(flight, lambda: self._ask(answer, gold, plain))
-            self._known[key] = found
-            while len(self._known) > MAX_CACHED:
-                self._known.popitem(last=False)
-        self._known.move_to_end(key)
-        return self._known[key]
+
+        async def ask() -> bytes:
+            return json.dumps(await self._ask(answer, gold, plain)).encode()
+
+        equal, why = json.loads(await self._cache.through(json.dumps([answer, gold, plain]), ask))
+        return equal, why
 
     async def _ask(self, answer: str, gold: str, plain: bool) -> tuple[bool, str]:
         for side, text in (("answer", answer), ("gold", gold)):
@@ -146,7 +141,7 @@ class MathEquivalence:
 
     async def close(self) -> None:
         """Kill the workers."""
-        await self._flight.close()
+        await self._cache.close()
         self._pool.close()
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +11,10 @@ from msgspec import Meta
 
 from agentenv.config import PATH
 from envs.search.corpus import (
+    CORPUS_SCHEME,
     BackendConfig,
     Hit,
+    LocalBackend,
     Passage,
     Query,
     corpus_path,
@@ -24,7 +24,6 @@ from envs.search.corpus import (
 )
 from envs.search.upstream import Cassette
 
-CORPUS_SCHEME = "corpus:"
 NUM_THREADS = 2
 MAX_ON_LOOP = 2_000  # passages; more take too long to search on the event loop
 MIN_COMPILED = 20_000  # passages; below, numpy is quick enough and compiling costs seconds
@@ -36,10 +35,6 @@ class BM25Config(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="bm
     corpus: Annotated[
         str, Meta(description='JSONL file; "" is the shipped Wikipedia sample', extra=PATH)
     ] = ""
-
-    @property
-    def cache_name(self) -> str:
-        return ""
 
     def build(self, cassette: Cassette | None) -> BM25Backend:
         """The index over the corpus."""
@@ -120,55 +115,35 @@ def _best(data: Any, indices: Any, indptr: Any, ids: Any, num_docs: int, k: int)
     return places, values
 
 
-class BM25Backend:
+class BM25Backend(LocalBackend[BM25Index]):
     """The embedded index as a backend. It is built, and if large searched, in threads."""
 
     def __init__(self, corpus: Path, build: Callable[[Path], BM25Index] | None = None) -> None:
+        super().__init__("bm25", NUM_THREADS)
         self.corpus = corpus
         self._build = build or _read_and_index
-        self._index: asyncio.Future[BM25Index] | None = None
         self._places: dict[str, int] = {}
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="bm25")
-
-    async def start(self) -> None:
-        """Read the corpus and build its index; raises DataError."""
-        await self._ready()
 
     async def search(self, query: Query) -> list[Hit]:
         """The best passages, with the BM25 score."""
-        index = await self._ready()
+        index = await self._index()
         if len(index.passages) <= MAX_ON_LOOP:
             ranked = index.ranked(query.text, query.max_results)
         else:
-            ranked = await asyncio.get_running_loop().run_in_executor(
-                self._threads, index.ranked, query.text, query.max_results
-            )
-        return [_hit(index.passages[place], score) for place, score in ranked]
+            ranked = await self._in_thread(index.ranked, query.text, query.max_results)
+        return [index.passages[place].hit(score) for place, score in ranked]
 
     async def document(self, url: str) -> Hit | None:
         """The passage of "corpus:ID"."""
-        index = await self._ready()
+        index = await self._index()
         if not self._places:
             self._places = {passage.id: place for place, passage in enumerate(index.passages)}
         place = self._places.get(url.removeprefix(CORPUS_SCHEME))
-        return None if place is None else _hit(index.passages[place], 0.0)
+        return None if place is None else index.passages[place].hit()
 
-    async def close(self) -> None:
-        """Let the threads go."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _ready(self) -> BM25Index:
-        if self._index is None:
-            loop = asyncio.get_running_loop()
-            self._index = loop.run_in_executor(self._threads, self._build, self.corpus)
-        # one caller that is cancelled must not cancel the build for all others
-        return await asyncio.shield(self._index)
+    def _open(self) -> BM25Index:
+        return self._build(self.corpus)
 
 
 def _read_and_index(path: Path) -> BM25Index:
     return BM25Index(read_corpus(path))
-
-
-def _hit(passage: Passage, score: float) -> Hit:
-    url = CORPUS_SCHEME + passage.id
-    return Hit(passage.text, passage.title, url, passage.id, score)

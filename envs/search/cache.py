@@ -12,7 +12,7 @@ import math
 import re
 import sqlite3
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -59,6 +59,7 @@ class ResultCache:
         self._memory: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # value, loop time
         self._pending: dict[str, bytes] = {}
         self._flushing: asyncio.Task[None] | None = None
+        self._flight: SingleFlight[bytes] = SingleFlight()
         self._reader: sqlite3.Connection | None = None
         if path is not None:
             self._reader = _open(path, key)
@@ -98,8 +99,21 @@ class ResultCache:
         if self._flushing is None or self._flushing.done():
             self._flushing = asyncio.get_running_loop().create_task(self._flush())
 
+    async def through(self, key: str, fetch: Callable[[], Awaitable[bytes]]) -> bytes:
+        """The value of `key`, else what `fetch` gives, which is kept. Equal calls that are in the
+        air at once share one fetch; a failure is everybody's, and not kept."""
+
+        async def fetched() -> bytes:
+            value = await fetch()
+            self.put(key, value)
+            return value
+
+        known = self.get(key)
+        return await self._flight.run(key, fetched) if known is None else known
+
     async def close(self) -> None:
-        """Write what is pending and close the file; idempotent."""
+        """Cancel what is in the air, write what is pending and close the file; idempotent."""
+        await self._flight.close()
         if self._flushing is not None:
             await self._flushing
         if self._reader is not None:
@@ -204,7 +218,7 @@ def _write(path: Path, rows: Mapping[str, bytes]) -> None:
         connection.close()
 
 
-# Cache and single flight in front of a backend that others run.
+# The cache in front of a backend that others run.
 
 _PAGE = re.compile(r"^Page \d+: ", re.MULTILINE)
 _ARPO_NOTHING = "No search results found."
@@ -224,7 +238,6 @@ class CachedBackend:
         self.cache = cache
         self._name = name
         self._arpo_cache = arpo_cache
-        self._flight: SingleFlight[list[Hit]] = SingleFlight()
 
     async def start(self) -> None:
         """Import ARPO's cache, if there is one to import, and start the backend."""
@@ -236,13 +249,11 @@ class CachedBackend:
     async def search(self, query: Query) -> list[Hit]:
         """From the cache, from an equal call in the air, or from the backend."""
         key = self._key(query)
-        known = self.cache.get(key)
-        if known is not None:
-            return msgspec.json.decode(known, type=list[Hit])
-        imported = self.cache.get(ARPO_PREFIX + query.text)
+        imported = None if self.cache.holds(key) else self.cache.get(ARPO_PREFIX + query.text)
         if imported is not None:
             return hits_of_arpo(imported.decode())[: query.max_results]
-        return await self._flight.run(key, lambda: self._fetch(key, query))
+        found = await self.cache.through(key, lambda: self._fetch(query))
+        return msgspec.json.decode(found, type=list[Hit])
 
     def knows(self, query: Query) -> bool:
         """Whether the answer is in the cache."""
@@ -257,17 +268,14 @@ class CachedBackend:
         return summed_stats([self.backend])
 
     async def close(self) -> None:
-        """Stop what is in the air and close the backend; the cache is its owner's."""
-        await self._flight.close()
+        """Close the backend; the cache is its owner's."""
         await self.backend.close()
 
     def _key(self, query: Query) -> str:
         return msgspec.json.encode([self._name, query]).decode()
 
-    async def _fetch(self, key: str, query: Query) -> list[Hit]:
-        hits = await self.backend.search(query)
-        self.cache.put(key, msgspec.json.encode(hits))
-        return hits
+    async def _fetch(self, query: Query) -> bytes:
+        return msgspec.json.encode(await self.backend.search(query))
 
 
 def hits_of_arpo(text: str) -> list[Hit]:

@@ -6,11 +6,13 @@ them.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -77,6 +79,41 @@ class Backend(Protocol):
         ...
 
 
+Index = TypeVar("Index")
+T = TypeVar("T")
+
+
+class LocalBackend(Generic[Index]):
+    """Base of the backends over a corpus of this machine. The index is opened once, by `_open`, in
+    one of `num_threads` threads, where searches may run too."""
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._opened: asyncio.Future[Index] | None = None
+
+    async def start(self) -> None:
+        """Build or load the index; raises DataError or ConfigError."""
+        await self._index()
+
+    async def close(self) -> None:
+        """Let the threads go."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _open(self) -> Index:
+        raise NotImplementedError
+
+    async def _index(self) -> Index:
+        if self._opened is None:
+            loop = asyncio.get_running_loop()
+            self._opened = loop.run_in_executor(self._threads, self._open)
+        # one caller that is cancelled must not cancel the build for all others
+        return await asyncio.shield(self._opened)
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, function, *arguments)
+
+
 class BackendConfig(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):
     """Base of the keys of a backend, [search.backend]; each struct makes its backend."""
 
@@ -112,6 +149,7 @@ def detected_language(text: str) -> str:
     return "zh" if _CHINESE.search(text) else "en"
 
 
+CORPUS_SCHEME = "corpus:"
 SHIPPED_CORPUS = Path(__file__).parents[1] / "data" / "wikipedia_passages.jsonl"
 
 
@@ -134,6 +172,10 @@ class Passage(Struct, frozen=True):
     id: str
     title: str
     text: str
+
+    def hit(self, score: float = 0.0) -> Hit:
+        """The passage as a result, whose address is "corpus:ID"."""
+        return Hit(self.text, self.title, CORPUS_SCHEME + self.id, self.id, score)
 
 
 class _FlashRagRow(Struct):

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from agentenv.config import PATH
 from agentenv.errors import ConfigError, DataError, InfraError
-from envs.search.bm25 import CORPUS_SCHEME
-from envs.search.corpus import BackendConfig, Hit, Passage, Query, needed, read_corpus
+from envs.search.corpus import (
+    CORPUS_SCHEME,
+    BackendConfig,
+    Hit,
+    LocalBackend,
+    Passage,
+    Query,
+    needed,
+    read_corpus,
+)
 from envs.search.upstream import Cassette
 
 MAX_BATCH = 64  # queries that are encoded together
@@ -43,30 +50,18 @@ class FaissConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="f
         return FaissBackend(self)
 
 
-class FaissBackend:
+class FaissBackend(LocalBackend["_Dense"]):
     """Encodes queries and looks up the nearest passages, in one thread of its own. Queries that
     come while it is at work are its next batch."""
 
     def __init__(self, config: FaissConfig) -> None:
+        super().__init__("faiss", num_threads=1)
         what = 'search.backend.name = "faiss"'
         self._faiss = needed("faiss", "faiss-cpu", "faiss", what)
         self._config = config
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="faiss")
-        self._loaded: asyncio.Future[None] | None = None
         self._asked: list[tuple[Query, asyncio.Future[list[Hit]]]] = []
         self._working: asyncio.Task[None] | None = None
         self.num_batches = 0
-        self._index: Any = None
-        self._encoder: Encoder
-        self._passages: list[Passage] = []
-        self._places: dict[str, int] = {}
-
-    async def start(self) -> None:
-        """Load index, corpus and encoder; raises ConfigError or DataError."""
-        if self._loaded is None:
-            loop = asyncio.get_running_loop()
-            self._loaded = loop.run_in_executor(self._thread, self._load)
-        await asyncio.shield(self._loaded)
 
     async def search(self, query: Query) -> list[Hit]:
         """The nearest passages; the score is the index's own (inner product or distance)."""
@@ -79,9 +74,9 @@ class FaissBackend:
 
     async def document(self, url: str) -> Hit | None:
         """The passage of "corpus:ID"."""
-        await self.start()
-        place = self._places.get(url.removeprefix(CORPUS_SCHEME))
-        return None if place is None else self._hit(place, 0.0)
+        dense = await self._index()
+        place = dense.places.get(url.removeprefix(CORPUS_SCHEME))
+        return None if place is None else dense.passages[place].hit()
 
     def stats(self) -> dict[str, float]:
         """Batches of queries that were encoded."""
@@ -93,16 +88,16 @@ class FaissBackend:
             self._working.cancel()
         for _, answer in self._asked:
             answer.cancel()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        await super().close()
 
     async def _work(self) -> None:
         """Answer batch after batch until nobody asks."""
-        loop = asyncio.get_running_loop()
+        dense = await self._index()
         while self._asked:
             batch, self._asked = self._asked[:MAX_BATCH], self._asked[MAX_BATCH:]
             self.num_batches += 1
             queries = [query for query, _ in batch]
-            search = loop.run_in_executor(self._thread, self._search, queries)
+            search = self._in_thread(dense.search, queries)
             try:
                 (found,) = await asyncio.gather(search, return_exceptions=True)
                 for place, (_, answer) in enumerate(batch):
@@ -116,7 +111,7 @@ class FaissBackend:
                 for _, answer in batch:
                     answer.cancel()
 
-    def _load(self) -> None:
+    def _open(self) -> _Dense:
         path = Path(self._config.index)
         if not path.is_file():
             raise ConfigError(f"search.backend.index: {path} is no file; expected a FAISS index")
@@ -138,23 +133,28 @@ class FaissBackend:
                 f"{encoder.size}, but the index {path} has {index.d}; expected the encoder with "
                 "which the index was built"
             )
-        self._index, self._passages, self._encoder = index, passages, encoder
-        self._places = {passage.id: place for place, passage in enumerate(passages)}
+        places = {passage.id: place for place, passage in enumerate(passages)}
+        return _Dense(index, encoder, passages, places)
 
-    def _search(self, queries: list[Query]) -> list[list[Hit]]:
-        vectors = self._encoder.encode([query.text for query in queries])
-        most = min(max(query.max_results for query in queries), len(self._passages))
-        scores, places = self._index.search(vectors, most)
+
+class _Dense(Struct, frozen=True):
+    """A loaded index, the encoder of its queries, and its passages by place and id."""
+
+    index: Any
+    encoder: Encoder
+    passages: list[Passage]
+    places: dict[str, int]
+
+    def search(self, queries: list[Query]) -> list[list[Hit]]:
+        """The hits of each query; the score is the index's own."""
+        vectors = self.encoder.encode([query.text for query in queries])
+        most = min(max(query.max_results for query in queries), len(self.passages))
+        scores, places = self.index.search(vectors, most)
         found = []
         for query, own, values in zip(queries, places.tolist(), scores.tolist(), strict=True):
             best = list(zip(own, values, strict=True))[: query.max_results]
-            found.append([self._hit(place, score) for place, score in best if place >= 0])
+            found.append([self.passages[place].hit(score) for place, score in best if place >= 0])
         return found
-
-    def _hit(self, place: int, score: float) -> Hit:
-        passage = self._passages[place]
-        url = CORPUS_SCHEME + passage.id
-        return Hit(passage.text, passage.title, url, passage.id, score)
 
 
 def _problem(error: BaseException, index: str) -> BaseException:

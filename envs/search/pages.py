@@ -27,7 +27,7 @@ from agentenv.errors import ConfigError, InfraError, ToolError
 from envs.search.cache import ResultCache
 from envs.search.corpus import words
 from envs.search.page_text import TextExtractor
-from envs.search.upstream import Cassette, HttpRequest, Reply, SingleFlight, TrafficConfig, Upstream
+from envs.search.upstream import Cassette, HttpRequest, Reply, TrafficConfig, Upstream
 
 # Which network addresses a page may come from: public ones, and networks that are named.
 
@@ -290,27 +290,22 @@ class PageReader:
         self._fetcher = PageFetcher(config.fetch, cassette, resolver)
         self._extractor = TextExtractor(config.num_workers, config.extract_timeout_s)
         self._jina = Upstream("jina", config.jina_traffic, cassette)
-        self._flight: SingleFlight[str] = SingleFlight()
 
     async def text(self, url: str) -> str:
         """The page's text, at most `max_page_chars`. Raises ToolError or InfraError."""
         key = f"page:{self.config.reader}:{url}"
-        known = self._cache.get(key)
-        if known is not None:
-            return known.decode()
-        return await self._flight.run(key, lambda: self._read(key, url))
+        return (await self._cache.through(key, lambda: self._read(url))).decode()
 
     def stats(self) -> dict[str, float]:
         """Requests of Jina's reader, and pages whose text was extracted."""
         return summed_stats([self._jina, self._extractor])
 
     async def close(self) -> None:
-        """Stop what is in the air, kill the workers and close the connections; idempotent."""
-        await self._flight.close()
+        """Kill the workers and close the connections; idempotent."""
         self._extractor.close()
         await asyncio.gather(self._fetcher.close(), self._jina.close())
 
-    async def _read(self, key: str, url: str) -> str:
+    async def _read(self, url: str) -> bytes:
         if self.config.reader == "jina":
             text = await self._read_by_jina(url)
         else:
@@ -318,8 +313,7 @@ class PageReader:
         text = text[: self.config.max_page_chars].strip()
         if not text:
             raise ToolError(f"{url} holds no text.")
-        self._cache.put(key, text.encode("utf-8", "replace"))
-        return text
+        return text.encode("utf-8", "replace")
 
     async def _read_by_jina(self, url: str) -> str:
         if not url.startswith(("http://", "https://")):

@@ -20,9 +20,9 @@ from agentenv.errors import ConfigError, InfraError, ToolError
 from agentenv.kinds import Kind
 from agentenv.tools import argument_schema
 from agentenv.types import Info, Message, ToolResult
-from envs.search.bm25 import CORPUS_SCHEME, BM25Config
+from envs.search.bm25 import BM25Config
 from envs.search.cache import CachedBackend, ResultCache
-from envs.search.corpus import Backend, BackendConfig, Hit, Query, market_of
+from envs.search.corpus import CORPUS_SCHEME, Backend, BackendConfig, Hit, Query, market_of
 from envs.search.faiss_index import FaissConfig
 from envs.search.pages import PageReader, PagesConfig, passages, window
 from envs.search.providers import RemoteSearchConfig, WebConfig
@@ -246,14 +246,14 @@ class SearchService:
         return summed_stats([self.cache, self.backend, self.reader, self.summarizer])
 
     async def close(self) -> None:
-        """Close everything, the cache last; idempotent."""
+        """Stop what is in the air and close everything; idempotent."""
+        await self.cache.close()
         await self.reader.close()
         await self.backend.close()
         if self.summarizer is not None:
             await self.summarizer.close()
         if self.cassette is not None:
             self.cassette.close()
-        await self.cache.close()
 
     async def _window(self, hit: Hit, info: Info) -> str:
         """The page round the snippet; the snippet where the page cannot be had."""

@@ -1,7 +1,6 @@
 """Summaries of pages by a model behind an OpenAI-compatible address.
 
-Requests go out as those of a search provider do (envs/search/upstream.py): rate limit, circuit
-breaker and cassette of the search tables hold for the summarizer too.
+The cache and the cassette of the search tables hold for the summarizer too.
 """
 
 from __future__ import annotations
@@ -10,19 +9,15 @@ import hashlib
 import re
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
-from agentenv.engines.endpoint import (
-    CHAT_PATH,
-    MalformedReplyError,
-    chat_body,
-    fenced,
-    read_said,
-)
-from agentenv.errors import InfraError
+from agentenv.engines.client import RefusedError
+from agentenv.engines.endpoint import CHAT_PATH, ChatModel, ChatModelConfig, fenced, read_said
+from agentenv.errors import ConfigError, EngineError, InfraError
 from envs.search.cache import ResultCache
-from envs.search.providers import api_key
-from envs.search.upstream import Cassette, HttpRequest, SingleFlight, TrafficConfig, Upstream
+from envs.search.upstream import Cassette, HttpRequest, Reply, recorded
 
 MARK = "**Final Information**"
 _TOOL_STEP = re.compile("</?(?:search|python|result|open_page)>")
@@ -51,23 +46,16 @@ The pages:
 {pages}"""
 
 
-class SummarizerConfig(Struct, frozen=True, forbid_unknown_fields=True):
+class SummarizerConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The model that summarises pages."""
 
-    url: Annotated[str, Meta(description='its address, e.g. "http://localhost:8000/v1"')]
-    model: Annotated[str, Meta(description="its name there")]
-    key_variable: Annotated[str, Meta(description="environment variable with its key")] = ""
     temperature: Annotated[float, Meta(ge=0, description="0 is greedy")] = 0.6
     top_p: Annotated[float, Meta(gt=0, le=1, description="1 is off")] = 0.95
-    max_tokens: Annotated[int, Meta(ge=1, description="of a reply, thoughts included")] = 4096
     max_chars: Annotated[int, Meta(ge=100, description="of a summary that the policy reads")] = 6000
     max_uses: Annotated[
         int,
         Meta(ge=0, description="in one trajectory; further searches give the pages; 0: no limit"),
     ] = 0
-    traffic: Annotated[TrafficConfig, Meta(description="rate limit and retries")] = TrafficConfig(
-        rate_per_s=0, timeout_s=120.0
-    )
 
 
 class Summary(Struct, frozen=True):
@@ -87,14 +75,19 @@ class Summarizer:
     ) -> None:
         self.config = config
         self._cache = cache
-        self._flight: SingleFlight[Summary] = SingleFlight()
-        replayed = cassette is not None and cassette.mode == "replay"
-        self._key = "" if replayed else api_key(config.key_variable, "search.summarizer")
-        self._upstream = Upstream("summarizer", config.traffic, cassette)
+        self._cassette = cassette
+        if cassette is not None and cassette.mode == "replay":  # nobody is asked
+            config = replace(config, api_key_env="")
+        self._model = ChatModel(
+            config, "search.summarizer", temperature=config.temperature, top_p=config.top_p
+        )
 
     async def summarize(self, question: str, reasoning: str, query: str, pages: str) -> Summary:
         """What the model took from the pages: the text after its "**Final Information**", cut at
-        `max_chars`. A reply without that line, or one cut off before it, holds no summary."""
+        `max_chars`. A reply without that line, or one cut off before it, holds no summary.
+
+        Raises InfraError when the model gives no reply and ConfigError when it refuses the key.
+        """
         prompt = _PROMPT.format(
             mark=MARK,
             question=question,
@@ -102,38 +95,37 @@ class Summarizer:
             query=query,
             pages=fenced(pages),
         )
-        settings = {
-            "temperature": self.config.temperature,
-            "top_p": self.config.top_p,
-            "max_tokens": self.config.max_tokens,
-        }
-        body = chat_body(self.config.model, prompt, settings)
+        body = self._model.body("", prompt)
         url = self.config.url.rstrip("/") + CHAT_PATH
-        secret = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        request = HttpRequest("POST", url, json=body, secret_headers=secret)
-        key = "summary:" + hashlib.sha256(request.key.encode()).hexdigest()
-        known = self._cache.get(key)
-        if known is not None:
-            return Summary(known.decode()[: self.config.max_chars])
-        return await self._flight.run(key, lambda: self._ask(key, url, request))
+        request = HttpRequest("POST", url, json=body).key
+        num_tokens = 0
+
+        async def reply() -> Reply:
+            return Reply(200, msgspec.json.encode(await self._model.reply(body)))
+
+        async def ask() -> bytes:
+            nonlocal num_tokens
+            try:
+                said = read_said((await recorded(self._cassette, request, reply)).body)
+            except EngineError as error:
+                refused = isinstance(error, RefusedError) and error.status in (401, 403, 407)
+                kind = ConfigError if refused else InfraError
+                raise kind(f"search.summarizer: {error}") from error
+            num_tokens = said.num_tokens
+            _, marked, after = said.text.rpartition(MARK)
+            return after.strip(" \n:*").encode("utf-8", "replace") if marked else b""
+
+        key = "summary:" + hashlib.sha256(request.encode()).hexdigest()
+        text = (await self._cache.through(key, ask)).decode()
+        return Summary(text[: self.config.max_chars], num_tokens)
+
+    def stats(self) -> dict[str, float]:
+        """Requests to the model; summaries that were known cost none."""
+        return self._model.stats()
 
     async def close(self) -> None:
-        """Stop what is in the air and close the connections; idempotent."""
-        await self._flight.close()
-        await self._upstream.close()
-
-    async def _ask(self, key: str, url: str, request: HttpRequest) -> Summary:
-        reply = await self._upstream.send(request)
-        if reply.status != 200:
-            raise InfraError(f"summarizer {url}: status {reply.status}, expected 200")
-        try:
-            said = read_said(reply.body)
-        except MalformedReplyError as error:
-            raise InfraError(f"summarizer {url}: the reply has another form: {error}") from error
-        _, marked, after = said.text.rpartition(MARK)
-        text = after.strip(" \n:*") if marked else ""
-        self._cache.put(key, text.encode("utf-8", "replace"))
-        return Summary(text[: self.config.max_chars], said.num_tokens)
+        """Close the connections; idempotent."""
+        await self._model.endpoint.close()
 
 
 def truncated_reasoning(reasoning: str) -> str:

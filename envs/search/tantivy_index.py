@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +9,18 @@ from msgspec import Meta
 
 from agentenv.config import PATH
 from agentenv.errors import ConfigError, DataError
-from envs.search.bm25 import CORPUS_SCHEME
-from envs.search.corpus import BackendConfig, Hit, Query, corpus_path, each_passage, needed, words
+from envs.search.corpus import (
+    CORPUS_SCHEME,
+    BackendConfig,
+    Hit,
+    LocalBackend,
+    Passage,
+    Query,
+    corpus_path,
+    each_passage,
+    needed,
+    words,
+)
 from envs.search.upstream import Cassette
 
 NUM_THREADS = 2
@@ -27,55 +35,28 @@ class TantivyConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag=
         str, Meta(description='JSONL file; "" is the shipped Wikipedia sample', extra=PATH)
     ] = ""
 
-    @property
-    def cache_name(self) -> str:
-        return ""
-
     def build(self, cassette: Cassette | None) -> TantivyBackend:
         """The index in the directory."""
         return TantivyBackend(corpus_path(self.corpus), Path(self.directory))
 
 
-class TantivyBackend:
+class TantivyBackend(LocalBackend[Any]):
     """BM25 by tantivy. The index is built in `directory` from `corpus` if it is not there yet."""
 
     def __init__(self, corpus: Path, directory: Path) -> None:
+        super().__init__("tantivy", NUM_THREADS)
         self._tantivy = needed("tantivy", "tantivy", "tantivy", 'search.backend.name = "tantivy"')
         self._corpus = corpus
         self._directory = directory
-        self._index: asyncio.Future[Any] | None = None
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tantivy")
-
-    async def start(self) -> None:
-        """Build or open the index; raises DataError or ConfigError."""
-        await self._ready()
 
     async def search(self, query: Query) -> list[Hit]:
         """The passages that share most with the query, in title and text."""
-        index = await self._ready()
-        hits: list[Hit] = await self._in_thread(self._search, index, query)
-        return hits
+        return await self._in_thread(self._search, await self._index(), query)
 
     async def document(self, url: str) -> Hit | None:
         """The passage of "corpus:ID"."""
-        index = await self._ready()
         passage_id = url.removeprefix(CORPUS_SCHEME)
-        hit: Hit | None = await self._in_thread(self._document, index, passage_id)
-        return hit
-
-    async def close(self) -> None:
-        """Let the threads go."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _ready(self) -> Any:
-        if self._index is None:
-            loop = asyncio.get_running_loop()
-            self._index = loop.run_in_executor(self._threads, self._open)
-        return await asyncio.shield(self._index)
-
-    async def _in_thread(self, function: Any, *arguments: Any) -> Any:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, function, *arguments)
+        return await self._in_thread(self._document, await self._index(), passage_id)
 
     def _schema(self) -> Any:
         builder = self._tantivy.SchemaBuilder()
@@ -140,16 +121,14 @@ class TantivyBackend:
         terms = [(module.Occur.Should, term(index.schema, "words", word)) for word in asked]
         searcher = index.searcher()
         found = searcher.search(module.Query.boolean_query(terms), query.max_results)
-        return [_hit(searcher.doc(address), score) for score, address in found.hits]
+        return [_passage(searcher.doc(place)).hit(score) for score, place in found.hits]
 
     def _document(self, index: Any, passage_id: str) -> Hit | None:
         searcher = index.searcher()
         term = self._tantivy.Query.term_query(index.schema, "id", passage_id)
         hits = searcher.search(term, 1).hits
-        return _hit(searcher.doc(hits[0][1]), 0.0) if hits else None
+        return _passage(searcher.doc(hits[0][1])).hit() if hits else None
 
 
-def _hit(document: Any, score: float) -> Hit:
-    passage_id = str(document.get_first("id"))
-    text, title = str(document.get_first("text")), str(document.get_first("title") or "")
-    return Hit(text, title, CORPUS_SCHEME + passage_id, passage_id, float(score))
+def _passage(document: Any) -> Passage:
+    return Passage(*(str(document.get_first(name) or "") for name in ("id", "title", "text")))

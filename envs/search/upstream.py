@@ -124,6 +124,13 @@ class Cassette:
             ) from error
 
 
+async def recorded(
+    cassette: Cassette | None, key: str, fetch: Callable[[], Awaitable[Reply]]
+) -> Reply:
+    """The reply of `fetch`, by way of the cassette if there is one."""
+    return await fetch() if cassette is None else await cassette.through(key, fetch)
+
+
 # Single flight: equal calls that are in the air at once share one fetch.
 
 T = TypeVar("T")
@@ -306,9 +313,7 @@ class Upstream:
 
         Raises InfraError when all attempts failed and ConfigError when the key is refused.
         """
-        if self._cassette is not None:
-            return await self._cassette.through(request.key, lambda: self._send(request))
-        return await self._send(request)
+        return await recorded(self._cassette, request.key, lambda: self._send(request))
 
     def stats(self) -> dict[str, float]:
         """Requests that were really sent, and those of them that were not the first try."""

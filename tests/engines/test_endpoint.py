@@ -9,7 +9,7 @@ import pytest
 
 from agentenv.engines.endpoint import (
     ChatModel,
-    Endpoint,
+    ChatModelConfig,
     MalformedReplyError,
     fenced,
     read_chat,
@@ -25,9 +25,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentenv.engines.endpoint.FIRST_DELAY_S", 0.01)
 
 
-def endpoint_at(url: str, **keys: Any) -> Endpoint:
-    settings = {"timeout_s": 20.0, "num_retries": 1, "max_concurrency": 4, "api_key_env": ""}
-    return Endpoint(url, "m", table="some.table", **{**settings, **keys})
+def model_at(url: str, **keys: Any) -> ChatModel:
+    settings = {"timeout_s": 20.0, "num_retries": 1, "max_concurrency": 4, **keys}
+    return ChatModel(ChatModelConfig(url=url, model="m", **settings), "some.table", temperature=0)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_what_is_said_comes_without_thoughts_and_tells_if_it_was_cut_off() -> No
 @pytest.mark.parametrize("first", [b"<html>", b"[" * 100_000, 408, 429, 500])
 async def test_a_reply_that_is_none_is_asked_for_again(first: Any) -> None:
     with ScriptedEndpoint(lambda body, n: first if n == 1 else reply("yes")) as server:
-        model = ChatModel(endpoint_at(server.url), {"temperature": 0})
+        model = model_at(server.url)
         assert (await model.ask("Be brief.", "Well?")).text == "yes"
-        assert model.endpoint.counts["retries"] == 1
+        assert model.stats() == {"table/num_requests": 2, "table/num_retries": 1}
         await model.endpoint.close()
         with pytest.raises(EngineDeadError, match="closed"):
             await model.ask("", "Well?")
@@ -74,7 +74,7 @@ async def test_a_reply_that_is_none_is_asked_for_again(first: Any) -> None:
 
 async def test_a_refusal_of_one_request_leaves_the_model_usable() -> None:
     with ScriptedEndpoint(lambda body, n: 404 if n == 1 else reply("yes")) as server:
-        model = ChatModel(endpoint_at(server.url), {})
+        model = model_at(server.url)
         with pytest.raises(Exception, match="answered 404"):
             await model.ask("", "Well?")
         assert (await model.ask("", "Well?")).text == "yes"
@@ -83,9 +83,9 @@ async def test_a_refusal_of_one_request_leaves_the_model_usable() -> None:
 
 def test_an_endpoint_that_cannot_be_asked_names_its_key() -> None:
     with pytest.raises(ConfigError, match=r"some\.table\.url: expected http"):
-        endpoint_at("localhost:8000")
+        model_at("localhost:8000")
     with pytest.raises(ConfigError, match=r"some\.table\.api_key_env: .*NO_SUCH_KEY is not set"):
-        endpoint_at("http://h", api_key_env="NO_SUCH_KEY")
+        model_at("http://h", api_key_env="NO_SUCH_KEY")
 
 
 def test_marks_and_cuts_of_text_that_others_wrote() -> None:

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from agentenv.assist.helpers import count_calls
 from agentenv.env import close_shared
-from agentenv.errors import EnvError
+from agentenv.errors import ConfigError, EnvError
 from agentenv.types import Message, Task, ToolCall
 from envs.search.service import Episode, SearchConfig, SearchService
 from envs.web_search import WebSearchEnv, search_config
@@ -45,10 +45,14 @@ class Web:
     def config(self, **summarizer: Any) -> SearchConfig:
         pages = {"fetch": {"allow_networks": ["127.0.0.0/8"]}, "extract_timeout_s": 60.0}
         backend = {"name": "web", "provider": "searxng", "url": self.url}
-        traffic = {"num_retries": 0, "timeout_s": 5.0}
-        keys = {"url": f"{self.url}/v1", "model": "small", "traffic": traffic, **summarizer}
+        keys = {"url": f"{self.url}/v1", "model": "small", "num_retries": 0, "timeout_s": 5.0}
         return search_config(
-            {"backend": backend, "pages": pages, "preset": "arpo_eval", "summarizer": keys}
+            {
+                "backend": backend,
+                "pages": pages,
+                "preset": "arpo_eval",
+                "summarizer": keys | summarizer,
+            }
         )
 
 
@@ -133,9 +137,15 @@ async def test_a_server_that_fails_is_no_fault_of_the_policy(site: Web) -> None:
     env = WebSearchEnv(task, search=site.config(), num_retries=0)
     await env.reset(seed=1)
     call = Message("assistant", "<search>lima</search>", (ToolCall("search", {"query": "lima"}),))
-    with pytest.raises(EnvError, match="summarizer: 1 attempts failed: status 500"):
+    with pytest.raises(EnvError, match=r"search\.summarizer: .* answered 500"):
         await env.step(call)
     await env.close()
+    site.said = 401
+    service = SearchService(site.config())
+    with pytest.raises(ConfigError, match=r"search\.summarizer: .* answered 401"):
+        await service.search("lima", Episode())
+    assert service.stats()["summarizer/num_requests"] == 1
+    await service.close()
 
 
 async def test_the_record_of_the_call_counts_it(site: Web) -> None:

@@ -109,11 +109,11 @@ async def test_a_failing_search_reaches_all_who_asked(
     backend = FaissBackend(make(tmp_path, encoder))
     await backend.start()
 
-    def fail(texts: list[str]) -> Any:
+    def fail(encoder: Encoder, texts: list[str]) -> Any:
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(backend._encoder, "encode", fail)
+        patched.setattr(Encoder, "encode", fail)
         asked = [backend.search(Query("lima")) for _ in range(3)]
         outcomes = await asyncio.gather(*asked, return_exceptions=True)
     assert all(isinstance(one, InfraError) for one in outcomes)

@@ -18,8 +18,8 @@ from aiohttp.test_utils import TestClient, TestServer
 
 import launchers.retriever
 from agentenv.errors import ConfigError, InfraError
-from envs.search.bm25 import CORPUS_SCHEME, BM25Backend
-from envs.search.corpus import Query
+from envs.search.bm25 import BM25Backend
+from envs.search.corpus import CORPUS_SCHEME, Query
 from envs.search.providers import HttpBackend, RemoteBackend, RemoteSearchConfig
 from launchers.retriever import Retriever, RetrieverConfig, main, read_config
 
