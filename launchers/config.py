@@ -475,6 +475,19 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if (self.num_steps is None) == (self.num_epochs is None):
             raise ConfigError("train: give exactly one of train.num_steps and train.num_epochs")
 
+    def count_steps(self, num_tasks: int, groups_per_step: int) -> int:
+        """Updates of a run; from `num_epochs`, the last incomplete one is dropped."""
+        if self.num_steps is not None:
+            return self.num_steps
+        assert self.num_epochs is not None
+        num_steps = int(self.num_epochs * num_tasks) // groups_per_step
+        if num_steps < 1:
+            raise ConfigError(
+                f"train.num_epochs = {self.num_epochs} of {num_tasks} questions are less than "
+                f"one step of queue.groups_per_step = {groups_per_step}"
+            )
+        return num_steps
+
 
 class CheckpointConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Checkpoints, in Hugging Face format with the learner's state beside."""

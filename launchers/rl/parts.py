@@ -17,7 +17,6 @@ from agentenv.data.rows import RowsConfig
 from agentenv.engine import Engine, EngineConfig, EngineStart
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.errors import ConfigError
 from agentenv.model_files import vocab_size
 from agentenv.plan import RolloutPlan
 from agentenv.renderer import Renderer
@@ -157,19 +156,9 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
 
     @once
     async def num_steps(self) -> int:
-        """Updates of the run; from train.num_epochs, the last incomplete one is dropped."""
-        train, groups = self.config.train, self.config.queue.groups_per_step
-        if train.num_steps is not None:
-            return train.num_steps
-        assert train.num_epochs is not None
+        """Updates of the run."""
         num_tasks = len((await self.questions())[TRAINED].tasks)
-        num_steps = int(train.num_epochs * num_tasks) // groups
-        if num_steps < 1:
-            raise ConfigError(
-                f"train.num_epochs = {train.num_epochs} of {num_tasks} questions are less than "
-                f"one step of queue.groups_per_step = {groups}"
-            )
-        return num_steps
+        return self.config.train.count_steps(num_tasks, self.config.queue.groups_per_step)
 
     @once
     async def probe_prompts(self) -> list[list[int]]:

@@ -11,6 +11,15 @@ import pytest
 from tests.support.warehouse import make_workspace
 
 
+@pytest.fixture(scope="module")
+def here() -> Iterator[None]:
+    """Learners of this module run in its own process; see `tests.support.rank_here`."""
+    from tests.support.rank_here import rank_here  # loads torch
+
+    with rank_here():
+        yield
+
+
 @pytest.fixture(scope="session")
 def warehouse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Path of a configuration that trains on the README's environment with a scripted engine."""
@@ -18,3 +27,30 @@ def warehouse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.path.insert(0, str(folder))
     yield make_workspace(folder)
     sys.path.remove(str(folder))
+
+
+SETS = [
+    "eval.sets.a.path={folder}/a.jsonl",
+    "eval.sets.a.every=1",
+    "eval.sets.a.max_tasks=3",
+    "eval.sets.b.path={folder}/b.jsonl",
+    "eval.sets.b.every=3",
+    "eval.sets.b.phases=false",
+    "eval.sets.b.num_samples=2",
+    "checkpoint.every=1",
+    "checkpoint.keep_last=2",
+    "checkpoint.best_metric=b/success",
+]
+
+
+@pytest.fixture(scope="session")
+def finished(warehouse: Path) -> Path:
+    """A finished run of four steps, "finished", which is only read: with two evaluation sets and
+    a checkpoint every step, of which the third is the best."""
+    from launchers import train
+    from tests.support.rank_here import rank_here
+
+    overrides = [text.format(folder=warehouse.parent) for text in SETS]
+    with rank_here():
+        assert train.main([str(warehouse), "run.name=finished", *overrides]) == 0
+    return warehouse.parent / "runs" / "finished"

@@ -3,59 +3,54 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from launchers import export, train
-from launchers.rundir import Checkpoints
+from tests.support.runs import first_turns, rows_of, trees_of
 
-pytestmark = pytest.mark.timeout(400)  # each run starts a learner: long on a busy machine
-KEPT = ["train.num_steps=3", "checkpoint.every=1", "checkpoint.keep_last=3"]
-SET = ["eval.sets.a.every=2", "eval.sets.a.max_tasks=3", "checkpoint.best_metric=a/success"]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here")]
 LORA = [
     "learner.optimizer=adamw",
     "learner.lora={r=4,alpha=8}",
-    "learner.zero_stage=1",
     "learner.schedule=cosine",
     "learner.warmup_steps=1",
 ]
 
 
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "trees/offered" in row]
+def steps_of(run: Path) -> list[int]:
+    return [row["step"] for row in rows_of(run) if "trees/offered" in row]
 
 
-def names(run: Path) -> list[str]:
-    return [path.name for path in Checkpoints(run / "checkpoints").finished()]
+def copied(finished: Path, name: str) -> Path:
+    return shutil.copytree(finished, finished.with_name(name))
 
 
-@pytest.fixture(scope="module")
-def finished(warehouse: Path) -> Path:
-    best = f"eval.sets.a.path={warehouse.parent}/a.jsonl"
-    assert train.main([str(warehouse), "run.name=to-resume", best, *KEPT, *SET]) == 0
-    return warehouse.parent / "runs" / "to-resume"
+def test_resume_goes_on_with_the_next_tree(warehouse: Path, finished: Path) -> None:
+    run = copied(finished, "resumed")
+    assert train.main([str(warehouse), "run.name=resumed", "train.num_steps=6", "--resume"]) == 0
+    assert [trees_of(run, step) for step in range(1, 7)] == [[2 * n, 2 * n + 1] for n in range(6)]
+    assert steps_of(run) == [1, 2, 3, 4, 5, 6]
+    counted, begun = first_turns(run)
+    assert counted == begun > 0, "entropies of before the resume are kept"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["incarnation"] == 2
+    assert summary["trees"]["offered"] == 12
 
 
 def test_a_run_goes_on_from_its_best_checkpoint(
     warehouse: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert names(finished) == ["step-000001", "step-000002", "step-000003"]
-    best = f"eval.sets.a.path={warehouse.parent}/a.jsonl"
-    common = [str(warehouse), "run.name=to-resume", best, *KEPT, *SET]
-    assert train.main([*common, "--resume", "best"]) == 0
+    run = copied(finished, "from-best")
+    common = [str(warehouse), "run.name=from-best", "checkpoint.every=1", "--resume"]
+    assert train.main([*common, "best"]) == 0
     assert "a newer checkpoint is moved to" in capsys.readouterr().out.replace("\n", " ")
-    assert [row["step"] for row in rows_of(finished)] == [1, 2, 3]
-    assert (finished / "checkpoints" / "set-aside" / "step-000003" / "state.json").is_file()
-    first = str(finished / "checkpoints" / "step-000001")
-    assert train.main([*common, "--resume", first]) == 0
-    assert [row["step"] for row in rows_of(finished)] == [1, 2, 3]
-    assert train.main([*common, "--resume", "train.num_steps=4"]) == 0, "the last one"
-    assert [row["step"] for row in rows_of(finished)] == [1, 2, 3, 4]
-    assert train.main([*common, "--resume", "step-77"]) == 2
+    assert steps_of(run) == [1, 2, 3, 4]
+    assert (run / "checkpoints" / "set-aside" / "step-000004" / "state.json").is_file()
+    assert train.main([*common, "step-77"]) == 2
     assert "not a complete checkpoint" in capsys.readouterr().err.replace("\n", " ")
 
 
@@ -68,8 +63,11 @@ def test_adapters_are_trained_resumed_and_exported(
     assert train.main([*common, "train.num_steps=2"]) == 0
     run = warehouse.parent / "runs" / "adapters"
     assert train.main([*common, "train.num_steps=3", "--resume"]) == 0
-    assert [row["step"] for row in rows_of(run)] == [1, 2, 3]
-    assert [row["learner/lr_scale"] for row in rows_of(run)][:2] == [1.0, 1.0]
+    assert steps_of(run) == [1, 2, 3]
+    assert [row["learner/lr_scale"] for row in rows_of(run) if "learner/lr_scale" in row][:2] == [
+        1.0,
+        1.0,
+    ]
     assert all(row.get("parity/logprob_gap_max", 0.0) >= 0 for row in rows_of(run))
     out = tmp_path / "out"
     assert export.main([str(run), str(out), "--dtype", "float32"]) == 0

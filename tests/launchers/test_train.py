@@ -9,32 +9,20 @@ from pathlib import Path
 import pytest
 
 from agentenv.config import load_config
+from agentenv.errors import ConfigError
+from agentenv.tree import TrajectoryTree
+from agentenv.types import Task
 from launchers import evaluate, train
-from launchers.config import TrainConfig
+from launchers.assembly import load_tokenizer
+from launchers.config import TrainConfig, TrainingConfig
+from launchers.rl.recorder import Recorder
+from launchers.rl.state import RunState
+from launchers.rundir import RunDirectory
+from launchers.terminal import View
 from tests.support.runs import first_turns, rows_of
 from tests.support.warehouse import ROOT
 
-pytestmark = pytest.mark.timeout(400)  # each run starts a learner: long on a busy machine
-SETS = [
-    "eval.sets.a.path={folder}/a.jsonl",
-    "eval.sets.a.every=1",
-    "eval.sets.a.max_tasks=3",
-    "eval.sets.b.path={folder}/b.jsonl",
-    "eval.sets.b.every=2",
-    "eval.sets.b.phases=false",
-    "eval.sets.b.num_samples=2",
-    "checkpoint.every=1",
-    "checkpoint.keep_last=2",
-    "checkpoint.best_metric=b/success",
-]
-
-
-@pytest.fixture(scope="module")
-def finished(warehouse: Path) -> Path:
-    """A finished run with two evaluation sets and a checkpoint every step."""
-    overrides = [text.format(folder=warehouse.parent) for text in SETS]
-    assert train.main([str(warehouse), "run.name=finished", *overrides]) == 0
-    return warehouse.parent / "runs" / "finished"
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here")]
 
 
 def test_each_evaluation_set_has_its_own_cadence_and_name(finished: Path) -> None:
@@ -43,7 +31,7 @@ def test_each_evaluation_set_has_its_own_cadence_and_name(finished: Path) -> Non
     assert [r["phase"] for r in rows if "eval/a/success" in r] == [
         phases[0], *(f"step-00000{n}" for n in (1, 2, 3, 4)), phases[1],
     ]  # fmt: skip
-    assert [r["step"] for r in rows if "eval/b/success" in r] == [2, 4]
+    assert [r["step"] for r in rows if "eval/b/success" in r] == [3]
     counted = next(r for r in rows if "eval/b/success" in r)
     assert counted["eval/b/trajectories"] == 48
     assert 0.3 < counted["eval/b/success"] < 0.95
@@ -132,13 +120,15 @@ def test_evaluating_a_run_and_a_checkpoint(
     assert "bolts" in capsys.readouterr().out
 
 
-def test_epochs_count_questions(warehouse: Path) -> None:
-    text = warehouse.read_text().replace("num_steps = 4", "num_epochs = 0.25")
-    config = warehouse.with_name("epochs.toml")
-    config.write_text(text)
-    assert train.main([str(config)]) == 0
-    summary = json.loads((warehouse.parent / "runs" / "epochs" / "summary.json").read_text())
-    assert summary["num_steps"] == 3, "a quarter of 24 questions, 2 a step"
+def test_epochs_count_questions() -> None:
+    assert TrainingConfig(num_steps=7).count_steps(24, groups_per_step=2) == 7
+    assert TrainingConfig(num_epochs=0.3).count_steps(25, groups_per_step=2) == 3, (
+        "7 of 25 questions, 2 a step"
+    )
+    with pytest.raises(
+        ConfigError, match=r"num_epochs = 0\.1 of 10 questions .* less than one step"
+    ):
+        TrainingConfig(num_epochs=0.1).count_steps(10, groups_per_step=2)
 
 
 @pytest.mark.parametrize("name", ["grpo", "aepo"])
@@ -158,21 +148,27 @@ def test_refill_replaces_groups_without_signal(warehouse: Path) -> None:
     assert trees["filtered"] > 0
 
 
-def test_trajectories_can_be_switched_off_and_are_bounded(warehouse: Path) -> None:
-    runs = warehouse.parent / "runs"
-    short = [str(warehouse), "train.num_steps=2"]
-    assert train.main([*short, "run.name=silent", "log.trajectories=false"]) == 0
-    assert not (runs / "silent" / "trajectories").exists()
-    assert train.main([*short, "run.name=bounded", "log.max_trajectory_mb=0.0001"]) == 0
-    assert len(list((runs / "bounded" / "trajectories").iterdir())) == 1
-    assert "log.max_trajectory_mb is reached" in (runs / "bounded" / "run.log").read_text()
+def a_tree() -> TrajectoryTree:
+    tree = TrajectoryTree(Task("t", "env", "?", ("a",)))
+    root = tree.add(None, observation_ids=[1, 2])
+    tree.add(root, action_ids=[3, 4], logprobs=[-1.0, -1.0], reward=1.0, end="terminated")
+    return tree
 
 
-def test_the_quick_start_can_be_dry_run_with_a_scripted_engine(tmp_path: Path) -> None:
-    overrides = ["engine.name=scripted", "sft.stages=[]", "train.num_steps=2"]
-    overrides += ["eval.sets.heldout.max_tasks=200", "train.max_logprob_gap=1e9"]
-    overrides += [f"run.dir={tmp_path}", "run.name=dry"]
-    assert train.main([str(ROOT / "configs" / "quickstart.toml"), *overrides]) == 0
-    summary = json.loads((tmp_path / "dry" / "summary.json").read_text())
-    assert 0.5 < summary["success"]["after_rl"] < 0.9
-    assert summary["trees"]["offered"] == 32
+async def test_trajectories_can_be_switched_off_and_are_bounded(
+    warehouse: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = load_tokenizer(warehouse.parent / "model")
+    for name, override, num_files in (
+        ("silent", "log.trajectories=false", 0),
+        ("whole", "log.trajectories=true", 2),
+        ("bounded", "log.max_trajectory_mb=0.0001", 1),
+    ):
+        config = load_config(TrainConfig, warehouse, [override])
+        run = RunDirectory(tmp_path / name, resume=False)
+        recorder = Recorder(config, run, View(), RunState(), tokenizer)
+        for step in ("step-000001", "step-000002"):
+            await recorder.write_trajectories(step, [a_tree()])
+        assert len(list(run.path.glob("trajectories/*"))) == num_files
+        told = "log.max_trajectory_mb is reached" in caplog.text
+        assert told == (name == "bounded")

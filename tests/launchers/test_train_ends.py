@@ -1,8 +1,7 @@
-"""How a training run ends before its time, and goes on: resume, interruption, death of a part."""
+"""How a training run ends before its time: interruption, and goes on; death of a part."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -20,25 +19,10 @@ from agentenv.engines.scripted import ScriptedEngine
 from agentenv.errors import EngineDeadError, EnvError
 from agentenv.tool_env import ToolEnv
 from launchers import train
-from tests.support.runs import first_turns, rows_of, trees_of
+from tests.support.runs import trees_of
 from tests.support.warehouse import ROOT
 
-pytestmark = pytest.mark.timeout(400)  # each run starts a learner: long on a busy machine
-
-
-def test_resume_goes_on_with_the_next_tree(warehouse: Path) -> None:
-    arguments = [str(warehouse), "run.name=resumed"]
-    assert train.main([*arguments, "train.num_steps=2"]) == 0
-    assert train.main([*arguments, "train.num_steps=4", "--resume"]) == 0
-    run = warehouse.parent / "runs" / "resumed"
-    assert [trees_of(run, step) for step in (1, 2, 3, 4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    steps = [row["step"] for row in rows_of(run) if "trees/offered" in row]
-    assert steps == [1, 2, 3, 4]
-    counted, begun = first_turns(run)
-    assert counted == begun > 0, "entropies of before the resume are kept"
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["incarnation"] == 2
-    assert summary["trees"]["offered"] == 8
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here")]
 
 
 @contextmanager
@@ -66,6 +50,7 @@ def started(
         process.wait()
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(warehouse: Path) -> None:
     endless = ("train.num_steps=100000", "engine.latency_s=0.05")
     with started(warehouse, "interrupted", *endless) as (process, run):
@@ -84,6 +69,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(warehouse: Path) -> N
     assert trees_of(run, steps + 1) == [2 * steps, 2 * steps + 1]
 
 
+@pytest.mark.slow
 def test_a_killed_learner_ends_the_run_with_the_reason(warehouse: Path) -> None:
     endless = ("train.num_steps=100000", "engine.latency_s=0.05")
     with started(warehouse, "killed", *endless) as (process, _):

@@ -37,7 +37,7 @@ SHORT = [
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, here: None) -> Path:
     """A quick start of two steps with a scripted policy, which needs no cold start."""
     folder = tmp_path_factory.mktemp("quickstart")
     before, _, rest = QUICKSTART.read_text().partition("[sft]")
@@ -45,6 +45,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.write_text(f"{before}[eval{rest.partition('[eval')[2]}")
     assert train.main([str(config), *SHORT, f"run.dir={folder}"]) == 0
     return folder / "short"
+
+
+def test_the_quick_start_is_trained_with_a_scripted_engine(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    assert 0.4 < summary["success"]["after_rl"] < 0.95
+    assert summary["trees"]["offered"] == 8
 
 
 def test_each_evaluation_has_a_directory_with_its_settings(run: Path) -> None:

@@ -1,0 +1,88 @@
+"""The learner's rank inside the test's own process.
+
+A rank of its own costs a process that imports torch, transformers and DeepSpeed, several seconds
+for a run of a few updates. Where a test is about the controller (the loop, evaluations, files,
+resuming), the rank can be here: the same model, trainer, checkpoints and commands, each packed and
+unpacked as on the wire. What is left out is the process, and DeepSpeed for plain torch; tests of
+ranks, of both backends and of the whole job have them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec import Struct
+from msgspec.structs import replace
+
+from agentenv.errors import LearnerError
+from learners import messages as wire
+from learners.learner import LearnerConfig
+from learners.ranks import RankGroup
+from learners.worker import Rank, failure
+
+
+class RankHere(RankGroup):
+    """A RankGroup without processes."""
+
+    _rank: Rank | None = None
+    _is_open = False
+
+    async def start(self, timeout_s: float) -> None:
+        self._is_open = True
+
+    @property
+    def store(self) -> str:
+        return ""
+
+    async def call(self, commands: Sequence[Struct], timeout_s: float) -> list[wire.Done]:
+        async with self._lock:
+            if not self._is_open:
+                raise LearnerError(f"the learner is closed; log {self.log_path}")
+            (command,) = commands
+            if isinstance(command, wire.Init):
+                command = replace(command, config=replace(command.config, backend="torch"))
+            reply = await asyncio.to_thread(self._answer, wire.pack_frame(command))
+        if isinstance(reply, wire.Failed):
+            raise self._refusal(0, reply)
+        return [reply]
+
+    def _answer(self, frame: bytes) -> wire.Done | wire.Failed:
+        command: Any = wire.unpack_command(frame[wire.PREFIX_BYTES :])
+        try:
+            if isinstance(command, wire.Init):
+                self._rank = Rank(command)
+                return wire.Done()
+            assert self._rank is not None
+            return self._rank.run(command)
+        except Exception as error:
+            text = traceback.format_exc()
+            sys.stderr.write(text)
+            return failure(error, text)
+
+    async def close(self) -> None:
+        self._is_open, self._rank = False, None
+
+
+def ranks(config: LearnerConfig, log_path: Path, gpus: Sequence[str] = ()) -> RankGroup:
+    """Here if it is one rank that needs nothing of DeepSpeed."""
+    is_plain = config.num_ranks == 1 and not config._needs_deepspeed()
+    return (RankHere if is_plain else RankGroup)(config, log_path, gpus)
+
+
+@contextmanager
+def rank_here() -> Iterator[None]:
+    """Learners that start meanwhile have their rank here where they can."""
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("learners.deepspeed_learner.RankGroup", ranks)
+        yield
+    torch.set_num_threads(threads)
+    torch.set_rng_state(state)
