@@ -1,7 +1,7 @@
 # Two commands do everything, on a bare machine too:
 #   make train   environment, then the main job (configs/quickstart.toml)
 #   make test    environment, then all checks
-# More: make check, all of them but real servers and long runs.
+# More: make check, all of them but real servers and long runs; make long, what takes hours.
 # Another Python: make train PYTHON=python3.12. Another run: make train ARGS="run.seed=1 run.name=b".
 
 PYTHON ?= python3
@@ -9,7 +9,7 @@ CONFIG ?= configs/quickstart.toml
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test check engines engine-vllm engine-sglang lint types environment clean
+.PHONY: train test check long engines engine-vllm engine-sglang lint types environment clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -25,6 +25,10 @@ test: environment
 
 check: environment lint types
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not engine_vllm and not engine_sglang" $(ARGS)
+
+# what takes longer; writes docs/long-run.md
+long: environment
+	$(BIN)/python tests/long.py $(PARTS)
 
 # vLLM and SGLang on the CPU, each in an environment of its own, for the engine tests
 engines: engine-vllm engine-sglang

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("short", max_examples=50, deadline=None)  # time says nothing here
-settings.register_profile("long", max_examples=5000, deadline=None)  # of make long
+settings.register_profile("long", max_examples=2000, deadline=None)  # of make long
 settings.load_profile("short")
 
 # In the background of a script SIGINT is ignored, by the commands that tests start and interrupt
@@ -21,6 +21,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--repeats",
+        type=int,
+        default=1,
+        help="how many times as often as usual tests with a random moment try it",
+    )
     parser.addoption(
         "--cpu-times",
         metavar="FILE",
@@ -33,6 +39,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.cpu_times:
         config.pluginmanager.register(CpuTimes(config.option.cpu_times))
+
+
+@pytest.fixture(scope="session")
+def repeats(request: pytest.FixtureRequest) -> int:
+    """Factor on the number of random moments that a test tries."""
+    return int(request.config.option.repeats)
 
 
 class CpuTimes:

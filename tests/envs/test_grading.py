@@ -182,6 +182,7 @@ async def test_hostile_answers_are_wrong_and_hold_up_no_other_grading() -> None:
     assert any("not evaluated" in reason for reason in reasons)
 
 
+@pytest.mark.slow
 async def test_agreement_with_the_labelled_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("math_verify")
     rows = pairs.read_pairs(FIXTURES / "answer_pairs.json")

@@ -50,6 +50,7 @@ async def stalled_group(
     return Group(name, address, 2, sender.timeout_s), process
 
 
+@pytest.mark.slow
 async def test_a_broadcast_that_nobody_takes_is_called_off_at_once(
     model_dir: Path, tmp_path: Path
 ) -> None:
@@ -70,6 +71,7 @@ async def test_a_broadcast_that_nobody_takes_is_called_off_at_once(
         assert (await sender.learner.imitate(TEACHING))["num_steps"] == 1
 
 
+@pytest.mark.slow
 async def test_a_broadcast_that_nobody_takes_ends_by_itself(
     model_dir: Path, tmp_path: Path
 ) -> None:

@@ -201,6 +201,7 @@ async def test_a_killed_rank_is_reported_at_once(model_dir: Path, tmp_path: Path
         await learner.save(tmp_path / "late")
 
 
+@pytest.mark.slow
 async def test_the_rank_dies_with_its_controller(model_dir: Path, tmp_path: Path) -> None:
     script = (
         "import asyncio, os, pathlib, sys\n"

@@ -29,7 +29,7 @@ from tests.learners.trees import credited, random_tree
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
 async def test_a_killed_rank_ends_all_with_its_number(
     stage: int, model_dir: Path, tmp_path: Path
 ) -> None:
@@ -100,6 +100,7 @@ def starts(launcher: str) -> list[tuple[list[str], dict[str, str]]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "slurm"])
 async def test_ranks_of_a_launcher_connect_to_the_controller(
     launcher: str, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -121,6 +121,7 @@ def test_dropout_acts_in_training_passes_only(model_dir: Path) -> None:
     assert not torch.equal(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [3])
 async def test_two_ranks_with_cut_weights_equal_one(
     stage: int, model_dir: Path, tmp_path: Path

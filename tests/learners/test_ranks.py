@@ -33,7 +33,13 @@ from tests.learners.ranks import (
 from tests.learners.trees import credited
 
 
-@pytest.mark.parametrize("backend", ["zero-0", "zero-1", "zero-2", "zero-3", "torch"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "zero-0",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("zero-1", "zero-2", "zero-3", "torch")),
+    ],
+)
 async def test_two_ranks_equal_one(backend: str, model_dir: Path, tmp_path: Path) -> None:
     keys = {"backend": "torch"} if backend == "torch" else {"zero_stage": int(backend[-1])}
     config = two_ranks(**keys)
@@ -144,6 +150,7 @@ async def test_a_step_does_not_depend_on_the_token_budget(model_dir: Path) -> No
     assert len(encoded(trees)) >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 async def test_bfloat16_keeps_float32_weights(stage: int, model_dir: Path, tmp_path: Path) -> None:
     config = two_ranks(
@@ -178,6 +185,7 @@ def test_bfloat16_without_zero_is_refused_with_the_reason() -> None:
         LearnerConfig(dtype="bfloat16", optimizer="adamw")
 
 
+@pytest.mark.slow
 async def test_a_rank_that_refuses_is_named(model_dir: Path, tmp_path: Path) -> None:
     config = two_ranks(zero_stage=1)
     learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "learner.log")

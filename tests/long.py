@@ -1,0 +1,117 @@
+"""What takes longer than `make test` may: `make long`, which is `python tests/long.py [PART ...]`.
+
+Each part is a command. Its verdict, its CPU seconds and the end of its output go to
+docs/long-run.md, with the date and the commit; parts that were not asked for keep what the last
+run of them wrote. Exit status: 1 if a part fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORT = ROOT / "docs" / "long-run.md"
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "7200")
+PARTS = {
+    "properties": (
+        "Property tests with 2,000 examples each, 50 in `make test`",
+        [*PYTEST, "-m", "hypothesis", "--hypothesis-profile", "long"],
+    ),
+    "kills": (
+        "kill -9 at random moments of saving a checkpoint, ten times as often",
+        [*PYTEST, "--repeats", "10", "tests/learners/test_checkpoint.py", "-k", "kill_9"],
+    ),
+    "attacks": (
+        "Attacks on every rung of the sandbox",
+        ["tests/check_sandbox.py", "tests/fixtures/sandbox_attacks.json"],
+    ),
+    "mutants": ("Which test kills each mutant", ["tests/mutants/run.py"]),
+    "embedded": (
+        "Tokens per CPU second of the embedded engine and of transformers",
+        ["tests/bench/bench_embedded.py", "--requests", "128"],
+    ),
+    "sandbox": ("Calls of the sandbox", ["tests/bench/bench_sandbox.py", "--sessions", "200"]),
+    "search": (
+        "Embedded search, traffic and cache",
+        ["tests/bench/bench_search.py", "--passages", "20000", "--queries", "500"],
+    ),
+}
+NUM_LINES = 40  # of a part's output
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    options = parser.parse_args()
+    unknown = set(options.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"there is no {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
+    num_failed = 0
+    for name in options.parts or PARTS:
+        print(f"{name}: {PARTS[name][0]}", flush=True)
+        section, passed = run(name)
+        num_failed += not passed
+        write(name, section)
+        print(section, flush=True)
+    return int(num_failed > 0)
+
+
+def run(name: str) -> tuple[str, bool]:
+    """The section of a part, and whether it ended well."""
+    title, arguments = PARTS[name]
+    before = children_cpu_s()
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    seconds = children_cpu_s() - before
+    verdict = "passed" if done.returncode == 0 else f"FAILED with status {done.returncode}"
+    lines = done.stdout.replace(f"{ROOT}/", "").rstrip().splitlines()[-NUM_LINES:]
+    changed = git("status", "--porcelain", "--", ".", f":!{REPORT.relative_to(ROOT)}")
+    commit = git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+    when = datetime.now(UTC).date().isoformat()
+    head = f"## {title}\n\n`make long PARTS={name}`, {when}, commit {commit}, "
+    head += f"{seconds:,.0f} CPU seconds: {verdict}\n"
+    return "\n".join([head, "```text", *lines, "```"]) + "\n", done.returncode == 0
+
+
+def write(name: str, section: str) -> None:
+    """Put the section of a part in its place among those of earlier runs."""
+    old = REPORT.read_text(encoding="utf-8").split("\n## ") if REPORT.is_file() else []
+    found = {part.partition("\n")[0]: f"## {part.rstrip()}\n" for part in old[1:]}
+    found[PARTS[name][0]] = section
+    sections = [found[title] for title, _ in PARTS.values() if title in found]
+    REPORT.write_text("\n".join([INTRODUCTION, *sections]), encoding="utf-8")
+
+
+INTRODUCTION = """\
+# What `make long` printed last
+
+`make long` runs what takes longer than `make test` may, and writes this page. A `+` behind a commit
+says that files were changed since. Figures of benches are of the machine of that run: read their
+ratios.
+"""
+
+
+def git(*arguments: str) -> str:
+    return subprocess.check_output(["git", *arguments], cwd=ROOT, text=True).strip()
+
+
+def children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    sys.exit(main())
