@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+import numpy as np
 from msgspec import Meta, Struct, field
+from numpy.typing import NDArray
 
 from agentenv.config import ESSENTIAL
 from agentenv.errors import ConfigError
@@ -28,12 +30,32 @@ from learners.credit import (
     soft_length_penalty,
     tree_credit,
 )
-from learners.off_policy import Aggregation, Band, KLKind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from learners.losses import LossBatch
+
+
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+KLKind = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
+
+
+class Band(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ratios proximal / behaviour that are trusted, bounds included."""
+
+    low: Annotated[float, Meta(ge=0, description="smallest trusted ratio")] = 0.5
+    high: Annotated[float, Meta(gt=0, description="largest trusted ratio")] = 5.0
+
+    def __post_init__(self) -> None:
+        if not self.low < 1.0 < self.high:
+            raise ConfigError("algorithm: a band of ratios must contain 1: low < 1 < high")
+
+    def holds(self, ratio: Floats) -> NDArray[np.bool_]:
+        """Which of the ratios are trusted."""
+        return (ratio >= self.low) & (ratio <= self.high)
 
 
 # Keys that algorithms share but give other defaults, with their descriptions.
@@ -80,7 +102,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         min(rho, cap) * l(r, A),   r = current / proximal,   rho = proximal / behaviour
 
     rho is detached. The tree form is l(r, adv_pos) + l(r, adv_neg), which equals the sum over the
-    flat trajectories; how tokens become a mean is `aggregation`, see `learners.off_policy`.
+    flat trajectories; how tokens become a mean is `aggregation`, see `learners.minibatch`.
     Options, off by default: kl_loss * KL(policy || reference) and -entropy_bonus * H join the
     loss, kl_reward * (log-ratio to the reference) leaves the return; without either KL no
     reference model is built.

@@ -1,14 +1,19 @@
-"""What all backends of a rank have in common, their optimizer, and the plain torch backend.
+"""What runs the policy on a rank: plain torch or DeepSpeed, and their optimizer.
 
-`RankBackend` runs the forward pass and meets the other ranks; `learners.deepspeed` has the other
-backend.
+RankBackend        the forward pass, and the other ranks; what a trainer calls
+TorchBackend       for debugging, and as the oracle of the other
+DeepSpeedBackend   ZeRO, bfloat16, offload
+Aside              the memory of the device, given back for a while
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -18,20 +23,22 @@ from torch import Tensor, nn
 
 from agentenv.errors import ConfigError, LearnerError
 from learners.batch import MicroBatch, encode_sequence, pack
+from learners.deepspeed_settings import deepspeed_settings
 from learners.learner import LearnerConfig, OptimizerConfig
 from learners.policy import Policy, tensors
+
+REDUCE_ELEMENTS = 500_000_000  # of one bucket, as in DeepSpeed's default
 
 T = TypeVar("T")
 OptimizerState = dict[Tensor, dict[str, Any]]  # by what the optimizer steps
 
 
-class RankBackend:
-    """See `learners.trainer.Backend`; subclasses add backward, step and skip.
+class RankBackend(ABC):
+    """What a trainer calls. `dropouts` are modules that drop in training passes only."""
 
-    `module` is what computes the policy; `dropouts` are modules that drop in training passes only.
-    """
-
-    module: nn.Module
+    module: nn.Module  # computes the policy
+    optimizer: Any  # DeepSpeed's, or the torch optimizer itself
+    base_optimizer: Any  # the torch optimizer, which holds the state
     stage = 0  # of ZeRO
 
     def __init__(self, policy: Policy, config: LearnerConfig, dropouts: Sequence[Any] = ()) -> None:
@@ -43,27 +50,33 @@ class RankBackend:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._aside: OptimizerState | None = None
 
-    def forward(
-        self, batch: MicroBatch, *, entropies: bool = False, matches: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Policy.forward`."""
         for dropout in self.dropouts:
             dropout.training = torch.is_grad_enabled()
-        inputs = tensors(batch, self.device)
-        outputs: tuple[Tensor, Tensor, Tensor] = self.module(*inputs, entropies, matches)
+        outputs: tuple[Tensor, Tensor, Tensor] = self.module(*tensors(batch, self.device))
         return outputs
 
+    @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        raise NotImplementedError
+        """Accumulate gradients."""
 
-    @property
-    def optimizers(self) -> Sequence[Any]:
-        """All objects that hold tensors between two steps."""
-        raise NotImplementedError
+    @abstractmethod
+    def step(self, lr_scale: float) -> float:
+        """Clip and step, and clear the gradients. Returns the norm before clipping; a norm that
+        is not finite means that the step was skipped."""
 
-    @property
-    def optimizer_state(self) -> OptimizerState:
-        """Of the torch optimizer."""
-        raise NotImplementedError
+    @abstractmethod
+    def skip(self) -> None:
+        """Clear the gradients without a step."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Clear what a failed command left behind."""
+
+    @abstractmethod
+    def reset_optimizer(self, config: OptimizerConfig) -> None:
+        """Replace the optimizer by a new one without state."""
 
     def set_state_aside(self) -> None:
         """Keep the optimizer's state in main memory while another one is in use."""
@@ -73,7 +86,7 @@ class RankBackend:
                 kind: (value.to("cpu"), value.device) if isinstance(value, Tensor) else value
                 for kind, value in state.items()
             }
-            for owner, state in self.optimizer_state.items()
+            for owner, state in self.base_optimizer.state.items()
         }
 
     def take_state_back(self) -> None:
@@ -81,7 +94,7 @@ class RankBackend:
         if self._aside is None:
             raise LearnerError("no optimizer state was set aside")
         for owner, state in self._aside.items():
-            self.optimizer_state[owner] = {
+            self.base_optimizer.state[owner] = {
                 kind: value[0].to(value[1]) if isinstance(value, tuple) else value
                 for kind, value in state.items()
             }
@@ -232,23 +245,14 @@ class TorchBackend(RankBackend):
     Every rank holds the whole model; gradients are summed one parameter at a time.
     """
 
-    def __init__(self, policy: Policy, config: LearnerConfig, dropouts: tuple[object, ...] = ()):
+    def __init__(self, policy: Policy, config: LearnerConfig, dropouts: Sequence[Any] = ()) -> None:
         super().__init__(policy, config, dropouts)
         self.module = policy.to(self.device)
         self.reset_optimizer(config)
 
-    def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
-        """Replace the optimizer by a new one without state."""
-        self.grad_clip = optimizer.grad_clip
-        self.base_optimizer = build_optimizer(self.policy.model, optimizer)
-
-    @property
-    def optimizers(self) -> Sequence[Any]:
-        return [self.base_optimizer]
-
-    @property
-    def optimizer_state(self) -> OptimizerState:
-        return self.base_optimizer.state
+    def reset_optimizer(self, config: OptimizerConfig) -> None:
+        self.grad_clip = config.grad_clip
+        self.optimizer = self.base_optimizer = build_optimizer(self.policy.model, config)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -272,4 +276,208 @@ class TorchBackend(RankBackend):
     def skip(self) -> None:
         self.base_optimizer.zero_grad()
 
-    abandon = skip  # what a failed command left behind
+    abandon = skip
+
+
+def prepare_deepspeed() -> None:
+    """Before DeepSpeed starts: the process group exists already, and nothing is compiled."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    if not torch.cuda.is_available():
+        # Else DeepSpeed compiles its shared-memory collectives at the first start, for a minute.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+class DeepSpeedBackend(RankBackend):
+    """A DeepSpeed engine around the policy.
+
+    Ranks have different numbers of micro-batches, as trees give them. What DeepSpeed 0.19 does with
+    that depends on the stage, and several of its calls are silently wrong or hang:
+
+        stage 0   gradients stay on the rank; summed here, once, before the step
+        stage 1   coalesce_grad_reduction: summed once; every rank needs at least one backward pass
+        stage 2   each backward pass sums and cuts gradients, so ranks run equally many
+        stage 3   each forward pass gathers weights too, so ranks run equally many of both
+
+    The loss is a sum over tokens divided by the total of all ranks. DeepSpeed averages over ranks,
+    so it is multiplied by their number.
+
+    At stage 0 the gradient norm is ours, since DeepSpeed 0.19 does not report it. At stages above
+    0 a step whose gradients are not finite on any rank is skipped by DeepSpeed on all of them.
+    """
+
+    def __init__(self, policy: Policy, config: LearnerConfig, dropouts: Sequence[Any] = ()) -> None:
+        prepare_deepspeed()
+        super().__init__(policy, config, dropouts)
+        self.stage = int(config.zero_stage)
+        self._block: contextlib.ExitStack | None = None  # of coalesce_grad_reduction
+        self._sums: dict[torch.nn.Parameter, Tensor] = {}  # float32 gradients at stage 1
+        if self.stage < 3:
+            policy.to(self.device)  # at stage 3 DeepSpeed moves what it keeps
+        self._start(config)
+
+    def _start(self, config: OptimizerConfig) -> None:
+        import deepspeed
+
+        self.grad_clip = config.grad_clip
+        fused = self.config.offload != "none"
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=self.policy,
+            optimizer=build_optimizer(self.policy.model, config, fused=fused),
+            config=deepspeed_settings(self.config),
+        )
+        self.module = self.engine
+        self.base_optimizer = self.optimizer.optimizer if self.stage else self.optimizer
+        if self.stage == 0:
+            self.engine.enable_backward_allreduce = False
+        else:
+            self.optimizer.check_grad_overflow = True
+
+    def reset_optimizer(self, config: OptimizerConfig) -> None:
+        if self.stage:
+            self.optimizer.clip_grad = config.grad_clip
+            self.base_optimizer.state.clear()
+            set_hyperparameters(self.base_optimizer, config)
+        else:
+            self.engine.destroy()
+            self._start(config)
+
+    def backward(self, loss: Tensor) -> None:
+        if self.stage == 1 and self._block is None:
+            self._block = contextlib.ExitStack()
+            self._block.enter_context(self.engine.coalesce_grad_reduction())
+        self.engine.backward(loss * self.num_ranks)
+        if self.stage == 1 and self.config.dtype == "bfloat16":
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """Sum gradients of micro-batches in float32, as the other stages do."""
+        for param in self.policy.parameters():
+            if param.grad is None:
+                continue
+            if param in self._sums:
+                self._sums[param].add_(param.grad)
+            else:
+                self._sums[param] = param.grad.float()
+            param.grad = None
+
+    def step(self, lr_scale: float) -> float:
+        scale_learning_rates(self.base_optimizer, lr_scale)
+        if self.stage == 0:
+            return self._step_whole()
+        self._reduce()
+        self.engine.step()
+        if self.optimizer.overflow:
+            return math.nan
+        return float(self.engine.get_global_grad_norm())
+
+    def _step_whole(self) -> float:
+        if self.num_ranks > 1:
+            self.engine.buffered_allreduce_fallback(elements_per_buffer=REDUCE_ELEMENTS)
+        params = [param for param in self.policy.parameters() if param.grad is not None]
+        bound = self.grad_clip or math.inf
+        norm = float(torch.nn.utils.clip_grad_norm_(params, bound))
+        if math.isfinite(norm):
+            self.engine.step()
+        else:
+            self.skip()
+        return norm
+
+    def _reduce(self) -> None:
+        """Sum the gradients over ranks, where the backward passes did not."""
+        for param, total in self._sums.items():
+            param.grad = total.to(param.dtype)
+        self._sums.clear()
+        block, self._block = self._block, None
+        if block is not None:
+            block.close()
+
+    def skip(self) -> None:
+        if self.stage == 0:
+            self.optimizer.zero_grad()
+            return
+        # DeepSpeed keeps parts of gradients in several places and clears all of them when it
+        # finds one that is not finite; so it gets one.
+        with torch.enable_grad():
+            logprobs, _, _ = self.forward(empty_batch())
+            self.backward(math.nan * logprobs.sum())
+        self._reduce()
+        self.engine.step()
+
+    def abandon(self) -> None:
+        # Of several ranks none can go on alone.
+        if self.num_ranks == 1:
+            self._sums.clear()
+            self.skip()
+
+    def _num_passes(self, count: int, train: bool) -> int:
+        if self.num_ranks == 1:
+            return count
+        if self.stage == 3 or (self.stage == 2 and train):
+            return max(self.gather(count))
+        return max(count, 1) if self.stage == 1 and train else count
+
+
+PARTITIONS = ("ds_tensor", "ds_secondary_tensor")  # of a parameter at ZeRO stage 3
+
+
+class Aside:
+    """The memory of a rank's device, given back for a while to engines that share the device.
+
+    What model, optimizer and reference hold is copied to main memory, and its storage on the device
+    is freed; `take_back` fills the same storages again. Whatever is a view of them, as parameters
+    are of the flat buffers of ZeRO, stays one, so that this works alike at all stages, stage 0 and
+    plain torch included, which DeepSpeed's own `offload_states` leaves out. What DeepSpeed keeps in
+    main memory by itself (learner.offload) and storages that cannot be freed, as weights on the CPU
+    that are mapped from a file, stay as they are.
+    """
+
+    def __init__(self, backend: RankBackend, *others: Any) -> None:
+        """Give back what the backend holds on its device, and tensors in `others`."""
+        self._kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        found: dict[int, torch.UntypedStorage] = {}
+        for tensor in held_tensors(backend, *others):
+            storage = tensor.untyped_storage()
+            if tensor.device == backend.device and storage.size() and storage.resizable():
+                found[storage.data_ptr()] = storage
+        for storage in found.values():
+            copy = storage.cpu().clone()  # type: ignore[no-untyped-call]
+            self._kept.append((storage, copy))
+            storage.resize_(0)
+        if backend.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def take_back(self) -> None:
+        """Put everything where it was."""
+        while self._kept:
+            storage, copy = self._kept.pop()
+            storage.resize_(copy.nbytes())
+            storage.copy_(copy)
+
+
+def held_tensors(backend: RankBackend, *others: Any) -> Iterator[Tensor]:
+    """All that the backend keeps between two commands, some more than once."""
+    for param in backend.policy.parameters():
+        yield from (param, *(t for n in PARTITIONS if (t := getattr(param, n, None)) is not None))
+        if param.grad is not None:
+            yield param.grad
+    yield from backend.policy.buffers()
+    for optimizer in (backend.optimizer, backend.base_optimizer):
+        yield from _tensors(vars(optimizer))
+    for other in others:
+        yield from _tensors(other)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """In a tensor, or in lists, tuples, sets and mappings of them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for pair in value.items():
+            yield from _tensors(pair)
+    elif isinstance(value, list | tuple | set):
+        for each in value:
+            yield from _tensors(each)

@@ -39,8 +39,9 @@ from torch.distributed.distributed_c10d import (
 )
 
 from agentenv.engines.weights import Address, Bucket, Group, Wire
+from learners.backend import RankBackend
 from learners.export import BUCKET_BYTES, Entry, buckets, entries, gathered
-from learners.messages import OpenGroup
+from learners.ranks import OpenGroup
 
 POLL_S = 0.0005  # between two looks at a bucket that is on its way
 JOIN_POLL_S = 0.02
@@ -81,7 +82,7 @@ class Broadcaster:
     as others see it. Problems are told as texts, empty for none.
     """
 
-    def __init__(self, backend: Any, interrupted: Callable[[], bool], host: str) -> None:
+    def __init__(self, backend: RankBackend, interrupted: Callable[[], bool], host: str) -> None:
         self.backend = backend
         self.interrupted = interrupted
         self.host = host

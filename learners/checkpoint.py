@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -36,10 +36,13 @@ from agentenv.disk import finished_folder, replace_folder, sync
 from agentenv.errors import DataError, LearnerError
 from learners.lora import LoRAConfig
 
+if TYPE_CHECKING:
+    from learners.backend import RankBackend
+
 MASTER = "master"  # float32 weights
 REFERENCE = "reference"  # weights of the reference policy; other kinds are the optimizer's names
 
-Reader = Callable[[str, str, int, int], Tensor]  # name, kind, start, number of elements
+Held = dict[str, tuple[int, Tensor]]  # by name: first element, elements (see `held`)
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,7 @@ class Fragment:
         return tensor.detach().view(-1)[self.offset : self.offset + self.size]
 
 
-Piece = Callable[[Fragment], Tensor]
-
-
-def fragments(backend: Any) -> Iterator[Fragment]:
+def fragments(backend: RankBackend) -> Iterator[Fragment]:
     """The fragments of this rank, of parameters that are trained."""
     stage = backend.stage
     params = [
@@ -100,7 +100,7 @@ def _of_flat_groups(optimizer: Any, names: dict[int, str]) -> Iterator[Fragment]
                 yield Fragment(name, shape, source.start, place.numel, owner, place.start)
 
 
-def moments(backend: Any, fragment: Fragment) -> tuple[dict[str, Tensor], float | None]:
+def moments(backend: RankBackend, fragment: Fragment) -> tuple[dict[str, Tensor], float | None]:
     """Optimizer state of a fragment by kind, and its step count; empty before the first step."""
     state = backend.base_optimizer.state.get(fragment.owner, {})
     tensors = {
@@ -113,35 +113,27 @@ def moments(backend: Any, fragment: Fragment) -> tuple[dict[str, Tensor], float 
 
 
 @torch.no_grad()
-def restore(
-    backend: Any,
-    read: Reader,
-    kinds: Callable[[str], list[str]],
-    step_of: Callable[[str], float | None],
-) -> None:
-    """Set float32 weights, optimizer state and the weights in use from a checkpoint.
-
-    `kinds` names the states that there are for a parameter, `step_of` its step count.
-    """
+def restore(backend: RankBackend, saved: Checkpoint) -> None:
+    """Set float32 weights, optimizer state and the weights in use from a checkpoint."""
     state = backend.base_optimizer.state
     state.clear()
     for fragment in fragments(backend):
         name, start, size = fragment.name, fragment.start, fragment.size
-        fragment.view(fragment.owner).copy_(read(name, MASTER, start, size))
-        for kind in kinds(name):
+        fragment.view(fragment.owner).copy_(saved.read(name, MASTER, start, size))
+        for kind in saved.kinds(name):
             if kind not in state[fragment.owner]:
                 state[fragment.owner][kind] = torch.zeros_like(fragment.owner, requires_grad=False)
-            fragment.view(state[fragment.owner][kind]).copy_(read(name, kind, start, size))
-        step = step_of(name)
+            fragment.view(state[fragment.owner][kind]).copy_(saved.read(name, kind, start, size))
+        step = saved.step_of(name)
         if step is not None:
             state[fragment.owner]["step"] = torch.tensor(step, dtype=torch.float32)
     if backend.stage:
         with changing(backend):  # the weights in use: the float32 ones, rounded to their dtype
             for name, start, elements in held(backend):
-                elements.copy_(read(name, MASTER, start, elements.numel()))
+                elements.copy_(saved.read(name, MASTER, start, elements.numel()))
 
 
-def held(backend: Any) -> Iterator[tuple[str, int, Tensor]]:
+def held(backend: RankBackend) -> Iterator[tuple[str, int, Tensor]]:
     """Name, first element and elements of what this rank stores of each trained weight to compute
     with: all of it at stages 0 to 2, its part at stage 3."""
     for name, param in backend.policy.model.named_parameters():
@@ -157,7 +149,7 @@ def held(backend: Any) -> Iterator[tuple[str, int, Tensor]]:
 
 
 @contextmanager
-def changing(backend: Any) -> Iterator[None]:
+def changing(backend: RankBackend) -> Iterator[None]:
     """Around writes to what `held` gives. Copies that stage 3 has gathered from all ranks are
     dropped; the next forward pass gathers anew. Takes no part in any collective."""
     if backend.stage == 3:
@@ -259,8 +251,8 @@ class Checkpoint:
             return {key.removeprefix("rng_"): file.get_tensor(key) for key in keys}
 
 
-def save(backend: Any, meta: Meta, directory: Path, reference: Piece | None = None) -> None:
-    """Write a checkpoint; all ranks call it. `reference` gives a fragment of the reference policy,
+def save(backend: RankBackend, meta: Meta, directory: Path, reference: Held | None = None) -> None:
+    """Write a checkpoint; all ranks call it. `reference` are the weights of the reference policy,
     if there is one. Raises LearnerError on every rank if one fails."""
     partial = directory.with_name(f"{directory.name}.partial")
     together(backend, lambda: _fresh(partial) if backend.rank == 0 else None)
@@ -268,7 +260,7 @@ def save(backend: Any, meta: Meta, directory: Path, reference: Piece | None = No
     together(backend, lambda: _finish(meta, partial, directory) if backend.rank == 0 else None)
 
 
-def together(backend: Any, work: Any) -> None:
+def together(backend: RankBackend, work: Callable[[], None]) -> None:
     """Do a part of common work; if it fails on one rank with OSError, it fails on all."""
     problem = ""
     own: Exception | None = None
@@ -288,14 +280,15 @@ def _fresh(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _write_shard(backend: Any, partial: Path, reference: Piece | None) -> None:
+def _write_shard(backend: RankBackend, partial: Path, reference: Held | None) -> None:
     tensors, index = {}, {}
     if backend.stage or backend.rank == 0:  # at stage 0 all ranks hold the same
         for fragment in fragments(backend):
             states, step = moments(backend, fragment)
             parts = {MASTER: fragment.view(fragment.owner), **states}
             if reference is not None:
-                parts[REFERENCE] = reference(fragment)
+                start, elements = reference[fragment.name]
+                parts[REFERENCE] = elements[fragment.start - start :][: fragment.size]
             for kind, value in parts.items():
                 tensors[f"{fragment.name}{SEPARATOR}{kind}"] = value.float().cpu().contiguous()
             index[fragment.name] = {

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from agentenv.engines.weights import Address, Group, Manifest, TransferError, Wire
 from agentenv.errors import ConfigError, EngineError, LearnerError
 from agentenv.tree import TrajectoryTree
-from learners import messages as wire
+from learners import ranks as wire
 from learners.algorithm import Algorithm
 from learners.batch import EncodedTree, encode
 from learners.credit import CreditedTree
@@ -308,7 +308,7 @@ SLACK_S = 60.0  # the ranks end by themselves before they are ended
 
 class LearnerSender:
     """A Sender. `publish` comes first, once an update; directories go below `folder`. `port` and
-    `interface` are those of the group; see `learners.messages.OpenGroup`."""
+    `interface` are those of the group; see `learners.ranks.OpenGroup`."""
 
     def __init__(
         self,

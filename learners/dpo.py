@@ -30,7 +30,7 @@ from agentenv.errors import ConfigError, DataError
 from learners.batch import EncodedTree, MicroBatch
 from learners.learner import Metrics
 from learners.lora import ADAPTER
-from learners.trainer import Trainer
+from learners.trainer import Trainer, times
 
 Floats = NDArray[np.float64]
 Longs = NDArray[np.int64]
@@ -175,13 +175,13 @@ def prefer(trainer: Trainer, pairs: Sequence[EncodedTree], beta: float, lr_scale
     micro-batch and so cut, its margin is computed before, and the loss is replaced by its tangent
     there, whose gradient is the same.
     """
-    start_wall, start_cpu = time.perf_counter(), time.process_time()
+    start = time.perf_counter(), time.process_time()
     backend, tokens = trainer.backend, PairTokens.of(pairs)
     batches = trainer.pack(pairs)
     total = float(sum(backend.gather(len(pairs))))
     slopes = None
     if any(backend.gather(_is_any_cut(tokens, batches))):
-        slopes = _slopes(tokens.margins(_logprobs(trainer, tokens, batches)), beta)
+        slopes = _slopes(tokens.margins(trainer.figures(pairs)[0]), beta)
     found = np.zeros_like(tokens.reference)
     for batch in backend.passes(batches):
         logprobs, _, _ = backend.forward(batch)
@@ -189,10 +189,7 @@ def prefer(trainer: Trainer, pairs: Sequence[EncodedTree], beta: float, lr_scale
         backend.backward(_loss(tokens, batch.index, logprobs, slopes, beta) / total)
     sums = preference_sums(tokens, found, beta)
     metrics = preference_metrics(backend.gather(sums))
-    metrics |= trainer.step(lr_scale, metrics["loss"])
-    metrics["wall_s"] = time.perf_counter() - start_wall
-    metrics["cpu_s"] = time.process_time() - start_cpu
-    return metrics
+    return metrics | trainer.step(lr_scale, metrics["loss"]) | times(*start)
 
 
 @contextmanager
@@ -242,12 +239,3 @@ def _slopes(margins: Floats, beta: float) -> Floats:
 def _is_any_cut(tokens: PairTokens, batches: Sequence[MicroBatch]) -> bool:
     parts = sum(len(np.unique(tokens.pair[batch.index])) for batch in batches)
     return parts > tokens.num_pairs
-
-
-@torch.no_grad()
-def _logprobs(trainer: Trainer, tokens: PairTokens, batches: Sequence[MicroBatch]) -> Floats:
-    found = np.zeros_like(tokens.reference)
-    for batch in trainer.backend.passes(batches):
-        logprobs, _, _ = trainer.backend.forward(batch)
-        found[batch.index] = logprobs.cpu().numpy()
-    return found

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -40,6 +40,9 @@ from learners.lora import (
     plain_name,
     write_adapter,
 )
+
+if TYPE_CHECKING:
+    from learners.backend import RankBackend
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -62,7 +65,9 @@ class Entry:
     tensor: Callable[[], Tensor]
 
 
-def write_model(backend: Any, source: Path, directory: Path, *, durable: bool = False) -> None:
+def write_model(
+    backend: RankBackend, source: Path, directory: Path, *, durable: bool = False
+) -> None:
     """Write the policy as a Hugging Face directory; all ranks call it, rank 0 writes.
 
     Files other than weights (tokenizer, chat template, generation_config) come from `source`.
@@ -80,7 +85,7 @@ def write_model(backend: Any, source: Path, directory: Path, *, durable: bool = 
         write_adapter_only(backend, source, directory / ADAPTER_FOLDER)
 
 
-def write_adapter_only(backend: Any, source: Path, directory: Path) -> None:
+def write_adapter_only(backend: RankBackend, source: Path, directory: Path) -> None:
     """Write the adapter in peft's form, complete once its adapter_config.json is there; all ranks
     call it, rank 0 writes. `source` is the frozen model."""
     named = backend.policy.model.named_parameters()
@@ -88,6 +93,7 @@ def write_adapter_only(backend: Any, source: Path, directory: Path) -> None:
     with _whole(list(adapter.values())):
         if backend.rank == 0:
             copies = {name: param.detach().cpu().clone() for name, param in adapter.items()}
+            assert backend.config.lora is not None
             write_adapter(directory, backend.config.lora, copies, str(source))
 
 

@@ -15,10 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from learners.off_policy import KLKind
-
 if TYPE_CHECKING:
-    from learners.algorithm import Algorithm
+    from learners.algorithm import Algorithm, KLKind
 
 
 Floats = NDArray[np.float64]
@@ -32,7 +30,7 @@ class LossBatch:
     the start of the update (nats). entropies: nats, of the old policy. adv_pos and adv_neg: sums
     of the positive and of the negative advantages of the leaves below a token; weight: how many
     leaves; where the aggregation is over sequences, each leaf counts with its coefficient
-    (`learners.off_policy`). The scalars belong to the whole mini-batch: the denominator of the
+    (`learners.minibatch`). The scalars belong to the whole mini-batch: the denominator of the
     aggregation, and mean and unbiased standard deviation of `entropies` over the flat tokens.
 
     importance: truncated and masked proximal / behaviour; None: min(ratio, importance_cap).

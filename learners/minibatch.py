@@ -1,5 +1,29 @@
 """A mini-batch with all that its loss needs, computed once before it is cut into micro-batches.
 
+A mode of aggregation, how token losses become one number, is a coefficient c_i a trajectory and a
+denominator over the mini-batch of N trajectories with lengths |y_i| (policy tokens):
+
+    loss = sum_i c_i sum_t l_it / denominator
+
+    token-mean               c_i = 1         denominator sum |y_i|     DAPO, the default
+    seq-mean-token-sum       c_i = 1         denominator N
+    seq-mean-token-mean      c_i = 1/|y_i|   denominator N             GRPO and GSPO as printed
+    seq-mean-token-sum-norm  c_i = 1         denominator N * L         Dr. GRPO, L a constant
+
+A token shared by several trajectories takes the sum of their coefficients. Trajectories without
+policy tokens count in none of the modes. The released code of ARPO differs: it aggregates each
+micro-batch on its own and weights by rows, so that the result depends on the packing; and its last
+mode divides by L without N.
+
+Data of an older policy or another engine is corrected by
+
+    rho = proximal / behaviour      per token; 1 when engine and learner agree and data is fresh
+
+Truncation bounds rho from above (IMPALA, Espeholt 2018; decoupled PPO, Hilton 2022). Masks drop
+what truncation cannot repair: a token mask outside a band of rho (IcePop, Ling team 2025), a
+sequence mask outside a band of the geometric mean of rho over a trajectory. What is masked adds
+nothing to the numerator and stays in the denominator: a step shrinks when much is refused.
+
 Behind it: metrics of an update from those of its micro-batches, its steps and its ranks.
 """
 
@@ -15,14 +39,13 @@ import torch
 from torch import Tensor
 
 from agentenv.errors import DataError
-from learners import off_policy
-from learners.algorithm import Algorithm
+from learners.algorithm import Aggregation, Algorithm, Band
 from learners.batch import ActionTokens, EncodedTree, Floats, LeafMap
 from learners.learner import Metrics
-from learners.losses import LossBatch, sequence_terms
-from learners.off_policy import coefficients, denominator
+from learners.losses import MAX_LOG_RATIO, LossBatch, sequence_terms
 
 SumOverRanks = Callable[[Floats], Floats]
+WIDE = (0.5, 2.0)  # the band whose outside is reported when no mask is set
 
 
 @dataclass
@@ -84,7 +107,7 @@ class MiniBatch:
         """Value and slope per token of a loss that clips whole trajectories; `current` are the
         current log-probs. Sets the metric `sequences_clipped`."""
         assert self.leaves is not None
-        ratio = off_policy.sequence_ratios(current - self.proximal, self.leaves)
+        ratio = sequence_ratios(current - self.proximal, self.leaves)
         low, high = algorithm.clip_low, algorithm.clip_high
         advantages, weights = self.leaf_advantages, self.leaf_weights
         value, slope = sequence_terms(ratio, advantages, low, high)
@@ -120,14 +143,14 @@ def prepare(
             raise DataError("the trees carry no advantages of their leaves")
         advantages = leaf_advantages(algorithm, leaves, proximal, reference)
         plain = coefficients(algorithm.aggregation, leaves.lengths)
-        mask = off_policy.sequence_weights(log_ratio, leaves, algorithm.sequence_mask)
+        mask = sequence_weights(log_ratio, leaves, algorithm.sequence_mask)
         leaf_weights = plain * mask
         adv_pos, adv_neg, _ = leaves.credit(advantages, leaf_weights, algorithm.credit_sharing)
         weight = leaves.to_tokens(plain)
         share = denominator(algorithm.aggregation, leaves.lengths, algorithm.norm_length)
-    ratio = off_policy.ratios(proximal, tokens.behaviour)
+    ratio = ratios(proximal, tokens.behaviour)
     band = algorithm.token_mask
-    moments = off_policy.ratio_moments(ratio, tokens.weight, band)
+    moments = ratio_moments(ratio, tokens.weight, band)
     kept = leaf_weights > 0
     counts = np.array([share, weight.sum(), kept.sum(), len(kept)])
     known = np.where(np.isnan(entropies), 0.0, entropies)
@@ -136,7 +159,7 @@ def prepare(
     mean = float(sums[5] / max(sums[4], 1.0))
     second = sum_over_ranks(np.array([(tokens.weight * (known - mean) ** 2).sum()]))[0]
     std = float(np.sqrt(second / (sums[4] - 1.0))) if sums[4] > 1.0 else float("nan")
-    metrics = off_policy.ratio_metrics(sums[6:])
+    metrics = ratio_metrics(sums[6:])
     if algorithm.sequence_mask is not None:
         metrics["sequences_masked"] = 1.0 - float(sums[2] / max(sums[3], 1.0))
     return MiniBatch(
@@ -148,7 +171,7 @@ def prepare(
         adv_pos=adv_pos,
         adv_neg=adv_neg,
         weight=weight,
-        importance=off_policy.token_importance(ratio, algorithm.importance_cap, band),
+        importance=token_importance(ratio, algorithm.importance_cap, band),
         leaves=leaves,
         leaf_advantages=advantages,
         leaf_weights=leaf_weights,
@@ -176,6 +199,72 @@ def leaf_advantages(
         mine = leaves.group == group
         advantages[mine] = algorithm.advantages(returns[mine])
     return advantages
+
+
+def coefficients(mode: Aggregation, lengths: Floats) -> Floats:
+    """c_i, float64 [trajectories]."""
+    if mode == "seq-mean-token-mean":
+        return 1.0 / np.maximum(lengths, 1.0)
+    return np.ones_like(lengths)
+
+
+def denominator(mode: Aggregation, lengths: Floats, norm_length: int) -> float:
+    """What this rank's trajectories add to the denominator; `norm_length` is L."""
+    if mode == "token-mean":
+        return float(lengths.sum())
+    num_sequences = float((lengths > 0).sum())
+    return num_sequences * norm_length if mode == "seq-mean-token-sum-norm" else num_sequences
+
+
+def ratios(proximal: Floats, behaviour: Floats) -> Floats:
+    """exp(proximal - behaviour), the log-ratio clamped to +-20."""
+    log_ratio = np.clip(proximal - behaviour, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    clamped: Floats = np.exp(log_ratio)
+    return clamped
+
+
+def token_importance(ratio: Floats, cap: float, mask: Band | None) -> Floats:
+    """min(rho, cap), 0 outside the mask's band; float64 [tokens]."""
+    kept = np.ones_like(ratio) if mask is None else mask.holds(ratio).astype(np.float64)
+    weight: Floats = np.minimum(ratio, cap) * kept
+    return weight
+
+
+def sequence_ratios(log_ratio: Floats, leaves: LeafMap) -> Floats:
+    """exp of the mean log-ratio of each trajectory's trained tokens, float64 [leaves]; 1 for a
+    trajectory without one. Log-ratios are clamped to +-20."""
+    sums = leaves.to_leaves(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    means: Floats = np.exp(sums / np.maximum(leaves.lengths, 1.0))
+    return means
+
+
+def sequence_weights(log_ratio: Floats, leaves: LeafMap, mask: Band | None) -> Floats:
+    """1 for trajectories inside the band, 0 outside, float64 [leaves]."""
+    if mask is None:
+        return np.ones(leaves.num_leaves)
+    return mask.holds(sequence_ratios(log_ratio, leaves)).astype(np.float64)
+
+
+def ratio_moments(ratio: Floats, weight: Floats, mask: Band | None) -> Floats:
+    """Sums of w, w rho, w rho^2, and of w where rho is out of band: float64 [4], to be added
+    over ranks. w counts the trajectories through a token."""
+    low, high = WIDE if mask is None else (mask.low, mask.high)
+    outside = (ratio < low) | (ratio > high)
+    terms = (weight, weight * ratio, weight * ratio**2, weight * outside)
+    return np.array([float(term.sum()) for term in terms])
+
+
+def ratio_metrics(moments: Floats) -> Metrics:
+    """Share of tokens with rho out of band, and effective sample size as a share of the tokens:
+    (sum w rho)^2 / (sum w * sum w rho^2), Kish's figure: 1 on-policy, towards 0 when few tokens
+    carry the estimate. Without tokens: 0 and 1."""
+    total, first, second, outside = moments.tolist()
+    if total == 0.0:
+        return {"ratio_out_of_band": 0.0, "effective_sample_size": 1.0}
+    return {
+        "ratio_out_of_band": outside / total,
+        "effective_sample_size": first**2 / (total * second),
+    }
 
 
 def over_steps(steps: Sequence[Metrics]) -> Metrics:
@@ -215,10 +304,9 @@ def behaviour_ratios(
     """Sum of proximal / behaviour over trained tokens, and their number, by staleness in
     published updates."""
     staleness = np.concatenate([part.staleness for part in tokens])
-    log_ratio = np.concatenate(
-        [ours - part.behaviour for part, ours in zip(tokens, proximal, strict=True)]
+    ratio = np.concatenate(
+        [ratios(ours, part.behaviour) for part, ours in zip(tokens, proximal, strict=True)]
     )
-    ratio = np.exp(np.clip(log_ratio, -20.0, 20.0))
     return {
         f"behaviour_ratio/staleness_{age}": (
             float(ratio[staleness == age].sum()),

@@ -217,12 +217,10 @@ class Policy(nn.Module):
         layout: TreeLayout,
         source: Tensor,
         targets: Tensor,
-        entropies: bool = False,
-        matches: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """log-probs, entropies (nats; both with gradient) and arg-max matches, [tokens].
 
-        Shapes as in MicroBatch. Entropies and matches are empty unless asked for.
+        Shapes as in MicroBatch.
         """
         causal = _without_adapters(self.model)
         hidden = causal.base_model(
@@ -235,8 +233,7 @@ class Policy(nn.Module):
         logprobs, entropy, likeliest = causal.get_output_embeddings()(
             hidden[0].index_select(0, source), targets, self.temperature
         )
-        match = likeliest == targets if matches else likeliest[:0].bool()
-        return logprobs, entropy if entropies else entropy[:0], match
+        return logprobs, entropy, likeliest == targets
 
 
 def _without_adapters(model: Any) -> Any:

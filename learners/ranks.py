@@ -1,28 +1,239 @@
-"""The ranks of a learner as the controller sees them, started here or elsewhere.
+"""The ranks of a learner as the controller sees them, and what both say to each other.
 
-`RankLink` is one rank: its process, its log, and the connection that it obeys over. `RankGroup` is
-all of them, which obey together and fail together.
+Messages are tagged Structs in length-prefixed msgpack frames:
+
+    frame = 8 bytes little-endian length, then one msgpack map with its type in "type"
+
+Each rank connects, says Hello with the token it was given, and answers each command with Done or
+Failed. TCP, so that a rank may live on another machine. `RankLink` is one rank, started here or
+elsewhere: its process, its log, and its connection. `RankGroup` is all of them, which obey together
+and fail together.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import os
 import secrets
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
+import msgspec
 import psutil
 from msgspec import Struct
+from msgspec.structs import asdict
 
 import learners
+from agentenv.engines.weights import Address, Bucket, Group, Wire
 from agentenv.errors import ConfigError, LearnerError
-from learners import messages as wire
-from learners.learner import LearnerConfig
+from learners.algorithm import Algorithm
+from learners.batch import EncodedTree
+from learners.learner import LearnerConfig, OptimizerConfig, Score
+
+ADDRESS_VARIABLE = "AGENTENV_LEARNER_ADDRESS"  # host:port of the controller
+TOKEN_VARIABLE = "AGENTENV_LEARNER_TOKEN"
+
+PREFIX_BYTES = 8
+
+
+class Hello(Struct, tag=True, tag_field="type"):
+    """`store`: host:port of the store that rank 0 opened for all ranks to meet at; empty if they
+    meet where their launcher says (MASTER_ADDR) or there is one rank only."""
+
+    token: str
+    rank: int
+    num_ranks: int
+    pid: int
+    host: str
+    store: str
+
+
+class Init(Struct, tag=True, tag_field="type"):
+    """What a rank is built from. `algorithm_class` is an import path, module:Class, so that a
+    class from outside the project reaches the ranks as well."""
+
+    config: LearnerConfig
+    algorithm_class: str
+    algorithm: msgspec.Raw
+    model_dir: str
+    seed: int
+    store: str = ""
+
+    @classmethod
+    def of(
+        cls, config: LearnerConfig, algorithm: Algorithm, model_dir: str, seed: int, store: str = ""
+    ) -> Init:
+        """The message for an algorithm at hand."""
+        kind = type(algorithm)
+        path = f"{kind.__module__}:{kind.__qualname__}"
+        raw = msgspec.Raw(msgspec.msgpack.encode(asdict(algorithm)))  # the class says the name
+        return cls(config, path, raw, model_dir, seed, store)
+
+    def make_algorithm(self) -> Algorithm:
+        """The algorithm again. Raises ConfigError where its module is not on the rank's path."""
+        module, _, name = self.algorithm_class.partition(":")
+        try:
+            kind = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"a learner rank cannot load the algorithm {self.algorithm_class}: {error}; "
+                "install its module where the rank runs"
+            ) from error
+        algorithm: Algorithm = msgspec.msgpack.decode(self.algorithm, type=kind)
+        return algorithm
+
+
+class Update(Struct, tag=True, tag_field="type"):
+    """Each mini-batch is one optimizer step."""
+
+    minibatches: list[list[EncodedTree]]
+    lr_scale: float
+
+
+class Imitate(Struct, tag=True, tag_field="type"):
+    sequences: list[EncodedTree]
+    lr_scale: float
+
+
+class Prefer(Struct, tag=True, tag_field="type"):
+    """One optimizer step of DPO on pairs (`learners.dpo`)."""
+
+    pairs: list[EncodedTree]
+    beta: float
+    lr_scale: float
+
+
+class ScoreSequences(Struct, tag=True, tag_field="type"):
+    """Without `adapters`: of the model that LoRA started from."""
+
+    sequences: list[EncodedTree]
+    adapters: bool = True
+
+
+class ResetOptimizer(Struct, tag=True, tag_field="type"):
+    """Drop the optimizer's state; or set it aside, or take back what was set aside."""
+
+    config: OptimizerConfig
+    state: Literal["drop", "set_aside", "take_back"] = "drop"
+
+
+class WriteModel(Struct, tag=True, tag_field="type"):
+    """Publishing counts the policy version up, exporting does not. `unmoved`: refused when the
+    weights are not those of the version published last. `adapter_only`: the directory is that of
+    the LoRA adapter."""
+
+    directory: str
+    publish: bool
+    unmoved: bool = False
+    adapter_only: bool = False
+
+
+class Announce(Struct, tag=True, tag_field="type"):
+    """Count the policy version up: its weights will be broadcast. Answered with `buckets`."""
+
+
+class OpenGroup(Struct, tag=True, tag_field="type"):
+    """Open a place for the servers to meet rank 0 at. `port` of the store, 0: any that is free;
+    `interface`: name of the network interface whose address the servers are told, empty: that by
+    which the controller knows the machine. Answered with `address` by rank 0."""
+
+    timeout_s: float
+    wire: Wire = "torch"
+    port: int = 0
+    interface: str = ""
+
+
+class JoinGroup(Struct, tag=True, tag_field="type"):
+    """Rank 0 joins. This command and the next are answered with `problem`."""
+
+    group: Group
+
+
+class SendWeights(Struct, tag=True, tag_field="type"):
+    """All ranks gather, rank 0 broadcasts."""
+
+
+class LeaveGroup(Struct, tag=True, tag_field="type"):
+    pass
+
+
+class Abort(Struct, tag=True, tag_field="type"):
+    """Break off JoinGroup or SendWeights while it runs; not answered. Ignored when it is late."""
+
+
+class Nap(Struct, tag=True, tag_field="type"):
+    """Give the memory of the device back, or take it again. Nothing else is done `asleep`."""
+
+    asleep: bool
+
+
+class Save(Struct, tag=True, tag_field="type"):
+    directory: str
+
+
+class Load(Struct, tag=True, tag_field="type"):
+    directory: str
+
+
+class Stop(Struct, tag=True, tag_field="type"):
+    pass
+
+
+class Done(Struct, tag=True, tag_field="type"):
+    """Answer to every command; only the fields that it has to fill are filled.
+
+    steps: metrics of the optimizer steps that were skipped, with "minibatch" and "epoch".
+    problem: what went wrong in a broadcast, which is no failure of the rank.
+    """
+
+    policy_version: int = 0
+    steps: list[dict[str, float]] = []
+    metrics: dict[str, float] = {}
+    scores: list[Score] = []
+    buckets: list[Bucket] = []
+    address: Address | None = None
+    problem: str = ""
+
+
+class Failed(Struct, tag=True, tag_field="type"):
+    """The command raised; the rank goes on with the state it has."""
+
+    error: str
+    traceback: str
+
+
+Command = (
+    Init
+    | Update
+    | Imitate
+    | Prefer
+    | ScoreSequences
+    | ResetOptimizer
+    | WriteModel
+    | Announce
+    | OpenGroup
+    | JoinGroup
+    | SendWeights
+    | LeaveGroup
+    | Nap
+    | Abort
+    | Save
+    | Load
+    | Stop
+)
+Reply = Hello | Done | Failed
+
+
+def pack_frame(message: Struct) -> bytes:
+    """A message as it travels."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(PREFIX_BYTES, "little") + body
+
 
 CLOSE_TIMEOUT_S = 5.0
 LOG_TAIL_BYTES = 2000
@@ -35,7 +246,7 @@ class RankLink:
 
     def __init__(
         self,
-        hello: wire.Hello,
+        hello: Hello,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
@@ -48,25 +259,25 @@ class RankLink:
         self._reader = reader
         self._writer = writer
 
-    async def exchange(self, command: Struct) -> wire.Done | wire.Failed:
+    async def exchange(self, command: Struct) -> Done | Failed:
         """Send a command and wait for its answer. Raises OSError or EOFError if it is lost."""
-        self._writer.write(wire.pack_frame(command))
+        self._writer.write(pack_frame(command))
         await self._writer.drain()
         reply = await read_reply(self._reader)
-        if not isinstance(reply, wire.Done | wire.Failed):
+        if not isinstance(reply, Done | Failed):
             raise ConnectionError(f"unexpected answer {reply!r}")
         return reply
 
     def interrupt(self) -> None:
-        """Tell a rank that is at work to break off; see `learners.messages.Abort`."""
-        self._writer.write(wire.pack_frame(wire.Abort()))
+        """Tell a rank that is at work to break off; see `Abort`."""
+        self._writer.write(pack_frame(Abort()))
 
     async def close(self, *, idle: bool) -> None:
         """Ask an idle rank to stop, or kill a busy one. A rank elsewhere ends by itself when its
         connection does."""
         with contextlib.suppress(OSError):
             if idle:
-                self._writer.write(wire.pack_frame(wire.Stop()))
+                self._writer.write(pack_frame(Stop()))
             self._writer.close()
             await self._writer.wait_closed()
         if self.process is None:
@@ -114,8 +325,8 @@ async def spawn(
     path = os.pathsep.join(filter(None, [PACKAGES, os.environ.get("PYTHONPATH")]))
     environment = {k: v for k, v in os.environ.items() if k not in CHOSEN_ELSEWHERE}
     environment |= {
-        wire.ADDRESS_VARIABLE: address,
-        wire.TOKEN_VARIABLE: token,
+        ADDRESS_VARIABLE: address,
+        TOKEN_VARIABLE: token,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
@@ -146,9 +357,12 @@ async def kill(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-async def read_reply(reader: asyncio.StreamReader) -> wire.Reply:
-    prefix = await reader.readexactly(wire.PREFIX_BYTES)
-    return wire.unpack_reply(await reader.readexactly(int.from_bytes(prefix, "little")))
+async def read_reply(reader: asyncio.StreamReader) -> Reply:
+    """The next message of a rank. Raises EOFError at the end of the connection."""
+    prefix = await reader.readexactly(PREFIX_BYTES)
+    body = await reader.readexactly(int.from_bytes(prefix, "little"))
+    reply: Reply = msgspec.msgpack.decode(body, type=Reply)
+    return reply
 
 
 def open_log(path: Path) -> BinaryIO:
@@ -203,16 +417,16 @@ class RankGroup:
 
     @property
     def store(self) -> str:
-        """Where the ranks meet; see `learners.messages.Hello`."""
+        """Where the ranks meet; see `Hello`."""
         return self._links[0].store
 
     async def start(self, timeout_s: float) -> None:
         """Start the processes, or wait for those started elsewhere, until all have connected."""
         local = self.config.launch == "local"
-        token = secrets.token_hex(16) if local else os.environ.get(wire.TOKEN_VARIABLE, "")
+        token = secrets.token_hex(16) if local else os.environ.get(TOKEN_VARIABLE, "")
         if not token:
             raise ConfigError(
-                f"learner.launch = external: set {wire.TOKEN_VARIABLE} to a secret of your own, "
+                f"learner.launch = external: set {TOKEN_VARIABLE} to a secret of your own, "
                 "the same for this process and for the ranks"
             )
         host, port = ("127.0.0.1", "0") if local else self.config.address.rsplit(":", 1)
@@ -221,7 +435,7 @@ class RankGroup:
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(*LOST, ValueError):
                 hello = await read_reply(reader)
-                if isinstance(hello, wire.Hello) and secrets.compare_digest(hello.token, token):
+                if isinstance(hello, Hello) and secrets.compare_digest(hello.token, token):
                     arrivals.put_nowait(self._link(hello, reader, writer))
                     return
             writer.close()
@@ -239,7 +453,7 @@ class RankGroup:
             server.close()
 
     def _link(
-        self, hello: wire.Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> RankLink | LearnerError:
         link = RankLink(hello, reader, writer)
         if hello.num_ranks != self.config.num_ranks:
@@ -301,7 +515,7 @@ class RankGroup:
         log_path = self._log_of(missing[0]) if self._processes else None
         return self._error(missing[0], f"did not connect in {timeout_s:.0f} s", log_path)
 
-    async def call(self, commands: Sequence[Struct], timeout_s: float) -> list[wire.Done]:
+    async def call(self, commands: Sequence[Struct], timeout_s: float) -> list[Done]:
         """Send each rank its command and wait for all answers, by rank."""
         async with self._lock:
             if not self._links:
@@ -321,7 +535,7 @@ class RankGroup:
                 await asyncio.gather(*tasks, return_exceptions=True)
             if problem is not None:
                 raise problem
-        return [reply for task in tasks if isinstance(reply := task.result(), wire.Done)]
+        return [reply for task in tasks if isinstance(reply := task.result(), Done)]
 
     def interrupt(self) -> None:
         """Let the command that runs break off, where it can; at once and without waiting."""
@@ -376,7 +590,7 @@ class RankGroup:
         link = (stopped or silent)[0]
         return self._error(link.rank, text, link.log_path)
 
-    def _refusal(self, rank: int, failed: wire.Failed) -> LearnerError:
+    def _refusal(self, rank: int, failed: Failed) -> LearnerError:
         who = f"learner rank {rank}: " if self.config.num_ranks > 1 else ""
         return LearnerError(f"{who}{failed.error}\n{failed.traceback}".rstrip())
 
@@ -400,4 +614,4 @@ def _is_lost(task: asyncio.Task[Any]) -> bool:
 
 
 def _is_failed(task: asyncio.Task[Any]) -> bool:
-    return task.done() and task.exception() is None and isinstance(task.result(), wire.Failed)
+    return task.done() and task.exception() is None and isinstance(task.result(), Failed)

@@ -1,6 +1,6 @@
 """What a rank does with encoded trees: updates, imitation and scoring on some backend.
 
-`Backend` is what it needs of one, `Reference` the reference policy of a KL term.
+`Reference` is the reference policy of a KL term.
 """
 
 from __future__ import annotations
@@ -10,54 +10,18 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from learners.algorithm import Algorithm
+from learners.backend import RankBackend
 from learners.batch import ActionTokens, EncodedTree, Floats, MicroBatch, pack
-from learners.checkpoint import REFERENCE, Fragment, Piece, Reader, changing, held
+from learners.checkpoint import REFERENCE, Checkpoint, Held, changing, held
 from learners.learner import LearnerConfig, Metrics, Score
 from learners.minibatch import MiniBatch, behaviour_ratios, means, over_ranks, over_steps, prepare
-from learners.policy import Policy
-
-T = TypeVar("T")
-
-
-class Backend(Protocol):
-    """Runs the policy and steps its optimizer."""
-
-    policy: Policy
-    device: torch.device
-
-    def forward(
-        self, batch: MicroBatch, *, entropies: bool = False, matches: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Policy.forward`."""
-        ...
-
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate gradients."""
-        ...
-
-    def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
-        """The batches; ranks that must run equally often add passes over nothing behind them."""
-        ...
-
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, by rank; all of them must call it."""
-        ...
-
-    def step(self, lr_scale: float) -> float:
-        """Clip and step, and clear the gradients. Returns the norm before clipping; a norm that
-        is not finite means that the step was skipped."""
-        ...
-
-    def skip(self) -> None:
-        """Clear the gradients without a step."""
-        ...
 
 
 class Reference:
@@ -69,11 +33,11 @@ class Reference:
     its weights are exchanged with the policy's.
     """
 
-    def __init__(self, backend: Any, every: int) -> None:
+    def __init__(self, backend: RankBackend, every: int) -> None:
         self.backend = backend
         self.every = every
         self.num_updates = 0
-        self.weights: dict[str, tuple[int, Tensor]] | None = None  # first element, flat elements
+        self.weights: Held | None = None
 
     def begin_update(self) -> None:
         """To be called while the policy has the weights at the start of the update."""
@@ -103,23 +67,12 @@ class Reference:
                 elements.copy_(kept)
                 kept.copy_(other)
 
-    @property
-    def pieces(self) -> Piece | None:
-        """What a checkpoint asks for each fragment; None before the first use."""
-        return None if self.weights is None else self.piece
-
-    def piece(self, fragment: Fragment) -> Tensor:
-        """The reference's elements of a fragment that this rank holds."""
-        assert self.weights is not None
-        start, elements = self.weights[fragment.name]
-        return elements[fragment.start - start :][: fragment.size]
-
-    def load(self, num_updates: int, read: Reader) -> None:
+    def load(self, saved: Checkpoint) -> None:
         """Go on from a checkpoint, before whose first use there is no reference."""
-        self.num_updates, self.weights = num_updates, None
-        if num_updates:
+        self.num_updates, self.weights = saved.meta.reference_updates, None
+        if self.num_updates:
             self.weights = {
-                name: (start, read(name, REFERENCE, start, elements.numel()).to(elements))
+                name: (start, saved.read(name, REFERENCE, start, elements.numel()).to(elements))
                 for name, start, elements in held(self.backend)
             }
 
@@ -128,7 +81,7 @@ class Trainer:
     """Counts `optimizer_step` (all steps taken) and knows whether the weights have `moved`
     since they were published; if so, no token is of the current policy any more."""
 
-    def __init__(self, backend: Backend, algorithm: Algorithm, config: LearnerConfig) -> None:
+    def __init__(self, backend: RankBackend, algorithm: Algorithm, config: LearnerConfig) -> None:
         self.backend = backend
         self.algorithm = algorithm
         self.config = config
@@ -154,7 +107,7 @@ class Trainer:
         counts = [[len(part.weight), part.weight.sum()] for part in tokens]
         num_tokens, num_flat_tokens = self._sum_over_ranks(np.sum(counts, axis=0)).tolist()
         metrics |= {"num_tokens": float(num_tokens), "num_flat_tokens": float(num_flat_tokens)}
-        return metrics | _times(start_wall, start_cpu)
+        return metrics | times(start_wall, start_cpu)
 
     def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float) -> Metrics:
         """One step on the negative log-likelihood, averaged over the weights of all tokens."""
@@ -169,30 +122,27 @@ class Trainer:
             loss_sum += float(loss.detach())
         loss_sum = sum(self.backend.gather(loss_sum))
         metrics = {"loss": loss_sum, "num_tokens": total} | self.step(lr_scale, loss_sum)
-        return metrics | _times(start_wall, start_cpu)
+        return metrics | times(start_wall, start_cpu)
 
-    @torch.no_grad()
     def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
         """Figures of each sequence's predicted tokens, in their order."""
-        counts = [sequence.num_action_tokens for sequence in sequences]
-        logprobs, entropies = np.zeros((2, sum(counts)))
-        matches = np.zeros(sum(counts), np.bool_)
-        for batch in self.backend.passes(self.pack(sequences)):
-            outputs = self.backend.forward(batch, entropies=True, matches=True)
-            for array, values in zip((logprobs, entropies, matches), outputs, strict=True):
-                array[batch.index] = values.cpu().numpy()
+        figures = self.figures(sequences)
         if not sequences:
             return []
-        cuts = np.cumsum(counts)[:-1]
-        return [
-            Score(*(part.tolist() for part in parts))
-            for parts in zip(
-                np.split(logprobs, cuts),
-                np.split(entropies, cuts),
-                np.split(matches, cuts),
-                strict=True,
-            )
-        ]
+        cuts = np.cumsum([sequence.num_action_tokens for sequence in sequences])[:-1]
+        parts = (np.split(values, cuts) for values in figures)
+        return [Score(*(part.tolist() for part in one)) for one in zip(*parts, strict=True)]
+
+    @torch.no_grad()
+    def figures(self, trees: Sequence[EncodedTree]) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+        """Log-probs, entropies (nats) and arg-max matches of all trained tokens, in the order of
+        `ActionTokens`, under the weights that the backend has now."""
+        count = sum(tree.num_action_tokens for tree in trees)
+        found = np.zeros(count), np.zeros(count), np.zeros(count, np.bool_)
+        for batch in self.backend.passes(self.pack(trees)):
+            for array, values in zip(found, self.backend.forward(batch), strict=True):
+                array[batch.index] = values.cpu().numpy()
+        return found
 
     def pack(self, trees: Sequence[EncodedTree]) -> list[MicroBatch]:
         """Micro-batches of at most `max_tokens_per_microbatch` tokens."""
@@ -205,7 +155,6 @@ class Trainer:
         total: Floats = np.sum(self.backend.gather(values), axis=0)
         return total
 
-    @torch.no_grad()
     def _prepare_all(self, minibatches: Sequence[Sequence[EncodedTree]]) -> list[MiniBatch]:
         """Before the first step: log-probs of the current weights, and of the reference if the
         algorithm has one."""
@@ -213,7 +162,7 @@ class Trainer:
         if self.algorithm.needs_reference:
             self.reference.begin_update()
             with self.reference.in_place():
-                references = [self._logprobs(trees) for trees in minibatches]
+                references = [self.figures(trees)[0] for trees in minibatches]
         return [self._prepare(*pair) for pair in zip(minibatches, references, strict=True)]
 
     def _prepare(self, trees: Sequence[EncodedTree], reference: Floats | None) -> MiniBatch:
@@ -224,12 +173,8 @@ class Trainer:
             is_needed = np.repeat(
                 [self._needs_proximal(tree) for tree in trees],
                 [tree.num_action_tokens for tree in trees],
-            )
-            places = np.flatnonzero(is_needed)
-            for batch in self.backend.passes(self.pack(needed)):
-                logprobs, exact, _ = self.backend.forward(batch, entropies=True)
-                proximal[places[batch.index]] = logprobs.cpu().numpy()
-                entropies[places[batch.index]] = exact.cpu().numpy()
+            ).astype(np.bool_)
+            proximal[is_needed], entropies[is_needed], _ = self.figures(needed)
         return prepare(
             trees,
             tokens,
@@ -239,15 +184,6 @@ class Trainer:
             self.algorithm,
             self._sum_over_ranks,
         )
-
-    @torch.no_grad()
-    def _logprobs(self, trees: Sequence[EncodedTree]) -> Floats:
-        """Of all trained tokens, under the weights that the backend has now."""
-        found = np.zeros(sum(tree.num_action_tokens for tree in trees))
-        for batch in self.backend.passes(self.pack(trees)):
-            logprobs, _, _ = self.backend.forward(batch)
-            found[batch.index] = logprobs.cpu().numpy()
-        return found
 
     def _needs_proximal(self, tree: EncodedTree) -> bool:
         return (
@@ -260,12 +196,12 @@ class Trainer:
     def _policy_step(self, minibatch: MiniBatch, lr_scale: float) -> Metrics:
         terms = None
         if self.algorithm.clips_sequences:
-            current = self._logprobs(minibatch.trees)
+            current = self.figures(minibatch.trees)[0]
             terms = minibatch.terms(self.algorithm, current, self._sum_over_ranks)
         sums: Counter[str] = Counter()
         maxima: dict[str, float] = {}
         for batch in self.backend.passes(self.pack(minibatch.trees)):
-            logprobs, entropies, _ = self.backend.forward(batch, entropies=True)
+            logprobs, entropies, _ = self.backend.forward(batch)
             loss_batch = minibatch.loss_batch(batch.index, logprobs, terms)
             loss, metrics = self.algorithm.loss(loss_batch, logprobs, entropies)
             self.backend.backward(loss)
@@ -292,7 +228,8 @@ class Trainer:
         return {"grad_norm": grad_norm, "num_steps": 1.0 - skipped, "num_skipped": float(skipped)}
 
 
-def _times(start_wall: float, start_cpu: float) -> Metrics:
+def times(start_wall: float, start_cpu: float) -> Metrics:
+    """Seconds since the start of a command, by the clock and of this process."""
     return {
         "wall_s": time.perf_counter() - start_wall,
         "cpu_s": time.process_time() - start_cpu,

@@ -2,7 +2,7 @@
 
     python -m learners.worker
 
-The controller's address and a secret token come in environment variables (`learners.messages`), the
+The controller's address and a secret token come in environment variables (`learners.ranks`), the
 place among the ranks in those of torchrun, the DeepSpeed launcher or Slurm (`find_place`).
 `Meeting` joins the ranks, `Rank` carries out commands, `serve` answers them. The process ends when
 the controller stops it, dies, or closes the connection; an interrupt from the keyboard is the
@@ -27,6 +27,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
 from msgspec import Struct
@@ -36,11 +37,10 @@ from transformers.utils import logging as transformers_logging
 
 from agentenv.errors import AgentEnvError, ConfigError, LearnerError
 from learners import checkpoint
-from learners import messages as wire
-from learners.backend import TorchBackend
+from learners import ranks as wire
+from learners.backend import Aside, DeepSpeedBackend, TorchBackend
 from learners.broadcast import Broadcaster
 from learners.checkpoint import restore
-from learners.deepspeed import Aside, DeepSpeedBackend
 from learners.dpo import adapters_off, prefer
 from learners.export import write_adapter_only, write_model
 from learners.lora import add_adapters
@@ -263,18 +263,18 @@ class Rank:
             reference_updates=reference.num_updates,
             lora=config.lora,
         )
-        checkpoint.save(self.backend, meta, directory, reference.pieces)
+        checkpoint.save(self.backend, meta, directory, reference.weights)
 
     def load(self, directory: Path) -> None:
         """Go on from what `save` wrote, with any number of ranks and any ZeRO stage."""
         saved = checkpoint.Checkpoint(directory)
-        restore(self.backend, saved.read, saved.kinds, saved.step_of)
+        restore(self.backend, saved)
         states = saved.rng_states(self.backend.rank)
         if "cpu" in states:
             torch.set_rng_state(states["cpu"])
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
-        self.trainer.reference.load(saved.meta.reference_updates, saved.read)
+        self.trainer.reference.load(saved)
         self.policy_version = saved.meta.policy_version
         self.trainer.optimizer_step = saved.meta.optimizer_step
         self.trainer.moved = saved.meta.moved
@@ -359,7 +359,10 @@ def receive(connection: socket.socket) -> wire.Command | None:
     """The next command, or None at the end of the connection."""
     prefix = read_exactly(connection, wire.PREFIX_BYTES)
     body = prefix and read_exactly(connection, int.from_bytes(prefix, "little"))
-    return wire.unpack_command(body) if body else None
+    if not body:
+        return None
+    command: wire.Command = msgspec.msgpack.decode(body, type=wire.Command)
+    return command
 
 
 def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:

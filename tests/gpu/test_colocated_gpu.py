@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.types import SamplingParams
-from learners.backend import TorchBackend
-from learners.deepspeed import Aside
+from learners.backend import Aside, TorchBackend
 from learners.learner import LearnerConfig
 from learners.policy import Policy
 from learners.trainer import Trainer

@@ -24,9 +24,14 @@ import torch.distributed as dist
 from launchers.rl.state import RunState
 from launchers.rundir import Checkpoints, find_checkpoint, load_state, save_state
 from learners import checkpoint, export
-from learners.backend import RankBackend, TorchBackend, empty_batch
+from learners.backend import (
+    DeepSpeedBackend,
+    RankBackend,
+    TorchBackend,
+    empty_batch,
+    prepare_deepspeed,
+)
 from learners.checkpoint import changing, fragments, held, moments
-from learners.deepspeed import DeepSpeedBackend, prepare_deepspeed
 from learners.export import Weights
 from learners.policy import Policy
 from learners.worker import PR_SET_PDEATHSIG

@@ -15,7 +15,7 @@ from launchers.config import AnyAlgorithm, TrainConfig
 from learners.aepo import AEPOPlan
 from learners.arpo import ARPOPlan
 from learners.learner import LearnerConfig
-from learners.messages import Init
+from learners.ranks import Init
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 

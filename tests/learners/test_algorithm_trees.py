@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from learners.aepo import AEPO
-from learners.algorithm import Algorithm
+from learners.algorithm import Algorithm, Band
 from learners.arpo import ARPO
 from learners.baselines import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforcePP
 from learners.batch import ActionTokens, LeafMap, encode
 from learners.minibatch import prepare
-from learners.off_policy import Band
 from tests.learners.flat import figures, flat_form, grown, tree_form
 
 NARROW = Band(low=0.8, high=1.3)

@@ -98,7 +98,7 @@ def test_encoding_survives_the_wire_and_refuses_nonsense() -> None:
 
 def test_configuration_and_encoding_load_no_torch() -> None:
     code = (
-        "import sys, json; import learners.messages, learners.deepspeed_learner;"
+        "import sys, json; import learners.ranks, learners.deepspeed_learner;"
         "print(json.dumps([m for m in ('torch', 'deepspeed') if m in sys.modules]))"
     )
     output = subprocess.run(

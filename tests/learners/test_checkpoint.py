@@ -40,7 +40,7 @@ def meta(**keys: object) -> Meta:
 
 def load(trainer: Trainer, directory: Path) -> None:
     saved = Checkpoint(directory)
-    restore(trainer.backend, saved.read, saved.kinds, saved.step_of)
+    restore(trainer.backend, saved)
     trainer.moved = saved.meta.moved
 
 

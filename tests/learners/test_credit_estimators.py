@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentenv.types import Limit
-from learners import off_policy
+from learners import minibatch
+from learners.algorithm import Band
 from learners.baselines import DAPO, GRPO, ReinforcePP
 from learners.batch import LeafMap, encode
 from learners.credit import leave_one_out, soft_length_penalty
-from learners.off_policy import Band, coefficients, denominator
+from learners.minibatch import coefficients, denominator
 from tests.learners.flat import grown
 from tests.learners.trees import truncate
 
@@ -99,10 +100,10 @@ def test_denominators_leave_trajectories_without_tokens_out(mode: str, expected:
 
 def test_importance_is_truncated_and_masked() -> None:
     ratio = np.array([0.1, 1.0, 1.9, 7.0])
-    np.testing.assert_allclose(off_policy.token_importance(ratio, 2.0, None), [0.1, 1, 1.9, 2])
+    np.testing.assert_allclose(minibatch.token_importance(ratio, 2.0, None), [0.1, 1, 1.9, 2])
     band = Band(low=0.5, high=5.0)
-    np.testing.assert_allclose(off_policy.token_importance(ratio, 2.0, band), [0, 1, 1.9, 0])
-    far = off_policy.ratios(np.array([900.0, -900.0]), np.zeros(2))
+    np.testing.assert_allclose(minibatch.token_importance(ratio, 2.0, band), [0, 1, 1.9, 0])
+    far = minibatch.ratios(np.array([900.0, -900.0]), np.zeros(2))
     assert np.isfinite(far).all()
 
 
@@ -112,22 +113,22 @@ def test_a_sequence_is_masked_by_its_geometric_mean() -> None:
     shift = np.zeros(len(leaves.node))
     last = leaves.leaf_node[0]
     shift[leaves.node == last] = 3.0
-    means = off_policy.sequence_ratios(shift, leaves)
+    means = minibatch.sequence_ratios(shift, leaves)
     share = (leaves.node == last).sum() / leaves.lengths[0]
     assert means[0] == pytest.approx(np.exp(3.0 * share))
     assert (means[1:] == 1.0).all()
-    weights = off_policy.sequence_weights(shift, leaves, Band(low=0.9, high=1.1))
+    weights = minibatch.sequence_weights(shift, leaves, Band(low=0.9, high=1.1))
     assert weights.tolist() == [0.0] + [1.0] * (leaves.num_leaves - 1)
 
 
 def test_effective_sample_size_falls_when_few_tokens_carry_the_weight() -> None:
     ones = np.ones(100)
-    even = off_policy.ratio_metrics(off_policy.ratio_moments(ones, ones, None))
+    even = minibatch.ratio_metrics(minibatch.ratio_moments(ones, ones, None))
     assert even == {"ratio_out_of_band": 0.0, "effective_sample_size": 1.0}
     one = np.full(100, 1e-6)
     one[0] = 100.0
-    peaked = off_policy.ratio_metrics(off_policy.ratio_moments(one, ones, None))
+    peaked = minibatch.ratio_metrics(minibatch.ratio_moments(one, ones, None))
     assert peaked["effective_sample_size"] == pytest.approx(0.01, rel=1e-3)
     assert peaked["ratio_out_of_band"] == 1.0
-    nothing = off_policy.ratio_metrics(off_policy.ratio_moments(ones[:0], ones[:0], None))
+    nothing = minibatch.ratio_metrics(minibatch.ratio_moments(ones[:0], ones[:0], None))
     assert nothing == {"ratio_out_of_band": 0.0, "effective_sample_size": 1.0}

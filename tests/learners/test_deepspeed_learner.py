@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from agentenv.errors import ConfigError, LearnerError
 from agentenv.tree import TrajectoryTree
-from learners import messages as wire
+from learners import ranks as wire
 from learners.aepo import AEPO
 from learners.algorithm import Algorithm
 from learners.arpo import ARPO

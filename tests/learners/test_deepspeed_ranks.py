@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 from agentenv.errors import ConfigError, LearnerError
-from learners import messages as wire
+from learners import ranks as wire
 from learners.batch import encode_sequence
 from learners.deepspeed_learner import DeepSpeedLearner, cost, deal
 from learners.worker import Place, failure, find_place

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from agentenv.errors import ConfigError
-from learners import messages as wire
+from learners import ranks as wire
 from learners.checkpoint import Checkpoint
 from learners.deepspeed_learner import DeepSpeedLearner
 from learners.export import export as export_offline

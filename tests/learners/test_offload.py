@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from agentenv.errors import LearnerError
-from learners.backend import TorchBackend
-from learners.deepspeed import Aside, held_tensors
+from learners.backend import Aside, TorchBackend, held_tensors
 from learners.deepspeed_learner import DeepSpeedLearner
 from learners.lora import LoRAConfig
 from learners.policy import Policy

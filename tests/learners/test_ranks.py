@@ -124,7 +124,7 @@ async def _one_rank_of_torch_goes_on_from_it_and_back(
 ) -> None:
     await learner.save(tmp_path / "many")
     there = Checkpoint(tmp_path / "many")
-    restore(oracle.backend, there.read, there.kinds, there.step_of)
+    restore(oracle.backend, there)
     trees = uneven_trees(4, version=1)
     await learner.update(credited(trees, learner.algorithm))
     train(oracle, trees, 3)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learners import messages as wire
+from learners import ranks as wire
 from learners.arpo import ARPO
 from learners.checkpoint import REFERENCE, Checkpoint, restore
 from learners.deepspeed_learner import DeepSpeedLearner
@@ -34,8 +34,8 @@ ALGORITHM = ARPO(
 
 def go_on(trainer: Trainer, directory: Path) -> None:
     saved = Checkpoint(directory)
-    restore(trainer.backend, saved.read, saved.kinds, saved.step_of)
-    trainer.reference.load(saved.meta.reference_updates, saved.read)
+    restore(trainer.backend, saved)
+    trainer.reference.load(saved)
     trainer.moved = saved.meta.moved
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learners.algorithm import Algorithm
+from learners.algorithm import Algorithm, Band
 from learners.arpo import ARPO
 from learners.backend import TorchBackend
 from learners.baselines import GRPO, GSPO
 from learners.batch import EncodedTree, encode
 from learners.learner import LearnerConfig
-from learners.off_policy import Band
 from learners.policy import Policy
 from learners.trainer import Trainer
 from tests.learners.flat import grown

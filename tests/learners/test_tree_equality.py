@@ -142,7 +142,7 @@ def test_checkpointing_changes_nothing_but_memory(name: str) -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            logprobs, entropies, _ = policy(*tensors(batch, torch.device("cpu")), True)
+            logprobs, entropies, _ = policy(*tensors(batch, torch.device("cpu")))
         kept.append(sum(sizes))
         found.append(gradients(model, (logprobs + 0.1 * entropies).sum()))
     assert torch.equal(*found)

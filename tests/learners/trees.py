@@ -114,7 +114,7 @@ def tree_loss(
         torch.from_numpy(tokens.entropies), torch.from_numpy(tokens.weight)
     )
     for batch in pack(encoded, max_tokens):
-        logprobs, entropies, _ = policy(*tensors(batch, torch.device("cpu")), True)
+        logprobs, entropies, _ = policy(*tensors(batch, torch.device("cpu")))
         behaviour, old, pos, neg, weight = (
             torch.from_numpy(values[batch.index]).to(logprobs)
             for values in (

@@ -19,7 +19,7 @@ from learners.arpo import ARPO
 from learners.baselines import GRPO
 from learners.learner import LearnerConfig
 from learners.losses import LossBatch
-from learners.messages import Init
+from learners.ranks import Init
 from reference.algorithms import ReleasedAEPO, ReleasedARPO, group_advantages, released
 from reference.rollout import ReleasedARPOPlan
 from tests.learners.flat import figures, grown, tree_form

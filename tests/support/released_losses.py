@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learners.off_policy import Aggregation
+from learners.algorithm import Aggregation
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
 
