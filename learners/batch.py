@@ -20,14 +20,13 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from agentenv.errors import DataError
 from agentenv.tree import Node, TrajectoryTree
-from learners.credit import Sharing, TreeCredit
+from learners.credit import Floats, Sharing, TreeCredit
 
 Ints = NDArray[np.int32]
-Floats = NDArray[np.float64]
 
 
 class EncodedTree(Struct, frozen=True, array_like=True):
@@ -103,35 +102,58 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
     owner = np.repeat(np.arange(len(order)), sizes)
     action = np.arange(len(owner)) - starts[owner] < num_actions[owner]
     indices = np.array([node.index for node, _ in order])
-    pred, depth, end = _links(starts, sizes, parents)
-    if np.any(action & (pred < 0)):
-        raise DataError(f"{tree.task.id}: the prompt is empty")
 
     def per_action(values: list[list[float]]) -> Floats:
         out = np.zeros(len(owner))
         out[action] = [value for node_values in values for value in node_values]
         return out
 
-    has_entropies = all(len(node.entropies) == len(node.action_ids) for node, _ in order)
+    figures = {"behaviour": per_action([node.logprobs for node, _ in order])}
+    if all(len(node.entropies) == len(node.action_ids) for node, _ in order):
+        figures["entropies"] = per_action([node.entropies for node, _ in order])
+    for name in ("adv_pos", "adv_neg", "weight"):
+        figures[name] = getattr(credit, name)[indices][owner] * action
+    for name in ("returns", "advantages"):
+        figures[name] = getattr(credit, name)[indices]
     staleness = np.zeros(len(owner), np.int32)
     versions = [version for node, _ in order for version in _versions(node, tree.policy_version)]
     staleness[action] = policy_version - np.array(versions, np.int32)
+    token_ids = [token for text in texts for token in text]
+    encoded = from_arrays(token_ids, action, starts, parents, staleness, **figures)
+    if np.any(action & (encoded.ints("pred") < 0)):
+        raise DataError(f"{tree.task.id}: the prompt is empty")
+    return encoded
+
+
+def from_arrays(
+    token_ids: ArrayLike,
+    action: NDArray[np.bool_],
+    starts: ArrayLike,
+    parents: ArrayLike,
+    staleness: ArrayLike = (),
+    **figures: ArrayLike,
+) -> EncodedTree:
+    """A tree from arrays as in `EncodedTree`, in pre-order. `figures` are its float64 arrays,
+    `weight` among them; others that are left out are 0, or empty where they may be."""
+    num_tokens = len(action)
+    ints = (np.asarray(one, np.int32) for one in (token_ids, starts, parents, staleness))
+    ids, first, above, age = ints
+    pred, depth, end = _links(first, np.diff(np.append(first, num_tokens)), above)
+    zeros = np.zeros(num_tokens)
+    defaults = {"entropies": zeros[:0], "behaviour": zeros, "adv_pos": zeros, "adv_neg": zeros}
     return EncodedTree(
-        token_ids=np.array([t for text in texts for t in text], np.int32).tobytes(),
+        token_ids=ids.tobytes(),
         pred=pred.tobytes(),
         depth=depth.tobytes(),
         end=end.tobytes(),
-        staleness=staleness.tobytes(),
+        staleness=(age if len(age) else zeros.astype(np.int32)).tobytes(),
         action=action.tobytes(),
-        behaviour=per_action([node.logprobs for node, _ in order]).tobytes(),
-        entropies=per_action([n.entropies for n, _ in order]).tobytes() if has_entropies else b"",
-        adv_pos=(credit.adv_pos[indices][owner] * action).tobytes(),
-        adv_neg=(credit.adv_neg[indices][owner] * action).tobytes(),
-        weight=(credit.weight[indices][owner] * action).tobytes(),
-        starts=starts.tobytes(),
-        parents=parents.tobytes(),
-        returns=credit.returns[indices].tobytes(),
-        advantages=credit.advantages[indices].tobytes(),
+        starts=first.tobytes(),
+        parents=above.tobytes(),
+        **{
+            name: np.asarray(one, np.float64).tobytes()
+            for name, one in (defaults | figures).items()
+        },
     )
 
 
@@ -141,26 +163,9 @@ def encode_sequence(token_ids: Sequence[int], mask: Sequence[bool]) -> EncodedTr
     Raises DataError if the lengths differ, nothing is predicted, or the first token is.
     """
     action = np.array(mask, np.bool_)
-    num_tokens = len(token_ids)
-    if len(action) != num_tokens or not action.any() or action[0]:
+    if len(action) != len(token_ids) or not action.any() or action[0]:
         raise DataError("a sequence needs a mask of its length, with a True, not at its start")
-    position = np.arange(num_tokens, dtype=np.int32)
-    zeros = np.zeros(num_tokens).tobytes()
-    return EncodedTree(
-        token_ids=np.array(token_ids, np.int32).tobytes(),
-        pred=(position - 1).tobytes(),
-        depth=position.tobytes(),
-        end=np.full(num_tokens, num_tokens, np.int32).tobytes(),
-        staleness=np.zeros(num_tokens, np.int32).tobytes(),
-        action=action.tobytes(),
-        behaviour=zeros,
-        entropies=b"",
-        adv_pos=zeros,
-        adv_neg=zeros,
-        weight=action.astype(np.float64).tobytes(),
-        starts=np.zeros(1, np.int32).tobytes(),
-        parents=np.full(1, -1, np.int32).tobytes(),
-    )
+    return from_arrays(token_ids, action, [0], [-1], weight=action.astype(np.float64))
 
 
 def _preorder(tree: TrajectoryTree, credit: TreeCredit) -> list[tuple[Node, bool]]:

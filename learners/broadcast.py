@@ -158,10 +158,10 @@ class Broadcaster:
         problem = "" if self._joined or self.backend.rank else "there is no group"
         sizes = [len(pack) for pack in packs(model)]
         pack: list[Tensor] = []
-        for _, _, tensor in gathered(list(entries(model)), model):
+        for entry in gathered(model):
             if self.backend.rank or problem:
                 continue
-            whole = tensor().detach().to(self.backend.device).contiguous()
+            whole = entry.tensor().detach().to(self.backend.device).contiguous()
             pack.append(whole.view(-1).view(torch.uint8))
             if len(pack) < sizes[0]:
                 continue

@@ -27,13 +27,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from agentenv.errors import ConfigError, DataError
-from learners.batch import EncodedTree, MicroBatch
+from learners.batch import ActionTokens, EncodedTree, Longs, MicroBatch, from_arrays
+from learners.credit import Floats
 from learners.learner import Metrics
 from learners.lora import ADAPTER
 from learners.trainer import Trainer, times
 
-Floats = NDArray[np.float64]
-Longs = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Answer = tuple[ArrayLike, ArrayLike]  # token ids from the prompt on, mask of the policy's tokens
 
@@ -53,30 +52,20 @@ def encode_pair(chosen: Answer, rejected: Answer) -> EncodedTree:
     shared = min(shared, len(ids) - 1, len(other_ids) - 1)  # both branches have a token
     if shared < 1:
         raise DataError("the chosen and the rejected answer begin with different prompts")
-    rest, other = len(ids) - shared, len(other_ids) - shared
-    total = shared + rest + other
-    place = np.arange(total, dtype=np.int32)
-    pred = place - 1
-    pred[shared + rest] = shared - 1
-    depth = np.where(place < shared + rest, place, place - rest).astype(np.int32)
-    end = np.where((place < shared) | (place >= shared + rest), total, shared + rest)
+    rest = len(ids) - shared
+    total = shared + rest + len(other_ids) - shared
+    place = np.arange(total)
     action = np.concatenate([mask, other_mask[shared:]])
-    is_chosen, is_rejected = place < shared + rest, (place < shared) | (place >= shared + rest)
-    zeros = np.zeros(total)
-    return EncodedTree(
-        token_ids=np.concatenate([ids, other_ids[shared:]]).tobytes(),
-        pred=pred.tobytes(),
-        depth=depth.tobytes(),
-        end=end.astype(np.int32).tobytes(),
-        staleness=np.zeros(total, np.int32).tobytes(),
-        action=action.tobytes(),
-        behaviour=zeros.tobytes(),
-        entropies=b"",
-        adv_pos=(action * is_chosen * 1.0).tobytes(),
-        adv_neg=(action * is_rejected * -1.0).tobytes(),
-        weight=(action * (is_chosen * 1.0 + is_rejected)).tobytes(),
-        starts=np.array([0, shared, shared + rest], np.int32).tobytes(),
-        parents=np.array([-1, 0, 0], np.int32).tobytes(),
+    is_chosen = action & (place < shared + rest)
+    is_rejected = action & ((place < shared) | (place >= shared + rest))
+    return from_arrays(
+        np.concatenate([ids, other_ids[shared:]]),
+        action,
+        starts=[0, shared, shared + rest],
+        parents=[-1, 0, 0],
+        adv_pos=is_chosen * 1.0,
+        adv_neg=is_rejected * -1.0,
+        weight=is_chosen * 1.0 + is_rejected,
     )
 
 
@@ -103,13 +92,9 @@ class PairTokens:
 
     @classmethod
     def of(cls, pairs: Sequence[EncodedTree]) -> PairTokens:
-        def gather(name: str) -> Floats:
-            parts = [pair.floats(name)[pair.actions()] for pair in pairs]
-            return np.concatenate([np.zeros(0), *parts])
-
-        counts = [pair.num_action_tokens for pair in pairs]
-        owner = np.repeat(np.arange(len(pairs)), counts)
-        return cls(len(pairs), owner, gather("behaviour"), gather("adv_pos"), -gather("adv_neg"))
+        tokens = ActionTokens.of(pairs)
+        owner = np.repeat(np.arange(len(pairs)), [pair.num_action_tokens for pair in pairs])
+        return cls(len(pairs), owner, tokens.behaviour, tokens.adv_pos, -tokens.adv_neg)
 
     @property
     def sign(self) -> Floats:

@@ -14,9 +14,10 @@ A directory is complete when it has model.safetensors or model.safetensors.index
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -51,18 +52,21 @@ NOT_OF_THE_MODEL = ("state.json",)
 MAX_SHARD_BYTES = 5 << 30
 BUCKET_BYTES = 512 << 20
 
-Source = tuple[str, int, Callable[[], Tensor]]  # name, bytes, the tensor when it is needed
-
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the directory: its name, its bytes there, what it is, and how to get it."""
+    """A tensor of the directory: how it is called and what it is there, and how to get it while
+    `params` are whole."""
 
     name: str
-    num_bytes: int
     dtype: dtype
     shape: tuple[int, ...]
     tensor: Callable[[], Tensor]
+    params: Sequence[Any] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_model(
@@ -73,15 +77,13 @@ def write_model(
     Files other than weights (tokenizer, chat template, generation_config) come from `source`.
     What is durable survives a crash of the machine, and has the adapter beside the merged model.
     """
-    model, lora = backend.policy.model, backend.config.lora
-    whole = list(entries(model))
+    whole = gathered(backend.policy.model)
     if backend.rank == 0:
         copy_files(source, directory, backend.config.dtype)
-        write_weights(gathered(whole, model), directory, durable=durable)
-    else:
-        for _ in gathered(whole, model):
-            pass
-    if lora is not None and durable:
+        write_weights(whole, directory, durable=durable)
+    for _ in whole:  # of the other ranks, which gather too
+        pass
+    if backend.config.lora is not None and durable:
         write_adapter_only(backend, source, directory / ADAPTER_FOLDER)
 
 
@@ -99,40 +101,31 @@ def write_adapter_only(backend: RankBackend, source: Path, directory: Path) -> N
 
 def entries(model: Any) -> Iterator[Entry]:
     """Tied weights once, under their first name; adapters are merged into what they adapt."""
-    params = dict(model.named_parameters())
-    for name, param in params.items():
-        if not is_adapter(name):
-            numel = getattr(param, "ds_numel", param.numel())
-            found = factors(model, name)
+    for name, param in list(model.named_parameters()):
+        if is_adapter(name):
+            continue
+        found = factors(model, name)
 
-            def tensor(param: Tensor = param, found: Any = found) -> Tensor:
-                if found is not None:
-                    return merged(param, *found)
-                # A gathered weight is gone after its bucket.
-                return param.detach().clone() if hasattr(param, "ds_id") else param.detach()
+        def tensor(param: Tensor = param, found: Any = found) -> Tensor:
+            if found is not None:
+                return merged(param, *found)
+            # A gathered weight is gone after its bucket.
+            return param.detach().clone() if hasattr(param, "ds_id") else param.detach()
 
-            shape = tuple(getattr(param, "ds_shape", param.shape))
-            yield Entry(plain_name(name), numel * param.element_size(), param.dtype, shape, tensor)
+        shape = tuple(getattr(param, "ds_shape", param.shape))
+        needed = (param, *(found[:2] if found else ()))
+        yield Entry(plain_name(name), param.dtype, shape, tensor, needed)
     everywhere = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, buffer in model.state_dict().items():
         if name not in everywhere:
-            size = buffer.numel() * buffer.element_size()
-            yield Entry(name, size, buffer.dtype, tuple(buffer.shape), buffer.detach)
+            yield Entry(name, buffer.dtype, tuple(buffer.shape), buffer.detach)
 
 
-def gathered(whole: list[Entry], model: Any) -> Iterator[Source]:
-    """Entries with weights that are whole while they are looked at."""
-    params = {plain_name(name): (name, param) for name, param in model.named_parameters()}
-    for bucket in buckets(whole, BUCKET_BYTES):
-        needed: list[Any] = []
-        for entry in bucket:
-            if entry.name in params:
-                name, param = params[entry.name]
-                pair = factors(model, name)
-                needed += [param, *(pair[:2] if pair else ())]
-        with _whole(needed):
-            for entry in bucket:
-                yield entry.name, entry.num_bytes, entry.tensor
+def gathered(model: Any) -> Iterator[Entry]:
+    """Entries whose tensors can be had while they are looked at; collective at ZeRO stage 3."""
+    for bucket in buckets(entries(model), BUCKET_BYTES):
+        with _whole([param for entry in bucket for param in entry.params]):
+            yield from bucket
 
 
 def buckets(entries: Iterable[Entry], max_bytes: int) -> Iterator[list[Entry]]:
@@ -160,7 +153,7 @@ def _whole(params: list[Any]) -> AbstractContextManager[Any]:
 
 
 def write_weights(
-    entries: Iterable[Source],
+    entries: Iterable[Entry],
     directory: Path,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -183,12 +176,12 @@ def write_weights(
         parts.append((path, list(shard)))
         shard, size = {}, 0
 
-    for name, num_bytes, tensor in entries:
-        if shard and size + num_bytes > max_shard_bytes:
+    for entry in entries:
+        if shard and size + entry.num_bytes > max_shard_bytes:
             flush()
-        shard[name] = tensor().cpu().contiguous()
-        size += num_bytes
-        total += num_bytes
+        shard[entry.name] = entry.tensor().cpu().contiguous()
+        size += entry.num_bytes
+        total += entry.num_bytes
     flush()
     _name_shards(parts, directory, total)
     if durable:
@@ -291,19 +284,17 @@ def export(
         raise DataError(f"{checkpoint} is no checkpoint: it has no config.json")
     saved = Checkpoint(checkpoint / TRAINER) if (checkpoint / TRAINER).is_dir() else None
     copy_files(checkpoint, out, dtype)
+    weights = Weights(_base_of(checkpoint, saved))
     wanted = getattr(torch, dtype)
-    entries = _plain(checkpoint, saved) if saved is None or not saved.meta.lora else _merged(saved)
-    size = wanted.itemsize
 
-    def cast(tensor: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        def get() -> Tensor:
-            found = tensor()
-            return found.to(wanted) if found.is_floating_point() else found
+    def tensor(name: str) -> Tensor:
+        found = weights.tensor(name) if saved is None else trained(saved, weights, name)
+        return found.to(wanted) if found.is_floating_point() else found
 
-        return get
-
-    sized = ((name, numel * size, cast(tensor)) for name, numel, tensor in entries)
-    write_weights(sized, out, max_shard_bytes=max_shard_bytes, durable=True)
+    entries = (
+        Entry(name, wanted, weights.shape(name), partial(tensor, name)) for name in weights.names()
+    )
+    write_weights(entries, out, max_shard_bytes=max_shard_bytes, durable=True)
     if saved is not None and saved.meta.lora is not None:
         adapter = {name: whole(saved, name) for name in saved.shapes if is_adapter(name)}
         write_adapter(out / ADAPTER_FOLDER, saved.meta.lora, adapter, saved.meta.base_model)
@@ -315,36 +306,26 @@ def whole(saved: Checkpoint, name: str) -> Tensor:
     return saved.read(name, MASTER, 0, torch.Size(shape).numel()).view(shape)
 
 
-def _plain(checkpoint: Path, saved: Checkpoint | None) -> Iterator[Source]:
-    """(name, number of elements, tensor) of each weight; what was not trained is the model's."""
-    weights = Weights(checkpoint)
-    for name in weights.names():
-        numel = torch.Size(weights.shape(name)).numel()
-        if saved is not None and name in saved.shapes:
-            yield name, numel, partial(whole, saved, name)
-        else:
-            yield name, numel, partial(weights.tensor, name)
+def trained(saved: Checkpoint, weights: Weights, name: str) -> Tensor:
+    """A weight as the checkpoint has it: trained, merged with its adapter, or as it was before."""
+    if name in saved.shapes:
+        return whole(saved, name)
+    layer, lora = name.removesuffix(".weight"), saved.meta.lora
+    pair = [f"{layer}.lora_{part}.{ADAPTER}.weight" for part in ("A", "B")]
+    if lora is None or pair[0] not in saved.shapes:
+        return weights.tensor(name)
+    lora_a, lora_b = (whole(saved, factor) for factor in pair)
+    return merged(weights.tensor(name).float(), lora_a, lora_b, lora.alpha / lora.r)
 
 
-def _merged(saved: Checkpoint) -> Iterator[Source]:
+def _base_of(checkpoint: Path, saved: Checkpoint | None) -> Path:
+    """Where the weights are that training started from, or that it has written."""
+    if saved is None or saved.meta.lora is None:
+        return checkpoint
     base = Path(saved.meta.base_model)
     if not base.is_dir():
         raise DataError(
             f"{base}: the frozen model that the adapters belong to is not there any more; "
             "the merged model is in the checkpoint itself"
         )
-    weights, lora = Weights(base), saved.meta.lora
-    assert lora is not None
-    scale = lora.alpha / lora.r
-    for name in weights.names():
-        layer = name.removesuffix(".weight")
-        factors = [f"{layer}.lora_{part}.{ADAPTER}.weight" for part in ("A", "B")]
-
-        def tensor(name: str = name, factors: list[str] = factors) -> Tensor:
-            weight = weights.tensor(name)
-            if factors[0] not in saved.shapes:
-                return weight
-            lora_a, lora_b = (whole(saved, factor) for factor in factors)
-            return merged(weight.float(), lora_a, lora_b, scale)
-
-        yield name, torch.Size(weights.shape(name)).numel(), tensor
+    return base

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+
+from learners.credit import Floats
 
 if TYPE_CHECKING:
     from learners.algorithm import Algorithm, KLKind
-
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ from torch import Tensor
 
 from agentenv.errors import DataError
 from learners.algorithm import Aggregation, Algorithm, Band
-from learners.batch import ActionTokens, EncodedTree, Floats, LeafMap
+from learners.batch import ActionTokens, EncodedTree, LeafMap
+from learners.credit import Floats
 from learners.learner import Metrics
 from learners.losses import MAX_LOG_RATIO, LossBatch, sequence_terms
 

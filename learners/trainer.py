@@ -18,8 +18,9 @@ from torch import Tensor
 
 from learners.algorithm import Algorithm
 from learners.backend import RankBackend
-from learners.batch import ActionTokens, EncodedTree, Floats, MicroBatch, pack
+from learners.batch import ActionTokens, EncodedTree, MicroBatch, pack
 from learners.checkpoint import REFERENCE, Checkpoint, Held, changing, held
+from learners.credit import Floats
 from learners.learner import LearnerConfig, Metrics, Score
 from learners.minibatch import MiniBatch, behaviour_ratios, means, over_ranks, over_steps, prepare
 

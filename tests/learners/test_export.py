@@ -111,7 +111,10 @@ def test_a_real_tokenizer_loads_from_it(tmp_path: Path) -> None:
 
 def test_an_index_is_written_last_and_stale_shards_go(tmp_path: Path) -> None:
     weights = {f"w{i}": torch.full((10,), float(i)) for i in range(4)}
-    entries = [(name, 40, lambda w=weight: w) for name, weight in weights.items()]
+    entries = [
+        export.Entry(name, torch.float32, (10,), lambda w=weight: w)
+        for name, weight in weights.items()
+    ]
     export.write_weights(entries, tmp_path, max_shard_bytes=80)
     assert len(list(tmp_path.glob("model-*-of-00002.safetensors"))) == 2
     export.write_weights(entries, tmp_path)
