@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,12 +144,3 @@ def _read(path: Path) -> Settings:
     if not isinstance(value, dict):
         raise ConfigError(f"learner.deepspeed_config = {path}: expected a JSON object")
     return value
-
-
-def flat_keys(settings: Settings, where: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of each setting, for logs."""
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from flat_keys(value, f"{where}{name}.")
-        else:
-            yield f"{where}{name}", value
