@@ -249,10 +249,6 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
             penalty=self.penalty if self.overlong_tokens else None,
         )
 
-    def credits(self, trees: Sequence[TrajectoryTree]) -> list[TreeCredit | None]:
-        """Credit of all trees of an update."""
-        return self.over_update(trees, [self.credit(tree) for tree in trees])
-
     def over_update(
         self, trees: Sequence[TrajectoryTree], credits: Sequence[TreeCredit | None]
     ) -> list[TreeCredit | None]:

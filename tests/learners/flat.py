@@ -19,7 +19,7 @@ from learners.algorithm import Algorithm
 from learners.batch import ActionTokens, encode
 from learners.credit import group_advantages, leave_one_out
 from learners.minibatch import MiniBatch, prepare
-from tests.learners.trees import random_tree
+from tests.learners.trees import credits_of, random_tree
 from tests.support.released_losses import gspo_loss
 
 
@@ -43,7 +43,7 @@ def grown(seed: int, count: int = 3) -> list[TrajectoryTree]:
 
 def figures(algorithm: Algorithm, trees: list[TrajectoryTree], seed: int = 0) -> Figures:
     """Tree form before the loss: proximal near behaviour, current log-probs around both."""
-    credits = algorithm.credits(trees)
+    credits = credits_of(algorithm, trees)
     encoded = [encode(tree, credit, 0) for tree, credit in zip(trees, credits, strict=True)]
     tokens = ActionTokens.of(encoded)
     rng = np.random.default_rng(seed)

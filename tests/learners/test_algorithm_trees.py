@@ -15,6 +15,7 @@ from learners.baselines import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforceP
 from learners.batch import ActionTokens, LeafMap, encode
 from learners.minibatch import prepare
 from tests.learners.flat import figures, flat_form, grown, tree_form
+from tests.learners.trees import credits_of
 
 NARROW = Band(low=0.8, high=1.3)
 ALGORITHMS: dict[str, Algorithm] = {
@@ -79,7 +80,7 @@ def test_hard_sharing_gives_shared_tokens_the_mean() -> None:
     """ARPO's hard setting: mean advantage over the leaves below, counted as often."""
     trees = grown(6)
     soft, hard = ARPO(group_size=2), ARPO(group_size=2, sharing="hard")
-    credits = soft.credits(trees)
+    credits = credits_of(soft, trees)
     encoded = [encode(tree, credit, 0) for tree, credit in zip(trees, credits, strict=True)]
     leaves, tokens = LeafMap.of(encoded), ActionTokens.of(encoded)
     mean = leaves.to_tokens(leaves.advantages) / leaves.to_tokens(np.ones(leaves.num_leaves))
@@ -98,7 +99,7 @@ def test_the_leaf_map_rebuilds_the_encoded_credit() -> None:
     for sharing in ("soft", "hard"):
         algorithm = ARPO(group_size=2, sharing=sharing)
         trees = grown(8)
-        credits = algorithm.credits(trees)
+        credits = credits_of(algorithm, trees)
         encoded = [encode(tree, credit, 0) for tree, credit in zip(trees, credits, strict=True)]
         leaves, tokens = LeafMap.of(encoded), ActionTokens.of(encoded)
         built = leaves.credit(leaves.advantages, np.ones(leaves.num_leaves), sharing)
@@ -125,7 +126,7 @@ def test_equal_returns_give_exactly_no_advantage(name: str) -> None:
     trees = grown(5, count=1)
     for node in trees[0].nodes:
         node.reward = 0.7 if node.end else 0.0
-    credit = ALGORITHMS[name].credits(trees)[0]
+    credit = credits_of(ALGORITHMS[name], trees)[0]
     assert not credit.has_signal
 
 

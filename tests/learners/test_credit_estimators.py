@@ -15,7 +15,7 @@ from learners.batch import LeafMap, encode
 from learners.credit import leave_one_out, soft_length_penalty
 from learners.minibatch import coefficients, denominator
 from tests.learners.flat import grown
-from tests.learners.trees import truncate
+from tests.learners.trees import credits_of, truncate
 
 
 def test_leave_one_out_is_the_mean_of_the_others() -> None:
@@ -35,7 +35,7 @@ def test_batch_normalisation_is_over_the_tokens_of_all_trajectories() -> None:
     trees, algorithm = grown(3), ReinforcePP(group_size=2)
     flat = [
         (credit.advantages[path.leaf.index], path.num_action_tokens)
-        for tree, credit in zip(trees, algorithm.credits(trees), strict=True)
+        for tree, credit in zip(trees, credits_of(algorithm, trees), strict=True)
         for path in tree.trajectories()
     ]
     copies = np.repeat(*map(np.array, zip(*flat, strict=True)))
@@ -49,11 +49,11 @@ def test_batch_normalisation_leaves_groups_without_signal_at_zero() -> None:
         node.reward = 0.5 if node.end else 0.0
     for leaf in trees[1].leaves():
         leaf.end = "failed"
-    first, second, third = algorithm.credits(trees)
+    first, second, third = credits_of(algorithm, trees)
     assert not first.has_signal
     assert second is None
     assert third.has_signal
-    assert all(c is None or not c.has_signal for c in algorithm.credits(trees[:2]))
+    assert all(c is None or not c.has_signal for c in credits_of(algorithm, trees[:2]))
 
 
 @pytest.mark.parametrize(

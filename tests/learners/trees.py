@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -21,7 +22,7 @@ from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Limit, Task, VersionSpan
 from learners.algorithm import Algorithm
 from learners.batch import ActionTokens, EncodedTree, pack
-from learners.credit import CreditedTree, group_advantages
+from learners.credit import CreditedTree, TreeCredit, group_advantages
 from learners.losses import LossBatch, entropy_statistics
 from learners.policy import Policy, tensors
 
@@ -55,9 +56,14 @@ def tiny_model(
     return model.to(dtype).eval()
 
 
+def credits_of(algorithm: Algorithm, trees: Sequence[TrajectoryTree]) -> list[TreeCredit | None]:
+    """Credit of all trees of an update."""
+    return algorithm.over_update(trees, [algorithm.credit(tree) for tree in trees])
+
+
 def credited(trees: list[TrajectoryTree], algorithm: Algorithm) -> list[CreditedTree]:
     """What an update gets of these trees: those with a signal, with their credit."""
-    pairs = zip(trees, algorithm.credits(trees), strict=True)
+    pairs = zip(trees, credits_of(algorithm, trees), strict=True)
     return [(tree, credit) for tree, credit in pairs if credit is not None and credit.has_signal]
 
 
