@@ -33,7 +33,7 @@ from learners.batch import EncodedTree, encode
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.support.virtual_clock import run_virtual
 
-TARGET = Path(__file__).resolve().parents[2] / "launchers" / "benchmark" / "shapes.json"
+TARGET = Path(__file__).resolve().parents[2] / "launchers" / "bench_shapes.json"
 RESULT_TOKENS, PROMPT_TOKENS, MAX_CALLS = 500, 300, 2
 LATER = 12  # the update of the quick start that is recorded beside the first
 Shape = list[list[list[int]]]

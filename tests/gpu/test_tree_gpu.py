@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from launchers.benchmark.learner import count, load_shapes, make_step
+from launchers.bench import count, load_shapes, make_step
 from learners.attention import TreeLayout
 from learners.baselines import GRPO
 from learners.batch import encode, pack

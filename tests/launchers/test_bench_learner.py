@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from launchers import bench
-from launchers.benchmark import learner as bench_layouts
-from launchers.benchmark import learner as bench_learner
-from launchers.benchmark.learner import FLAT, count, make_model, make_step
+from launchers.bench import FLAT, count, make_model, make_step
 
 # A prompt of 5; two turns of 4, the first with a result of 6 and two turns of 3 and 2 below it.
 TREE = [[-1, 0, 5], [0, 4, 6], [1, 3, 0], [1, 2, 0], [0, 4, 0]]
@@ -21,7 +19,7 @@ TREE = [[-1, 0, 5], [0, 4, 6], [1, 3, 0], [1, 2, 0], [0, 4, 0]]
 def test_all_layouts_have_the_same_loss_and_gradient(
     max_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_layouts, "MAX_TOKENS", max_tokens)
+    monkeypatch.setattr(bench, "MAX_TOKENS", max_tokens)
     model = make_model()
     found = {}
     for layout in ("tree", "dense", *FLAT):
@@ -52,7 +50,7 @@ def test_counts_by_hand() -> None:
 
 
 def test_shapes_are_those_of_rollouts() -> None:
-    shapes = bench_learner.load_shapes()
+    shapes = bench.load_shapes()
     assert {"prefix2048x16", "arpo_defaults"} < set(shapes)
     assert len(shapes) >= 4
     for shape in shapes.values():
@@ -68,9 +66,9 @@ def test_shapes_are_those_of_rollouts() -> None:
 def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = tmp_path / "shapes.json"
     shapes.write_bytes(msgspec.json.encode({"small": {"source": "by hand", "trees": [TREE]}}))
-    monkeypatch.setattr(bench_learner, "SHAPES", shapes)
+    monkeypatch.setattr(bench, "SHAPES", shapes)
     # Peak memory of a process of its own is what the command itself is for.
-    monkeypatch.setattr(bench_learner, "in_own_process", bench_layouts.peak_mb)
+    monkeypatch.setattr(bench, "in_own_process", bench.peak_mb)
     target = tmp_path / "figures.json"
     command = ["learner", "--json", str(target), "--shapes", "small", "--repeats", "1", "--dense"]
     assert bench.main(command) == 0

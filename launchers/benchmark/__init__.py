@@ -1,1 +1,0 @@
-"""What `launchers/bench.py` measures."""
