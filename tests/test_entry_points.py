@@ -139,8 +139,7 @@ def test_keys_of_outside_parts_are_among_the_keys(installed: Path, tmp_path: Pat
 
 
 def test_wrong_outside_parts_are_refused(installed: Path, tmp_path: Path) -> None:
-    config = [str(ROOT / "launchers" / "train.py"), str(EXAMPLE / "office.toml"), "--dry-run"]
-    for override, message in (
+    refused = (
         ("algorithm.name=acme_envs.parts:Mean", "algorithm.name: algorithm"),
         (
             "algorithm.name=acme_envs.parts:Shelf",
@@ -149,10 +148,19 @@ def test_wrong_outside_parts_are_refused(installed: Path, tmp_path: Path) -> Non
         ("algorithm.name=acme-mean", "did you mean 'acme-median'?"),
         ("algorithm.scale=-1", "algorithm.scale: Expected `float` > 0"),
         ("engine.notes=x", "engine.notes: unknown key for engine.name = 'counted'"),
-    ):
-        done = command(installed, tmp_path, *config, override)
-        assert done.returncode == 2
-        assert message in done.stderr, done.stderr
+    )
+    code = f"""
+import sys
+from launchers import train
+for override in {[override for override, _ in refused]}:
+    code = train.main([{str(EXAMPLE / "office.toml")!r}, "--dry-run", override])
+    print("ended with", code, file=sys.stderr)
+"""
+    told = command(installed, tmp_path, "-c", code).stderr.split("ended with ")
+    for (_, message), before, after in zip(refused, told, told[1:], strict=False):
+        assert message in before, told
+        assert after.startswith("2\n")
+    assert len(told) == len(refused) + 1
 
 
 def test_an_outside_benchmark(installed: Path) -> None:

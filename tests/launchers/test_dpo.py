@@ -22,7 +22,7 @@ from launchers.supervised.data import pairs_of, read_pair_row
 from tests.launchers.supervised import make_supervised, run_small
 from tests.support.runs import rows_of
 
-pytestmark = pytest.mark.timeout(400)  # each run starts a learner: long on a busy machine
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here")]
 TABLES = """\
 [data]
 train = "pairs"

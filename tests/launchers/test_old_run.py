@@ -47,6 +47,7 @@ def updates(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("here")
 def test_its_checkpoint_is_trained_on(workspace: Path) -> None:
     run = workspace / "runs" / "resumed"
     shutil.copytree(workspace / "runs" / "old", run)

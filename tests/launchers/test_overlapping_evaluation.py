@@ -41,7 +41,7 @@ def evaluated(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def finished(warehouse: Path) -> Path:
+def finished(warehouse: Path, here: None) -> Path:
     folder = warehouse.parent
     arguments = overrides(folder, "overlapping", 1.0)
     assert train.main([str(warehouse), *arguments, "train.num_steps=5"]) == 0
@@ -74,6 +74,8 @@ def test_the_best_checkpoint_is_that_of_the_evaluated_step(finished: Path) -> No
     assert not (finished / "evaluating").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("here")
 def test_an_evaluation_that_was_cut_off_is_repeated_with_its_own_weights(warehouse: Path) -> None:
     folder = warehouse.parent
     run = folder / "runs" / "cut-off"

@@ -34,14 +34,8 @@ def commands() -> list[list[str]]:
 
 
 def test_there_is_a_command_for_each_stage() -> None:
-    used = [Path(line[1]).stem for line in commands()]
-    assert {name: used.count(name) for name in MAIN} == {
-        "sft": 3,
-        "train": 11,
-        "dpo": 1,
-        "serve": 1,
-        "evaluate": 10,
-    }
+    used = {Path(line[1]).stem for line in commands()}
+    assert used == set(MAIN)
 
 
 @pytest.mark.parametrize("line", commands(), ids=lambda line: " ".join(line[2:])[:60])

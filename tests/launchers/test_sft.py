@@ -19,7 +19,7 @@ from launchers.supervised.run import Rows, smoothed
 from tests.launchers.supervised import make_supervised, run_small
 from tests.support.runs import rows_of
 
-pytestmark = pytest.mark.timeout(400)  # each run starts a learner: long on a busy machine
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here")]
 PNG = b"\x89PNG"
 
 

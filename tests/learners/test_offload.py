@@ -29,6 +29,7 @@ from tests.learners.trees import credited
 TREES = uneven_trees(4)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "keys",
@@ -47,10 +48,12 @@ async def test_sleeping_between_updates_changes_nothing(
     model = save_tiny_model(tmp_path / "model")
     config = two_ranks(**keys, start_timeout_s=600, command_timeout_s=600)
     found = []
-    for sleeps in (False, True):
-        log = tmp_path / f"{sleeps}.log"
-        learner = await DeepSpeedLearner.start(config, ALGORITHM, model, log)
-        try:
+    learner = await DeepSpeedLearner.start(config, ALGORITHM, model, tmp_path / "learner.log")
+    try:
+        await learner.update(credited(TREES, learner.algorithm))
+        await learner.save(tmp_path / "start")
+        for sleeps in (False, True):
+            await learner.load(tmp_path / "start")
             for _ in range(2):
                 await learner.update(credited(TREES, learner.algorithm))
                 if sleeps:
@@ -60,10 +63,9 @@ async def test_sleeping_between_updates_changes_nothing(
                         await learner.update(credited(TREES, learner.algorithm))
                     await learner.wake()
                     await learner.wake()
-            await learner.publish(tmp_path / f"{sleeps}")
-        finally:
-            await learner.close()
-        found.append(weights_in(tmp_path / f"{sleeps}"))
+            found.append(weights_in(await learner.publish(tmp_path / f"{sleeps}")))
+    finally:
+        await learner.close()
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 

@@ -39,11 +39,12 @@ def go_on(trainer: Trainer, directory: Path) -> None:
     trainer.moved = saved.meta.moved
 
 
-@pytest.mark.parametrize("case", ["zero-1", "zero-2", "zero-3", "zero-3 with every weight cut"])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["zero-2", "zero-3"])
 async def test_two_ranks_equal_one(case: str, model_dir: Path, tmp_path: Path) -> None:
     keys: dict[str, object] = {"zero_stage": int(case[5])}
-    if "cut" in case:  # else weights as small as these stay whole on every rank
-        settings = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    if case == "zero-3":  # matrices are cut and norms stay whole on every rank, as in a large model
+        settings = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100}}
         (tmp_path / "ds.json").write_text(json.dumps(settings))
         keys["deepspeed_config"] = str(tmp_path / "ds.json")
     config = two_ranks(**keys)

@@ -12,6 +12,7 @@ from typing import Any
 from envs.quickstart import demonstration, make_world
 from launchers import sft
 from launchers.quickstart import build_model
+from tests.support.rank_here import rank_here
 
 SYSTEM = "What is of user"  # words of the small tokenizer; published rows bring a system prompt too
 KINDS = ("calc", "hop")
@@ -68,7 +69,8 @@ def make_workspace(folder: Path) -> Path:
     (folder / "dataset_info.json").write_text(json.dumps(registry), encoding="utf-8")
     config = folder / "cold.toml"
     config.write_text(COLD_START.format(folder=folder), encoding="utf-8")
-    assert sft.main([str(config)]) == 0
+    with rank_here():
+        assert sft.main([str(config)]) == 0
     return folder / "runs" / "cold-start"
 
 
