@@ -23,7 +23,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.errors import LearnerError
-from learners import messages as wire
+from learners import ranks as wire
 from learners.learner import LearnerConfig
 from learners.ranks import RankGroup
 from learners.worker import Rank, failure
