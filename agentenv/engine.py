@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
 
@@ -172,10 +172,6 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def local_model(self) -> LocalModel | None:
         """The model in the controller's process; None: there is none."""
         return None
-
-    def on_gpus(self, gpus: Sequence[int]) -> Self:
-        """The same engine with its servers on these GPUs."""
-        raise NotImplementedError
 
     def check_colocated(self, key: str) -> None:
         """Raises ConfigError if engine and learner cannot have the same GPUs in turn; `key` is

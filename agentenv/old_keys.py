@@ -27,7 +27,22 @@ _ALWAYS = "the key is gone, the value is always"
 
 # By the name of the struct that had the key, in the order of the structs' names.
 DROPPED: dict[str, dict[str, Dropped]] = {
+    "Algorithm": {
+        "min_group_fraction": Dropped(
+            0.75, f"{_ALWAYS} 0.75; algorithm.truncated says which leaves count"
+        ),
+    },
     "ARPO": {"rise_scale": Dropped(0.02, _ZSCORE)},
+    "EvalConfig": {
+        "report": Dropped("", "the summary reports the first set; write that one first"),
+    },
+    "LearnerConfig": {
+        "temperature": Dropped(
+            1.0,
+            "training samples from the policy itself, at temperature 1, and any other value made "
+            "the learner's log-probs those of another distribution; remove the key",
+        ),
+    },
     "PoolConfig": {
         "check_weights": Dropped(
             True,
@@ -39,10 +54,18 @@ DROPPED: dict[str, dict[str, Dropped]] = {
         "max_backoff_s": Dropped(30.0, f"{_ALWAYS} 30; engine.pool.max_retries bounds retries"),
         "poll_interval_s": Dropped(1.0, f"{_ALWAYS} 1; engine.pool.poll_timeout_s is the deadline"),
     },
+    "ResourcesConfig": {
+        "engine_gpus": Dropped([], "two keys for the same GPUs; use engine.servers.gpus"),
+    },
     "SFTConfig": {
         "kind_boost": Dropped(2.0, f"{_ALWAYS} 2; sft.stages choose rows"),
     },
     "SandboxLimits": {"max_open_files": Dropped(64, f"{_ALWAYS} 64")},
+    "SelfCriticConfig": {
+        "pairs_per_question": Dropped(
+            4, f"{_ALWAYS} 4; self_critic.num_questions and num_samples make more pairs"
+        ),
+    },
     "SummarizerConfig": {
         "key_variable": Dropped("", "it is api_key_env now, as of the judge"),
         "traffic": Dropped(

@@ -111,15 +111,14 @@ async def demonstrations(assembly: Assembly[TrainConfig]) -> None:
 
 
 async def evaluation_sets(assembly: Assembly[TrainConfig]) -> None:
-    """The sets and the figure that keys name are there."""
+    """The set and the figure that the best checkpoint is chosen by are there."""
     config = assembly.config
     known, metric = sorted(config.eval.sets), config.checkpoint.best_metric
-    for key, name in (
-        ("eval.report", config.eval.report),
-        ("checkpoint.best_metric", metric.partition("/")[0]),
-    ):
-        if name and name not in known:
-            raise ConfigError(f"{key}: there is no evaluation set {name!r}; known: {known}")
+    name = metric.partition("/")[0]
+    if name and name not in known:
+        raise ConfigError(
+            f"checkpoint.best_metric: there is no evaluation set {name!r}; known: {known}"
+        )
     if metric and metric.partition("/")[2] not in ("success", "reward"):
         raise ConfigError(
             f"checkpoint.best_metric: expected SET/success or SET/reward, got {metric!r}"

@@ -1,8 +1,12 @@
-"""The keys of a training run: the tables that belong to `launchers/train.py` itself."""
+"""The keys of a training run: the tables that belong to `launchers/train.py` itself.
+
+They stand in the order of the README's picture: data, environment, actors, engine, algorithm,
+queue, learner; then the phases of a run, and what is kept of it.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr
@@ -26,7 +30,6 @@ from envs.code_interpreter import PythonConfig
 from envs.grading.reward import GraderConfig
 from envs.search.service import SearchConfig
 from launchers.monitors import RolloutMonitorConfig
-from launchers.serving.gpus import GpuPlan
 from learners.aepo import AEPO
 from learners.algorithm import Algorithm
 from learners.arpo import ARPO
@@ -54,266 +57,8 @@ else:
     AnyAlgorithm = ALGORITHMS.key
     AnyEngine = ENGINES.key
 
-# The keys that choose environments: by row if need be, and their interpreter, search, grader.
 
-# tables of a run and of a variant, passed to environments that take such a keyword
-PythonTable = Annotated[PythonConfig | None, Meta(description="the Python interpreter")]
-SearchTable = Annotated[SearchConfig | None, Meta(description="search and pages")]
-GraderTable = Annotated[GraderConfig | None, Meta(description="how answers are graded")]
-TABLES = ("python", "search", "grader")
-
-_Id = Annotated[str, Meta(description="registered environment id", extra=ESSENTIAL)]
-_Kwargs = Annotated[
-    dict[str, Any], Meta(description="keyword arguments of the environment's class")
-]
-_Tools = Annotated[
-    list[ToolConfig],
-    Meta(description="all tools of an episode, [[env.tools]]; empty: those of the environment"),
-]
-
-
-class EnvVariant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An environment under a name that rows can choose. Its tables take the place of the run's."""
-
-    id: _Id
-    kwargs: _Kwargs = field(default_factory=dict)
-    tools: _Tools = field(default_factory=list)
-    python: PythonTable = None
-    search: SearchTable = None
-    grader: GraderTable = None
-
-
-class EnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The environment of rows that name none themselves. `kwargs` and `tools` are only its own;
-    a row that names another id meets that environment as it is registered."""
-
-    id: _Id
-    module: Annotated[
-        str,
-        Meta(
-            description="module to import first, which registers environments of your own",
-            extra=ESSENTIAL,
-        ),
-    ] = "envs"
-    kwargs: _Kwargs = field(default_factory=dict)
-    tools: _Tools = field(default_factory=list)
-    variants: Annotated[
-        dict[str, EnvVariant],
-        Meta(description="[env.variants.NAME]: a NAME for rows' env_id, data.env_by, data.mix"),
-    ] = field(default_factory=dict)
-
-
-class EvalSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One named evaluation set."""
-
-    path: Annotated[
-        str | list[str],
-        Meta(
-            description="file, folder or pattern of questions, or a list of them",
-            extra=ESSENTIAL | ROWS,
-        ),
-    ]
-    every: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="steps between evaluations; 0: only around the phases",
-            extra=ESSENTIAL,
-        ),
-    ] = 0
-    phases: Annotated[
-        bool, Meta(description="evaluate before the cold start, after it, and at the end")
-    ] = True
-    max_tasks: Annotated[int, Meta(ge=0, description="first n questions; 0: all")] = 0
-    num_samples: Annotated[
-        int, Meta(ge=1, description="trajectories a question", extra=ESSENTIAL)
-    ] = 1
-
-
-class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Evaluation during the run."""
-
-    sets: Annotated[
-        dict[str, EvalSet], Meta(description="evaluation sets by name, [eval.sets.NAME]")
-    ] = field(default_factory=dict)
-    report: Annotated[
-        str, Meta(description="the set that the summary reports; empty: the first")
-    ] = ""
-    concurrency: Annotated[int, Meta(ge=1, description="questions in flight")] = 256
-    engine: Annotated[
-        AnyEngine | None,
-        Meta(
-            description="an engine of its own, on which evaluations of single steps overlap the "
-            "training; none: the policy's engine, and updates wait for them"
-        ),
-    ] = None
-
-
-# What configures the cold start of a training run, the table [sft].
-
-
-class SFTStage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One stage of the cold start."""
-
-    rows: Annotated[
-        str, Meta(description="use the rows whose key 'stage' has this value; empty: all")
-    ] = ""
-    num_steps: Annotated[int, Meta(ge=1, description="optimizer steps, at most")]
-    until_gate: Annotated[
-        bool, Meta(description="end the stage as soon as every kind of question passes the gate")
-    ] = False
-    batch_size: Annotated[int, Meta(ge=1, description="demonstrations a step")] = 8
-    lr_scale: Annotated[
-        tuple[float, float], Meta(description="factor on both rates, from first to last step")
-    ] = (1.0, 1.0)
-
-
-class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The cold start: imitate demonstrations, stage by stage."""
-
-    data: Annotated[str, Meta(description="JSONL file of demonstrations", extra=ESSENTIAL | ROWS)]
-    gate: Annotated[
-        str,
-        Meta(description="JSONL file of clean demonstrations that measure the skill", extra=ROWS),
-    ]
-    stages: Annotated[list[SFTStage], Meta(description="stages in order, [[sft.stages]]")]
-    gate_every: Annotated[int, Meta(ge=1, description="steps between two measurements")] = 25
-    gate_threshold: Annotated[
-        float,
-        Meta(ge=0, le=1, description="teacher-forced exact match that every kind must reach"),
-    ] = 0.9
-    warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up")] = 20
-    optimizer: Annotated[OptimizerConfig, Meta(description="optimizer of the cold start")] = (
-        OptimizerConfig()
-    )
-
-
-# The keys of the self-critic loop, a table of a training run: [self_critic].
-
-
-class SelfCriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every so many updates the policy answers training questions several times; answers that the
-    reward finds right are preferred to the others (launchers/rl/self_critic.py)."""
-
-    every: Annotated[int, Meta(ge=1, description="updates between two rounds")] = 20
-    num_questions: Annotated[
-        int, Meta(ge=1, description="training questions of a round, drawn at random")
-    ] = 32
-    num_samples: Annotated[int, Meta(ge=2, description="answers a question")] = 8
-    threshold: Annotated[
-        float, Meta(description="answers with at least this reward are chosen, others rejected")
-    ] = 1.0
-    pairs_per_question: Annotated[
-        int, Meta(ge=1, description="random pairs of a chosen and a rejected answer, at most")
-    ] = 4
-    beta: Annotated[
-        float, Meta(gt=0, description="weight of staying near the policy before the round")
-    ] = 0.1
-    batch_size: Annotated[int, Meta(ge=1, description="pairs an optimizer step")] = 16
-    num_epochs: Annotated[int, Meta(ge=1, description="passes over the pairs of a round")] = 1
-    optimizer: Annotated[
-        OptimizerConfig,
-        Meta(description="optimizer of a round, new for each; that of the updates keeps its state"),
-    ] = OptimizerConfig(optimizer="adamw", learning_rate=5e-6, weight_decay=0.0)
-
-
-# Which GPUs the policy's servers get and which the learner.
-
-E = TypeVar("E", bound=EngineConfig)
-
-ENGINE, LEARNER = "resources.engine_gpus", "resources.learner_gpus"
-COLOCATED = "resources.colocated"
-
-
-class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The split of a machine's GPUs; numbers count the visible ones from 0."""
-
-    engine_gpus: Annotated[
-        list[int],
-        Meta(
-            description="of the servers in [engine.servers], in place of its key gpus; empty: "
-            "those that nobody else has"
-        ),
-    ] = field(default_factory=list)
-    colocated: Annotated[
-        bool,
-        Meta(
-            description="engine and learner have the same GPUs in turn: all serve, sleep, all "
-            "train, wake with the new weights; rollouts wait with their tokens meanwhile",
-            extra=ESSENTIAL,
-        ),
-    ] = False
-    learner_gpus: Annotated[
-        list[int],
-        Meta(
-            description="one a rank of the learner; empty: the first ones, when servers are "
-            "started for the run beside it"
-        ),
-    ] = field(default_factory=list)
-
-
-def divide(
-    resources: ResourcesConfig, engine: E, learner: LearnerConfig, plan: GpuPlan
-) -> tuple[E, list[str]]:
-    """The engine's configuration with its GPUs, and the learner's as values of
-    CUDA_VISIBLE_DEVICES, empty for all. Without GPUs nothing is divided.
-
-    Raises ConfigError for keys that nobody reads, and for GPUs that are missing or claimed twice;
-    servers and learner may claim the same ones where they are colocated.
-    """
-    if resources.colocated:
-        engine.check_colocated(COLOCATED)
-    starts = engine.starts_servers
-    local = learner.launch == "local"
-    for key, asked, read, why in (
-        (ENGINE, resources.engine_gpus, starts, "this run starts no servers for the policy"),
-        (LEARNER, resources.learner_gpus, local, "the ranks are started elsewhere"),
-    ):
-        if asked and not read:
-            raise ConfigError(f"{key}: {why}; remove it")
-        if asked and not plan.visible:
-            raise ConfigError(f"{key}: {asked} are named, but no GPU is visible")
-        both = set(asked) & set(resources.learner_gpus if key == ENGINE else ())
-        if both and not resources.colocated:
-            raise ConfigError(
-                f"{key}: {sorted(both)} are the learner's ({LEARNER}); with {COLOCATED} = true "
-                "they have them in turn"
-            )
-    if resources.engine_gpus:
-        if _named_gpus(engine):
-            raise ConfigError(f"give only one of {ENGINE} and engine.servers.gpus")
-        engine = engine.on_gpus(resources.engine_gpus)
-    gpus: list[str] = []
-    if resources.learner_gpus or (plan.visible and starts and local):
-        asked = resources.learner_gpus or _first(engine, learner, plan, resources.colocated)
-        gpus = plan.assign(LEARNER, asked, learner.num_ranks)
-        if resources.colocated:
-            plan.lend(LEARNER)
-    return engine, gpus
-
-
-def _named_gpus(engine: EngineConfig) -> list[int]:
-    return [] if engine.launched is None else engine.launched.gpus
-
-
-def _first(
-    engine: EngineConfig, learner: LearnerConfig, plan: GpuPlan, colocated: bool
-) -> list[int]:
-    """The first GPUs that the servers do not name; colocated: those that they name first."""
-    named = _named_gpus(engine)
-    left = [number for number in range(len(plan.visible)) if number not in named]
-    if colocated:
-        return [*named, *left][: learner.num_ranks]
-    if len(left) < learner.num_ranks:
-        raise ConfigError(
-            f"{LEARNER}: {learner.num_ranks} are needed, {len(left)} of {len(plan.visible)} are "
-            "left beside the servers of the engine"
-        )
-    return left[: learner.num_ranks]
-
-
-# The configuration of a run, composed of the parts' own structs. `{run}` in a path stands for
-# the run's directory.
+# What a run starts with. `{run}` in a path stands for the run's directory.
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -368,6 +113,58 @@ class DataConfig(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError("data: give exactly one of data.train and [[data.mix]]")
         if self.mix and self.max_samples:
             raise ConfigError("data.max_samples: belongs to data.train; give it to the mix's parts")
+
+
+# Environments, by row if need be, and their interpreter, search and grader.
+
+# tables of a run and of a variant, passed to environments that take such a keyword
+PythonTable = Annotated[PythonConfig | None, Meta(description="the Python interpreter")]
+SearchTable = Annotated[SearchConfig | None, Meta(description="search and pages")]
+GraderTable = Annotated[GraderConfig | None, Meta(description="how answers are graded")]
+TABLES = ("python", "search", "grader")
+
+_Id = Annotated[str, Meta(description="registered environment id", extra=ESSENTIAL)]
+_Kwargs = Annotated[
+    dict[str, Any], Meta(description="keyword arguments of the environment's class")
+]
+_Tools = Annotated[
+    list[ToolConfig],
+    Meta(description="all tools of an episode, [[env.tools]]; empty: those of the environment"),
+]
+
+
+class EnvVariant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An environment under a name that rows can choose. Its tables take the place of the run's."""
+
+    id: _Id
+    kwargs: _Kwargs = field(default_factory=dict)
+    tools: _Tools = field(default_factory=list)
+    python: PythonTable = None
+    search: SearchTable = None
+    grader: GraderTable = None
+
+
+class EnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The environment of rows that name none themselves. `kwargs` and `tools` are only its own;
+    a row that names another id meets that environment as it is registered."""
+
+    id: _Id
+    module: Annotated[
+        str,
+        Meta(
+            description="module to import first, which registers environments of your own",
+            extra=ESSENTIAL,
+        ),
+    ] = "envs"
+    kwargs: _Kwargs = field(default_factory=dict)
+    tools: _Tools = field(default_factory=list)
+    variants: Annotated[
+        dict[str, EnvVariant],
+        Meta(description="[env.variants.NAME]: a NAME for rows' env_id, data.env_by, data.mix"),
+    ] = field(default_factory=dict)
+
+
+# How the policy is sampled, and what lies between actors and learner.
 
 
 class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -455,6 +252,66 @@ class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = False
 
 
+class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The split of a machine's GPUs; numbers count the visible ones from 0. Those of the engine's
+    servers are engine.servers.gpus."""
+
+    colocated: Annotated[
+        bool,
+        Meta(
+            description="engine and learner have the same GPUs in turn: all serve, sleep, all "
+            "train, wake with the new weights; rollouts wait with their tokens meanwhile",
+            extra=ESSENTIAL,
+        ),
+    ] = False
+    learner_gpus: Annotated[
+        list[int],
+        Meta(
+            description="one a rank of the learner; empty: the first ones, when servers are "
+            "started for the run beside it"
+        ),
+    ] = field(default_factory=list)
+
+
+# The phases of a run: cold start, updates, the self-critic between them, evaluations.
+
+
+class SFTStage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One stage of the cold start."""
+
+    rows: Annotated[
+        str, Meta(description="use the rows whose key 'stage' has this value; empty: all")
+    ] = ""
+    num_steps: Annotated[int, Meta(ge=1, description="optimizer steps, at most")]
+    until_gate: Annotated[
+        bool, Meta(description="end the stage as soon as every kind of question passes the gate")
+    ] = False
+    batch_size: Annotated[int, Meta(ge=1, description="demonstrations a step")] = 8
+    lr_scale: Annotated[
+        tuple[float, float], Meta(description="factor on both rates, from first to last step")
+    ] = (1.0, 1.0)
+
+
+class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The cold start: imitate demonstrations, stage by stage."""
+
+    data: Annotated[str, Meta(description="JSONL file of demonstrations", extra=ESSENTIAL | ROWS)]
+    gate: Annotated[
+        str,
+        Meta(description="JSONL file of clean demonstrations that measure the skill", extra=ROWS),
+    ]
+    stages: Annotated[list[SFTStage], Meta(description="stages in order, [[sft.stages]]")]
+    gate_every: Annotated[int, Meta(ge=1, description="steps between two measurements")] = 25
+    gate_threshold: Annotated[
+        float,
+        Meta(ge=0, le=1, description="teacher-forced exact match that every kind must reach"),
+    ] = 0.9
+    warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up")] = 20
+    optimizer: Annotated[OptimizerConfig, Meta(description="optimizer of the cold start")] = (
+        OptimizerConfig()
+    )
+
+
 class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long to train: `num_steps` or `num_epochs`, one of them."""
 
@@ -489,6 +346,78 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return num_steps
 
 
+class SelfCriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every so many updates the policy answers training questions several times; answers that the
+    reward finds right are preferred to the others (launchers/rl/self_critic.py)."""
+
+    every: Annotated[int, Meta(ge=1, description="updates between two rounds")] = 20
+    num_questions: Annotated[
+        int, Meta(ge=1, description="training questions of a round, drawn at random")
+    ] = 32
+    num_samples: Annotated[int, Meta(ge=2, description="answers a question")] = 8
+    threshold: Annotated[
+        float, Meta(description="answers with at least this reward are chosen, others rejected")
+    ] = 1.0
+    beta: Annotated[
+        float, Meta(gt=0, description="weight of staying near the policy before the round")
+    ] = 0.1
+    batch_size: Annotated[int, Meta(ge=1, description="pairs an optimizer step")] = 16
+    num_epochs: Annotated[int, Meta(ge=1, description="passes over the pairs of a round")] = 1
+    optimizer: Annotated[
+        OptimizerConfig,
+        Meta(description="optimizer of a round, new for each; that of the updates keeps its state"),
+    ] = OptimizerConfig(optimizer="adamw", learning_rate=5e-6, weight_decay=0.0)
+
+
+class EvalSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One named evaluation set."""
+
+    path: Annotated[
+        str | list[str],
+        Meta(
+            description="file, folder or pattern of questions, or a list of them",
+            extra=ESSENTIAL | ROWS,
+        ),
+    ]
+    every: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="steps between evaluations; 0: only around the phases",
+            extra=ESSENTIAL,
+        ),
+    ] = 0
+    phases: Annotated[
+        bool, Meta(description="evaluate before the cold start, after it, and at the end")
+    ] = True
+    max_tasks: Annotated[int, Meta(ge=0, description="first n questions; 0: all")] = 0
+    num_samples: Annotated[
+        int, Meta(ge=1, description="trajectories a question", extra=ESSENTIAL)
+    ] = 1
+
+
+class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Evaluation during the run."""
+
+    sets: Annotated[
+        dict[str, EvalSet],
+        Meta(
+            description="evaluation sets by name, [eval.sets.NAME]; the summary reports the first"
+        ),
+    ] = field(default_factory=dict)
+    concurrency: Annotated[int, Meta(ge=1, description="questions in flight")] = 256
+    engine: Annotated[
+        AnyEngine | None,
+        Meta(
+            description="an engine of its own, on which evaluations of single steps overlap the "
+            "training; none: the policy's engine, and updates wait for them"
+        ),
+    ] = None
+
+
+# What is kept of a run.
+
+
 class CheckpointConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Checkpoints, in Hugging Face format with the learner's state beside."""
 
@@ -521,29 +450,29 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     run: RunConfig = RunConfig()
     model: ModelConfig
+    data: DataConfig
     env: EnvConfig
     python: PythonTable = None
     search: SearchTable = None
     grader: GraderTable = None
-    data: DataConfig
     prompt: PromptConfig = PromptConfig()
     renderer: Annotated[TagsConfig | NativeConfig, Meta(extra=ESSENTIAL)] = TagsConfig()
     limits: Limits = Limits()
     sampling: SamplingConfig = SamplingConfig()
-    algorithm: Annotated[AnyAlgorithm, Meta(extra=ESSENTIAL)]
-    queue: QueueConfig = QueueConfig()
-    learner: LearnerConfig = LearnerConfig()
-    resources: ResourcesConfig = ResourcesConfig()
     engine: Annotated[AnyEngine, Meta(extra=ESSENTIAL)] = EmbeddedConfig()
     roles: Annotated[
         dict[str, RoleConfig],
         Meta(description="models beside the policy by name, [roles.judge]"),
     ] = field(default_factory=dict)
+    algorithm: Annotated[AnyAlgorithm, Meta(extra=ESSENTIAL)]
+    queue: QueueConfig = QueueConfig()
+    learner: LearnerConfig = LearnerConfig()
+    resources: ResourcesConfig = ResourcesConfig()
     sft: SFTConfig | None = None
+    train: TrainingConfig
     self_critic: Annotated[
         SelfCriticConfig | None, Meta(description="DPO on own answers between updates")
     ] = None
-    train: TrainingConfig
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

@@ -122,10 +122,6 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     ] = 1024
     clip_low: ClipLow = 0.2
     clip_high: ClipHigh = 0.28
-    min_group_fraction: Annotated[
-        float,
-        Meta(ge=0, le=1, description="drop a group with fewer leaves than this part of group_size"),
-    ] = 0.75
     truncated: TruncatedKey = field(default_factory=TRUNCATED.copy)
     overlong_tokens: Annotated[
         int,
@@ -242,7 +238,6 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         return tree_credit(
             tree,
             group_size=self.group_size,
-            min_group_fraction=self.min_group_fraction,
             sharing=self.credit_sharing,
             truncated={**self.default_truncated, **self.truncated},
             estimator=self.advantages,

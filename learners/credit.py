@@ -26,6 +26,7 @@ CreditedTree = tuple[TrajectoryTree, "TreeCredit"]  # a group that has something
 Estimator = Callable[[Floats], Floats]  # returns of a group -> advantages
 
 EPSILON = 1e-6
+MIN_GROUP_FRACTION = 0.75  # of the leaves of a whole group; a mean of fewer says too little
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,6 @@ def tree_credit(
     tree: TrajectoryTree,
     *,
     group_size: int,
-    min_group_fraction: float = 0.75,
     sharing: Sharing = "soft",
     truncated: Mapping[Limit, Truncated] | None = None,
     estimator: Estimator = group_advantages,
@@ -96,14 +96,14 @@ def tree_credit(
 
     Failed leaves are in no group. A truncated leaf counts with its return ("score"), with return
     0 ("zero") or not at all ("mask"), by its limit; limits not in the mapping are scored. What is
-    left must be at least min_group_fraction of group_size. `penalty` is added to each return.
+    left must be at least MIN_GROUP_FRACTION of group_size. `penalty` is added to each return.
     `estimator` makes advantages of returns. Soft sharing gives a token each leaf's own
     advantage, hard sharing the mean over the leaves below it, counted as often (ARPO, Dong 2025,
     section 3.2).
     """
     modes = truncated or {}
     leaves = [leaf for leaf in tree.leaves() if _is_counted(leaf, modes)]
-    if not leaves or len(leaves) < min_group_fraction * group_size:
+    if not leaves or len(leaves) < MIN_GROUP_FRACTION * group_size:
         return None
     trajectories = [Trajectory(tree.path(leaf)) for leaf in leaves]
     returns = np.array(

@@ -171,9 +171,6 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
     lora: Annotated[
         LoRAConfig | None, Meta(description="train low-rank adapters; empty: all weights")
     ] = None
-    temperature: Annotated[
-        float, Meta(gt=0, description="log-probs are of logits / temperature, as in the rollout")
-    ] = 1.0
     proximal: Annotated[
         Literal["stale", "always"],
         Meta(
@@ -263,7 +260,7 @@ EXTERNAL_NEEDS_ADDRESS = (
 class Score(Struct, frozen=True):
     """Teacher-forced figures of one sequence, an entry per predicted token.
 
-    logprobs and entropies in nats (after temperature); matches: the token is the likeliest one.
+    logprobs and entropies in nats; matches: the token is the likeliest one.
     """
 
     logprobs: list[float]

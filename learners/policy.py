@@ -41,18 +41,17 @@ class LogprobHead(nn.Linear):
         return head.train(linear.training)
 
     def forward(  # type: ignore[override]
-        self, hidden: Tensor, targets: Tensor | None = None, temperature: float = 1.0
+        self, hidden: Tensor, targets: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """Logits; with targets log-probs, entropies and likeliest ids, each [tokens].
 
-        hidden: [tokens, width], targets: int64 [tokens]. Log-probs and entropies (nats, of
-        softmax(logits / temperature)) are at least float32 and both differentiable; a gradient
-        that nobody asks for costs nothing.
+        hidden: [tokens, width], targets: int64 [tokens]. Log-probs and entropies (nats) are at
+        least float32 and both differentiable; a gradient that nobody asks for costs nothing.
         """
         if targets is None:
             return super().forward(hidden)
         figures: tuple[Tensor, Tensor, Tensor] = SelectedLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, self.weight, self.bias, targets, temperature
+            hidden, self.weight, self.bias, targets
         )
         return figures
 
@@ -67,7 +66,6 @@ class SelectedLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        temperature: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_tokens, dtype = len(targets), torch.promote_types(hidden.dtype, torch.float32)
         chunks = torch.split(hidden, chunk_tokens(weight, dtype))
@@ -77,7 +75,7 @@ class SelectedLogprobs(torch.autograd.Function):
         start = 0
         for chunk in chunks:
             span = slice(start, start + len(chunk))
-            logits = _logits(chunk, weight, bias, temperature, dtype)
+            logits = _logits(chunk, weight, bias, dtype)
             highest, likeliest[span] = logits.max(-1)
             chosen = logits.gather(-1, targets[span, None])[:, 0]
             probabilities = torch.softmax(logits, -1)
@@ -87,7 +85,7 @@ class SelectedLogprobs(torch.autograd.Function):
             entropy[span] = log_total[span] - torch.linalg.vecdot(probabilities, logits)
             kept = probabilities if len(chunks) == 1 else None
             start = span.stop
-        ctx.temperature, ctx.dtype = temperature, dtype
+        ctx.dtype = dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(likeliest)
         ctx.save_for_backward(hidden, weight, bias, targets, log_total, entropy, kept)
@@ -100,7 +98,7 @@ class SelectedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_total, entropy, kept = ctx.saved_tensors
         if grad is None and grad_entropy is None:
-            return None, None, None, None, None
+            return None, None, None, None
         grad_hidden = torch.empty_like(hidden)
         # Sums over chunks are float32 at least, whatever the weight is.
         grad_weight = torch.zeros_like(weight, dtype=ctx.dtype) if ctx.needs_input_grad[1] else None
@@ -111,7 +109,7 @@ class SelectedLogprobs(torch.autograd.Function):
             start = span.stop
             probabilities = kept
             if probabilities is None:
-                probabilities = _logits(chunk, weight, bias, ctx.temperature, ctx.dtype)
+                probabilities = _logits(chunk, weight, bias, ctx.dtype)
                 probabilities.sub_(log_total[span, None]).exp_()
             of_logits = torch.zeros_like(probabilities)
             if grad is not None:
@@ -121,8 +119,6 @@ class SelectedLogprobs(torch.autograd.Function):
                 rise = torch.special.xlogy(probabilities, probabilities)
                 rise.addcmul_(probabilities, entropy[span, None])
                 of_logits.addcmul_(rise, grad_entropy[span, None], value=-1.0)
-            if ctx.temperature != 1.0:
-                of_logits /= ctx.temperature
             if grad_bias is not None:
                 grad_bias += of_logits.sum(0)
             grad_hidden[span] = _back(of_logits, chunk, weight, grad_weight)
@@ -130,7 +126,7 @@ class SelectedLogprobs(torch.autograd.Function):
             None if one is None else one.to(hidden.dtype)
             for one in (grad_hidden, grad_weight, grad_bias)
         )
-        return *found, None, None
+        return *found, None
 
 
 def chunk_tokens(weight: Tensor, dtype: torch.dtype) -> int:
@@ -138,9 +134,7 @@ def chunk_tokens(weight: Tensor, dtype: torch.dtype) -> int:
     return max(1, CHUNK_BYTES[weight.device.type] // (weight.shape[0] * dtype.itemsize))
 
 
-def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype
-) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """[tokens, vocabulary] in dtype; half precision is multiplied and summed in float32."""
     if weight.dtype == dtype:
         logits = hidden @ weight.T
@@ -150,7 +144,7 @@ def _logits(
             logits[:, rows] = _product(hidden, weight[rows].T)
     if bias is not None:
         logits += bias
-    return logits if temperature == 1.0 else logits.div_(temperature)
+    return logits
 
 
 def _back(of_logits: Tensor, hidden: Tensor, weight: Tensor, grad_weight: Tensor | None) -> Tensor:
@@ -184,19 +178,16 @@ class Policy(nn.Module):
     """A causal language model that answers with figures of the trained tokens only.
 
     Only positions that predict a trained token go through the head. log p(t) is read from the
-    logits of t's predecessor on its path, divided by the temperature.
+    logits of t's predecessor on its path.
 
     The model's attention and head are replaced by ones that compute the same and can more; its
     parameters stay the objects they were. `checkpointing` keeps only the inputs of each layer for
     the backward pass and computes the rest again. Raises ConfigError for unsuitable models.
     """
 
-    def __init__(
-        self, model: Any, temperature: float = 1.0, *, checkpointing: bool = False
-    ) -> None:
+    def __init__(self, model: Any, *, checkpointing: bool = False) -> None:
         super().__init__()
         self.model = model
-        self.temperature = temperature
         causal = _without_adapters(model)
         use_tree_attention(causal)
         head = causal.get_output_embeddings()
@@ -231,7 +222,7 @@ class Policy(nn.Module):
             use_cache=False,
         ).last_hidden_state
         logprobs, entropy, likeliest = causal.get_output_embeddings()(
-            hidden[0].index_select(0, source), targets, self.temperature
+            hidden[0].index_select(0, source), targets
         )
         return logprobs, entropy, likeliest == targets
 

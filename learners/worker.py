@@ -288,7 +288,7 @@ def make_backend(init: wire.Init) -> DeepSpeedBackend | TorchBackend:
         init.model_dir, dtype=getattr(torch, config.dtype), attn_implementation="sdpa"
     ).eval()
     dropouts = () if config.lora is None else tuple(add_adapters(model, config.lora))
-    policy = Policy(model, config.temperature, checkpointing=config.activation_checkpointing)
+    policy = Policy(model, checkpointing=config.activation_checkpointing)
     kind = TorchBackend if config.backend == "torch" else DeepSpeedBackend
     return kind(policy, config, dropouts)
 

@@ -86,7 +86,7 @@ def of_run(run: Path, names: Sequence[str] = ()) -> Tree:
     for name in names:
         if name not in sets:
             raise ConfigError(f"--set {name}: {run} has the evaluation sets {sorted(sets)}")
-    chosen = names or [saved["eval"]["report"] or next(iter(sets), "")]
+    chosen = names or [saved["eval"].get("report") or next(iter(sets), "")]  # earlier runs chose
     return evaluation_of(saved, [name for name in chosen if name in sets])
 
 

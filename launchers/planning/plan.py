@@ -12,7 +12,7 @@ from agentenv.engine import EngineConfig, LocalModel
 from agentenv.engines.server_config import LaunchConfig, RoleConfig
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.types import Limits
-from launchers.config import ResourcesConfig, ServeConfig, TrainConfig, divide
+from launchers.config import ResourcesConfig, ServeConfig, TrainConfig
 from launchers.evaluation.config import EvaluateConfig
 from launchers.planning.memory import (
     GIB,
@@ -30,7 +30,7 @@ from launchers.planning.memory import (
     server_room,
 )
 from launchers.rundir import find_checkpoint
-from launchers.serving.gpus import GpuPlan
+from launchers.serving.gpus import GpuPlan, learner_gpus
 from launchers.supervised.config import DPORunConfig, SFTRunConfig
 from learners.learner import LearnerConfig
 
@@ -221,9 +221,7 @@ class _Planner:
         ranks: list[str] = []
         if wanted.learner is not None:
             if self.engine is not None:
-                self.engine, ranks = divide(
-                    wanted.resources, self.engine, wanted.learner, self.gpus
-                )
+                ranks = learner_gpus(wanted.resources, self.engine, wanted.learner, self.gpus)
             self._add_learner(wanted.learner, ranks)
         for name, role in wanted.roles.items():
             self._add_role(name, role)

@@ -14,7 +14,7 @@ from typing import Any
 
 from agentenv.actor import Actor
 from agentenv.data.rows import RowsConfig
-from agentenv.engine import Engine, EngineConfig, EngineStart
+from agentenv.engine import Engine, EngineStart
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.model_files import vocab_size
@@ -23,7 +23,7 @@ from agentenv.renderer import Renderer
 from agentenv.types import Task
 from launchers.assembly import AskingAssembly, Questions, SetConfig, once
 from launchers.checks import refuse
-from launchers.config import DataConfig, EvalSet, Sampling, TrainConfig, divide
+from launchers.config import DataConfig, EvalSet, Sampling, TrainConfig
 from launchers.data import Say, load_set, load_training, try_env
 from launchers.rl.publishing import (
     AdapterPublisher,
@@ -36,6 +36,7 @@ from launchers.rl.publishing import (
     sleeping_engine,
 )
 from launchers.rundir import RunDirectory
+from launchers.serving.gpus import learner_gpus
 from launchers.supervised.data import Demonstrations, check_stages, load_demonstrations
 from learners.checkpoint import saved_version
 from learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
@@ -143,10 +144,10 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         )
 
     @once
-    async def gpus(self) -> tuple[EngineConfig, list[str]]:
-        """The engine's configuration with its GPUs, and those of the learner's ranks."""
+    async def gpus(self) -> list[str]:
+        """Those of the learner's ranks."""
         config = self.config
-        return divide(config.resources, config.engine, config.learner, self.servers.gpus)
+        return learner_gpus(config.resources, config.engine, config.learner, self.servers.gpus)
 
     @once
     async def urls(self) -> dict[str, str]:
@@ -190,7 +191,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
     @once
     async def learner(self) -> DeepSpeedLearner:
         """At the version of the checkpoint; asleep where it shares its GPUs."""
-        config, (_, gpus) = self.config, await self.gpus()
+        config, gpus = self.config, await self.gpus()
         learner = await DeepSpeedLearner.start(
             config.learner,
             config.algorithm,
@@ -210,8 +211,9 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
     async def engine(self) -> Engine:
         """At the version of the checkpoint too."""
         config, checkpoint, model = self.config, self.checkpoint, await self.model()
-        rank, (own, _) = adapter_rank(config), await self.gpus()
-        return await own.start(
+        rank = adapter_rank(config)
+        await self.gpus()
+        return await config.engine.start(
             EngineStart(
                 model=(frozen_model(checkpoint) or model) if rank else model,
                 tokenizer=await self.tokenizer(),

@@ -80,7 +80,7 @@ logger = logging.getLogger(__name__)
 
 class Recorder:
     """Writes what happens in a run: rows of metrics, trajectories, evaluations, and the report at
-    the end. `report_set` is the evaluation set that the report is about."""
+    the end. `report_set` is the evaluation set that the report is about, the first."""
 
     def __init__(
         self, config: TrainConfig, run: RunDirectory, view: View, state: RunState, tokenizer: Any
@@ -90,7 +90,7 @@ class Recorder:
         self.view = view
         self.state = state
         self.tokenizer = tokenizer
-        self.report_set = config.eval.report or next(iter(config.eval.sets), "")
+        self.report_set = next(iter(config.eval.sets), "")
 
     def log(self, row: dict[str, Any]) -> None:
         """A row of metrics.jsonl, and of the monitors."""

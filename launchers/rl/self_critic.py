@@ -38,6 +38,8 @@ from learners.dpo import (
 )
 from learners.learner import Learner, Metrics, OptimizerConfig
 
+PAIRS_PER_QUESTION = 4  # random pairs of a chosen and a rejected answer, at most
+
 
 class SelfCritic:
     """Rounds of one run. `actor` rolls out training questions, `optimizer` is that of the updates
@@ -75,7 +77,7 @@ class SelfCritic:
             for row in pairs_of(
                 tree,
                 self.config.threshold,
-                self.config.pairs_per_question,
+                PAIRS_PER_QUESTION,
                 Random(f"{self.seed}/pairs/{number}/{tree.index}"),
             )
         ]

@@ -6,7 +6,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from agentenv.engine import EngineConfig
 from agentenv.errors import ConfigError
+from launchers.config import ResourcesConfig
+from learners.learner import LearnerConfig
 
 
 def visible_gpus() -> list[str]:
@@ -62,3 +65,46 @@ class GpuPlan:
                 raise ConfigError(f"{key}: GPU {number} already belongs to {self._owners[number]}")
             self._owners[number] = key
         return [self.visible[number] for number in chosen]
+
+
+SERVERS, LEARNER = "engine.servers.gpus", "resources.learner_gpus"
+COLOCATED = "resources.colocated"
+
+
+def learner_gpus(
+    resources: ResourcesConfig, engine: EngineConfig, learner: LearnerConfig, plan: GpuPlan
+) -> list[str]:
+    """The GPUs of the learner's ranks as values of CUDA_VISIBLE_DEVICES, claimed before those of
+    servers; empty for all, without servers or without GPUs.
+
+    Raises ConfigError for a key that nobody reads, and for GPUs that are missing or claimed twice;
+    servers and learner may claim the same ones where they are colocated.
+    """
+    asked, local = resources.learner_gpus, learner.launch == "local"
+    named = [] if engine.launched is None else engine.launched.gpus
+    if resources.colocated:
+        engine.check_colocated(COLOCATED)
+    if asked and not local:
+        raise ConfigError(f"{LEARNER}: the ranks are started elsewhere; remove it")
+    if asked and not plan.visible:
+        raise ConfigError(f"{LEARNER}: {asked} are named, but no GPU is visible")
+    both = set(named) & set(asked)
+    if both and not resources.colocated:
+        raise ConfigError(
+            f"{SERVERS}: {sorted(both)} are the learner's ({LEARNER}); with {COLOCATED} = true "
+            "they have them in turn"
+        )
+    if not asked and not (plan.visible and engine.starts_servers and local):
+        return []
+    left = [number for number in range(len(plan.visible)) if number not in named]
+    if resources.colocated:  # first where the servers are
+        left = [*named, *left]
+    elif not asked and len(left) < learner.num_ranks:
+        raise ConfigError(
+            f"{LEARNER}: {learner.num_ranks} are needed, {len(left)} of {len(plan.visible)} are "
+            "left beside the servers of the engine"
+        )
+    gpus = plan.assign(LEARNER, asked or left[: learner.num_ranks], learner.num_ranks)
+    if resources.colocated:
+        plan.lend(LEARNER)
+    return gpus

@@ -57,7 +57,7 @@ def test_a_sleeping_rank_holds_nothing_and_trains_on_as_if_it_had_not_slept(
     found = []
     for sleeps in (False, True):
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        backend = TorchBackend(Policy(model, 1.0), config)
+        backend = TorchBackend(Policy(model), config)
         trainer = Trainer(backend, ALGORITHM, config)
         for _ in range(2):
             train(trainer, uneven_trees(4), 4)

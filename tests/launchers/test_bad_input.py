@@ -37,7 +37,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
         ("env.module=nowhere", "env.module: 'nowhere' cannot be imported"),
         ("env.kwargs={size=3}", "me/Warehouse-v0 cannot be made with ['size']"),
         ("limits.max_response_tokens=100000", "exceed the engine's context of"),
-        ("eval.report=dev", "eval.report: there is no evaluation set 'dev'"),
+        ("checkpoint.best_metric=dev/reward", "there is no evaluation set 'dev'"),
         ("run.setup=nowhere:prepare", "run.setup: 'nowhere:prepare' cannot be loaded"),
         ("run.dir=/dev/null/runs", "cannot be written"),
         ("nonsense", "'nonsense' is not of the form key.sub=value"),

@@ -16,21 +16,25 @@ from agentenv.engines.vllm import VLLMConfig
 from agentenv.errors import ConfigError
 from launchers.assembly import Assembly
 from launchers.checks import refuse
-from launchers.config import ResourcesConfig, TrainConfig, divide
+from launchers.config import ResourcesConfig, TrainConfig
 from launchers.quickstart import build_model
 from launchers.rl.parts import adapter_rank
-from launchers.serving.gpus import GpuPlan
+from launchers.serving.gpus import GpuPlan, learner_gpus
 from launchers.serving.server_commands import Served, command, environment
 from learners.learner import LearnerConfig
 
 TWO = LearnerConfig(num_ranks=2)
 SERVERS = VLLMConfig(servers=ServersConfig(num_servers=2))
+COLOCATED = ResourcesConfig(colocated=True)
+
+
+def on(*gpus: int) -> VLLMConfig:
+    return VLLMConfig(servers=ServersConfig(num_servers=2, gpus=list(gpus)))
 
 
 def test_servers_get_the_learners_gpus_first() -> None:
     plan = GpuPlan(["a", "b", "c", "d"])
-    engine, gpus = divide(ResourcesConfig(colocated=True), SERVERS, TWO, plan)
-    assert (engine, gpus) == (SERVERS, ["a", "b"])
+    assert learner_gpus(COLOCATED, SERVERS, TWO, plan) == ["a", "b"]
     with pytest.raises(ConfigError, match=r"already belongs to resources\.learner_gpus"):
         plan.assign("roles.judge.gpus", [1], 1)  # others may not
     assert plan.assign("roles.judge.gpus", [], 1) == ["c"]
@@ -38,23 +42,19 @@ def test_servers_get_the_learners_gpus_first() -> None:
 
 
 def test_both_may_name_the_same() -> None:
-    resources = ResourcesConfig(colocated=True, engine_gpus=[2, 3], learner_gpus=[3, 2])
+    resources = ResourcesConfig(colocated=True, learner_gpus=[3, 2])
     plan = GpuPlan(["a", "b", "c", "d"])
-    engine, gpus = divide(resources, SERVERS, TWO, plan)
-    assert gpus == ["d", "c"]
-    assert engine.servers is not None
-    assert plan.assign("engine.servers.gpus", engine.servers.gpus, 2, borrows=True) == ["c", "d"]
+    assert learner_gpus(resources, on(2, 3), TWO, plan) == ["d", "c"]
+    assert plan.assign("engine.servers.gpus", [2, 3], 2, borrows=True) == ["c", "d"]
 
 
 def test_the_learner_goes_where_the_servers_are_named() -> None:
-    resources = ResourcesConfig(colocated=True, engine_gpus=[1, 3])
-    assert divide(resources, SERVERS, TWO, GpuPlan(["a", "b", "c", "d"]))[1] == ["b", "d"]
+    plan = GpuPlan(["a", "b", "c", "d"])
+    assert learner_gpus(COLOCATED, on(1, 3), TWO, plan) == ["b", "d"]
 
 
 def test_without_gpus_there_is_nothing_to_claim() -> None:
-    embedded = EmbeddedConfig()
-    colocated = ResourcesConfig(colocated=True)
-    assert divide(colocated, embedded, TWO, GpuPlan([])) == (embedded, [])
+    assert learner_gpus(COLOCATED, EmbeddedConfig(), TWO, GpuPlan([])) == []
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,13 @@ def test_without_gpus_there_is_nothing_to_claim() -> None:
 )
 def test_what_cannot_be_colocated(engine: VLLMConfig | ScriptedConfig, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        divide(ResourcesConfig(colocated=True), engine, TWO, GpuPlan(["a", "b"]))
+        learner_gpus(COLOCATED, engine, TWO, GpuPlan(["a", "b"]))
 
 
 def test_the_split_layout_says_what_would_allow_it() -> None:
-    resources = ResourcesConfig(engine_gpus=[0, 1], learner_gpus=[1, 2])
+    resources = ResourcesConfig(learner_gpus=[1, 2])
     with pytest.raises(ConfigError, match=r"with resources\.colocated = true they have them in"):
-        divide(resources, SERVERS, TWO, GpuPlan(["a", "b", "c"]))
+        learner_gpus(resources, on(0, 1), TWO, GpuPlan(["a", "b", "c"]))
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from learners.policy import Policy
 from learners.trainer import Trainer
 from tests.learners.trees import credited, random_tree, tiny_model
 
-ALGORITHM = ARPO(group_size=4, min_group_fraction=0.5, importance_cap=1e9)
+ALGORITHM = ARPO(group_size=4, importance_cap=1e9)
 
 
 def two_ranks(**keys: Any) -> LearnerConfig:
@@ -65,7 +65,7 @@ def plain_torch(
 ) -> Trainer:
     """The oracle: one rank, no DeepSpeed, weights rounded to `dtype` at first."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).float().eval()
-    return Trainer(TorchBackend(Policy(model, config.temperature), config), algorithm, config)
+    return Trainer(TorchBackend(Policy(model), config), algorithm, config)
 
 
 def train(trainer: Trainer, trees: list[TrajectoryTree], size: int) -> dict[str, float]:

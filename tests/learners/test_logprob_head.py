@@ -31,22 +31,19 @@ def example(dtype: torch.dtype, bias: bool = True) -> tuple[LogprobHead, Tensor,
     return head, hidden, torch.randint(VOCABULARY, (TOKENS,))
 
 
-def reference(
-    head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    logits = nn.functional.linear(hidden, head.weight, head.bias) / temperature
+def reference(head: nn.Linear, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = nn.functional.linear(hidden, head.weight, head.bias)
     logprobs = logits.log_softmax(-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(-1, targets[:, None])[:, 0], entropy, logits.argmax(-1)
 
 
 @pytest.mark.usefixtures("_chunks")
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("bias", [True, False])
-def test_values_and_gradients_equal_those_of_whole_logits(temperature: float, bias: bool) -> None:
+def test_values_and_gradients_equal_those_of_whole_logits(bias: bool) -> None:
     head, hidden, targets = example(torch.float64, bias)
-    found = head(hidden, targets, temperature)
-    expected = reference(head, hidden, targets, temperature)
+    found = head(hidden, targets)
+    expected = reference(head, hidden, targets)
     assert torch.equal(found[2], expected[2])
     coefficients = torch.randn(2, TOKENS, dtype=torch.float64)
     inputs = [hidden, *head.parameters()]
@@ -68,7 +65,7 @@ def test_gradcheck_of_logprobs_and_entropies() -> None:
     assert bias is not None
 
     def both(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-        figures = logprob_head.SelectedLogprobs.apply(*inputs, targets, 0.8)
+        figures = logprob_head.SelectedLogprobs.apply(*inputs, targets)
         return figures[0], figures[1]
 
     assert torch.autograd.gradcheck(both, (hidden, weight, bias))
@@ -80,7 +77,7 @@ def test_half_precision_is_summed_in_float32() -> None:
     exact = LogprobHead.of(nn.Linear(WIDTH, VOCABULARY).double())
     exact.load_state_dict(head.state_dict())
     wide = hidden.detach().double().requires_grad_()
-    found, expected = head(hidden, targets, 0.7), reference(exact, wide, targets, 0.7)
+    found, expected = head(hidden, targets), reference(exact, wide, targets)
     for one, other in zip(found[:2], expected[:2], strict=True):
         assert one.dtype == torch.float32
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
@@ -94,7 +91,7 @@ def test_half_precision_is_summed_in_float32() -> None:
 
 def test_extreme_logits_give_finite_figures() -> None:
     head, hidden, targets = example(torch.float32)
-    found = head(hidden * 1e4, targets, 1.0)
+    found = head(hidden * 1e4, targets)
     (found[0] + found[1]).sum().backward()
     assert all(one.isfinite().all() for one in (*found, hidden.grad, head.weight.grad))
     assert found[1].abs().max() < 1e-3
@@ -125,7 +122,7 @@ def peak():
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
 Path("/proc/self/clear_refs").write_text("5")
 before = peak()
-logprobs, entropies, _ = head(hidden, targets, 0.9)
+logprobs, entropies, _ = head(hidden, targets)
 (logprobs.sum() + 0.01 * entropies.sum()).backward()
 print((peak() - before) / 1e9)
 """

@@ -27,9 +27,7 @@ from tests.learners.ranks import (
 )
 from tests.learners.trees import credited
 
-ALGORITHM = ARPO(
-    group_size=4, min_group_fraction=0.5, importance_cap=1e9, kl_loss=0.3, kl_reward=0.05
-)
+ALGORITHM = ARPO(group_size=4, importance_cap=1e9, kl_loss=0.3, kl_reward=0.05)
 
 
 def go_on(trainer: Trainer, directory: Path) -> None:

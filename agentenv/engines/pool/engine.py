@@ -8,10 +8,9 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from msgspec import Meta, field
-from msgspec.structs import replace
 
 from agentenv.config import ESSENTIAL, PATH
 from agentenv.engine import EngineConfig, EngineStart, check_context
@@ -128,9 +127,6 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     @property
     def new_weights(self) -> Literal["directory", "adapter", "broadcast"]:
         return "adapter" if self.lora == "adapter" else self.weights
-
-    def on_gpus(self, gpus: Sequence[int]) -> Self:
-        return replace(self, servers=replace(self.servers or ServersConfig(), gpus=list(gpus)))
 
     def check_colocated(self, key: str) -> None:
         if self.weights == "broadcast":
