@@ -21,79 +21,106 @@ from agentenv.config import marks_of, part_kind, struct_types, type_info, unwrap
 
 REQUIRED = "required"
 TABLE = "table"
+HEADING = "configuration keys (in the file, or on the command line as key.sub=value):"
 
 
 class Key(NamedTuple):
-    """One key. `name` is dotted; name[kind].key belongs to one kind only, NAME and [n] stand for
-    the entries of a table or list."""
+    """One key. In its dotted name NAME and [n] stand for the entries of a table or list. `kinds`
+    are those kinds of the part in `table` that have the key; none: all of them, or there are no
+    kinds."""
 
     name: str
     type: str
     default: str
     meaning: str
     essential: bool = False
+    table: str = ""
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def shown(self) -> str:
+        """algorithm[arpo|aepo].beam_size"""
+        if not self.kinds:
+            return self.name
+        return f"{self.table}[{'|'.join(self.kinds)}]{self.name.removeprefix(self.table)}"
 
 
-def describe(config_type: type[msgspec.Struct], *, once: bool = False) -> Iterator[Key]:
-    """All keys, in the order of the structs; a key that several kinds have comes once for each.
-    With `once`, a table that stands in several places is described at the shortest of them, and
-    is one key in the others."""
+def describe(config_type: type[msgspec.Struct], *, once: bool = False) -> list[Key]:
+    """All keys, in the order of the structs. Kinds of a part that have the same key share one
+    entry. With `once`, a table that stands in several places is described at the shortest of
+    them, and is one key in the others."""
     info = type_info(config_type)
-    yield from _describe(info, "", dict(_homes(info, "")) if once else {})
+    homes = _homes(info, "") if once else {}
+    of_key: dict[Key, list[str]] = {}
+    of_table: dict[str, set[str]] = {}
+    for key in _describe(info, Place(), homes):
+        of_key.setdefault(key._replace(kinds=()), []).extend(key.kinds)
+        of_table.setdefault(key.table, set()).update(key.kinds)
+    return [
+        key if set(kinds) == of_table[key.table] else key._replace(kinds=tuple(kinds))
+        for key, kinds in of_key.items()
+    ]
 
 
-def _describe(kind: mi.Type, path: str, homes: dict[Tables, str]) -> Iterator[Key]:
-    for key, field, inner in _fields(kind, path):
-        structs, marks = struct_types(inner), marks_of(field.type)
-        meaning, essential = _told(field.type), bool(marks.get("essential"))
-        if not structs:
-            yield Key(key, _type_name(field.type), _default(field), meaning, essential)
-            continue
-        home = homes.get(_tables(structs), key)
-        if _bare(home) != _bare(key):
-            yield Key(key, TABLE, "", f"the keys of {_bare(home)}")
-            continue
-        if len(structs) > 1:
-            kinds = " | ".join(repr(struct.tag) for struct in structs)
-            default = getattr(field.default, "__struct_config__", None)
-            tag = REQUIRED if default is None else str(default.tag)
-            name = f"{key}.{structs[0].tag_field}"
-            yield Key(name, kinds, tag, meaning or f"which {field.encode_name}", essential)
-        yield from _describe(inner, key, homes)
+class Place(NamedTuple):
+    """Where keys stand: below `path`, in one kind of the part in `table` if they are of kinds."""
 
-
-def _fields(kind: mi.Type, path: str) -> Iterator[tuple[str, mi.Field, mi.Type]]:
-    """The fields of a table with their keys, and what a field that is a table or a list holds."""
-    for struct in struct_types(kind):
-        variant = f"[{struct.tag}]" if struct.tag else ""
-        for field in struct.fields:
-            inner, suffix = _element(field.type)
-            suffix = suffix if struct_types(inner) else ""
-            name = field.encode_name + suffix
-            yield f"{path}{variant}.{name}" if path else name, field, inner
-
-
-def _bare(key: str) -> str:
-    """A key without the kinds that it belongs to."""
-    return KIND.sub(lambda match: match[0] if match[1] in NOT_KINDS else "", key)
+    path: str = ""
+    table: str = ""
+    kinds: tuple[str, ...] = ()
 
 
 Tables = tuple[type, ...]
+
+
+def _describe(kind: mi.Type, place: Place, homes: dict[Tables, str]) -> Iterator[Key]:
+    """The keys of a table, each kind for itself."""
+    for struct, field, name, inner in _fields(kind, place.path):
+        own = place
+        if struct.tag is not None and not place.kinds:
+            own = Place(place.path, place.path, (str(struct.tag),))
+        structs, is_essential = struct_types(inner), bool(marks_of(field.type).get("essential"))
+        meaning, where = _told(field.type), (own.table, own.kinds)
+        if not structs:
+            default = _default(field)
+            yield Key(name, _type_name(field.type), default, meaning, is_essential, *where)
+            continue
+        home = homes.get(_tables(structs), name)
+        if home != name:
+            yield Key(name, TABLE, "", f"the keys of {home}", False, *where)
+            continue
+        if len(structs) > 1:
+            kinds = " | ".join(repr(struct.tag) for struct in structs)
+            chosen = getattr(field.default, "__struct_config__", None)
+            tag = REQUIRED if chosen is None else str(chosen.tag)
+            told = meaning or f"which {field.encode_name}"
+            yield Key(f"{name}.{structs[0].tag_field}", kinds, tag, told, is_essential, *where)
+        yield from _describe(inner, own._replace(path=name), homes)
+
+
+def _fields(kind: mi.Type, path: str) -> Iterator[tuple[mi.StructType, mi.Field, str, mi.Type]]:
+    """The fields of a table with their structs and keys, and what a field that is a table or a
+    list holds."""
+    for struct in struct_types(kind):
+        for field in struct.fields:
+            inner, suffix = _element(field.type)
+            name = field.encode_name + (suffix if struct_types(inner) else "")
+            yield struct, field, f"{path}.{name}" if path else name, inner
 
 
 def _tables(structs: Sequence[mi.StructType]) -> Tables:
     return tuple(struct.cls for struct in structs)
 
 
-def _homes(kind: mi.Type, path: str) -> Iterator[tuple[Tables, str]]:
+def _homes(kind: mi.Type, path: str) -> dict[Tables, str]:
     """The shortest key of every table that is a part of `kind`; the first of equally short ones."""
     found: dict[Tables, str] = {}
-    for key, _, inner in _fields(kind, path):
+    for _, _, key, inner in _fields(kind, path):
         if structs := struct_types(inner):
-            for tables, home in ((_tables(structs), key), *_homes(inner, key)):
+            for tables, home in {_tables(structs): key, **_homes(inner, key)}.items():
                 if tables not in found or home.count(".") < found[tables].count("."):
                     found[tables] = home
-    yield from found.items()
+    return found
 
 
 def _told(kind: mi.Type) -> str:
@@ -138,26 +165,6 @@ def _default(field: mi.Field) -> str:
 
 # The configuration keys as --help and --help-keys show them.
 
-KIND = re.compile(r"\[([A-Za-z][\w.:-]*)\]")  # of name[kind].key; [n] is a place in a list
-NOT_KINDS = ("n",)
-HEADING = "configuration keys (in the file, or on the command line as key.sub=value):"
-
-
-class HelpKey(NamedTuple):
-    """A key that some or all kinds of a part have in common; no kinds: all, or there are none."""
-
-    name: str
-    kinds: tuple[str, ...]
-    key: Key
-
-    @property
-    def shown(self) -> str:
-        """algorithm[arpo|aepo].beam_size"""
-        if not self.kinds:
-            return self.name
-        table = KIND.split(self.key.name)[0]
-        return f"{table}[{'|'.join(self.kinds)}]{self.name.removeprefix(table)}"
-
 
 class HelpKeys(argparse.Action):
     """--help-keys [PREFIX]: print the keys of a table and end."""
@@ -174,7 +181,7 @@ class HelpKeys(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         prefix = str(values or "")
-        keys = help_keys(self.config_type, once=not prefix)
+        keys = describe(self.config_type, once=not prefix)
         found = select(keys, prefix)
         if not found:
             tables = sorted({key.name.partition(".")[0] for key in keys})
@@ -202,7 +209,7 @@ def add_key_help(parser: argparse.ArgumentParser, config_type: type[msgspec.Stru
 
 def key_table(config_type: type[msgspec.Struct]) -> str:
     """Every key, for a small configuration whose --help shows all of it."""
-    return f"{HEADING}\n\n{key_list(help_keys(config_type))}"
+    return f"{HEADING}\n\n{key_list(describe(config_type))}"
 
 
 def overview(config_type: type[msgspec.Struct]) -> str:
@@ -215,23 +222,23 @@ def overview(config_type: type[msgspec.Struct]) -> str:
         lines.append(_line(f"  {field.encode_name} ", 14, "", _meaning(field)))
         for entry in keys:
             if re.match(rf"{field.encode_name}\b", entry.name):
-                default = "" if entry.key.default in ("", REQUIRED) else entry.key.default
-                lines.append(_line(f"    {entry.name} ", 43, default, entry.key.meaning))
+                default = "" if entry.default in ("", REQUIRED) else entry.default
+                lines.append(_line(f"    {entry.name} ", 43, default, entry.meaning))
     return "\n".join(lines)
 
 
-def essential_keys(config_type: type[msgspec.Struct]) -> list[HelpKey]:
+def essential_keys(config_type: type[msgspec.Struct]) -> list[Key]:
     """What most users set. A key that stands in several tables comes once, by its shortest name."""
-    found: dict[tuple[str, str], HelpKey] = {}
-    for entry in help_keys(config_type, once=True):
-        same = (entry.name.rpartition(".")[2], entry.key.meaning)
+    found: dict[tuple[str, str], Key] = {}
+    for entry in describe(config_type, once=True):
+        same = (entry.name.rpartition(".")[2], entry.meaning)
         held = found.get(same)
-        if entry.key.essential and (held is None or _depth(entry) < _depth(held)):
+        if entry.essential and (held is None or _depth(entry) < _depth(held)):
             found[same] = entry
     return list(found.values())
 
 
-def _depth(entry: HelpKey) -> int:
+def _depth(entry: Key) -> int:
     return entry.name.count(".")
 
 
@@ -241,27 +248,7 @@ def _line(start: str, width: int, default: str, meaning: str) -> str:
     return start.ljust(width) + textwrap.shorten(told, room, placeholder="...")
 
 
-def help_keys(config_type: type[msgspec.Struct], *, once: bool = False) -> list[HelpKey]:
-    """Every key once: kinds of a part that have the same key share one entry. `once`: see
-    describe."""
-    kinds_of: dict[str, dict[str, None]] = {}
-    entries: dict[tuple[object, ...], tuple[Key, dict[str, None]]] = {}
-    for key in describe(config_type, once=once):
-        kinds = [kind for kind in KIND.findall(key.name) if kind not in NOT_KINDS]
-        name = key.name
-        for kind in kinds:
-            name = name.replace(f"[{kind}]", "")
-            kinds_of.setdefault(KIND.split(key.name)[0], {})[kind] = None
-        _, found = entries.setdefault((name, *key[1:]), (key, {}))
-        found.update(dict.fromkeys(kinds))
-    result = []
-    for (shown, *_), (key, kinds_found) in entries.items():
-        everywhere = list(kinds_found) == list(kinds_of.get(KIND.split(key.name)[0], ()))
-        result.append(HelpKey(str(shown), () if everywhere else tuple(kinds_found), key))
-    return result
-
-
-def select(keys: Sequence[HelpKey], prefix: str) -> list[HelpKey]:
+def select(keys: Sequence[Key], prefix: str) -> list[Key]:
     """Those of a table, of table.kind or table[kind], or of a single key."""
     plain = prefix.strip().replace("[", ".").replace("]", "").rstrip(".")
     if not plain:
@@ -275,16 +262,16 @@ def select(keys: Sequence[HelpKey], prefix: str) -> list[HelpKey]:
     return [key for key in of_table if kind in key.kinds or (has_kind and not key.kinds)]
 
 
-def key_list(keys: Sequence[HelpKey]) -> str:
+def key_list(keys: Sequence[Key]) -> str:
     """Type, default and meaning of each."""
     lines = []
     for entry in keys:
-        default = entry.key.default
+        default = entry.default
         told = default if default == REQUIRED else f"default {default!r}"
-        is_table = entry.key.type == TABLE
-        lines.append(f"{entry.shown}  ({TABLE if is_table else f'{entry.key.type}, {told}'})")
+        is_table = entry.type == TABLE
+        lines.append(f"{entry.shown}  ({TABLE if is_table else f'{entry.type}, {told}'})")
         lines += textwrap.wrap(
-            entry.key.meaning, _columns(), initial_indent=" " * 4, subsequent_indent=" " * 4
+            entry.meaning, _columns(), initial_indent=" " * 4, subsequent_indent=" " * 4
         )
     return "\n".join(lines)
 

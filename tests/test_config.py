@@ -124,7 +124,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_describe_lists_every_key() -> None:
-    rows = {key.name: key for key in describe(Outer)}
+    rows = {key.shown: key for key in describe(Outer)}
     assert rows["queue.max_staleness"][1:4] == ("int", "1", "bound")
     assert rows["engine[fast].speed"][1:4] == ("int", "3", "how fast")
     assert rows["path"].default == "required"

@@ -10,7 +10,7 @@ import pytest
 from agentenv.errors import ConfigError
 from launchers import train
 from launchers.config import TrainConfig
-from launchers.help import help_keys
+from launchers.help import describe
 from launchers.supervised.config import DPORunConfig, SFTRunConfig
 from launchers.verl_keys import VERL_KEYS, find, refuse_verl_keys
 from tests.support.warehouse import ROOT
@@ -52,7 +52,7 @@ ENABLE_POLICY_LOSS_GSPO ENABLE_MULTI_TURN
 
 def our_keys() -> set[str]:
     """All names, a table's own and an algorithm's or backend's name included."""
-    names = {key.name for key in help_keys(TrainConfig)}
+    names = {key.name for key in describe(TrainConfig)}
     tables = {
         name.rsplit(".", count)[0] for name in names for count in range(1, name.count(".") + 1)
     }
@@ -76,7 +76,7 @@ def test_ours_exist() -> None:
 
 
 def test_no_key_is_theirs_and_ours() -> None:
-    ours = {key.name for key in help_keys(TrainConfig)} | {"algorithm.name", "engine.name"}
+    ours = {key.name for key in describe(TrainConfig)} | {"algorithm.name", "engine.name"}
     for name in ours:
         refuse_verl_keys(nested(name), "test")
 
@@ -102,7 +102,7 @@ def test_the_document_is_the_table() -> None:
 def test_what_the_document_says_of_llama_factory_exists() -> None:
     text = (ROOT / "docs" / "from-verl.md").read_text(encoding="utf-8")
     named = re.findall(r"`([a-z]+\.[a-z_.]+)`", text.partition("## LLaMA-Factory")[2])
-    known = {key.name for config in (SFTRunConfig, DPORunConfig) for key in help_keys(config)}
+    known = {key.name for config in (SFTRunConfig, DPORunConfig) for key in describe(config)}
     assert len(named) > 15
     assert set(named) <= known
 
