@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 
+from agentenv.config import ESSENTIAL
 from agentenv.errors import ConfigError
 from agentenv.types import Message, Task
 
@@ -26,7 +27,8 @@ class PromptConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Meta(
             description="system prompt: 'search+python', 'search', 'python', 'no_tools', "
             "'chinese', 'direct', or a text file; a file that holds {question} is the whole "
-            "user message; empty: that of the environment"
+            "user message; empty: that of the environment",
+            extra=ESSENTIAL,
         ),
     ] = ""
     override_row: Annotated[

@@ -427,10 +427,7 @@ class CheckpointConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     keep_last: Annotated[int, Meta(ge=1, description="newest ones to keep")] = 2
     best_metric: Annotated[
         str,
-        Meta(
-            description="evaluation metric SET/success or SET/reward whose best one is kept",
-            extra=ESSENTIAL,
-        ),
+        Meta(description="evaluation metric SET/success or SET/reward whose best one is kept"),
     ] = ""
 
 
