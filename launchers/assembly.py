@@ -63,7 +63,15 @@ class HasRenderer(Protocol):
     def renderer(self) -> TagsConfig | NativeConfig: ...
 
 
+class HasRoles(HasRenderer, Protocol):
+    """A configuration with models beside the policy: that of every command that asks questions."""
+
+    @property
+    def roles(self) -> Mapping[str, RoleConfig]: ...
+
+
 C = TypeVar("C", bound=HasRenderer)
+Asking = TypeVar("Asking", bound=HasRoles)
 
 
 class Assembly(Generic[C]):
@@ -153,32 +161,30 @@ class Questions(NamedTuple):
     renderer: Renderer
 
 
-class AskingAssembly(Assembly[C]):
+class AskingAssembly(Assembly[Asking]):
     """The parts of a command that asks `sets` of questions, with models beside the policy.
 
-    `is_whole`: all rows of a run are there, so an environment that no row meets is a mistake.
-    `try_graders`: the rows have answers.
+    `logs` is where servers of roles write theirs, `folder` unless given. `try_graders`: the rows
+    have answers.
     """
+
+    is_whole = False  # all rows of a run are there: an environment that no row meets is a mistake
 
     def __init__(
         self,
-        config: C,
+        config: Asking,
         folder: Path,
         stack: AsyncExitStack,
         say: Say,
         checkpoint: Path | None = None,
         *,
         sets: Mapping[str, SetConfig],
-        roles: Mapping[str, RoleConfig],
-        is_whole: bool,
-        logs: Path,
+        logs: Path | None = None,
     ) -> None:
         super().__init__(config, folder, stack, say, checkpoint)
         self.sets = sets
-        self.roles = roles
-        self.is_whole = is_whole
         self.try_graders = True
-        self.servers = ServerFactory(logs, stack, say)
+        self.servers = ServerFactory(logs or folder, stack, say)
 
     async def contexts(self) -> Sequence[int]:
         """Tokens of prompt and response that each engine can hold, as far as that is known."""
@@ -197,7 +203,7 @@ class AskingAssembly(Assembly[C]):
     async def urls(self) -> dict[str, str]:
         """The URLs of roles by name, whose servers are started, which may take long."""
         self.stack.push_async_callback(close_shared)
-        return await start_servers(self.roles, self.resolve, self.servers)
+        return await start_servers(self.config.roles, self.resolve, self.servers)
 
     @once
     async def makers(self) -> dict[str, EnvMaker]:

@@ -10,6 +10,7 @@ engine find as they start is at the end of the list, for those who want to know 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from operator import methodcaller
 from typing import Any, Literal, NamedTuple, get_args
 
 from msgspec import Struct
@@ -201,11 +202,6 @@ async def data_files(assembly: Assembly[TrainConfig]) -> None:
 # The model.
 
 
-async def model(assembly: Assembly[Any]) -> None:
-    """The directory has configuration, tokenizer and weights; the endpoint answers."""
-    await assembly.tokenizer()
-
-
 async def context(assembly: AskingAssembly[Any]) -> None:
     """The engines hold prompt and response of the longest episode."""
     for length in await assembly.contexts():
@@ -213,22 +209,7 @@ async def context(assembly: AskingAssembly[Any]) -> None:
             check_context(one.limits, length)
 
 
-async def gpus(assembly: Any) -> None:
-    """Engine and learner have the GPUs that they need."""
-    await assembly.gpus()
-
-
 # The parts.
-
-
-async def rows(assembly: Any) -> None:
-    """Every row of the data can be read."""
-    await assembly.tasks()
-
-
-async def chat_template(assembly: Any) -> None:
-    """The renderer can write the prompts of this model."""
-    await assembly.renderers()
 
 
 async def environments(assembly: AskingAssembly[Any]) -> None:
@@ -245,37 +226,12 @@ async def environments(assembly: AskingAssembly[Any]) -> None:
         maker.check_read(tasks, all_rows=assembly.is_whole, elsewhere=anywhere)
 
 
-async def episodes(assembly: AskingAssembly[Any]) -> None:
-    """The environment of each set begins an episode."""
-    await assembly.episodes()
-
-
 async def graders(assembly: AskingAssembly[Any]) -> None:
     """Each grader grades the right answers of three rows of each set."""
     if assembly.try_graders:
         for maker, sets in await assembly.shared():
             for tasks in sets.values():
                 await check_graders(maker, tasks)
-
-
-async def prompts(assembly: AskingAssembly[Any]) -> None:
-    """Every set has a prompt that fits."""
-    await assembly.questions()
-
-
-async def helper_tools(assembly: Any) -> None:
-    """Helpers fit the environments: what they repair is there, what they repeat can be."""
-    await assembly.helpers()
-
-
-async def demonstration_rows(assembly: Any) -> None:
-    """The demonstrations of the cold start can be read, and every stage has some."""
-    await assembly.demonstrations()
-
-
-async def num_updates(assembly: Any) -> None:
-    """The questions are enough for an update."""
-    await assembly.num_steps()
 
 
 async def sequence_lengths(assembly: Any) -> None:
@@ -290,17 +246,9 @@ async def sequence_lengths(assembly: Any) -> None:
         )
 
 
-# What starts.
-
-
-async def learner(assembly: Any) -> None:
-    """The ranks start and load the model."""
-    await assembly.learner()
-
-
-async def engine(assembly: Any) -> None:
-    """The engine starts and serves the model."""
-    await assembly.engine()
+def part(name: str) -> Callable[[Any], Awaitable[object]]:
+    """The check that a part of the assembly can be built."""
+    return methodcaller(name)
 
 
 CHECKS: tuple[Check, ...] = (
@@ -312,19 +260,29 @@ CHECKS: tuple[Check, ...] = (
     Check("roles", "configuration", ASKING, roles),
     Check("disk", "files", RUNS, disk),
     Check("data files", "files", TRAIN, data_files),
-    Check("model", "model", ALL, model),
+    # the directory has configuration, tokenizer and weights; the endpoint answers
+    Check("model", "model", ALL, part("tokenizer")),
     Check("context", "model", ASKING, context),
-    Check("GPUs", "model", TRAIN, gpus),
-    Check("chat template", "model", ALL, chat_template),
-    Check("rows", "model", ASKING, rows),
+    # engine and learner have the GPUs that they need
+    Check("GPUs", "model", TRAIN, part("gpus")),
+    # the renderer can write the prompts of this model
+    Check("chat template", "model", ALL, part("renderers")),
+    # every row of the data can be read
+    Check("rows", "model", ASKING, part("tasks")),
     Check("sequence lengths", "model", SUPERVISED, sequence_lengths),
     Check("environments", "parts", ASKING, environments),
-    Check("first episodes", "parts", ASKING, episodes),
+    # the environment of each set begins an episode
+    Check("first episodes", "parts", ASKING, part("episodes")),
     Check("graders", "parts", ASKING, graders),
-    Check("prompts", "parts", ASKING, prompts),
-    Check("helpers and tools", "parts", EVALUATE, helper_tools),
-    Check("demonstrations", "parts", TRAIN, demonstration_rows),
-    Check("number of updates", "parts", TRAIN, num_updates),
-    Check("learner", "started", RUNS, learner),
-    Check("engine", "started", ASKING, engine),
+    # every set has a prompt that fits
+    Check("prompts", "parts", ASKING, part("questions")),
+    # the tools that helpers repair are there, those that they repeat can be
+    Check("helpers and tools", "parts", EVALUATE, part("helpers")),
+    # demonstrations can be read, and every stage of the cold start has some
+    Check("demonstrations", "parts", TRAIN, part("demonstrations")),
+    # the questions are enough for an update
+    Check("number of updates", "parts", TRAIN, part("num_steps")),
+    # the ranks start and load the model; the engine starts and serves it
+    Check("learner", "started", RUNS, part("learner")),
+    Check("engine", "started", ASKING, part("engine")),
 )

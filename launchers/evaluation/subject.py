@@ -147,8 +147,6 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
             stack,
             say,
             sets={name: _set(name, one) for name, one in config.sets.items()},
-            roles=config.roles,
-            is_whole=False,
             logs=logs,
         )
         self.subject = subject

@@ -7,19 +7,18 @@ import copy
 import shutil
 import tempfile
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agentenv.actor import Actor
-from agentenv.data.rows import RowsConfig
 from agentenv.engine import Engine, EngineStart
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.model_files import vocab_size
 from agentenv.plan import RolloutPlan
-from agentenv.renderer import Renderer
 from agentenv.types import Task
 from launchers.assembly import AskingAssembly, Questions, SetConfig, once
 from launchers.checks import refuse
@@ -32,7 +31,6 @@ from launchers.rl.publishing import (
     DirectoryPublisher,
     ParityProbe,
     Publisher,
-    learner_turn,
     sleeping_engine,
 )
 from launchers.rundir import RunDirectory
@@ -48,14 +46,11 @@ NUM_PROBE_PROMPTS = 8
 
 @dataclass
 class Parts:
-    """What the loop of a run works with. `tools` are the schemas that the environment offers;
-    `colocation` is there where engine and learner share their GPUs; `overlapping` is the actor of
-    evaluations beside the training, on an engine of its own; `demonstrations` are those of a cold
-    start that is still to come, and those that measure it."""
+    """What the loop of a run works with. `overlapping` is the actor of evaluations beside the
+    training, on an engine of its own; `demonstrations` are those of a cold start that is still to
+    come, and those that measure it."""
 
     tokenizer: Any
-    renderer: Renderer
-    tools: list[dict[str, Any]]
     tasks: Sequence[Task]
     eval_tasks: dict[str, Sequence[Task]]
     num_steps: int
@@ -66,13 +61,8 @@ class Parts:
     eval_actor: Actor
     probe: ParityProbe
     publisher: Publisher
-    colocation: Colocation | None
     overlapping: Actor | None
     demonstrations: tuple[Demonstrations, Demonstrations] | None
-
-    def learner_turn(self) -> AbstractAsyncContextManager[None]:
-        """See `launchers.rl.publishing.learner_turn`."""
-        return learner_turn(self.colocation)
 
     async def publish(self) -> None:
         """New weights into the engine while rollouts are running, and a probe of them begun."""
@@ -97,6 +87,8 @@ async def build_parts(
 class TrainingAssembly(AskingAssembly[TrainConfig]):
     """Builds the parts of one training run."""
 
+    is_whole = True
+
     def __init__(
         self,
         config: TrainConfig,
@@ -105,11 +97,20 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         stack: AsyncExitStack,
         say: Say,
     ) -> None:
-        sampling = config.sampling
-        sets = {TRAINED: _set(config, TRAINED, config.data, sampling.train, 1)}
+        asked = partial(
+            SetConfig,
+            env=config.env,
+            prompt=config.prompt,
+            limits=config.limits,
+            python=config.python,
+            search=config.search,
+            grader=config.grader,
+        )
+        sets = {TRAINED: asked(TRAINED, config.data, sampling=config.sampling.train)}
         for name, one in config.eval.sets.items():
-            key = eval_key(name)
-            sets[key] = _set(config, key, one, sampling.eval, one.num_samples)
+            sets[eval_key(name)] = asked(
+                eval_key(name), one, sampling=config.sampling.eval, num_samples=one.num_samples
+            )
         super().__init__(
             config,
             run.path,
@@ -117,9 +118,6 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             say,
             checkpoint,
             sets=sets,
-            roles=config.roles,
-            is_whole=True,
-            logs=run.path,
         )
 
     @once
@@ -244,7 +242,6 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         """Everything, started."""
         config = self.config
         questions, prompts = await self.questions(), await self.probe_prompts()
-        _, info = (await self.episodes())[TRAINED]
         learner, engine = await self.learner_and_engine()
         weights = make_weights_directory()
         self.stack.callback(shutil.rmtree, weights, ignore_errors=True)
@@ -258,8 +255,6 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         model = await self.model()
         return Parts(
             tokenizer=await self.tokenizer(),
-            renderer=trained.renderer,
-            tools=list(info.get("tools", ())),
             tasks=trained.tasks,
             eval_tasks={name: questions[eval_key(name)].tasks for name in config.eval.sets},
             num_steps=await self.num_steps(),
@@ -270,7 +265,6 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             eval_actor=eval_actor,
             probe=probe,
             publisher=make_publisher(config, engine, learner, weights, colocation),
-            colocation=colocation,
             overlapping=await self._overlapping(eval_actor, learner),
             demonstrations=await self.demonstrations(),
         )
@@ -317,23 +311,6 @@ def adapter_rank(config: TrainConfig) -> int:
 def eval_key(name: str) -> str:
     """The key of an evaluation set, which is the set's name among all sets of a run."""
     return f"eval.sets.{name}"
-
-
-def _set(
-    config: TrainConfig, key: str, rows: RowsConfig, sampling: Sampling, num_samples: int
-) -> SetConfig:
-    return SetConfig(
-        key,
-        rows,
-        config.env,
-        config.prompt,
-        config.limits,
-        sampling,
-        num_samples,
-        config.python,
-        config.search,
-        config.grader,
-    )
 
 
 def make_publisher(
