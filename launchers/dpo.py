@@ -13,9 +13,10 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -53,10 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def self_critic(num_rounds: int) -> Work:
     """The run of --self-critic."""
 
-    async def work(config: TrainConfig, run: RunDirectory, view: View, resume: str) -> None:
+    def work(
+        config: TrainConfig, run: RunDirectory, view: View, resume: str
+    ) -> Coroutine[Any, Any, None]:
         from launchers.rl.training import Training  # slow to load: mistakes are told before
 
-        await Training(config, run, view, resume=resume).run_rounds(num_rounds)
+        return Training(config, run, view, resume=resume).run_rounds(num_rounds)
 
     return work
 

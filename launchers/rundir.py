@@ -19,7 +19,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,7 @@ from msgspec import Struct
 from agentenv.config import changes, resolver, to_plain, upgrade
 from agentenv.disk import OLD, PARTIAL, replace_folder, write_whole
 from agentenv.errors import ConfigError, DataError
-from agentenv.tree import TrajectoryTree
 from launchers.monitors import MonitorConfig, Monitors
-from launchers.trajectories import trajectory_row
 from learners.learner import Learner
 
 STATE_FILE = "state.json"
@@ -190,7 +187,6 @@ class RunDirectory:
         """`settings` is the whole configuration, which the monitors show."""
         self.path = path
         self.checkpoints = Checkpoints(path / "checkpoints")
-        self._trajectory_bytes = 0
         if resume and not (path / CONFIG_FILE).is_file():
             raise ConfigError(f"{path} holds no run to resume; start it without --resume")
         try:
@@ -263,27 +259,6 @@ class RunDirectory:
                 if row.get("step", 0) <= step and not (phase and row.get("phase") == phase)
             ]
             path.write_text("".join(kept), encoding="utf-8")
-
-    def show_trajectories(self, name: str, trees: list[TrajectoryTree], tokenizer: Any) -> None:
-        """A sample of trajectories to the monitors, as many as the monitors want."""
-        wanted = self.monitors.num_wanted(name)
-        sample = islice(((tree, one) for tree in trees for one in tree.trajectories()), wanted)
-        if rows := [trajectory_row(tree, one, tokenizer) for tree, one in sample]:
-            self.monitors.trajectories(name, rows)
-
-    def write_trajectories(
-        self, name: str, trees: list[TrajectoryTree], tokenizer: Any, max_bytes: float
-    ) -> bool:
-        """One JSON line a trajectory; False, and nothing written, beyond `max_bytes` in all."""
-        if self._trajectory_bytes > max_bytes:
-            return False
-        folder = self.path / "trajectories"
-        folder.mkdir(exist_ok=True)
-        rows = [trajectory_row(tree, t, tokenizer) for tree in trees for t in tree.trajectories()]
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
-        self._trajectory_bytes += len(text)
-        return True
 
 
 def check_writable(path: Path) -> None:

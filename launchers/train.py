@@ -7,7 +7,8 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from launchers.command import make_parser, parse, run_command
 from launchers.config import TrainConfig
@@ -26,11 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(parse(parser, argv), TrainConfig, reinforce)
 
 
-async def reinforce(config: TrainConfig, run: RunDirectory, view: View, resume: str) -> None:
+def reinforce(
+    config: TrainConfig, run: RunDirectory, view: View, resume: str
+) -> Coroutine[Any, Any, None]:
     """The run of the configuration."""
     from launchers.rl.training import Training  # slow to load: mistakes are told before
 
-    await Training(config, run, view, resume=resume).run_all()
+    return Training(config, run, view, resume=resume).run_all()
 
 
 if __name__ == "__main__":

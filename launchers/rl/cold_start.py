@@ -75,7 +75,7 @@ class ColdStart:
             stage.rows: Sampler(self.demonstrations[stage.rows], self.rng)
             for stage in config.stages
         }
-        async with self.parts.learner_turn():
+        async with learner.turn():
             await learner.reset_optimizer(config.optimizer)
             passed = [await self._stage(stage, samplers[stage.rows]) for stage in config.stages]
             exact = await self._measure()

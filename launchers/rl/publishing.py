@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -58,7 +58,7 @@ class ParityProbe:
             return await self.engine.generate_on_each(prompt, sampling)
         return {"": await self.engine.generate(prompt, sampling, session=f"probe{number}")}
 
-    async def settle(self) -> None:
+    async def sampled(self) -> None:
         """Wait until the engine has sampled what `start` asked for."""
         if self._sampling is not None:
             await asyncio.wait([self._sampling])
@@ -100,7 +100,7 @@ class ParityProbe:
 
 class Colocation:
     """Who has the GPUs, where engine and learner share them. Every command to the learner takes
-    the GPUs for itself; `turn` keeps them for several commands.
+    the GPUs for itself; `learner.turn`, which is `turn` here, keeps them for several commands.
 
         all serve --> sleep --> all train --> wake --> all serve
                                 publish -----^  with the new weights
@@ -148,7 +148,7 @@ class Colocation:
     async def _to_learner(self) -> None:
         async with self._moving:
             if self.owner == "engine":
-                await self._probe.settle()
+                await self._probe.sampled()
                 await self._engine.sleep()
                 await self._learner.wake()
                 self.owner = "learner"
@@ -196,7 +196,7 @@ class DirectoryPublisher:
 
     async def publish(self) -> None:
         version = self.learner.policy_version + 1
-        async with learner_turn(self.colocation):
+        async with self.learner.turn():
             path = await self._write(self.folder / f"v{version}")
             if self.colocation is not None:
                 await self.colocation.release()
@@ -225,9 +225,3 @@ class BroadcastPublisher:
         version = await self.sender.publish()
         await self.engine.receive_weights(self.sender, version)
         shutil.rmtree(self.sender.folder / f"v{version - 1}", ignore_errors=True)
-
-
-def learner_turn(colocation: Colocation | None) -> AbstractAsyncContextManager[None]:
-    """To be entered around several commands to the learner that follow one another: where it
-    shares its GPUs, the engine sleeps until the end, or until the publish before it."""
-    return nullcontext() if colocation is None else colocation.turn()

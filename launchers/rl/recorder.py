@@ -4,10 +4,12 @@ report at its end."""
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -21,6 +23,7 @@ from launchers.rl.report import entropy_line, write_entropy, write_plots
 from launchers.rl.state import BriefReport, RunState
 from launchers.rundir import RunDirectory
 from launchers.terminal import View
+from launchers.trajectories import trajectory_row
 
 
 def cpu_seconds() -> float:
@@ -36,19 +39,25 @@ def cpu_seconds() -> float:
     return total
 
 
+@contextmanager
+def adding(seconds: dict[str, float], name: str, clock: Callable[[], float]) -> Iterator[None]:
+    """Adds to seconds[name] what passes on the clock inside."""
+    start = clock()
+    try:
+        yield
+    finally:
+        seconds[name] = seconds.get(name, 0.0) + clock() - start
+
+
 class Stopwatch:
     """Wall seconds of named parts since they were taken last."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """To be entered around a part."""
+        return adding(self._seconds, name, time.monotonic)
 
     def take(self) -> dict[str, float]:
         """The seconds as metrics, time/NAME_s; the parts begin anew."""
@@ -65,12 +74,9 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        wall, cpu = time.monotonic(), cpu_seconds()
-        try:
+        wall, cpu = adding(self.wall_s, name, time.monotonic), adding(self.cpu_s, name, cpu_seconds)
+        with wall, cpu:
             yield
-        finally:
-            self.wall_s[name] = self.wall_s.get(name, 0.0) + time.monotonic() - wall
-            self.cpu_s[name] = self.cpu_s.get(name, 0.0) + cpu_seconds() - cpu
 
 
 EVALUATIONS = "eval"  # folder of a run
@@ -90,6 +96,7 @@ class Recorder:
         self.view = view
         self.state = state
         self.tokenizer = tokenizer
+        self._num_bytes = 0  # of trajectories that are written
         self.report_set = next(iter(config.eval.sets), "")
 
     def log(self, row: dict[str, Any]) -> None:
@@ -144,12 +151,22 @@ class Recorder:
 
     async def write_trajectories(self, name: str, trees: list[TrajectoryTree]) -> None:
         """Every trajectory as a readable row, until the size limit; a sample to the monitors."""
-        log = self.config.log
-        await asyncio.to_thread(self.run.show_trajectories, name, trees, self.tokenizer)
-        if not log.trajectories:
-            return
-        limit = log.max_trajectory_mb * 1e6
-        if not await asyncio.to_thread(
-            self.run.write_trajectories, name, trees, self.tokenizer, limit
-        ):
+        await asyncio.to_thread(self._write_trajectories, name, trees)
+
+    def _write_trajectories(self, name: str, trees: list[TrajectoryTree]) -> None:
+        log, monitors = self.config.log, self.run.monitors
+        wanted, is_full = monitors.num_wanted(name), self._num_bytes > log.max_trajectory_mb * 1e6
+        is_written = log.trajectories and not is_full
+        every = ((tree, one) for tree in trees for one in tree.trajectories())
+        chosen = islice(every, None if is_written else wanted)
+        rows = [trajectory_row(tree, one, self.tokenizer) for tree, one in chosen]
+        if shown := rows[:wanted]:
+            monitors.trajectories(name, shown)
+        if is_written:
+            folder = self.run.path / "trajectories"
+            folder.mkdir(exist_ok=True)
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+            self._num_bytes += len(text)
+        elif log.trajectories:
             logger.warning("log.max_trajectory_mb is reached: no more trajectories are written")

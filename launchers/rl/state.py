@@ -10,13 +10,12 @@ from statistics import fmean
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from agentenv.metrics import EntropyProfile, Ledger, num_tool_calls, wilson_interval
-from agentenv.tree import TrajectoryTree
+from agentenv.metrics import EntropyProfile, Ledger, Metrics, wilson_interval
 from launchers.config import CheckpointConfig
 from launchers.evaluation.store import EvalRow
-from launchers.rl.publishing import Colocation, Gap, learner_turn
+from launchers.rl.publishing import Gap
 from launchers.rundir import Checkpoints
-from learners.learner import Learner
+from learners.deepspeed_learner import DeepSpeedLearner
 
 
 class Totals(Struct):
@@ -31,15 +30,15 @@ class Totals(Struct):
     staleness_sum: int = 0
     num_trees: int = 0
 
-    def add(self, trees: list[TrajectoryTree], learner_version: int) -> None:
-        for tree in trees:
-            staleness = learner_version - tree.oldest_version()
-            self.tool_calls += num_tool_calls(tree)
-            self.forks += tree.num_forks
-            self.sampled_tokens += tree.num_action_tokens
-            self.staleness_max = max(self.staleness_max, staleness)
-            self.staleness_sum += staleness
-            self.num_trees += 1
+    def add(self, step: Metrics) -> None:
+        """Add the figures of a step's trees, which `agentenv.metrics.rollout_metrics` made."""
+        num_trees = int(step["rollout/trees"])
+        self.tool_calls += int(step["rollout/tool_calls"])
+        self.forks += int(step["rollout/forks"])
+        self.sampled_tokens += int(step["rollout/sampled_tokens"])
+        self.staleness_max = max(self.staleness_max, int(step["staleness/max"]))
+        self.staleness_sum += round(step["staleness/mean"] * num_trees)
+        self.num_trees += num_trees
 
 
 class ParityGap(Struct):
@@ -140,7 +139,7 @@ class RunState(Struct):
     wall_s: dict[str, float] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
 
-    def settled(self) -> RunState:
+    def resumable(self) -> RunState:
         """The state for a checkpoint: trees in flight are not offered yet, since a resumed run
         offers them again."""
         ledger = self.ledger
@@ -157,22 +156,20 @@ class Saver:
         config: CheckpointConfig,
         checkpoints: Checkpoints,
         state: RunState,
-        learner: Learner,
-        colocation: Colocation | None,
+        learner: DeepSpeedLearner,
     ) -> None:
         self.config = config
         self.checkpoints = checkpoints
         self.state = state
         self.learner = learner
-        self.colocation = colocation
 
     async def save(self) -> None:
         """The checkpoint of this step, if it is not there yet."""
         state = self.state
         needed = [] if state.evaluating is None else [state.evaluating.step]
-        async with learner_turn(self.colocation):
+        async with self.learner.turn():
             await self.checkpoints.save(
-                state.step, self.learner, state.settled(), self.config.keep_last, needed
+                state.step, self.learner, state.resumable(), self.config.keep_last, needed
             )
 
     async def consider_best(self, step: int, report: BriefReport) -> None:

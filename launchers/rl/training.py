@@ -65,14 +65,13 @@ class StepAccounts:
         credit = self.credit(tree)
         return credit is not None and credit.has_signal
 
-    def settle(self, delivered: list[TrajectoryTree], version: int) -> list[CreditedTree]:
-        """Account for each tree of a step under the learner's `version`: trained, filtered (all
-        returns equal) or failed. Returns those to train, with their credit.
+    def settle(self, delivered: list[TrajectoryTree]) -> list[CreditedTree]:
+        """Account for each tree of a step: trained, filtered (all returns equal) or failed.
+        Returns those to train, with their credit.
 
         Raises EnvError when not one trajectory succeeded.
         """
         refuse_total_failure(delivered)
-        self.state.totals.add(delivered, version)
         self.state.entropy = self.state.entropy.merged(entropy_profile(delivered))
         ledger, trained = self.state.ledger, []
         credits = [self.credit(tree) for tree in delivered]
@@ -200,9 +199,7 @@ class Training:
         parts = await build_parts(config, run, self.checkpoint, stack, self.view.say)
         self.parts = parts
         self.recorder = Recorder(config, run, self.view, state, parts.tokenizer)
-        self.saver = Saver(
-            config.checkpoint, run.checkpoints, state, parts.learner, parts.colocation
-        )
+        self.saver = Saver(config.checkpoint, run.checkpoints, state, parts.learner)
         self.evaluator = Evaluator(config, run, state, self.clock, parts, self.recorder, self.saver)
 
     def _announce(self) -> None:
@@ -302,14 +299,15 @@ class Training:
         critic = self._due_critic()
         answers = [] if critic is None else await critic.sample(state.step)
         delivered, self.refused = trees + self.refused, []
-        async with parts.learner_turn():
+        async with parts.learner.turn():
             with self.watch.part("parity"):
                 metrics = await self.accounts.parity(parts)
             if critic is not None:
                 metrics |= await critic.learn(state.step, answers)
-            version = parts.learner.policy_version
-            trained = self.accounts.settle(delivered, version)
-            metrics |= rollout_metrics(delivered, version)
+            trained = self.accounts.settle(delivered)
+            figures = rollout_metrics(delivered, parts.learner.policy_version)
+            state.totals.add(figures)
+            metrics |= figures
             if trained:
                 metrics |= await self._update(trained)
             if trained or metrics.get("self_critic/num_steps"):

@@ -103,17 +103,17 @@ class Log:
         return Part()
 
 
-class Settled:
+class Idle:
     """A parity probe that has nothing under way."""
 
-    async def settle(self) -> None:
+    async def sampled(self) -> None:
         return None
 
 
 async def test_one_owner_at_a_time_and_no_turn_without_need() -> None:
     log = Log()
     engine, learner = log.part("engine"), log.part("learner")
-    shared = Colocation(engine, learner, Settled())  # type: ignore[arg-type]
+    shared = Colocation(engine, learner, Idle())  # type: ignore[arg-type]
     async with learner.turn(), learner.turn():
         assert log.awake == {"engine": False, "learner": True}
     handed = ["engine sleeps", "learner wakes", "learner sleeps", "engine wakes"]

@@ -48,19 +48,19 @@ def test_credit_of_a_tree_is_computed_once_an_update() -> None:
     credit_calls.clear()
     ours, delivered = accounts(Counting(group_size=4)), trees()
     assert [ours.has_signal(tree) for tree in delivered] == [True, True, False, False]
-    groups = ours.settle(delivered, version=0)
+    groups = ours.settle(delivered)
     assert [tree.index for tree, _ in groups] == [0, 1]
     assert all(encode(tree, credit, 0).num_action_tokens for tree, credit in groups)
     assert credit_calls == [0, 1, 2, 3]
     ledger = ours.state.ledger
     assert (ledger.trained, ledger.filtered, ledger.failed) == (2, 1, {"EnvError": 1})
-    ours.settle(trees(), version=0)  # the same places in another run of the step
+    ours.settle(trees())  # the same places in another run of the step
     assert credit_calls == [0, 1, 2, 3] * 2
 
 
 def test_what_is_trained_is_normalised_over_the_update() -> None:
     algorithm = ReinforcePP(group_size=4)
-    found = accounts(algorithm).settle(trees(), version=0)
+    found = accounts(algorithm).settle(trees())
     expected = credited(trees(), algorithm)
     for (_, credit), (_, wanted) in zip(found, expected, strict=True):
         assert credit.adv_pos.tolist() == wanted.adv_pos.tolist()
