@@ -130,11 +130,31 @@ class Ledger(Struct):
     filtered: int = 0  # all returns equal: nothing to learn
     failed: dict[str, int] = field(default_factory=dict)  # by kind: the group stayed too short
 
+    @property
+    def num_failed(self) -> int:
+        return sum(self.failed.values())
+
+    @property
+    def num_delivered(self) -> int:
+        """Trees that are not in flight any more."""
+        return self.trained + self.filtered + self.num_failed
+
+    def counts(self, in_flight: int) -> dict[str, int]:
+        """Both sides of the law, by name."""
+        return {
+            "offered": self.offered,
+            "trained": self.trained,
+            "filtered": self.filtered,
+            "failed": self.num_failed,
+            "in_flight": in_flight,
+        }
+
     def check(self, in_flight: int) -> None:
         """Raise AssertionError if a tree was lost. `in_flight` counts the trees where they are, in
         the queue or in the learner's hands."""
-        accounted = self.trained + self.filtered + sum(self.failed.values()) + in_flight
-        assert self.offered == accounted, f"trees were lost: {self}, {in_flight} in flight"
+        assert self.offered == self.num_delivered + in_flight, (
+            f"trees were lost: {self}, {in_flight} in flight"
+        )
 
 
 def failure_kind(tree: TrajectoryTree) -> str:

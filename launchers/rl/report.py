@@ -106,7 +106,6 @@ class LiveFigures:
     def lines(self) -> Lines:
         """A title and figures a line."""
         row, stats, ledger = self.row, self.engine.stats(), self.state.ledger
-        failed = sum(ledger.failed.values())
         rate = self._throughput.rate(stats)
         lines = [
             (
@@ -117,8 +116,8 @@ class LiveFigures:
             ),
             (
                 "trees",
-                f"{ledger.trained} trained, {ledger.filtered} without signal, {failed} failed"
-                + "".join(f", {count} {kind}" for kind, count in ledger.failed.items()),
+                f"{ledger.trained} trained, {ledger.filtered} without signal, {ledger.num_failed} "
+                "failed" + "".join(f", {count} {kind}" for kind, count in ledger.failed.items()),
             ),
         ]
         return lines + (step_lines(row) if row else [])
@@ -369,14 +368,7 @@ def summarize(
         "num_failed": by_phase("num_failed"),
         "tool_calls_total": totals.tool_calls,
         "forks_total": totals.forks,
-        "trees": {
-            "offered": ledger.offered,
-            "trained": ledger.trained,
-            "filtered": ledger.filtered,
-            "failed": sum(ledger.failed.values()),
-            "failed_by_kind": ledger.failed,
-            "in_flight": in_flight,
-        },
+        "trees": {**ledger.counts(in_flight), "failed_by_kind": ledger.failed},
         "staleness": {"max": totals.staleness_max, "mean": totals.staleness_sum / trees},
         "tokens": {
             "sampled": totals.sampled_tokens,

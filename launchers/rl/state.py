@@ -143,8 +143,7 @@ class RunState(Struct):
         """The state for a checkpoint: trees in flight are not offered yet, since a resumed run
         offers them again."""
         ledger = self.ledger
-        delivered = ledger.trained + ledger.filtered + sum(ledger.failed.values())
-        return replace(self, ledger=replace(ledger, offered=delivered))
+        return replace(self, ledger=replace(ledger, offered=ledger.num_delivered))
 
 
 class Saver:

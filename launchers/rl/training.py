@@ -88,17 +88,6 @@ class StepAccounts:
                 ledger.filtered += 1
         return trained
 
-    def metrics(self, in_flight: int) -> Metrics:
-        """The conservation law as figures: offered = trained + filtered + failed + in flight."""
-        ledger = self.state.ledger
-        return {
-            "trees/offered": ledger.offered,
-            "trees/trained": ledger.trained,
-            "trees/filtered": ledger.filtered,
-            "trees/failed": sum(ledger.failed.values()),
-            "trees/in_flight": in_flight,
-        }
-
     async def parity(self, parts: Parts) -> Metrics:
         """The gap that the probe found since the last call; a warning if it is too wide."""
         gap = await parts.probe.finish()
@@ -370,11 +359,12 @@ class Training:
     async def _report_step(self, trees: list[TrajectoryTree], metrics: Metrics) -> None:
         state = self.state
         engine = self.parts.engine.stats()
+        trees_by_fate = state.ledger.counts(in_flight=self.queue.num_waiting)
         row = {
             "step": state.step,
             "policy_version": self.parts.learner.policy_version,
             **metrics,
-            **self.accounts.metrics(in_flight=self.queue.num_waiting),
+            **{f"trees/{name}": count for name, count in trees_by_fate.items()},
             "queue/ready": self.queue.num_ready,
             **{f"engine/{name}": value for name, value in engine.items()},
             "env/num_open": self.parts.actor.envs.count,
