@@ -12,8 +12,9 @@ import asyncio
 import copy
 import json
 import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from agentenv.actor import Actor
@@ -33,6 +34,7 @@ from launchers.rl.state import BriefReport, Evaluating, RunState, Saver, brief_r
 from launchers.rundir import RunDirectory
 
 SET_KEYS = ("max_tasks", "num_samples")
+Ask = Callable[[Actor, str], Awaitable[list[EvalRow]]]  # by the actor, the set of this name
 
 
 class Evaluator:
@@ -134,26 +136,48 @@ class Evaluator:
         if not what.sets:
             return {}
         found = {}
-        async with self._evaluations.begin(what, when) as evaluation:
+        async with self._evaluations.begin(what, when) as ask:
             for name in what.sets:
-                rows = await evaluation.ask(actor, name)
+                rows = await ask(actor, name)
                 found[name] = brief_report(name, rows)
                 self.recorder.tell(found[name], rows, what.step, when)
         return found
 
 
-class Evaluation:
-    """One that goes on: the sets are asked one after the other."""
+class Evaluations:
+    """Begins the evaluations of the run in the folder `run`."""
 
-    def __init__(
-        self, store: Store, config: EvaluateConfig, tasks: Mapping[str, Sequence[Task]]
-    ) -> None:
-        self._store, self._config, self._tasks = store, config, tasks
+    def __init__(self, config: TrainConfig, run: Path, tasks: Mapping[str, Sequence[Task]]) -> None:
+        self._config, self._run, self._tasks = config, run, tasks
 
-    async def ask(self, actor: Actor, name: str) -> list[EvalRow]:
+    @asynccontextmanager
+    async def begin(self, what: Evaluating, when: str) -> AsyncIterator[Ask]:
+        """What asks a set of the evaluation in RUN/eval/WHEN, which is whole when the context ends
+        well. An evaluation of the same weights that was cut off is taken up; one of others in its
+        place is removed."""
+        config = self._configuration(what.sets)
+        subject = {
+            "name": self._run.name,
+            "step": what.step,
+            "policy_version": what.policy_version,
+            "incarnation": what.incarnation,
+        }
+        saved = Saved(subject=subject, run=str(self._run.absolute()), config=to_plain(config))
+        folder = self._run / EVALUATIONS / when
+        unfinished = folder.with_name(folder.name + PARTIAL)
+        store = await asyncio.to_thread(_take_up, unfinished, saved)
+        try:
+            yield partial(self._ask, store, config)
+        finally:
+            store.close()
+        await asyncio.to_thread(replace_folder, unfinished, folder)
+
+    async def _ask(
+        self, store: Store, config: EvaluateConfig, actor: Actor, name: str
+    ) -> list[EvalRow]:
         """All rows of a set, in the order of its questions; those that are stored are not asked.
         The seed is that of the set, as in `launchers/evaluate.py`: equal seeds, equal samples."""
-        config, own = self._config, self._config.sets[name]
+        own = config.sets[name]
         seed = own.sampling.seed if own.sampling is not None else None
         number = config.seed if seed is None else seed
         asking = copy.copy(actor)
@@ -164,37 +188,9 @@ class Evaluation:
 
         samples = range(own.num_samples or 1)
         wanted = [Wanted(name, task, sample) for task in self._tasks[name] for sample in samples]
-        missing, many = self._store.missing(wanted), config.concurrency
-        await ask_into(self._store, missing, {name: asking}, make_row, concurrency=many)
-        return [self._store.rows[one.key] for one in wanted]
-
-
-class Evaluations:
-    """Begins the evaluations of the run in the folder `run`."""
-
-    def __init__(self, config: TrainConfig, run: Path, tasks: Mapping[str, Sequence[Task]]) -> None:
-        self._config, self._run, self._tasks = config, run, tasks
-
-    @asynccontextmanager
-    async def begin(self, what: Evaluating, when: str) -> AsyncIterator[Evaluation]:
-        """The evaluation of a policy in RUN/eval/WHEN, whole when the context ends well. One of
-        the same weights that was cut off is taken up; another one in its place is removed."""
-        config = self._configuration(what.sets)
-        subject = {
-            "name": self._run.name,
-            "step": what.step,
-            "policy_version": what.policy_version,
-            "incarnation": what.incarnation,
-        }
-        saved = Saved(subject=subject, run=str(self._run.absolute()), config=to_plain(config))
-        folder = self._run / EVALUATIONS / when
-        partial = folder.with_name(folder.name + PARTIAL)
-        store = await asyncio.to_thread(_take_up, partial, saved)
-        try:
-            yield Evaluation(store, config, self._tasks)
-        finally:
-            store.close()
-        await asyncio.to_thread(replace_folder, partial, folder)
+        missing, many = store.missing(wanted), config.concurrency
+        await ask_into(store, missing, {name: asking}, make_row, concurrency=many)
+        return [store.rows[one.key] for one in wanted]
 
     def _configuration(self, names: Sequence[str]) -> EvaluateConfig:
         """That of the run, as `launchers/evaluate.py RUN` has it."""

@@ -144,8 +144,8 @@ class Evaluator:
         """The questions that were asked."""
         self.asked, self.breaks_at = [], breaks_at
         what = Evaluating(4, 4, ["a"], incarnation)
-        async with self._evaluations.begin(what, "step-000004") as evaluation:
-            rows = await evaluation.ask(self._actor, "a")
+        async with self._evaluations.begin(what, "step-000004") as ask:
+            rows = await ask(self._actor, "a")
             assert [row.task for row in rows] == [task.id for task in self.tasks]
         return self.asked
 
