@@ -235,6 +235,12 @@ def pack_frame(message: Struct) -> bytes:
     return len(body).to_bytes(PREFIX_BYTES, "little") + body
 
 
+def unpack_command(body: bytes) -> Command:
+    """What is in a frame behind its length."""
+    command: Command = msgspec.msgpack.decode(body, type=Command)
+    return command
+
+
 CLOSE_TIMEOUT_S = 5.0
 LOG_TAIL_BYTES = 2000
 PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(learners.__file__)))

@@ -27,7 +27,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
 from msgspec import Struct
@@ -359,10 +358,7 @@ def receive(connection: socket.socket) -> wire.Command | None:
     """The next command, or None at the end of the connection."""
     prefix = read_exactly(connection, wire.PREFIX_BYTES)
     body = prefix and read_exactly(connection, int.from_bytes(prefix, "little"))
-    if not body:
-        return None
-    command: wire.Command = msgspec.msgpack.decode(body, type=wire.Command)
-    return command
+    return wire.unpack_command(body) if body else None
 
 
 def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
