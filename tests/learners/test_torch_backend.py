@@ -27,8 +27,8 @@ from tests.learners.trees import credited
 @pytest.mark.parametrize(
     "keys",
     [
-        {"zero_stage": 3, "offload": "params"},
-        {"zero_stage": 2, "offload": "optimizer"},
+        pytest.param({"zero_stage": 3, "offload": "params"}, marks=pytest.mark.slow),
+        pytest.param({"zero_stage": 2, "offload": "optimizer"}, marks=pytest.mark.slow),
         {"backend": "torch"},
         {"optimizer": "muon_adamw", "muon_learning_rate": 1e-3},
     ],
