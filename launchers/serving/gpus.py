@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentenv.engine import EngineConfig
 from agentenv.errors import ConfigError
-from launchers.config import ResourcesConfig
 from learners.learner import LearnerConfig
+
+if TYPE_CHECKING:
+    from launchers.config import ResourcesConfig
 
 
 def visible_gpus() -> list[str]:
