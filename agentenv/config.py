@@ -261,7 +261,7 @@ def _check_keys(raw: Tree, kind: mi.Type, source: str) -> None:
 def _upgrade(table: Tree, struct: mi.StructType) -> None:
     """Take dropped keys at their defaults out of a table, and put what was moved where it is."""
     for key, gone in dropped_keys(struct.cls).items():
-        if key in table and table[key] == gone.default:
+        if key in table and gone.was_unset(table[key]):
             del table[key]
     moved = moved_values(struct.cls)
     for key, value in table.items() if moved else ():

@@ -11,11 +11,17 @@ from typing import Any, NamedTuple
 
 
 class Dropped(NamedTuple):
-    """A key that is no more. `default` is the plain value that it had when nobody set it; `why`
-    says why it went and what to write in its place."""
+    """A key that is no more. `default` is the plain value that it had when nobody set it, of a
+    table all that it ever held; `why` says why it went and what to write in its place."""
 
     default: Any
     why: str
+
+    def was_unset(self, value: Any) -> bool:
+        """Whether a stored value is the default, or a part of it."""
+        if isinstance(self.default, dict) and isinstance(value, dict):
+            return value.items() <= self.default.items()
+        return bool(value == self.default)
 
 
 _ZSCORE = (
@@ -52,7 +58,18 @@ DROPPED: dict[str, dict[str, Dropped]] = {
         ),
         "first_backoff_s": Dropped(0.5, f"{_ALWAYS} 0.5; engine.pool.max_retries bounds retries"),
         "max_backoff_s": Dropped(30.0, f"{_ALWAYS} 30; engine.pool.max_retries bounds retries"),
-        "poll_interval_s": Dropped(1.0, f"{_ALWAYS} 1; engine.pool.poll_timeout_s is the deadline"),
+        "poll_interval_s": Dropped(1.0, f"{_ALWAYS} 1"),
+        "poll_timeout_s": Dropped(60.0, f"{_ALWAYS} 60"),
+        "initial_concurrency": Dropped(
+            64,
+            f"{_ALWAYS} 64 until a server's load is known; engine.pool.max_concurrency bounds it",
+        ),
+    },
+    "PooledEngineConfig": {
+        "timeouts": Dropped(
+            {"connect_s": 10.0, "call_s": 30.0, "idle_s": 600.0, "load_s": 600.0},
+            "several keys for one deadline; use engine.pool.load_timeout_s",
+        ),
     },
     "ResourcesConfig": {
         "engine_gpus": Dropped([], "two keys for the same GPUs; use engine.servers.gpus"),
@@ -83,11 +100,6 @@ DROPPED: dict[str, dict[str, Dropped]] = {
             "the summarizer is asked as the judge is: timeout_s, num_retries and max_concurrency "
             "stand in search.summarizer itself",
         ),
-    },
-    "TimeoutsConfig": {
-        "connect_s": Dropped(10.0, f"{_ALWAYS} 10"),
-        "call_s": Dropped(30.0, f"{_ALWAYS} 30"),
-        "load_s": Dropped(600.0, "two keys for one deadline; use engine.pool.load_timeout_s"),
     },
     "TrafficConfig": {
         "burst": Dropped(20, f"{_ALWAYS} 20; rate_per_s and max_concurrency of the same table"),

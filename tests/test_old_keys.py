@@ -48,8 +48,8 @@ def test_a_stored_key_that_was_set_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError) as refused:
         build_config(TrainConfig, stored, "config.json")
     assert str(refused.value) == (
-        "config.json: engine.timeouts.load_s = 1200.0: two keys for one deadline; use "
-        "engine.pool.load_timeout_s"
+        "config.json: engine.timeouts = {'connect_s': 10.0, 'call_s': 30.0, 'idle_s': 600.0, "
+        "'load_s': 1200.0}: several keys for one deadline; use engine.pool.load_timeout_s"
     )
 
 

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
-from msgspec import Struct
 from yarl import URL
 
 from agentenv.engines.server import Request, ServerLostError
@@ -24,23 +23,12 @@ from agentenv.types import SamplingParams
 
 # uvicorn closes an idle connection after 5 s; one that we reuse at that moment would be lost
 KEEP_ALIVE_S = 3.0
+CONNECT_S = 10.0
 MAX_REASON = 500  # characters of a server's own words in our messages
 DONE = b"[DONE]"
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoding raises
 
 T = TypeVar("T")
-
-
-class Timeouts(Struct, frozen=True, kw_only=True):
-    """Deadlines in seconds: to connect, of a short call, without a token in a stream, of a load.
-
-    Requests wait while weights are loaded, so `idle_s` must exceed what a load takes.
-    """
-
-    connect_s: float = 10.0
-    call_s: float = 30.0
-    idle_s: float = 600.0
-    load_s: float = 600.0
 
 
 class RefusedError(EngineError):
@@ -61,15 +49,21 @@ class FailedError(ServerLostError):
 
 
 class HttpClient:
-    """Calls to one base URL. `name` is the URL without credentials."""
+    """Calls to one base URL. `name` is the URL without credentials.
 
-    def __init__(self, url: str, timeouts: Timeouts | None = None, api_key: str = "") -> None:
+    Deadlines in seconds: `call_s` of a short call, `wait_s` of a stream without an event and of a
+    call that takes long. Requests wait while weights are loaded, so both are one.
+    """
+
+    def __init__(
+        self, url: str, *, api_key: str = "", call_s: float = 30.0, wait_s: float = 600.0
+    ) -> None:
         base = URL(url.rstrip("/"))
         if base.scheme not in ("http", "https") or not base.host:
             raise ConfigError(f"engine URL {url!r}: expected http://HOST:PORT or https://HOST")
         self._base = base
         self.name = str(base.with_user(None).with_query(None)).rstrip("/")
-        self.timeouts = timeouts or Timeouts()
+        self.wait_s, self._call_s = wait_s, call_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
         self._fresh: aiohttp.ClientSession | None = None  # a connection for each request
@@ -83,9 +77,7 @@ class HttpClient:
         timeout_s: float | None = None,
     ) -> bytes:
         """The body of a 2xx answer. `json` is sent as JSON unless it is None."""
-        limit = aiohttp.ClientTimeout(
-            total=timeout_s or self.timeouts.call_s, sock_connect=self.timeouts.connect_s
-        )
+        limit = aiohttp.ClientTimeout(total=timeout_s or self._call_s, sock_connect=CONNECT_S)
         async with self._request(method, path, json, limit, params) as response:
             return await response.read()
 
@@ -113,9 +105,7 @@ class HttpClient:
 
         The iterator raises ServerLostError if the stream breaks off before `[DONE]`.
         """
-        limit = aiohttp.ClientTimeout(
-            total=None, sock_connect=self.timeouts.connect_s, sock_read=self.timeouts.idle_s
-        )
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self.wait_s)
         async with self._request("POST", path, json, limit) as response:
             yield self._events(response, path)
 

@@ -19,7 +19,7 @@ from msgspec import Meta, Struct, field
 from yarl import URL
 
 from agentenv.backoff import backoff_s
-from agentenv.engines.client import NOT_JSON, FailedError, HttpClient, RefusedError, Timeouts
+from agentenv.engines.client import NOT_JSON, FailedError, HttpClient, RefusedError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.native import after_thoughts
 
@@ -64,13 +64,13 @@ class Endpoint:
         key = os.environ.get(api_key_env, "") if api_key_env else ""
         if api_key_env and not key:
             raise ConfigError(f"{table}.api_key_env: {api_key_env} is not set")
-        timeouts = Timeouts(call_s=timeout_s, idle_s=timeout_s)
         self.model = model
         self.owner = self.served_from = ""
         self.max_model_len = 0
-        self.api = HttpClient(str(api), timeouts, key)
-        root = str(api).removesuffix("/v1")
-        self.root = HttpClient(root, timeouts, key)  # routes beside the standard
+        self.api, self.root = (  # `root` has the routes beside the standard
+            HttpClient(one, api_key=key, call_s=timeout_s, wait_s=timeout_s)
+            for one in (str(api), str(api).removesuffix("/v1"))
+        )
         self.num_retries = num_retries
         self.counts = {"requests": 0.0, "retries": 0.0, "sampled_tokens": 0.0, "prompt_tokens": 0.0}
         self._table = table

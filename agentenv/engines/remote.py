@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from msgspec import Struct
 
-from agentenv.engines.client import FailedError, HttpClient, RefusedError, Timeouts, all_of
+from agentenv.engines.client import FailedError, HttpClient, RefusedError, all_of
 from agentenv.engines.server import ForeignWeightsError, ServerLostError, check_top_k
 from agentenv.engines.weights import (
     Bucket,
@@ -62,7 +62,8 @@ class RemoteServer(ABC):
 
     `url` samples; `control_urls` are the API servers or workers behind it, which hold the same
     weights, if it is a router. Entropies come from the `entropy_top_k` largest log-probs (-1: all).
-    Without `vocab_size` it is read from the directory that the server was started from.
+    Without `vocab_size` it is read from the directory that the server was started from. `load_s`
+    is the deadline in seconds of a load, and of a request that waits for one.
     """
 
     transfer: ClassVar[TransferRoutes]
@@ -72,16 +73,17 @@ class RemoteServer(ABC):
         url: str,
         *,
         entropy_top_k: int = 20,
-        timeouts: Timeouts | None = None,
+        load_s: float = 600.0,
         vocab_size: int | None = None,
         api_key: str = "",
         control_urls: Sequence[str] = (),
     ) -> None:
         check_top_k(entropy_top_k)
-        self._http = HttpClient(url, timeouts, api_key)
-        controls = [HttpClient(each, timeouts, api_key) for each in control_urls]
+        self._http, *controls = (
+            HttpClient(each, api_key=api_key, wait_s=load_s) for each in (url, *control_urls)
+        )
         self._controls = controls or [self._http]
-        self._load_s = self._http.timeouts.load_s
+        self._load_s = load_s
         self._top_k, self._given_vocab_size = entropy_top_k, vocab_size
         self._layout: Layout | None = None  # of the directory it was started from, if known
         self._policy_version = 0

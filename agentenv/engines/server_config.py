@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct, field
 
+from agentenv.backoff import backoff_s
 from agentenv.config import ESSENTIAL
 from agentenv.errors import ConfigError
 
@@ -118,9 +119,9 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a pool treats its servers and the requests on them."""
 
     # Not keys: nobody had a reason to set them.
-    first_backoff_s: ClassVar[float] = 0.5  # longest wait before the first retry; doubles
-    max_backoff_s: ClassVar[float] = 30.0  # longest wait before a retry
     poll_interval_s: ClassVar[float] = 1.0  # between two looks at a server's health and load
+    poll_timeout_s: ClassVar[float] = 60.0  # a server that does not say its load so long is lost
+    initial_concurrency: ClassVar[int] = 64  # of a server whose load is not known; it doubles
 
     max_retries: Annotated[
         int, Meta(ge=0, description="times a turn is sent again after its server was lost")
@@ -129,7 +130,12 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         float, Meta(gt=0, description="the run ends when all servers are gone for this long")
     ] = 600.0
     load_timeout_s: Annotated[
-        float, Meta(gt=0, description="deadline of one server for one update of its weights")
+        float,
+        Meta(
+            gt=0,
+            description="deadline of one server for one update of its weights, and of a request "
+            "that gives no token meanwhile",
+        ),
     ] = 600.0
     broadcast_timeout_s: Annotated[
         float,
@@ -151,21 +157,10 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "empty: NCCL's choice, and the address by which the controller knows the machine"
         ),
     ] = ""
-    poll_timeout_s: Annotated[
-        float, Meta(gt=0, description="a server that does not say its load for this long is lost")
-    ] = 60.0
-    initial_concurrency: Annotated[
-        int, Meta(ge=1, description="requests in flight on a server, before its load is known")
-    ] = 64
     max_concurrency: Annotated[
         int, Meta(ge=1, description="most requests in flight on one server, whatever its load")
     ] = 2048
 
-
-class TimeoutsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Deadlines of calls to a server."""
-
-    idle_s: Annotated[
-        float,
-        Meta(gt=0, description="without a token from a running request; more than a load takes"),
-    ] = 600.0
+    def backoff_s(self, retry: int, key: str) -> float:
+        """Seconds before a retry, from 1: at most 30."""
+        return backoff_s(retry - 1, key, first_s=0.25, max_s=20.0)

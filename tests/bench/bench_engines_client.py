@@ -21,7 +21,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -39,6 +39,12 @@ Ask = Callable[[list[int]], Awaitable[Turn]]
 MODEL = "policy"
 
 
+class AllAtOnce(PoolConfig, frozen=True, kw_only=True):
+    """Does not wait for the figures of the server's load."""
+
+    initial_concurrency: ClassVar[int] = PoolConfig().max_concurrency
+
+
 async def pool_client(args: argparse.Namespace, stack: AsyncExitStack) -> Ask:
     engine = EnginePool(
         [VLLMServer(args.url, entropy_top_k=args.top_k, vocab_size=args.vocab)],
@@ -46,7 +52,7 @@ async def pool_client(args: argparse.Namespace, stack: AsyncExitStack) -> Ask:
         0,
         vocab_size=args.vocab,
         eos_ids=(),
-        config=PoolConfig(initial_concurrency=args.streams),
+        config=AllAtOnce(),
         name=f"bench-{random.random()}",
     )
     stack.push_async_callback(engine.close)

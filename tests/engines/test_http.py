@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from agentenv.engines.client import FailedError, HttpClient, RefusedError, Timeouts
+from agentenv.engines.client import FailedError, HttpClient, RefusedError
 from agentenv.engines.server import ServerLostError, top_k_entropy
 from agentenv.errors import ConfigError, EngineError
 
@@ -29,7 +29,7 @@ async def serving(handler: Handler, **timeouts: float) -> AsyncIterator[HttpClie
 
     server = await asyncio.start_server(handle, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
-    client = HttpClient(f"http://{host}:{port}", Timeouts(**timeouts))
+    client = HttpClient(f"http://{host}:{port}", **timeouts)
     try:
         yield client
     finally:
@@ -86,7 +86,7 @@ async def test_silence_and_absence_are_losses() -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
 
-    async with serving(silent, call_s=0.1, idle_s=0.1) as client:
+    async with serving(silent, call_s=0.1, wait_s=0.1) as client:
         with pytest.raises(ServerLostError, match="no answer in time"):
             await client.call("GET", "/x")
         with pytest.raises(ServerLostError, match="no answer in time"):

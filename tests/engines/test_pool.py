@@ -33,7 +33,7 @@ async def test_siblings_meet_at_one_server_and_trees_spread(b: Bench) -> None:
     assert [len(server.requests) for server in b.servers] == [4, 4, 4]
 
 
-@virtual(2, initial_concurrency=2)
+@virtual(2, max_concurrency=2)
 async def test_a_full_home_is_left_for_a_turn_but_not_for_good(b: Bench) -> None:
     await asyncio.gather(*(b.ask(session="tree") for _ in range(3)))
     assert [len(server.requests) for server in b.servers] == [2, 1]
@@ -110,7 +110,7 @@ async def test_a_callback_that_raises_fails_its_turn_only(b: Bench) -> None:
     assert b.pool.stats()["retries"] == 0
 
 
-@virtual(1, initial_concurrency=1)
+@virtual(1, max_concurrency=1)
 async def test_closing_ends_what_runs_and_what_waits(b: Bench) -> None:
     tasks = [asyncio.create_task(b.ask()) for _ in range(3)]
     await asyncio.sleep(0.5)
@@ -165,7 +165,7 @@ def test_the_limit_follows_the_engines_own_figures() -> None:
     assert limit.value == 96  # by the look that saw more of them run
 
 
-@virtual(1, initial_concurrency=64)
+@virtual(1)
 async def test_the_pool_finds_what_a_server_can_hold(b: Bench) -> None:
     (server,) = b.servers
     server.num_slots = 20

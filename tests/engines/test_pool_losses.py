@@ -125,13 +125,13 @@ async def test_one_lost_request_of_a_healthy_server_costs_no_reload(b: Bench) ->
     assert server.loaded == []
 
 
-@virtual(2, poll_timeout_s=5)
+@virtual(2)
 async def test_a_hanging_server_is_left(b: Bench) -> None:
     asking = asyncio.create_task(b.ask())
     await asyncio.sleep(0.95)
     b.servers[0].hanging = True
     assert b.text(await asking) == TEXT
-    assert asyncio.get_running_loop().time() < 15
+    assert asyncio.get_running_loop().time() < 70
     assert b.servers[0].num_aborted == 1
 
 

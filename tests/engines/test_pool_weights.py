@@ -33,7 +33,7 @@ async def test_an_update_reaches_all_and_running_turns_show_it(b: Bench) -> None
     assert (await asking).version_spans == [VersionSpan(0, 0, 9), VersionSpan(1, 9, len(TEXT))]
 
 
-@virtual(1, initial_concurrency=8)
+@virtual(1, max_concurrency=8)
 async def test_what_an_update_preempts_is_no_congestion(b: Bench) -> None:
     asked = [asyncio.create_task(b.ask()) for _ in range(6)]
     await asyncio.sleep(1.2)  # it has been looked at before and is after

@@ -14,10 +14,9 @@ from msgspec import Meta, field
 
 from agentenv.config import ESSENTIAL, PATH
 from agentenv.engine import EngineConfig, EngineStart, check_context
-from agentenv.engines.client import Timeouts
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.server import Server
-from agentenv.engines.server_config import PoolConfig, ServersConfig, TimeoutsConfig
+from agentenv.engines.server_config import PoolConfig, ServersConfig
 from agentenv.errors import ConfigError
 from agentenv.model_files import num_stretched_positions, read_eos_ids, vocab_size
 
@@ -35,7 +34,7 @@ class ServerClient(Protocol):
         url: str,
         *,
         entropy_top_k: int,
-        timeouts: Timeouts,
+        load_s: float,
         vocab_size: int,
         api_key: str,
         control_urls: Sequence[str],
@@ -97,7 +96,6 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             "running requests then have their prefixes computed again at each update"
         ),
     ] = "merged"
-    timeouts: TimeoutsConfig = TimeoutsConfig()
     pool: PoolConfig = PoolConfig()
 
     can_sleep: ClassVar[bool] = True
@@ -192,14 +190,13 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         api_key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
         if self.api_key_env and not api_key:
             raise ConfigError(f"engine.api_key_env: {self.api_key_env} is not set")
-        deadlines = Timeouts(idle_s=self.timeouts.idle_s, load_s=self.pool.load_timeout_s)
         client = self._client()
 
         def make(url: str) -> Server:
             return client(
                 url,
                 entropy_top_k=self.entropy_top_k,
-                timeouts=deadlines,
+                load_s=self.pool.load_timeout_s,
                 vocab_size=vocabulary,
                 api_key=api_key,
                 control_urls=self.control_urls,

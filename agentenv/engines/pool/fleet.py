@@ -12,10 +12,9 @@ import asyncio
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from random import Random
 
 from agentenv.engines.pool.broadcast import Broadcast
-from agentenv.engines.pool.member import Member, State, Target, WeightProbe, backoff
+from agentenv.engines.pool.member import Member, State, Target, WeightProbe
 from agentenv.engines.server import Server
 from agentenv.engines.server_config import PoolConfig
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
@@ -112,7 +111,6 @@ class Fleet:
         target: Target,
         config: PoolConfig,
         vocab_size: int,
-        rng: Random,
     ) -> None:
         self.members: list[Member] = []
         self.places = Places(self.members)
@@ -120,7 +118,7 @@ class Fleet:
         self.num_updates = 0
         self.asleep = False
         self.reason: str | None = None
-        self._config, self._rng = config, rng
+        self._config = config
         self._probe = WeightProbe(vocab_size)
         self._broadcast = Broadcast(config.broadcast_timeout_s)
         self._target = self._initial = target
@@ -267,7 +265,7 @@ class Fleet:
         return outcomes
 
     async def _update(self, member: Member) -> EngineError | None:
-        refused = await member.update(self._target, self._rng)
+        refused = await member.update(self._target)
         if member.serving:
             self._serve(member)
         return refused
@@ -308,7 +306,7 @@ class Fleet:
                 continue
             else:
                 failures += 1
-                pause = backoff(self._config, failures, self._rng)
+                pause = self._config.backoff_s(failures, member.name)
             await member.rest(pause)
         while member.attempts:
             await asyncio.wait(set(member.attempts))

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from enum import Enum
 from pathlib import Path
-from random import Random
 
 from msgspec import Struct
 
@@ -378,7 +377,7 @@ class Member:
 
     # weights
 
-    async def update(self, target: Target, rng: Random) -> EngineError | None:
+    async def update(self, target: Target) -> EngineError | None:
         """Load the target's weights. None: the server took them, or it is out. Otherwise the error
         with which it refused them: it has the old weights, and is out if it slept before."""
         if self.has(target):
@@ -391,7 +390,7 @@ class Member:
         refusal: EngineError | None = None
         for attempt in range(NUM_LOADS):
             if attempt:
-                await asyncio.sleep(backoff(self.config, attempt, rng))
+                await asyncio.sleep(self.config.backoff_s(attempt, self.name))
             try:
                 await self.take(target)
                 return None
@@ -494,9 +493,3 @@ class Member:
 
 
 FOREIGN = "it does not have the weights that this run gave it"
-
-
-def backoff(config: PoolConfig, attempt: int, rng: Random) -> float:
-    """Seconds before the n-th retry: exponential, with jitter so that many do not come at once."""
-    longest = min(config.max_backoff_s, config.first_backoff_s * 2 ** (attempt - 1))
-    return rng.uniform(longest / 2, longest)

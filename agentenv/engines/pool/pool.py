@@ -23,12 +23,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from agentenv.engines.pool.broadcast import FEATURE, HOW_TO_RECEIVE
 from agentenv.engines.pool.fleet import Fleet
-from agentenv.engines.pool.member import Member, Target, backoff
+from agentenv.engines.pool.member import Member, Target
 from agentenv.engines.pool.turn import EntropyKind, Turn
 from agentenv.engines.server import (
     BrokenOffError,
@@ -71,11 +70,11 @@ class EnginePool:
         """`adapter`: what the policy is at first, on top of the model of `model_path`."""
         self.config = config or PoolConfig()
         self._name = name
-        self._rng = Random(f"{seed}/pool")
+        self._seed = seed
         self._eos_ids = frozenset(eos_ids)
         self._stop_strings = StopStrings(model_path, vocab_size)
         target = Target(adapter or model_path, policy_version)
-        self._fleet = Fleet(servers, target, self.config, vocab_size, self._rng)
+        self._fleet = Fleet(servers, target, self.config, vocab_size)
         self._counts: Counter[str] = Counter()
         self._entropy_kind: EntropyKind = "top_k"  # of the last part that came to its end
 
@@ -125,7 +124,7 @@ class EnginePool:
         matcher = self._stop_strings.matcher(sampling.stop)
         turn = Turn(prompt_ids, sampling, on_tokens, stream_interval, self._eos_ids, matcher)
         self._counts["requests"] += 1
-        retries = 0
+        key, retries = f"{self._seed}/{self._counts['requests']}", 0
         while True:
             done, problem = await self._part(turn, session)
             if done is not None:
@@ -137,7 +136,7 @@ class EnginePool:
                 raise EngineError(f"a turn was given up after {retries + 1} attempts: {problem}")
             retries += 1
             self._counts["retries"] += 1
-            await asyncio.sleep(backoff(self.config, retries, self._rng))
+            await asyncio.sleep(self.config.backoff_s(retries, key))
 
     async def _part(self, turn: Turn, session: str) -> tuple[Completion | None, str]:
         """Let one server sample. The turn if it is done by then; else what went wrong, which is
