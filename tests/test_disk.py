@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,3 +48,28 @@ def test_after_a_crash_between_two_renames_the_older_folder_is_found(tmp_path: P
     replace_folder(tmp_path / "best.partial", folder)
     assert finished_folder(folder) == folder
     assert not (tmp_path / "best.old").exists()
+
+
+def test_after_every_step_the_older_folder_or_the_new_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a kill at any of these moments would leave them."""
+    folder, partial = tmp_path / "best", tmp_path / "best.partial"
+    for place, text in ((folder, "older"), (partial, "newer")):
+        place.mkdir()
+        (place / "file").write_text(text)
+    found = []
+
+    def watched(step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            result = step(*arguments, **options)
+            found.append((finished_folder(folder) / "file").read_text())
+            return result
+
+        return run
+
+    monkeypatch.setattr(shutil, "rmtree", watched(shutil.rmtree))
+    monkeypatch.setattr(Path, "rename", watched(Path.rename))
+    replace_folder(partial, folder)
+    assert found[0] == "older"
+    assert found[-1] == "newer"
