@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from learners.aepo import AEPO
 from learners.algorithm import Algorithm, Band
 from learners.arpo import ARPO
 from learners.backend import TorchBackend
 from learners.baselines import GRPO, GSPO
-from learners.batch import EncodedTree, encode
+from learners.batch import ActionTokens, EncodedTree, encode, encode_sequence
 from learners.learner import LearnerConfig
 from learners.policy import Policy
 from learners.trainer import Trainer
@@ -104,3 +106,44 @@ def test_gspo_reports_clipped_trajectories() -> None:
     metrics = gspo.update([encoded()], 1.0)
     assert metrics["sequences_clipped"] > 0.0  # in the second epoch; in the first all ratios are 1
     assert "clipped_high" not in metrics
+
+
+def test_stale_trees_get_the_entropies_of_the_policy_before_the_update() -> None:
+    trees, old = encoded(), ActionTokens.of(encoded())
+    for proximal, is_kept in (("stale", True), ("always", False)):
+        aepo = trainer(AEPO(group_size=2), proximal=proximal)
+        (prepared,) = aepo._prepare_all([trees])
+        expected = old.entropies if is_kept else aepo.figures(trees)[1]
+        np.testing.assert_array_equal(prepared.entropies, expected)
+
+
+def test_after_a_step_that_was_not_published_no_tree_is_fresh() -> None:
+    grpo = trainer(GRPO(group_size=2))
+    trees = encoded()
+    for moved in (False, True):
+        grpo.moved = moved
+        (prepared,) = grpo._prepare_all([trees])
+        expected = grpo.figures(trees)[0] if moved else prepared.tokens.behaviour
+        np.testing.assert_array_equal(prepared.proximal, expected)
+    grpo.moved = False
+    grpo.update([trees], 1.0)
+    assert grpo.moved
+
+
+def test_imitation_is_a_mean_over_the_tokens_of_all_ranks() -> None:
+    """As on the first of two ranks, which have the same sequences."""
+    sequences = [encode_sequence([1, 2, 3, i], [False, True, True, True]) for i in (4, 5)]
+    found = {}
+    for num_ranks in (1, 2):
+        one = trainer(GRPO(group_size=2))
+        one.backend.gather = lambda value, count=num_ranks: [value] * count  # type: ignore
+        gradients: list[torch.Tensor] = []
+        one.backend.step = lambda scale, kept=gradients, own=one: (  # type: ignore
+            kept.extend(p.grad.clone() for p in own.backend.policy.parameters()) or 0.0
+        )
+        found[num_ranks] = one.imitate(sequences, 1.0), gradients
+    (alone, whole), (both, half) = found[1], found[2]
+    assert (alone["num_tokens"], both["num_tokens"]) == (6, 12)
+    assert both["loss"] == pytest.approx(alone["loss"], rel=1e-12)
+    for gradient, part in zip(whole, half, strict=True):
+        torch.testing.assert_close(2 * part, gradient)
