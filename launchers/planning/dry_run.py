@@ -165,8 +165,7 @@ def span(gpus: Sequence[str]) -> str:
 
 
 def _row(process: Process) -> tuple[str, ...]:
-    on_gpu = process.room.budget if process.room is not None else process.memory.gpu_bytes
-    main = process.main_bytes
+    on_gpu, main = process.memory.gpu_bytes, process.main_bytes
     return (
         process.name,
         str(process.count or "runs already"),
@@ -184,11 +183,6 @@ def _details(process: Process) -> list[str]:
         parts = [f"{name} {size / GIB:.1f}" for name, size in sizes.items() if size > 0.05 * GIB]
         if parts:
             lines.append(f"    {' + '.join(parts)} {place}")
-    if process.room is not None:
-        lines.append(
-            f"    keys and values of {process.room.tokens} tokens, {process.room.sequences:.1f} "
-            "requests of full length"
-        )
     return lines
 
 

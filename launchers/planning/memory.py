@@ -172,16 +172,6 @@ class Memory(Struct, frozen=True):
         return sum(self.host.values())
 
 
-class CacheRoom(Struct, frozen=True):
-    """What is left of a server's memory for keys and values: on one GPU, bytes and tokens."""
-
-    budget: float
-    weights: float
-    cache: float
-    tokens: int
-    sequences: float
-
-
 def bytes_of(dtype: str) -> int:
     """Of one value; `model` counts as half precision."""
     return 4 if dtype == "float32" else 2
@@ -262,18 +252,13 @@ def kept_per_token(shape: ModelShape, bytes_each: int) -> int:
     return kept
 
 
-def server_room(
-    shape: ModelShape, config: LaunchConfig, context: int, gpu_bytes: float
-) -> CacheRoom:
-    """Of one GPU of a server. `context`: most tokens of a request."""
-    b = bytes_of(config.dtype)
-    parts = config.tensor_parallel_size
-    budget = config.gpu_memory_share * gpu_bytes
+def server_memory(shape: ModelShape, config: LaunchConfig, gpu_bytes: float) -> tuple[Memory, int]:
+    """Of one GPU of a server, whose cache gets what is left; and the tokens that fit into it."""
+    b, parts = bytes_of(config.dtype), config.tensor_parallel_size
     weights = shape.served_bytes(b) / parts
-    each = shape.kv_bytes(b) / min(parts, shape.kv_heads)
-    cache = budget - weights - SERVER_BYTES
-    tokens = max(0, int(cache // each))
-    return CacheRoom(budget, weights, cache, tokens, tokens / context if context else 0.0)
+    cache = max(0.0, config.gpu_memory_share * gpu_bytes - weights - SERVER_BYTES)
+    gpu = {"weights": weights, "activations": SERVER_BYTES, "cache": cache}
+    return Memory(gpu), int(cache // (shape.kv_bytes(b) / min(parts, shape.kv_heads)))
 
 
 def embedded_memory(

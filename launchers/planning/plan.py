@@ -19,7 +19,6 @@ from launchers.planning.memory import (
     KNOWN,
     RESERVE_BYTES,
     SERVER_BYTES,
-    CacheRoom,
     Memory,
     ModelShape,
     bytes_of,
@@ -27,7 +26,7 @@ from launchers.planning.memory import (
     find_shape,
     learner_memory,
     model_states,
-    server_room,
+    server_memory,
 )
 from launchers.rundir import find_checkpoint
 from launchers.serving.gpus import GpuPlan, learner_gpus
@@ -45,7 +44,6 @@ class Process(Struct, frozen=True):
     gpus: list[str] = field(default_factory=list)
     model: str = ""
     memory: Memory = Memory()
-    room: CacheRoom | None = None
     note: str = ""
 
     @property
@@ -96,11 +94,6 @@ class Plan(Struct):
 
 def check_memory(plan: Plan) -> None:
     """Note as problems where a GPU or the main memory is too small."""
-    _check_gpus(plan)
-    _check_main_memory(plan)
-
-
-def _check_gpus(plan: Plan) -> None:
     size = plan.machine.gpu_bytes
     for gpu, needed in sorted(plan.gpu_bytes.items()):
         if needed <= size:
@@ -112,10 +105,7 @@ def _check_gpus(plan: Plan) -> None:
             f"GPU {gpu} needs {needed / GIB:.1f} of {size / GIB:.0f} GiB ({' and '.join(names)})"
             + (f"; {advice}" if "learner rank" in names else "")
         )
-        return  # the others are alike
-
-
-def _check_main_memory(plan: Plan) -> None:
+        break  # the others are alike
     needed = sum(process.main_bytes for process in plan.processes)
     if plan.machine.main_bytes and needed > plan.machine.main_bytes:
         plan.problems.append(
@@ -376,19 +366,20 @@ class _Planner:
             process = Process(name, number, taken, path)
             self.plan.add(process, serving=budget, training=awake)
             return
-        room = server_room(shape, config, context, size)
-        host_weights = {"what sleeps": room.weights * each} if sleeps else {}
-        memory = Memory({"weights": room.weights, "cache": max(0.0, room.cache)}, host_weights)
+        memory, tokens = server_memory(shape, config, size)
+        weights = memory.gpu["weights"]
+        if sleeps:
+            memory = Memory(memory.gpu, {"what sleeps": weights * each})
         note = f"tensor parallel {config.tensor_parallel_size}, "
         if config.data_parallel_size > 1:
             note += f"data parallel {config.data_parallel_size}, "
-        note += f"{config.gpu_memory_share:g} of each GPU"
-        if room.sequences < 1:
+        note += f"{config.gpu_memory_share:g} of each GPU; keys and values of {tokens} tokens"
+        if tokens < context:
             self.plan.problems.append(
                 f"{key}: {config.gpu_memory_share:g} of a GPU with {size / GIB:.0f} GiB are "
-                f"{room.budget / GIB:.1f} GiB; weights of {room.weights / GIB:.1f} GiB leave room "
-                f"for {room.tokens} tokens, one request may need {context}; raise "
+                f"{budget / GIB:.1f} GiB; weights of {weights / GIB:.1f} GiB leave room for "
+                f"{tokens} tokens, one request may need {context}; raise "
                 "gpu_memory_share or tensor_parallel_size, or lower max_model_len"
             )
-        process = Process(name, number, taken, path, memory, room, note)
+        process = Process(name, number, taken, path, memory, note)
         self.plan.add(process, serving=budget, training=awake)

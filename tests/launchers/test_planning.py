@@ -22,7 +22,7 @@ from launchers.planning.memory import (
     kept_per_token,
     learner_memory,
     model_states,
-    server_room,
+    server_memory,
     shape_of,
 )
 from launchers.quickstart import build_model
@@ -197,9 +197,9 @@ def test_what_saves_memory_saves_it() -> None:
 
 def test_room_for_keys_and_values() -> None:
     shape = KNOWN["Qwen2.5-7B"]
-    one = server_room(shape, LaunchConfig(gpu_memory_share=0.5), 1000, 80e9)
-    assert one.budget == 40e9
-    assert one.tokens == int((40e9 - 2 * shape.num_params - 2 * 2**30) // (2 * 28 * 4 * 128 * 2))
-    two = server_room(shape, LaunchConfig(tensor_parallel_size=2), 1000, 80e9)
-    assert two.weights == shape.num_params, "half of them, two bytes each"
-    assert two.tokens > 2 * one.tokens
+    one, tokens = server_memory(shape, LaunchConfig(gpu_memory_share=0.5), 80e9)
+    assert one.gpu_bytes == 40e9
+    assert tokens == int((40e9 - 2 * shape.num_params - 2 * 2**30) // (2 * 28 * 4 * 128 * 2))
+    two, more = server_memory(shape, LaunchConfig(tensor_parallel_size=2), 80e9)
+    assert two.gpu["weights"] == shape.num_params, "half of them, two bytes each"
+    assert more > 2 * tokens
