@@ -31,10 +31,9 @@ class LossBatch:
     (`learners.minibatch`). The scalars belong to the whole mini-batch: the denominator of the
     aggregation, and mean and unbiased standard deviation of `entropies` over the flat tokens.
 
-    importance: truncated and masked proximal / behaviour; None: min(ratio, importance_cap).
-    reference: log-probs of the reference policy. value and slope: loss and its derivative by the
-    log-prob, of methods that clip whole sequences. sum_weight: sum of `weight` over the
-    mini-batch, for metrics; None: total_weight.
+    importance: truncated and masked proximal / behaviour. sum_weight: sum of `weight` over the
+    mini-batch, for metrics. reference: log-probs of the reference policy. value and slope: loss and
+    its derivative by the log-prob, of methods that clip whole sequences.
     """
 
     behaviour: Tensor
@@ -46,11 +45,11 @@ class LossBatch:
     total_weight: float
     entropy_mean: Tensor
     entropy_std: Tensor
-    importance: Tensor | None = None
+    importance: Tensor
+    sum_weight: float
     reference: Tensor | None = None
     value: Tensor | None = None
     slope: Tensor | None = None
-    sum_weight: float | None = None
 
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: far outside any clip range, far inside float32
@@ -162,18 +161,14 @@ def objective(
     """
     total = batch.total_weight or 1.0
     ratio = algorithm.ratio(logprobs, batch.proximal)
-    importance = batch.importance
-    if importance is None:
-        behaviour = ratio_of(batch.proximal, batch.behaviour)
-        importance = behaviour.clamp(max=algorithm.importance_cap)
     scale = algorithm.advantage_scale(batch, entropies)
     adv_pos, adv_neg = batch.adv_pos * scale, batch.adv_neg * scale
     if batch.value is not None and batch.slope is not None:
         per_token = batch.value + batch.slope * (logprobs - logprobs.detach())
     else:
         per_token = algorithm.token_loss(ratio, adv_pos) + algorithm.token_loss(ratio, adv_neg)
-    loss = (importance * per_token).sum() / total
-    part = batch.weight / (batch.sum_weight or total)
+    loss = (batch.importance * per_token).sum() / total
+    part = batch.weight / (batch.sum_weight or 1.0)
     metrics = _metrics(algorithm, batch, logprobs.detach(), ratio.detach(), part)
     metrics["entropy"] = (part * entropies.detach()).sum()
     if algorithm.kl_loss > 0 and batch.reference is not None:

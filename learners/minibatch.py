@@ -96,10 +96,10 @@ class MiniBatch:
             entropy_mean=like.new_tensor(self.entropy_mean),
             entropy_std=like.new_tensor(self.entropy_std),
             importance=pick(self.importance),
+            sum_weight=self.sum_weight,
             reference=None if self.reference is None else pick(self.reference),
             value=value,
             slope=slope,
-            sum_weight=self.sum_weight,
         )
 
     def terms(

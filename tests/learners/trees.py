@@ -132,7 +132,8 @@ def tree_loss(
             )
         )
         scalars = float(tokens.weight.sum()), mean.to(logprobs), std.to(logprobs)
-        loss_batch = LossBatch(behaviour, behaviour, old, pos, neg, weight, *scalars)
+        rest = torch.ones_like(old), scalars[0]
+        loss_batch = LossBatch(behaviour, behaviour, old, pos, neg, weight, *scalars, *rest)
         total = total + algorithm.loss(loss_batch, logprobs, entropies)[0]
     return total
 
@@ -159,5 +160,7 @@ def flat_loss(model: PreTrainedModel, trees: list[TrajectoryTree], algorithm: Al
     old, entropies, advantages, ones, mean, std = (
         value.to(logprobs) for value in (old, entropies, advantages, ones, mean, std)
     )
-    batch = LossBatch(old, old, entropies, advantages, ones * 0, ones, float(len(old)), mean, std)
+    scalars = float(len(old)), mean, std
+    rest = ones, scalars[0]
+    batch = LossBatch(old, old, entropies, advantages, ones * 0, ones, *scalars, *rest)
     return algorithm.loss(batch, logprobs, entropies)[0]

@@ -32,7 +32,9 @@ COMPAT_AEPO = ReleasedAEPO(group_size=2)
 def batch(size: int, entropies: torch.Tensor, **fields: object) -> LossBatch:
     zeros, ones = torch.zeros(size, dtype=torch.float64), torch.ones(size, dtype=torch.float64)
     mean, std = losses.entropy_statistics(entropies, ones)
-    return LossBatch(zeros, zeros, entropies, ones, zeros, ones, float(size), mean, std, **fields)
+    known = {"importance": ones, "sum_weight": float(size)}
+    scalars = float(size), mean, std
+    return LossBatch(zeros, zeros, entropies, ones, zeros, ones, *scalars, **{**known, **fields})
 
 
 def test_compat_is_the_released_algorithm_with_the_same_keys() -> None:
