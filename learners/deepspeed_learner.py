@@ -13,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.engines.weights import Address, Group, Manifest, TransferError, Wire
@@ -266,18 +265,20 @@ class DeepSpeedLearner:
         """Stop the ranks; idempotent. A call that is waiting ends with LearnerError."""
         await self.ranks.close()
 
-    async def call_all(self, command: Struct, timeout_s: float | None = None) -> list[wire.Done]:
+    async def call_all(
+        self, command: wire.Message, timeout_s: float | None = None
+    ) -> list[wire.Done]:
         """One command for all ranks; their answers by rank."""
         return await self._call([command] * self.config.num_ranks, timeout_s)
 
     async def _call(
-        self, commands: Sequence[Struct], timeout_s: float | None = None
+        self, commands: Sequence[wire.Message], timeout_s: float | None = None
     ) -> list[wire.Done]:
         async with self.turn():
             return await self._exchange(commands, timeout_s)
 
     async def _exchange(
-        self, commands: Sequence[Struct], timeout_s: float | None = None
+        self, commands: Sequence[wire.Message], timeout_s: float | None = None
     ) -> list[wire.Done]:
         replies = await self.ranks.call(commands, timeout_s or self.config.command_timeout_s)
         self._policy_version = replies[0].policy_version

@@ -41,7 +41,11 @@ TOKEN_VARIABLE = "AGENTENV_LEARNER_TOKEN"
 PREFIX_BYTES = 8
 
 
-class Hello(Struct, tag=True, tag_field="type"):
+class Message(Struct, tag=True, tag_field="type"):
+    """Its class says what it is."""
+
+
+class Hello(Message):
     """`store`: host:port of the store that rank 0 opened for all ranks to meet at; empty if they
     meet where their launcher says (MASTER_ADDR) or there is one rank only."""
 
@@ -53,7 +57,7 @@ class Hello(Struct, tag=True, tag_field="type"):
     store: str
 
 
-class Init(Struct, tag=True, tag_field="type"):
+class Init(Message):
     """What a rank is built from. `algorithm_class` is an import path, module:Class, so that a
     class from outside the project reaches the ranks as well."""
 
@@ -88,19 +92,19 @@ class Init(Struct, tag=True, tag_field="type"):
         return algorithm
 
 
-class Update(Struct, tag=True, tag_field="type"):
+class Update(Message):
     """Each mini-batch is one optimizer step."""
 
     minibatches: list[list[EncodedTree]]
     lr_scale: float
 
 
-class Imitate(Struct, tag=True, tag_field="type"):
+class Imitate(Message):
     sequences: list[EncodedTree]
     lr_scale: float
 
 
-class Prefer(Struct, tag=True, tag_field="type"):
+class Prefer(Message):
     """One optimizer step of DPO on pairs (`learners.dpo`)."""
 
     pairs: list[EncodedTree]
@@ -108,21 +112,21 @@ class Prefer(Struct, tag=True, tag_field="type"):
     lr_scale: float
 
 
-class ScoreSequences(Struct, tag=True, tag_field="type"):
+class ScoreSequences(Message):
     """Without `adapters`: of the model that LoRA started from."""
 
     sequences: list[EncodedTree]
     adapters: bool = True
 
 
-class ResetOptimizer(Struct, tag=True, tag_field="type"):
+class ResetOptimizer(Message):
     """Drop the optimizer's state; or set it aside, or take back what was set aside."""
 
     config: OptimizerConfig
     state: Literal["drop", "set_aside", "take_back"] = "drop"
 
 
-class WriteModel(Struct, tag=True, tag_field="type"):
+class WriteModel(Message):
     """Publishing counts the policy version up, exporting does not. `unmoved`: refused when the
     weights are not those of the version published last. `adapter_only`: the directory is that of
     the LoRA adapter."""
@@ -133,11 +137,11 @@ class WriteModel(Struct, tag=True, tag_field="type"):
     adapter_only: bool = False
 
 
-class Announce(Struct, tag=True, tag_field="type"):
+class Announce(Message):
     """Count the policy version up: its weights will be broadcast. Answered with `buckets`."""
 
 
-class OpenGroup(Struct, tag=True, tag_field="type"):
+class OpenGroup(Message):
     """Open a place for the servers to meet rank 0 at. `port` of the store, 0: any that is free;
     `interface`: name of the network interface whose address the servers are told, empty: that by
     which the controller knows the machine. Answered with `address` by rank 0."""
@@ -148,43 +152,43 @@ class OpenGroup(Struct, tag=True, tag_field="type"):
     interface: str = ""
 
 
-class JoinGroup(Struct, tag=True, tag_field="type"):
+class JoinGroup(Message):
     """Rank 0 joins. This command and the next are answered with `problem`."""
 
     group: Group
 
 
-class SendWeights(Struct, tag=True, tag_field="type"):
+class SendWeights(Message):
     """All ranks gather, rank 0 broadcasts."""
 
 
-class LeaveGroup(Struct, tag=True, tag_field="type"):
+class LeaveGroup(Message):
     pass
 
 
-class Abort(Struct, tag=True, tag_field="type"):
+class Abort(Message):
     """Break off JoinGroup or SendWeights while it runs; not answered. Ignored when it is late."""
 
 
-class Nap(Struct, tag=True, tag_field="type"):
+class Nap(Message):
     """Give the memory of the device back, or take it again. Nothing else is done `asleep`."""
 
     asleep: bool
 
 
-class Save(Struct, tag=True, tag_field="type"):
+class Save(Message):
     directory: str
 
 
-class Load(Struct, tag=True, tag_field="type"):
+class Load(Message):
     directory: str
 
 
-class Stop(Struct, tag=True, tag_field="type"):
+class Stop(Message):
     pass
 
 
-class Done(Struct, tag=True, tag_field="type"):
+class Done(Message):
     """Answer to every command; only the fields that it has to fill are filled.
 
     steps: metrics of the optimizer steps that were skipped, with "minibatch" and "epoch".
@@ -200,7 +204,7 @@ class Done(Struct, tag=True, tag_field="type"):
     problem: str = ""
 
 
-class Failed(Struct, tag=True, tag_field="type"):
+class Failed(Message):
     """The command raised; the rank goes on with the state it has."""
 
     error: str
@@ -229,7 +233,7 @@ Command = (
 Reply = Hello | Done | Failed
 
 
-def pack_frame(message: Struct) -> bytes:
+def pack_frame(message: Message) -> bytes:
     """A message as it travels."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(PREFIX_BYTES, "little") + body
@@ -265,7 +269,7 @@ class RankLink:
         self._reader = reader
         self._writer = writer
 
-    async def exchange(self, command: Struct) -> Done | Failed:
+    async def exchange(self, command: Message) -> Done | Failed:
         """Send a command and wait for its answer. Raises OSError or EOFError if it is lost."""
         self._writer.write(pack_frame(command))
         await self._writer.drain()
@@ -521,7 +525,7 @@ class RankGroup:
         log_path = self._log_of(missing[0]) if self._processes else None
         return self._error(missing[0], f"did not connect in {timeout_s:.0f} s", log_path)
 
-    async def call(self, commands: Sequence[Struct], timeout_s: float) -> list[Done]:
+    async def call(self, commands: Sequence[Message], timeout_s: float) -> list[Done]:
         """Send each rank its command and wait for all answers, by rank."""
         async with self._lock:
             if not self._links:

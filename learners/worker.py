@@ -310,7 +310,7 @@ def serve(connection: socket.socket, meeting: Meeting, host: str = "127.0.0.1") 
             return
         if isinstance(command, wire.Abort):  # it came too late
             continue
-        reply: Struct
+        reply: wire.Message
         try:
             if isinstance(command, wire.Init):
                 meeting.join(command.store, command.config.command_timeout_s)
