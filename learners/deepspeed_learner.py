@@ -165,11 +165,6 @@ class DeepSpeedLearner:
     def policy_version(self) -> int:
         return self._policy_version
 
-    @property
-    def pid(self) -> int | None:
-        """Process id of rank 0; None once closed."""
-        return next(iter(self.ranks.pids), None)
-
     async def update(self, groups: Sequence[CreditedTree], lr_scale: float = 1.0) -> Metrics:
         """Train on whole groups, which are dealt evenly to as few mini-batches as
         groups_per_minibatch allows; without one no step is taken."""

@@ -191,7 +191,7 @@ async def test_a_killed_rank_is_reported_at_once(model_dir: Path, tmp_path: Path
     trees = [random_tree(Random(i), index=i, num_leaves=40) for i in range(40)]
     waiting = asyncio.create_task(learner.update(credited(trees, learner.algorithm)))
     await asyncio.sleep(0.3)
-    os.kill(learner.pid, signal.SIGKILL)
+    os.kill(learner.ranks.pids[0], signal.SIGKILL)
     with pytest.raises(LearnerError, match=r"killed by SIGKILL .*; log .*learner\.log"):
         await asyncio.wait_for(waiting, CONFIG.command_timeout_s / 2)
     with pytest.raises(LearnerError):
@@ -208,7 +208,7 @@ async def test_the_rank_dies_with_its_controller(model_dir: Path, tmp_path: Path
         "from tests.learners.test_deepspeed_learner import ALGORITHM, CONFIG, DeepSpeedLearner\n"
         "async def main(model, log):\n"
         "    learner = await DeepSpeedLearner.start(CONFIG, ALGORITHM, model, log)\n"
-        "    os.write(1, str(learner.pid).encode())\n"
+        "    os.write(1, str(learner.ranks.pids[0]).encode())\n"
         "    os.kill(os.getpid(), 9)\n"
         "asyncio.run(main(*map(pathlib.Path, sys.argv[1:])))\n"
     )
@@ -243,7 +243,7 @@ async def test_zero_1_equals_plain_torch_with_aepo(model_dir: Path, tmp_path: Pa
     encoded = encode_trees(some_trees(4), algorithm)
     with pytest.raises(LearnerError, match="took longer than 0 s for Update"):
         await learner.ranks.call([wire.Update([encoded], 1.0)], 0.001)
-    assert learner.pid is None
+    assert learner.ranks.pids == []
 
     plain = plain_torch(model_dir, config, torch.float32, algorithm)
     expected = plain.update([encoded], 1.0)
