@@ -12,7 +12,8 @@ import asyncio
 import math
 import os
 import types
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from contextlib import asynccontextmanager
 from random import getstate
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -98,14 +99,9 @@ async def _check_reset_and_close(make: Make, task: Task) -> None:
 async def _check_second_reset(
     make: Make, task: Task, actions: Sequence[Message], reference: list[Outcome]
 ) -> None:
-    env = make(task)
-    try:
-        await env.reset(seed=SEED)
-        await act(env, actions[:-1])
+    async with _begun(make, task, actions[:-1]) as env:
         await env.reset(seed=SEED)
         same(reference, await act(env, actions), "an episode and the next one of the same env")
-    finally:
-        await env.close()
 
 
 async def _check_concurrency(
@@ -121,31 +117,18 @@ async def _check_concurrent_forks(
 ) -> None:
     """A parent and its child play the rest at the same time."""
     place = len(actions) // 2
-    env = make(task)
-    try:
-        await env.reset(seed=SEED)
-        await act(env, actions[:place])
-        child = await env.fork()
-        try:
+    async with _begun(make, task, actions[:place]) as env:
+        async with _forked(env) as child:
             both = await asyncio.gather(act(env, actions[place:]), act(child, actions[place:]))
-        finally:
-            await child.close()
         for outcomes in both:
             same(reference[place:], outcomes, "a parent and its fork that act at the same time")
-    finally:
-        await env.close()
 
 
 async def _check_finish(make: Make, task: Task, actions: Sequence[Message]) -> None:
-    env = make(task)
-    try:
-        await env.reset(seed=SEED)
-        await act(env, actions[:-1])
+    async with _begun(make, task, actions[:-1]) as env:
         reward, info = await env.finish(Limit.TURNS, actions[-1])
         check_reward(reward, "finish")
         assert isinstance(info, dict), f"finish: info is {type(info).__name__}, not a dict"
-    finally:
-        await env.close()
 
 
 async def _check_cancellation(make: Make, task: Task, actions: Sequence[Message]) -> None:
@@ -153,25 +136,17 @@ async def _check_cancellation(make: Make, task: Task, actions: Sequence[Message]
     before = await Leftovers.settled(None, SETTLE_S)
     for number, action in enumerate(actions):
         for suspension in range(1, MAX_SUSPENSIONS):
-            env = make(task)
-            await env.reset(seed=SEED)
-            await act(env, actions[:number])
-            ending = await cancel_at(env.step(action), suspension, CANCEL_TIMEOUT_S)
-            _check_ending(ending, f"step {number}", suspension)
-            await env.close()
+            async with _begun(make, task, actions[:number]) as env:
+                ending = await cancel_at(env.step(action), suspension, CANCEL_TIMEOUT_S)
+                _check_ending(ending, f"step {number}", suspension)
             if ending == "finished before":
                 break
-    env = make(task)
-    try:
-        await env.reset(seed=SEED)
-        await act(env, actions[:-1])
+    async with _begun(make, task, actions[:-1]) as env:
         for suspension in range(1, MAX_SUSPENSIONS if env.fork_mode != "none" else 1):
             ending = await cancel_at(_fork_and_close(env), suspension, CANCEL_TIMEOUT_S)
             _check_ending(ending, "fork", suspension)
             if ending == "finished before":
                 break
-    finally:
-        await env.close()
     after = await Leftovers.settled(before, SETTLE_S)
     assert after.beyond(before) == "", f"after cancelled steps: {after.beyond(before)}"
 
@@ -184,8 +159,8 @@ def _check_ending(ending: Ending, what: str, suspension: int) -> None:
 
 
 async def _fork_and_close(env: Env) -> None:
-    child = await env.fork()
-    await child.close()
+    async with _forked(env):
+        pass
 
 
 async def _check_forks(
@@ -193,32 +168,41 @@ async def _check_forks(
 ) -> None:
     """At each place a child plays the rest, then its parent does: both as if never forked."""
     for place in range(len(actions)):
-        env = make(task)
-        try:
-            await env.reset(seed=SEED)
-            await act(env, actions[:place])
-            child = await env.fork()
-            try:
-                grandchild = await child.fork()
-                await grandchild.close()
-                rest = reference[place:]
+        rest = reference[place:]
+        async with _begun(make, task, actions[:place]) as env:
+            async with _forked(env) as child:
+                await _fork_and_close(child)
                 same(rest, await act(child, actions[place:]), f"a fork after {place} steps")
-            finally:
-                await child.close()
             outcomes = await act(env, actions[place:])
             same(rest, outcomes, f"an env after its fork at {place} steps acted and closed")
-        finally:
-            await env.close()
+
+
+@asynccontextmanager
+async def _begun(make: Make, task: Task, actions: Sequence[Message]) -> AsyncIterator[Env]:
+    """An episode with SEED that has taken these actions; closed at the end."""
+    env = make(task)
+    try:
+        await env.reset(seed=SEED)
+        await act(env, actions)
+        yield env
+    finally:
+        await env.close()
+
+
+@asynccontextmanager
+async def _forked(env: Env) -> AsyncIterator[Env]:
+    """A fork; closed at the end."""
+    child = await env.fork()
+    try:
+        yield child
+    finally:
+        await child.close()
 
 
 async def play(make: Make, task: Task, actions: Sequence[Message]) -> list[Outcome]:
     """The outcomes of one whole episode with SEED."""
-    env = make(task)
-    try:
-        await env.reset(seed=SEED)
+    async with _begun(make, task, ()) as env:
         return await act(env, actions)
-    finally:
-        await env.close()
 
 
 async def act(env: Env, actions: Sequence[Message]) -> list[Outcome]:
