@@ -40,7 +40,7 @@ from agentenv.deadline import Deadline
 from agentenv.env import Env, close_shared, forget_shared
 from agentenv.errors import AgentEnvError, ConfigError, EnvError
 from agentenv.native import Parser, hermes_calls, llama_calls
-from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN, first_argument
+from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN, tagged_call
 from agentenv.types import Info, Message, Task, ToolCall
 
 T = TypeVar("T")
@@ -292,11 +292,8 @@ def tag_calls(text: str, schemas: Sequence[dict[str, Any]]) -> tuple[ToolCall, .
     """The call that a text of the tag protocol ends with, if any."""
     text = text.rstrip()
     for schema in schemas:
-        name = schema["name"]
-        body, closing = text.removesuffix(f"</{name}>"), f"</{name}>"
-        if text.endswith(closing) and f"<{name}>" in body:
-            text = body.rpartition(f"<{name}>")[2].strip()
-            return (ToolCall(name, first_argument(schema, text)),)
+        if text.endswith(f"</{schema['name']}>"):
+            return tagged_call(text, schema)
     return ()
 
 

@@ -118,12 +118,14 @@ class NativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = "auto"
 
 
-class NativeRenderer:
+class NativeRenderer(TextCodec):
     """Renders by the chat template. A ConfigError says why a template cannot be used.
 
     `eos_ids` are all tokens that end a turn. Earlier thoughts stay, also where the template itself
     would leave them out.
     """
+
+    own_tags = ("tool_call", "tool_response", "tools")
 
     def __init__(
         self,
@@ -132,10 +134,9 @@ class NativeRenderer:
         prompt: PromptConfig | None = None,
         eos_ids: Collection[int] = (),
     ) -> None:
-        self.tokenizer = tokenizer
+        super().__init__(tokenizer, eos_ids)
         self.config = config or NativeConfig()
         self.template_kwargs = (prompt or PromptConfig()).chat_template_kwargs
-        self.codec = TextCodec(tokenizer, eos_ids)
         if prompt is not None and not prompt.apply_chat_template:
             raise ConfigError(
                 "renderer.name = 'native' speaks through the chat template; with "
@@ -158,7 +159,7 @@ class NativeRenderer:
             raise DataError(
                 f"the chat template refuses a prompt of {[turn['role'] for turn in chat]}: {error}"
             ) from error
-        return self.codec.single_bos(self.codec.encode(text))
+        return self.single_bos(self.encode(text))
 
     def stop(self, tools: ToolSchemas) -> tuple[str, ...]:
         """No strings: a turn ends with an end-of-sequence token."""
@@ -168,7 +169,7 @@ class NativeRenderer:
         self, completion: Completion, tools: ToolSchemas, prefix_ids: Sequence[int] = ()
     ) -> Message:
         """The action as a message; a turn cut off by a limit has no calls."""
-        text = self.codec.written(completion, prefix_ids)
+        text = self.written(completion, prefix_ids)
         calls = self._parser(text, tools) if completion.finish_reason == "stop" else ()
         return Message("assistant", text, calls)
 
@@ -178,25 +179,12 @@ class NativeRenderer:
         """What the template writes after the end of the turn, up to where the next one begins;
         each text keeps its head and tail within max_tokens."""
         frames, quoted = self._frames_of(tuple((m.role, m.name) for m in messages))
-        names = _marked(tools)
-        ids = self.codec.encode(frames[0])
+        ids = self.encode(frames[0])
         for message, frame in zip(messages, frames[1:], strict=True):
             text = message.content
             text = json.dumps(text, ensure_ascii=False)[1:-1] if quoted else text
-            ids += self.codec.encode_foreign(text, names, max_tokens) + self.codec.encode(frame)
+            ids += self.encode_foreign(text, tools, max_tokens) + self.encode(frame)
         return ids
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included."""
-        return self.codec.decode(token_ids)
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of text of ours."""
-        return self.codec.encode(text)
-
-    def neutralise(self, text: str, tools: ToolSchemas) -> str:
-        """Break the tags of calls, results and tools."""
-        return self.codec.neutralise(text, _marked(tools))
 
     # inner workings
 
@@ -298,7 +286,7 @@ class NativeRenderer:
 
     def _after_end(self, rest: str) -> str:
         """What follows the token that ends a turn, which was sampled."""
-        ends = {self.codec.decode([token]) for token in self.codec.eos_ids}
+        ends = {self.decode([token]) for token in self.eos_ids}
         for end in sorted(ends, key=len, reverse=True):
             if end and rest.startswith(end):
                 return rest[len(end) :]
@@ -307,8 +295,3 @@ class NativeRenderer:
             f"which starts with none of the end tokens {sorted(ends)}; check eos_token_id in "
             "generation_config.json"
         )
-
-
-def _marked(tools: ToolSchemas) -> list[str]:
-    """Names of tags that a text which is not ours must not hold."""
-    return ["tool_call", "tool_response", "tools", *(str(tool["name"]) for tool in tools)]

@@ -12,7 +12,7 @@ a special token. `agentenv/native.py` is the renderer of native tool calls.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -61,7 +61,10 @@ class Renderer(Protocol):
 
 
 class TextCodec:
-    """Text to ids and back, the same for every protocol; tool text loses what could forge."""
+    """Text to ids and back, the base of the renderers; text that is not ours loses what could
+    forge: special tokens, and the tags of tools, of this protocol, and of `own_tags`."""
+
+    own_tags: tuple[str, ...] = ()
 
     def __init__(self, tokenizer: Any, eos_ids: Collection[int] = ()) -> None:
         self.tokenizer = tokenizer
@@ -74,10 +77,10 @@ class TextCodec:
         """Ids of text of ours, special tokens included."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def encode_foreign(self, text: str, tags: Iterable[str], max_tokens: int) -> list[int]:
+    def encode_foreign(self, text: str, tools: ToolSchemas, max_tokens: int) -> list[int]:
         """Ids of text that is not ours: neutralised, without special tokens, and within
         max_tokens, head and tail kept."""
-        ids = self.encode(self.neutralise(text, tags))
+        ids = self.encode(self.neutralise(text, tools))
         ids = [token for token in ids if token not in self._special_ids]
         if len(ids) <= max_tokens:
             return ids
@@ -85,9 +88,10 @@ class TextCodec:
         room = max(0, max_tokens - len(marker))
         return ids[: room - room // 2] + marker + ids[len(ids) - room // 2 :]
 
-    def neutralise(self, text: str, tags: Iterable[str]) -> str:
+    def neutralise(self, text: str, tools: ToolSchemas) -> str:
         """Break the strings of tags and of special tokens with a space."""
-        names = "|".join(map(re.escape, {*TAGS, *tags}))
+        tags = {*TAGS, *self.own_tags, *(str(tool["name"]) for tool in tools)}
+        names = "|".join(map(re.escape, tags))
         text = re.sub(rf"<(?=/?(?:{names})>)", "< ", text)
         if self._marker is not None:
             text = self._marker.sub(lambda match: match[0][:1] + " " + match[0][1:], text)
@@ -116,7 +120,7 @@ class TextCodec:
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
 
-class TagRenderer:
+class TagRenderer(TextCodec):
     """The tag protocol of ARPO and Tool-Star.
 
     `tools` are the JSON schemas that an env gives in `info["tools"]`: a tool called `search`
@@ -129,9 +133,8 @@ class TagRenderer:
         prompt: PromptConfig | None = None,
         eos_ids: Collection[int] = (),
     ) -> None:
-        self.tokenizer = tokenizer
+        super().__init__(tokenizer, eos_ids)
         self.config = prompt or PromptConfig()
-        self.codec = TextCodec(tokenizer, eos_ids)
         self._frame: tuple[list[int], list[int]] | None = None  # of results, encoded once
         if self.config.apply_chat_template and getattr(tokenizer, "chat_template", "") is None:
             raise ConfigError(
@@ -152,7 +155,7 @@ class TagRenderer:
             return_dict=True,
             **self.config.chat_template_kwargs,
         )
-        return self.codec.single_bos(list(encoded["input_ids"]))
+        return self.single_bos(list(encoded["input_ids"]))
 
     def stop(self, tools: ToolSchemas) -> tuple[str, ...]:
         """The strings that end a turn: the closing tag of each tool."""
@@ -162,7 +165,7 @@ class TagRenderer:
         self, completion: Completion, tools: ToolSchemas, prefix_ids: Sequence[int] = ()
     ) -> Message:
         """The action as a message. A turn that did not end in a complete call has no calls."""
-        text = self.codec.written(completion, prefix_ids)
+        text = self.written(completion, prefix_ids)
         calls: tuple[ToolCall, ...] = ()
         if completion.stop is not None:
             for tool in tools:
@@ -182,22 +185,9 @@ class TagRenderer:
                 raise EnvError(
                     f"the tag protocol renders tool results only, the env sent {message.role!r}"
                 )
-            names = [str(tool["name"]) for tool in tools]
-            text = self.codec.encode_foreign(message.content, names, max_tokens)
+            text = self.encode_foreign(message.content, tools, max_tokens)
             ids += self._frame[0] + text + self._frame[1]
         return ids
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included."""
-        return self.codec.decode(token_ids)
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of text of ours."""
-        return self.codec.encode(text)
-
-    def neutralise(self, text: str, tools: ToolSchemas) -> str:
-        """Break the tags of the protocol and of the tools."""
-        return self.codec.neutralise(text, [str(tool["name"]) for tool in tools])
 
 
 def tagged_call(text: str, tool: dict[str, Any]) -> tuple[ToolCall, ...]:

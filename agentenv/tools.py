@@ -24,7 +24,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, Protocol, get_type_hints, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, TypeVar, get_type_hints, runtime_checkable
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -35,10 +35,16 @@ from agentenv.env import ForkMode
 from agentenv.errors import AgentEnvError, ConfigError, ToolError
 from agentenv.types import ToolResult
 
+T = TypeVar("T")
+
 
 class Tool(Protocol):
     """One tool. `schema` is the JSON schema of its arguments; the first is the one that the tag
-    protocol fills with the text between the tags."""
+    protocol fills with the text between the tags.
+
+    A tool may have a method `async def prepare(self)`, awaited before each episode, that gets
+    ready once what all episodes share and raises ConfigError when the tool cannot work.
+    """
 
     @property
     def name(self) -> str: ...
@@ -107,10 +113,7 @@ class FunctionTool(StatelessTool):
         self.schema = argument_schema(self._arguments)
 
     async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
-        try:
-            checked = msgspec.convert(arguments, self._arguments, strict=False)
-        except msgspec.ValidationError as error:
-            raise ToolError(f"{self.name}: {error}") from error
+        checked = read_arguments(self.name, arguments, self._arguments, strict=False)
         outcome = self._function(**msgspec.structs.asdict(checked))
         if inspect.isawaitable(outcome):
             outcome = await outcome
@@ -125,6 +128,21 @@ def tool(function: Callable[..., Any]) -> FunctionTool:
     runs on the event loop.
     """
     return FunctionTool(function)
+
+
+def read_arguments(name: str, arguments: dict[str, Any], kind: type[T], strict: bool = True) -> T:
+    """The arguments of a call of the tool `name` as a struct. Raises ToolError."""
+    try:
+        return msgspec.convert(arguments, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        raise ToolError(f"{name}: {error}") from error
+
+
+async def prepare_tool(tool: Tool) -> None:
+    """Get a tool ready, if it has a `prepare`. Raises ConfigError when the tool cannot work."""
+    prepare = getattr(tool, "prepare", None)
+    if prepare is not None:
+        await prepare()
 
 
 def argument_schema(arguments: type[msgspec.Struct]) -> dict[str, Any]:
@@ -304,11 +322,13 @@ class Toolbox:
         return other
 
     async def load(self) -> None:
-        """Ask the sources for their tools; later calls are free."""
+        """Ask the sources for their tools, and get all tools ready; later calls are free."""
         for source, limits in self._sources:
             for tool in await source.load():
                 self.add(tool, limits)
         self._sources = []
+        for tool in self.tools.values():
+            await prepare_tool(tool)
 
     def schemas(self) -> list[dict[str, Any]]:
         """Name, description and parameters of each tool."""

@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct, ValidationError, convert, field
+from msgspec import Meta, Struct, field
 
 from agentenv.config import ESSENTIAL, PATH, build_config
 from agentenv.env import ForkMode, shared
 from agentenv.errors import ConfigError, ToolError
 from agentenv.tool_env import Prompt, ToolEnv
-from agentenv.tools import argument_schema
-from agentenv.types import Info, Message, Task, ToolResult
+from agentenv.tools import argument_schema, read_arguments
+from agentenv.types import Task, ToolResult
 from envs.grading.reward import GraderConfig, make_grader
 from envs.sandbox import InterpreterSession, RemoteSandbox, Sandbox, SandboxLimits
 
@@ -118,16 +118,17 @@ class PythonTool:
         self.sandbox = sandbox
         self.timeout_s = timeout_s
 
+    async def prepare(self) -> None:
+        """Start the sandbox, once. Raises ConfigError for one that cannot work."""
+        await self.sandbox.start()
+
     def start(self, seed: int | None) -> InterpreterSession:
         """A session whose interpreter starts with the first call."""
         return self.sandbox.session(seed)
 
     async def call(self, arguments: dict[str, Any], state: InterpreterSession) -> ToolResult:
         """Run one cell."""
-        try:
-            code = convert(arguments, _Arguments).code
-        except ValidationError as error:
-            raise ToolError(f"python: {error}") from error
+        code = read_arguments(self.name, arguments, _Arguments).code
         result = await state.run(code, self.timeout_s)
         if not result.ok:
             raise ToolError(result.output)
@@ -172,19 +173,10 @@ class CodeInterpreterEnv(ToolEnv):
         prompt: Prompt = None,
     ) -> None:
         config = python_config(python)
-        self._sandbox = shared_sandbox(config=config)
-        tool = PythonTool(self._sandbox, timeout_s=config.timeout_s)
         super().__init__(
             task,
-            tools=[tool],
+            tools=[PythonTool(shared_sandbox(config=config), timeout_s=config.timeout_s)],
             grader=make_grader(grader, kind="exact"),
             prompt=prompt,
             tool_timeout_s=REPLAY_ALLOWANCE * config.timeout_s + START_ALLOWANCE_S,
         )
-
-    async def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[list[Message], Info]:
-        """The question is the prompt. A sandbox that cannot work is refused here, once."""
-        await self._sandbox.start()
-        return await super().reset(seed=seed, options=options)

@@ -9,7 +9,7 @@ from agentenv.errors import ConfigError
 from agentenv.prompt import preset
 from agentenv.tool_env import Prompt
 from agentenv.tools import ToolLimits
-from agentenv.types import Info, Message, Task
+from agentenv.types import Task
 from envs.code_interpreter import (
     REPLAY_ALLOWANCE,
     START_ALLOWANCE_S,
@@ -57,16 +57,8 @@ class DeepSearchEnv(WebSearchEnv):
             tool_timeout_s=tool_timeout_s,
             num_retries=num_retries,
         )
-        self._sandbox = shared_sandbox(config=interpreter)
         deadline_s = REPLAY_ALLOWANCE * interpreter.timeout_s + START_ALLOWANCE_S
         self.add_tool(
-            PythonTool(self._sandbox, timeout_s=interpreter.timeout_s),
+            PythonTool(shared_sandbox(config=interpreter), timeout_s=interpreter.timeout_s),
             ToolLimits(timeout_s=deadline_s),
         )
-
-    async def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[list[Message], Info]:
-        """System prompt and question. A sandbox that cannot work is refused here, once."""
-        await self._sandbox.start()
-        return await super().reset(seed=seed, options=options)

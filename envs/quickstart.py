@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from agentenv.tool_env import ToolEnv
-from agentenv.types import Info, Message, Task
+from agentenv.types import Task
 from envs.code_interpreter import PythonConfig, PythonTool, shared_sandbox
 from envs.grading.reward import GraderConfig, make_grader
 from envs.web_search import SearchTool
@@ -34,17 +34,9 @@ class QuickstartEnv(ToolEnv):
         grader: GraderConfig | Mapping[str, Any] | None = None,
     ) -> None:
         config = PythonConfig(preload=(), allow_unsafe=allow_unsafe)  # its sums need no numpy
-        self._sandbox = shared_sandbox(config=config)
-        python = PythonTool(self._sandbox, timeout_s=python_timeout_s)
+        python = PythonTool(shared_sandbox(config=config), timeout_s=python_timeout_s)
         graded = make_grader(grader, kind="exact", reward="tools")
         super().__init__(task, tools=[SearchTool(corpus), python], grader=graded)
-
-    async def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[list[Message], Info]:
-        """The question is the prompt. A sandbox that cannot work is refused here, once."""
-        await self._sandbox.start()
-        return await super().reset(seed=seed, options=options)
 
 
 # The made-up world of the quick start: facts, and questions that need tools.

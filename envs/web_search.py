@@ -13,9 +13,8 @@ from msgspec.structs import replace
 
 from agentenv.config import build_config
 from agentenv.env import shared
-from agentenv.errors import ToolError
 from agentenv.tool_env import Prompt, ToolEnv
-from agentenv.tools import StatelessTool, argument_schema
+from agentenv.tools import StatelessTool, argument_schema, read_arguments
 from agentenv.types import Info, Message, Task, ToolResult
 from envs.grading.reward import GraderConfig, make_grader
 from envs.search.bm25 import MAX_ON_LOOP, BM25Index
@@ -25,7 +24,6 @@ from envs.search.service import (
     OpenPageTool,
     SearchConfig,
     SearchPagesTool,
-    SearchService,
     shared_service,
     tell_tools,
 )
@@ -61,10 +59,7 @@ class SearchTool(StatelessTool):
 
     async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
         """Search; a large corpus is searched in a thread."""
-        try:
-            query = msgspec.convert(arguments, self._Arguments).query
-        except msgspec.ValidationError as error:
-            raise ToolError(f"search: {error}") from error
+        query = read_arguments(self.name, arguments, self._Arguments).query
         if len(self.index.passages) <= MAX_ON_LOOP:
             found = self.index.search(query, self.top_k)
         else:
@@ -92,10 +87,10 @@ class WebSearchEnv(ToolEnv):
         num_retries: int = 2,
     ) -> None:
         config = search_config(search, show_links=open_page)
-        self._service: SearchService = shared_service(config)
-        tools: list[SearchPagesTool | OpenPageTool] = [SearchPagesTool(self._service)]
+        service = shared_service(config)
+        tools: list[SearchPagesTool | OpenPageTool] = [SearchPagesTool(service)]
         if open_page:
-            tools.append(OpenPageTool(self._service))
+            tools.append(OpenPageTool(service))
         super().__init__(
             task,
             tools=tools,
@@ -104,13 +99,6 @@ class WebSearchEnv(ToolEnv):
             tool_timeout_s=tool_timeout_s or _TIMEOUT_S[config.sizes.mode],
             num_retries=num_retries,
         )
-
-    async def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[list[Message], Info]:
-        """The question is the prompt. The index is built or loaded here, once a process."""
-        await self._service.start()
-        return await super().reset(seed=seed, options=options)
 
     async def step(self, action: Message) -> tuple[list[Message], float, bool, bool, Info]:
         """Run the calls; the tools know the question and what was written before."""

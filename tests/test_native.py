@@ -43,13 +43,13 @@ def renderer(family: str, **template_kwargs: bool) -> NativeRenderer:
 
 
 def turn(chosen: NativeRenderer | TagRenderer, text: str, end: str | None = None) -> Completion:
-    ids = chosen.codec.encode(text)
+    ids = chosen.encode(text)
     ids.append(chosen.tokenizer.convert_tokens_to_ids(end or chosen.tokenizer.eos_token))
     return Completion(ids, [0.0] * len(ids), [0.0] * len(ids), "stop", [])
 
 
 def text_of(chosen: NativeRenderer, ids: list[int]) -> str:
-    return chosen.codec.decode(ids)
+    return chosen.decode(ids)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -163,10 +163,10 @@ def test_a_thought_that_the_prompt_opened_counts(
     """The format check of a grader sees as many <think> as </think>."""
     chosen = make(chat_models.make_tokenizer(chat_models.QWQ))
     prompt = chosen.prompt(QUESTION, TOOLS)
-    assert chosen.codec.decode(prompt).endswith("<think>\n")
+    assert chosen.decode(prompt).endswith("<think>\n")
     said = "so Lima</think><answer>Lima</answer>"
     assert chosen.parse(turn(chosen, said), TOOLS, prompt).content == "<think>\n" + said
-    later = prompt + chosen.codec.encode("x</think>")
+    later = prompt + chosen.encode("x</think>")
     assert chosen.parse(turn(chosen, said), TOOLS, later).content == said
 
 

@@ -30,7 +30,7 @@ def test_stop_strings_of_the_user_stand_beside_those_of_the_renderer() -> None:
     tree = rollout(actor, Independent(1))
     assert {"</search>", "</think>"} <= set(asked[0].stop)
     assert (asked[0].min_p, asked[0].repetition_penalty, asked[0].top_k) == (0.1, 1.2, 7)
-    first = actor.renderer.codec.decode(tree.nodes[1].action_ids)  # type: ignore[attr-defined]
+    first = actor.renderer.decode(tree.nodes[1].action_ids)  # type: ignore[attr-defined]
     assert first.endswith("</think>")
     assert first.count("</think>") == 1
 

@@ -20,7 +20,7 @@ from agentenv.engines.endpoint import ChatModel, ChatModelConfig, Said, fenced, 
 from agentenv.env import Env, ForkMode
 from agentenv.errors import ConfigError, EngineError, InfraError, ToolError
 from agentenv.tool_env import ToolEnv
-from agentenv.tools import Tool, ToolLimits
+from agentenv.tools import Tool, ToolLimits, prepare_tool
 from agentenv.types import Info, ToolResult
 
 
@@ -214,6 +214,9 @@ class DebuggedTool:
     @property
     def fork_mode(self) -> ForkMode:
         return self.tool.fork_mode
+
+    async def prepare(self) -> None:
+        await prepare_tool(self.tool)
 
     def start(self, seed: int | None) -> _State:
         return _State(self.tool.start(seed))

@@ -139,7 +139,7 @@ class ChatRenderer:
 
     def neutralise(self, text: str, tools: ToolSchemas) -> str:
         """Break tags, and what is structure to most models."""
-        return self._codec.neutralise(text, [str(tool["name"]) for tool in tools])
+        return self._codec.neutralise(text, tools)
 
     def num_prompt_tokens(self, action_ids: Sequence[int]) -> int:
         """Tokens before a turn as the endpoint counted them, 0 if it did not."""

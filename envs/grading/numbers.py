@@ -53,7 +53,7 @@ _SCALE_WORD = re.compile(
 )
 _LETTER_SCALE = re.compile(r"([kKMB])(?![A-Za-z])")
 _LETTERS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}
-_SMALL_NUMBERS = {
+SMALL_NUMBERS = {
     word: number
     for number, word in enumerate(
         str.split(
@@ -177,8 +177,8 @@ def _in_words(text: str) -> tuple[Fraction, str] | None:
             text, place
         )
         word = match[1].lower() if match else ""
-        if word in _SMALL_NUMBERS:
-            current += _SMALL_NUMBERS[word]
+        if word in SMALL_NUMBERS:
+            current += SMALL_NUMBERS[word]
         elif word in _TENS:
             current += _TENS[word]
         elif word in _ORDINALS and (not seen or current % 10 == 0):

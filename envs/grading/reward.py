@@ -62,7 +62,7 @@ class ExactMatch(AnswerReward):
         super().__init__(Exact())
 
 
-class ToolReward:
+class ToolReward(AnswerReward):
     r"""The hierarchical reward of ARPO and Tool-Star on what the policy wrote.
 
     -1 for a bad format; else the matcher's score of the answer (default: 1 for a right one, 0 for
@@ -76,12 +76,8 @@ class ToolReward:
         *,
         bonus_tools: Sequence[str] = BONUS_TOOLS,
     ) -> None:
-        self.matcher = matcher or Exact()
+        super().__init__(matcher or Exact())
         self.bonus_tools = tuple(bonus_tools)
-
-    async def start(self) -> None:
-        """Get the matcher ready."""
-        await self.matcher.start()
 
     async def grade(
         self, task: Task, written: Sequence[Message], calls: Mapping[str, int]

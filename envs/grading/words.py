@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections import Counter
 
+from envs.grading.numbers import SMALL_NUMBERS
 from envs.grading.spelling import unify, words_of
 
 # Names that are the same but for form: titles, initials, acronyms.
@@ -82,15 +83,7 @@ _ROMAN = {
     if numeral not in ("v", "x")
 }
 _SAME = {"&": "and", "st": "saint", "mt": "mount", "vs": "versus", **_ROMAN}
-_NUMBER_WORDS = {
-    word: str(number)
-    for number, word in enumerate(
-        str.split(
-            "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-            "fifteen sixteen seventeen eighteen nineteen twenty"
-        )
-    )
-}
+_NUMBER_WORDS = {word: str(number) for word, number in SMALL_NUMBERS.items()} | {"twenty": "20"}
 _ALIASES = {
     "us": "united states",
     "usa": "united states",
@@ -117,19 +110,15 @@ def has_cjk(text: str) -> bool:
     return _CJK_CHARACTER.search(text) is not None
 
 
-def squad_f1(answer: str, gold: str) -> float:
-    """Token F1 with SQuAD's normalisation; 0 when one side is yes or no and the other is not."""
+def f1(answer: str, gold: str) -> float:
+    """Token F1 with SQuAD's normalisation: 0 when one side is yes or no and the other is not.
+    Chinese, Japanese and Korean text counts by characters."""
     found, wanted = words_of(answer), words_of(gold)
+    if has_cjk(answer + gold):
+        return token_f1(_TOKEN.findall(found), _TOKEN.findall(wanted))
     if found != wanted and (found in _EXCLUSIVE or wanted in _EXCLUSIVE):
         return 0.0
     return token_f1(found.split(), wanted.split())
-
-
-def f1(answer: str, gold: str) -> float:
-    """squad_f1, but Chinese, Japanese and Korean text counts by characters."""
-    if not has_cjk(answer + gold):
-        return squad_f1(answer, gold)
-    return token_f1(_TOKEN.findall(words_of(answer)), _TOKEN.findall(words_of(gold)))
 
 
 def token_f1(found: list[str], wanted: list[str]) -> float:

@@ -18,7 +18,7 @@ from agentenv.config import ESSENTIAL, PATH
 from agentenv.env import ForkMode, shared, summed_stats
 from agentenv.errors import ConfigError, InfraError, ToolError
 from agentenv.kinds import Kind
-from agentenv.tools import argument_schema
+from agentenv.tools import argument_schema, read_arguments
 from agentenv.types import Info, Message, ToolResult
 from envs.search.bm25 import BM25Config
 from envs.search.cache import CachedBackend, ResultCache
@@ -330,6 +330,10 @@ class _EpisodeTool:
     def __init__(self, service: SearchService) -> None:
         self.service = service
 
+    async def prepare(self) -> None:
+        """Build or load what searching needs, once a process."""
+        await self.service.start()
+
     def start(self, seed: int | None) -> Episode:
         """An episode of which nothing is known yet."""
         return Episode()
@@ -351,10 +355,7 @@ class SearchPagesTool(_EpisodeTool):
 
     async def call(self, arguments: dict[str, Any], state: Episode) -> ToolResult:
         """Search; "no results" is a result, a failure of the machinery an InfraError."""
-        try:
-            query = msgspec.convert(arguments, _SearchArguments).query
-        except msgspec.ValidationError as error:
-            raise ToolError(f"search: {error}") from error
+        query = read_arguments(self.name, arguments, _SearchArguments).query
         return await self.service.search(query, state)
 
 
@@ -367,8 +368,5 @@ class OpenPageTool(_EpisodeTool):
 
     async def call(self, arguments: dict[str, Any], state: Episode) -> ToolResult:
         """Open; private addresses and unreadable pages are a ToolError."""
-        try:
-            asked = msgspec.convert(arguments, _OpenPageArguments)
-        except msgspec.ValidationError as error:
-            raise ToolError(f"open_page: {error}") from error
+        asked = read_arguments(self.name, arguments, _OpenPageArguments)
         return await self.service.open_page(asked.url.strip(), asked.query, state)

@@ -129,7 +129,7 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
 def _segments(path: list[Node], renderer: Renderer) -> list[dict[str, str]]:
     """The text in order with who wrote it; an end-of-sequence token apart."""
     segments: list[dict[str, str]] = []
-    eos_ids: Any = getattr(getattr(renderer, "codec", None), "eos_ids", ())
+    eos_ids: Any = getattr(renderer, "eos_ids", ())
     for node in path:
         ids = node.action_ids
         if ids:
