@@ -379,9 +379,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
         options = dict(options or {})
         mask: NDArray[np.bool_] = options.pop("reset_mask", np.ones(self.num_envs, bool))
         places = [place for place in range(self.num_envs) if mask[place]]
-        steps = self._all(
-            [self._start(self.envs[place], seeds[place], options) for place in places]
-        )
+        steps = self._all([self._start(self.envs[i], seeds[i], options) for i in places])
         shown, _, _, _, infos = self._batch(places, steps)
         return shown, infos
 
@@ -393,7 +391,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
             raise ConfigError(f"VectorEnv.step: {len(actions)} actions for {self.num_envs} envs")
         steps = self._all(
             [
-                self._start(env, None, None) if ended else self._within(env.take(action))
+                self._start(env) if ended else self._within(env.take(action))
                 for env, action, ended in zip(self.envs, actions, self._ended, strict=True)
             ]
         )
@@ -408,7 +406,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
         loop = self._loop
         if loop is not None:
             try:
-                self._all([self._within(_closed(env)) for env in self.envs])
+                self._all([self._within(_as_step(env.stop())) for env in self.envs])
             finally:
                 self._loop = None
                 loop.release()
@@ -428,12 +426,10 @@ class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
             found.append(outcome)
         return found
 
-    async def _start(self, env: TextEnv, seed: int | None, options: dict[str, Any] | None) -> Step:
-        async def started() -> Step:
-            shown, info = await env.start(seed, options)
-            return shown, 0.0, False, False, info
-
-        return await self._within(started())
+    def _start(
+        self, env: TextEnv, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> Coroutine[Any, Any, Step]:
+        return self._within(_as_step(env.start(seed, options)))
 
     async def _within(self, step: Coroutine[Any, Any, Step]) -> Step:
         """What the step gives, or a truncated end that says what went wrong."""
@@ -462,9 +458,10 @@ class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
         return tuple(self._shown), rewards, ends[0], ends[1], infos
 
 
-async def _closed(env: TextEnv) -> Step:
-    await env.stop()
-    return "", 0.0, False, False, {}
+async def _as_step(begun: Coroutine[Any, Any, tuple[str, Info] | None]) -> Step:
+    """The begin or the end of an episode in the form of a step."""
+    shown, info = await begun or ("", {})
+    return shown, 0.0, False, False, info
 
 
 def _register(env_id: str) -> None:

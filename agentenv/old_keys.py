@@ -42,6 +42,12 @@ DROPPED: dict[str, dict[str, Dropped]] = {
     "EvalConfig": {
         "report": Dropped("", "the summary reports the first set; write that one first"),
     },
+    "FaissConfig": {"max_tokens": Dropped(256, f"{_ALWAYS} 256; longer queries are cut")},
+    "FetchConfig": {
+        "max_bytes": Dropped(2_000_000, f"{_ALWAYS} 2000000; the rest of a page is not read"),
+        "max_concurrency": Dropped(64, f"{_ALWAYS} 64"),
+        "num_retries": Dropped(2, f"{_ALWAYS} 2"),
+    },
     "LearnerConfig": {
         "temperature": Dropped(
             1.0,
@@ -49,6 +55,7 @@ DROPPED: dict[str, dict[str, Dropped]] = {
             "the learner's log-probs those of another distribution; remove the key",
         ),
     },
+    "PagesConfig": {"num_workers": Dropped(2, f"{_ALWAYS} 2")},
     "PoolConfig": {
         "check_weights": Dropped(
             True,
@@ -78,6 +85,9 @@ DROPPED: dict[str, dict[str, Dropped]] = {
         "kind_boost": Dropped(2.0, f"{_ALWAYS} 2; sft.stages choose rows"),
     },
     "SandboxLimits": {"max_open_files": Dropped(64, f"{_ALWAYS} 64")},
+    "SearchConfig": {
+        "language": Dropped("auto", 'search.market says it too, with the country: "zh-CN"'),
+    },
     "SelfCriticConfig": {
         "pairs_per_question": Dropped(
             4, f"{_ALWAYS} 4; self_critic.num_questions and num_samples make more pairs"
@@ -103,7 +113,10 @@ DROPPED: dict[str, dict[str, Dropped]] = {
     },
     "TrafficConfig": {
         "burst": Dropped(20, f"{_ALWAYS} 20; rate_per_s and max_concurrency of the same table"),
-        "cool_down_s": Dropped(30.0, f"{_ALWAYS} 30; max_failures says when it begins"),
+        "cool_down_s": Dropped(30.0, f"{_ALWAYS} 30; then one call is a probe"),
+        "first_delay_s": Dropped(0.5, f"{_ALWAYS} 0.5; num_retries bounds retries"),
+        "max_delay_s": Dropped(30.0, f"{_ALWAYS} 30; num_retries bounds retries"),
+        "max_failures": Dropped(20, f"{_ALWAYS} 20"),
     },
 }
 

@@ -19,10 +19,11 @@ from msgspec import Struct
 
 from agentenv.errors import ConfigError, DataError
 
-_CHINESE = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
-_JAPANESE = re.compile("[\u3040-\u30ff]")
-_KOREAN = re.compile("[\uac00-\ud7af]")
-_MARKETS = {"zh": "zh-CN", "ja": "ja-JP", "ko": "ko-KR", "en": "en-US"}
+_MARKETS = (  # by script, kana first: Japanese holds Chinese characters too
+    ("ja-JP", re.compile("[\u3040-\u30ff]")),
+    ("ko-KR", re.compile("[\uac00-\ud7af]")),
+    ("zh-CN", re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")),
+)
 
 
 class Hit(Struct, frozen=True, omit_defaults=True):
@@ -127,26 +128,13 @@ class BackendConfig(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
         raise NotImplementedError
 
 
-def market_of(text: str, market: str = "auto", language: str = "auto") -> str:
-    """The market to search in: the given one, else that of the language, else by the script."""
-    if market != "auto":
-        if not re.fullmatch("[a-z]{2}-[A-Z]{2}", market):
-            raise ConfigError(f'search.market: {market!r}; expected "auto" or a form like "en-US"')
-        return market
-    if language == "auto":
-        language = detected_language(text)
-    if not re.fullmatch("[a-z]{2}", language):
-        raise ConfigError(f'search.language: {language!r}; expected "auto" or a form like "en"')
-    return _MARKETS.get(language, f"{language}-{language.upper()}")
-
-
-def detected_language(text: str) -> str:
-    """ "ja", "ko" or "zh" if the text holds their script, else "en"."""
-    if _JAPANESE.search(text):
-        return "ja"
-    if _KOREAN.search(text):
-        return "ko"
-    return "zh" if _CHINESE.search(text) else "en"
+def market_of(text: str, market: str = "auto") -> str:
+    """The market to search in: the given one, else by the script of the text, else "en-US"."""
+    if market == "auto":
+        return next((name for name, script in _MARKETS if script.search(text)), "en-US")
+    if not re.fullmatch("[a-z]{2}-[A-Z]{2}", market):
+        raise ConfigError(f'search.market: {market!r}; expected "auto" or a form like "en-US"')
+    return market
 
 
 CORPUS_SCHEME = "corpus:"

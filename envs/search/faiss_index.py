@@ -23,6 +23,7 @@ from envs.search.corpus import (
 from envs.search.upstream import Cassette
 
 MAX_BATCH = 64  # queries that are encoded together
+MAX_TOKENS = 256  # of a query
 
 Pooling = Literal["mean", "cls", "pooler"]
 
@@ -37,7 +38,6 @@ class FaissConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="f
     encoder: Annotated[str, Meta(description='model directory or name, e.g. "intfloat/e5-base"')]
     pooling: Annotated[Pooling, Meta(description="how token vectors become one")] = "mean"
     prefix: Annotated[str, Meta(description='before each query; e5 has "query: "')] = "query: "
-    max_tokens: Annotated[int, Meta(ge=8, description="of a query")] = 256
     normalize: Annotated[bool, Meta(description="vectors of length 1")] = True
     device: Annotated[str, Meta(description="of the encoder, e.g. cpu or cuda:0")] = "cpu"
 
@@ -188,7 +188,7 @@ class Encoder:
         """Float32 vectors [len(texts), size]."""
         batch = self._tokenizer(
             [self._config.prefix + text for text in texts],
-            max_length=self._config.max_tokens,
+            max_length=MAX_TOKENS,
             padding=True,
             truncation=True,
             return_tensors="pt",

@@ -13,6 +13,7 @@ from envs.search.upstream import Reply
 from envs.workers import JobError, JobStoppedError, WorkerPool
 
 MEMORY_BYTES = 2_000_000_000
+NUM_WORKERS = 2  # processes that extract text
 
 _DROPPED = {"script", "style", "noscript", "template", "svg", "nav", "header", "footer", "aside"}
 _DROPPED |= {"form", "iframe", "button", "select", "head"}
@@ -101,19 +102,16 @@ class PageText:
 
 
 class TextExtractor:
-    """Extracts at most `num_workers` pages at once, each in `limit_s` seconds of CPU time."""
+    """Extracts at most NUM_WORKERS pages at once, each in `limit_s` seconds of CPU time."""
 
     def __init__(
-        self,
-        num_workers: int = 2,
-        limit_s: float = 5.0,
-        handler: str = "envs.search.page_text:PageText",
+        self, limit_s: float = 5.0, handler: str = "envs.search.page_text:PageText"
     ) -> None:
         self.limit_s = limit_s
         self._pool = WorkerPool(
             handler,
             name="pages",
-            max_jobs=num_workers,
+            max_jobs=NUM_WORKERS,
             memory_bytes=MEMORY_BYTES,
             environment={},
         )

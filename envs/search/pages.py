@@ -101,6 +101,10 @@ class GuardedResolver(AbstractResolver):
 # Fetching pages that the policy names: nothing private is reached, nothing endless is read.
 
 MAX_REDIRECTS = 5
+MAX_BYTES = 2_000_000  # of a page; the rest is not read
+MAX_CONCURRENCY = 64  # pages that are fetched at once
+NUM_RETRIES = 2  # after 429 and 5xx
+FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0  # before a retry; doubles, jittered
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TEXT_TYPES = ("text/", "application/xhtml", "application/xml", "application/json")
 
@@ -112,12 +116,7 @@ _ENDS_IN_NUMBER = re.compile(r"(?:^|\.)(?:\d+|0[xX][0-9a-fA-F]*)\.?$")
 class FetchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How pages are fetched. Private and loopback addresses are refused."""
 
-    max_bytes: Annotated[int, Meta(ge=1000, description="of a page; the rest is not read")] = (
-        2_000_000
-    )
     timeout_s: Annotated[float, Meta(gt=0, description="for a page, with its redirects")] = 20.0
-    max_concurrency: Annotated[int, Meta(ge=1, description="pages fetched at once")] = 64
-    num_retries: Annotated[int, Meta(ge=0, description="after 429 and 5xx")] = 2
     allow_networks: Annotated[
         tuple[str, ...], Meta(description='networks to allow though private, as "10.1.0.0/16"')
     ] = ()
@@ -139,11 +138,11 @@ class PageFetcher:
         self._cassette = cassette
         self._rule = AddressRule(config.allow_networks)
         self._resolver = GuardedResolver(self._rule, resolver)
-        self._slots = asyncio.Semaphore(config.max_concurrency)
+        self._slots = asyncio.Semaphore(MAX_CONCURRENCY)
         self._session: aiohttp.ClientSession | None = None
 
     async def fetch(self, url: str) -> Reply:
-        """The page, after redirects, cut at `max_bytes`.
+        """The page, after redirects, cut at MAX_BYTES.
 
         Raises ToolError for what is a fact of the address (refused, unknown, 404, too slow, not a
         text), and InfraError when it still answers 429 or 5xx after the retries.
@@ -171,9 +170,11 @@ class PageFetcher:
     async def _fetch(self, url: str) -> Reply:
         status = 0
         async with self._slots:
-            for attempt in range(self.config.num_retries + 1):
+            for attempt in range(NUM_RETRIES + 1):
                 if attempt:
-                    await asyncio.sleep(backoff_s(attempt - 1, url, first_s=1.0, max_s=30.0))
+                    await asyncio.sleep(
+                        backoff_s(attempt - 1, url, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S)
+                    )
                 try:
                     async with asyncio.timeout(self.config.timeout_s):
                         reply = await self._follow(url)
@@ -188,7 +189,7 @@ class PageFetcher:
                 if status != 200:
                     raise ToolError(f"{url} answered with status {status}.")
                 return reply
-        raise InfraError(f"page {url}: status {status} after {self.config.num_retries} retries")
+        raise InfraError(f"page {url}: status {status} after {NUM_RETRIES} retries")
 
     async def _follow(self, url: str) -> Reply:
         """One try, through the redirects; each address on the way is checked."""
@@ -238,9 +239,9 @@ class PageFetcher:
         body = bytearray()
         async for part in response.content.iter_chunked(65_536):
             body += part
-            if len(body) >= self.config.max_bytes:
+            if len(body) >= MAX_BYTES:
                 break
-        return bytes(body[: self.config.max_bytes])
+        return bytes(body[:MAX_BYTES])
 
 
 def _problem(url: str, error: BaseException) -> str:
@@ -268,7 +269,6 @@ class PagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
     fetch: Annotated[FetchConfig, Meta(description="direct fetching")] = FetchConfig()
     max_chars: Annotated[int, Meta(ge=100, description="of a page, given to the policy")] = 6000
     max_page_chars: Annotated[int, Meta(ge=1000, description="of a page's text, kept")] = 100_000
-    num_workers: Annotated[int, Meta(ge=1, description="processes that extract text")] = 2
     extract_timeout_s: Annotated[
         float, Meta(gt=0, description="CPU time for the text of one page")
     ] = 5.0
@@ -288,7 +288,7 @@ class PageReader:
         self.config = config
         self._cache = cache
         self._fetcher = PageFetcher(config.fetch, cassette, resolver)
-        self._extractor = TextExtractor(config.num_workers, config.extract_timeout_s)
+        self._extractor = TextExtractor(config.extract_timeout_s)
         self._jina = Upstream("jina", config.jina_traffic, cassette)
 
     async def text(self, url: str) -> str:

@@ -89,8 +89,9 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
         bool | None,
         Meta(description="title and address with each result; none: where pages can be opened"),
     ] = None
-    market: Annotated[str, Meta(description='"auto", or a form like "zh-CN"')] = "auto"
-    language: Annotated[str, Meta(description='"auto" (by script), or a form like "zh"')] = "auto"
+    market: Annotated[
+        str, Meta(description='language and country, as "zh-CN"; "auto": by the script of a query')
+    ] = "auto"
     cache: Annotated[
         str,
         Meta(
@@ -206,7 +207,7 @@ class SearchService:
 
     async def _search(self, text: str, episode: Episode) -> ToolResult:
         config, sizes = self.config, self.config.sizes
-        market = market_of(text, config.market, config.language)
+        market = market_of(text, config.market)
         query, info = Query(text, config.max_results, market), Info()
         if isinstance(self.backend, CachedBackend):
             info["cached"] = self.backend.knows(query)

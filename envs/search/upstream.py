@@ -10,7 +10,7 @@ import asyncio
 import base64
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import IO, Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import IO, Annotated, Any, Generic, Literal, TypeVar
 
 import aiohttp
 import msgspec
@@ -245,24 +245,20 @@ class CircuitBreaker:
 
 
 MAX_REPLY_BYTES = 8_000_000
+BURST = 20  # requests that may start at once
+FIRST_DELAY_S = 0.5  # before a retry; doubles, jittered
+MAX_DELAY_S = 30.0  # the longest wait between attempts
+MAX_FAILURES = 20  # calls that fail in a row until the service is left alone
+COOL_DOWN_S = 30.0  # how long the service is left alone; then one call is a probe
 
 
 class TrafficConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How a service is called. The limits hold for each process."""
 
     rate_per_s: Annotated[float, Meta(ge=0, description="requests a second; 0: no limit")] = 20.0
-    burst: ClassVar[int] = 20  # requests that may start at once; no key, the rate bounds them
     max_concurrency: Annotated[int, Meta(ge=1, description="requests in the air at once")] = 64
     timeout_s: Annotated[float, Meta(gt=0, description="for one attempt")] = 20.0
     num_retries: Annotated[int, Meta(ge=0, description="after 429, 5xx, a lost connection")] = 5
-    first_delay_s: Annotated[float, Meta(ge=0, description="before a retry; doubles, jittered")] = (
-        0.5
-    )
-    max_delay_s: Annotated[float, Meta(ge=0, description="longest wait between attempts")] = 30.0
-    max_failures: Annotated[
-        int, Meta(ge=1, description="calls failing in a row until the service is left alone")
-    ] = 20
-    cool_down_s: ClassVar[float] = 30.0  # how long it is left alone; no key, a probe ends it
 
 
 class HttpRequest(Struct, frozen=True):
@@ -303,8 +299,8 @@ class Upstream:
         self.num_requests = 0
         self.num_retries = 0
         self._cassette = cassette
-        self._bucket = TokenBucket(config.rate_per_s, config.burst)
-        self._breaker = CircuitBreaker(name, config.max_failures, config.cool_down_s)
+        self._bucket = TokenBucket(config.rate_per_s, BURST)
+        self._breaker = CircuitBreaker(name, MAX_FAILURES, COOL_DOWN_S)
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._session: aiohttp.ClientSession | None = None
 
@@ -342,14 +338,14 @@ class Upstream:
                     return outcome
                 problem, wanted_s = outcome
                 if wanted_s:  # the service speaks to all of us
-                    self._bucket.pause(min(wanted_s, self.config.max_delay_s))
+                    self._bucket.pause(min(wanted_s, MAX_DELAY_S))
                 if attempt < self.config.num_retries:
                     await asyncio.sleep(
                         backoff_s(
                             attempt,
                             f"{self.name} {request.key}",
-                            first_s=self.config.first_delay_s,
-                            max_s=self.config.max_delay_s,
+                            first_s=FIRST_DELAY_S,
+                            max_s=MAX_DELAY_S,
                             at_least_s=wanted_s or 0.0,
                         )
                     )

@@ -113,7 +113,7 @@ async def traffic(num_calls: int, num_distinct: int) -> None:
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    limits = TrafficConfig(rate_per_s=0, first_delay_s=0.1)
+    limits = TrafficConfig(rate_per_s=0)
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     with tempfile.TemporaryDirectory() as directory:
         cache = ResultCache(Path(directory) / "cache.db")

@@ -17,6 +17,14 @@ from tests.support.sandboxes import (
 )
 
 
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services and pages are asked again at once."""
+    monkeypatch.setattr("envs.search.pages.FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr("envs.search.upstream.FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr("envs.search.upstream.MAX_DELAY_S", 0.002)
+
+
 @pytest.fixture
 async def sandbox() -> AsyncIterator[Sandbox]:
     """A sandbox that leaves no process, descriptor or task."""

@@ -12,7 +12,7 @@ from envs.search.upstream import Cassette, HttpRequest, Reply, TrafficConfig, Up
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-QUICK = TrafficConfig(rate_per_s=0, first_delay_s=0, max_delay_s=0.001, num_retries=2)
+QUICK = TrafficConfig(rate_per_s=0, num_retries=2)
 
 
 @asynccontextmanager

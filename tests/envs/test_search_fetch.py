@@ -21,7 +21,7 @@ PAGE = """<html><head><title>Lima</title><script>track()</script></head><body>
 <p>It was founded in 1535 by the Spanish, who called it the City of the Kings, and it grew.</p>
 <p>Today some ten million people live there, a third of all people of the country.</p>
 </article><footer>All rights reserved</footer></body></html>"""
-ONLY_127_0_0_1 = FetchConfig(allow_networks=("127.0.0.1/32",), num_retries=0)
+ONLY_127_0_0_1 = FetchConfig(allow_networks=("127.0.0.1/32",))
 
 
 class Names(AbstractResolver):
@@ -189,7 +189,9 @@ async def test_redirects_are_followed_but_not_for_ever() -> None:
             await fetcher.fetch(f"{url}/loop")
 
 
-async def test_a_page_without_an_end_is_cut() -> None:
+async def test_a_page_without_an_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envs.search.pages.MAX_BYTES", 200_000)
+
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/html"})
         await response.prepare(request)
@@ -199,7 +201,7 @@ async def test_a_page_without_an_end_is_cut() -> None:
         except ConnectionError:
             return response
 
-    config = FetchConfig(allow_networks=("127.0.0.0/8",), max_bytes=200_000)
+    config = FetchConfig(allow_networks=("127.0.0.0/8",))
     async with serving(answer) as url, fetching(config) as fetcher:
         assert (await fetcher.fetch(url)).body == b"x" * 200_000
 

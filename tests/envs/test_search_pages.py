@@ -21,7 +21,7 @@ PAGE = """<html><head><title>Lima</title><script>track()</script></head><body>
 <p>It was founded in 1535 by the Spanish, who called it the City of the Kings, and it grew.</p>
 <p>Today some ten million people live there, a third of all people of the country.</p>
 </article><footer>All rights reserved</footer></body></html>"""
-ONLY_127_0_0_1 = FetchConfig(allow_networks=("127.0.0.1/32",), num_retries=0)
+ONLY_127_0_0_1 = FetchConfig(allow_networks=("127.0.0.1/32",))
 
 
 # extraction
@@ -38,7 +38,7 @@ def test_the_text_of_a_page_without_its_boilerplate(trafilatura: bool) -> None:
 
 
 async def test_pages_are_extracted_in_workers() -> None:
-    extractor = TextExtractor(num_workers=1, limit_s=60)
+    extractor = TextExtractor(limit_s=60)
     umlauts = "<html><p>Gr\u00f6\u00dfe</p>" + "<p>L\u00e4nge und Breite</p>" * 3
     try:
         page = Reply(200, umlauts.encode("latin-1"), "text/html; charset=latin-1", "http://x/")
@@ -52,7 +52,7 @@ async def test_pages_are_extracted_in_workers() -> None:
 
 
 async def test_a_page_that_makes_its_worker_hang_or_die_cannot_be_read() -> None:
-    extractor = TextExtractor(num_workers=1, limit_s=0.3, handler="tests.support.jobs:read")
+    extractor = TextExtractor(limit_s=0.3, handler="tests.support.jobs:read")
 
     def page(body: bytes) -> Reply:
         return Reply(200, body, "text/html", "http://x/")

@@ -27,7 +27,7 @@ from envs.search.providers import (
 from envs.search.upstream import Reply, TrafficConfig
 from tests.envs.search_server import serving
 
-QUICK = TrafficConfig(rate_per_s=0, first_delay_s=0, max_delay_s=0.001, num_retries=1)
+QUICK = TrafficConfig(rate_per_s=0, num_retries=1)
 KEY = "synthetic-key"
 EXPECTED = [
     Hit("Lima is the capital.", "Lima", "https://a.test/lima"),

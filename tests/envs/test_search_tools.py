@@ -86,8 +86,7 @@ async def test_a_failing_provider_fails_the_episode_and_is_never_read() -> None:
         return web.Response(status=503, text="overloaded")
 
     async with serving(down) as url:
-        traffic = {"num_retries": 1, "first_delay_s": 0.0, "max_delay_s": 0.0}
-        backend = {"name": "web", "provider": "searxng", "url": url, "traffic": traffic}
+        backend = {"name": "web", "provider": "searxng", "url": url, "traffic": {"num_retries": 1}}
         env = WebSearchEnv(TASK, {"backend": backend}, num_retries=0)
         await env.reset(seed=1)
         with pytest.raises(EnvError, match=r"tool search failed .* status 503"):

@@ -199,14 +199,14 @@ def test_a_pause_holds_for_everybody(rate_per_s: float) -> None:
 
 async def test_the_wait_that_a_service_asks_for_holds_for_all_calls() -> None:
     service = Scripted(429, 503, headers={"Retry-After": "1"})
-    config = TrafficConfig(num_retries=2, first_delay_s=0, max_delay_s=0.002)
+    config = TrafficConfig(num_retries=2)
     pauses: list[float] = []
     async with serving(service) as url:
         upstream = Upstream("service", config)
         upstream._bucket.pause = pauses.append  # type: ignore[method-assign]
         assert (await upstream.send(HttpRequest("GET", url))).status == 200
         await upstream.close()
-    assert pauses == [0.002, 0.002]  # capped by max_delay_s
+    assert pauses == [0.002, 0.002]  # capped by MAX_DELAY_S
 
 
 def test_the_circuit_opens_probes_and_closes() -> None:
@@ -228,9 +228,10 @@ def test_the_circuit_opens_probes_and_closes() -> None:
     run_virtual(run())
 
 
-async def test_an_open_circuit_sends_nothing() -> None:
+async def test_an_open_circuit_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envs.search.upstream.MAX_FAILURES", 2)
     service = Scripted(*[500] * 10)
-    config = TrafficConfig(num_retries=0, max_failures=2)
+    config = TrafficConfig(num_retries=0)
     async with serving(service) as url:
         upstream = Upstream("service", config)
         for _ in range(5):
