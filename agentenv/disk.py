@@ -11,7 +11,7 @@ PARTIAL, OLD = ".partial", ".old"
 
 
 def write_whole(path: Path, data: str | bytes | Iterable[bytes], *, durable: bool = False) -> None:
-    """Write a file beside its name and rename it, so that no reader ever sees half of it.
+    """Write a file beside its name and rename it, so that no reader ever sees half of the file.
 
     Text is written as UTF-8. A `durable` file is on the disk before it has its name, and so
     survives a crash of the machine. Raises OSError.
@@ -46,7 +46,7 @@ def replace_folder(partial: Path, folder: Path) -> None:
 
 
 def finished_folder(folder: Path) -> Path:
-    """The folder, or what it was called before if a crash cut `replace_folder` in two."""
+    """The folder, or the one put aside for it if a crash cut `replace_folder` in two."""
     old = folder.with_name(folder.name + OLD)
     return old if old.is_dir() and not folder.exists() else folder
 

@@ -79,7 +79,7 @@ class SleepingEngine(Engine, Protocol):
         ...
 
     async def wake(self) -> None:
-        """Serve again, with the weights that it had. Without effect on one that is awake."""
+        """Serve again, with the weights from before the sleep. An engine that is awake stays so."""
         ...
 
 
@@ -106,7 +106,7 @@ class ServerStarter(Protocol):
 
 
 class EngineStart(Struct, frozen=True, kw_only=True):
-    """What an engine is started with: it serves `model` as `policy_version`, and `stack` closes
+    """What an engine is started with: the engine serves `model` as `policy_version`, `stack` closes
     it. With an `adapter`, the policy is that LoRA adapter on top of `model`."""
 
     model: Path

@@ -30,7 +30,7 @@ _TAG = "name"
 
 
 class _Instances(type):
-    """What msgspec asks for after a part was read: whether it is one of that kind."""
+    """What msgspec asks for after a part was read: whether the part is of that kind."""
 
     kind: Kind[Any]
 

@@ -53,7 +53,8 @@ class PromptConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Instruction(Struct, frozen=True):
-    """The system prompt of a configuration, or no text; `override_row` lets it win over a row's."""
+    """The system prompt of a configuration, or no text; with `override_row` the system prompt of a
+    row does not count."""
 
     text: str = ""
     override_row: bool = False

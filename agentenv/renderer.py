@@ -200,7 +200,7 @@ def tagged_call(text: str, tool: dict[str, Any]) -> tuple[ToolCall, ...]:
 
 
 def first_argument(tool: dict[str, Any], text: str) -> dict[str, Any]:
-    """The arguments of a call that is one text: it is the first parameter, if there is any."""
+    """The arguments of a call that is one text, which is the first parameter, if there is any."""
     for name in tool["parameters"].get("properties", {}):
         return {name: text}
     return {}

@@ -152,8 +152,7 @@ class Connection:
             await asyncio.wait({owner}, timeout=STOP_TIMEOUT_S)
 
     def _break(self, owner: asyncio.Task[None] | None) -> None:
-        """Let go of the session of `owner`, unless another call did; the next one makes a new
-        one."""
+        """Let go of the session of `owner`, unless another call did; the next call opens one."""
         if owner is not None and owner is self._owner:
             owner.cancel()
             self._owner = self._ready = None

@@ -334,7 +334,7 @@ class PromptFitter:
         return found
 
     def _lengths(self, prompts: Sequence[_Prompt | AgentEnvError | None]) -> list[int]:
-        """Tokens of each prompt, or 0 where it certainly fits."""
+        """Tokens of each prompt, or 0 where the prompt certainly fits."""
         lengths = []
         for prompt in prompts:
             if isinstance(prompt, AgentEnvError):

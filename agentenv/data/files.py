@@ -228,7 +228,7 @@ def _batches(path: Path) -> Iterator[list[Any]]:
 
 
 def _arrow_batches(arrow: Any, source: Any) -> Iterator[Any]:
-    """Batches of an Arrow stream, as `datasets` writes it, or of an Arrow file."""
+    """Batches of an Arrow stream, the form in which `datasets` saves, or of an Arrow file."""
     try:
         yield from arrow.ipc.open_stream(source)
     except arrow.ArrowInvalid:

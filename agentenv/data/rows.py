@@ -263,7 +263,7 @@ def _system_of(messages: list[Any]) -> str:
 
 
 def _unfold(value: Any) -> list[Any]:
-    """The golds that a value holds, however it is nested."""
+    """The golds that a value holds, however they are nested."""
     if isinstance(value, dict):
         held = [value[key] for key in HELD_IN if key in value]
         return _unfold(held[0]) if held else [value]

@@ -6,10 +6,18 @@ r"""Numbers as people write them, and quantities with units.
 from __future__ import annotations
 
 import re
+import tomllib
 from collections import Counter
 from fractions import Fraction
+from pathlib import Path
 
 from msgspec import Struct
+
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CARDINALS: dict[str, int] = _TABLES["cardinals"]
+_ORDINALS: dict[str, int] = _TABLES["ordinals"]
+_PARTS: dict[str, int] = _TABLES["parts"]
+_SCALES: dict[str, int] = _TABLES["scales"]
 
 # digits are bounded so that comparing stays instant, whatever the policy writes
 _PLAIN = re.compile(
@@ -32,20 +40,6 @@ _FORMS = {
     "slash": re.compile(rf"({_DECIMAL})\s*/\s*(-?\d{{1,40}}(?:\.\d{{1,40}})?)(?![\d/])"),
     "decimal": re.compile(rf"({_DECIMAL})(?!\d)"),
 }
-_SCALE = {
-    "hundred": 10**2,
-    "thousand": 10**3,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
-    "dozen": 12,
-    "mn": 10**6,
-    "bn": 10**9,
-    "\u767e": 10**2,
-    "\u5343": 10**3,
-    "\u4e07": 10**4,
-    "\u4ebf": 10**8,
-}
 _SCALE_WORD = re.compile(
     r"\s*-?\s*(hundred|thousand|million|billion|trillion|dozen|mn|bn)s?\b"
     "|\\s*([\u767e\u5343\u4e07\u4ebf])",
@@ -53,42 +47,6 @@ _SCALE_WORD = re.compile(
 )
 _LETTER_SCALE = re.compile(r"([kKMB])(?![A-Za-z])")
 _LETTERS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}
-SMALL_NUMBERS = {
-    word: number
-    for number, word in enumerate(
-        str.split(
-            "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-            "fifteen sixteen seventeen eighteen nineteen"
-        )
-    )
-}
-_TENS = dict(
-    zip(
-        str.split("twenty thirty forty fifty sixty seventy eighty ninety"),
-        range(20, 100, 10),
-        strict=True,
-    )
-)
-_ORDINALS = {
-    word: number
-    for number, word in enumerate(
-        str.split(
-            "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth "
-            "thirteenth fourteenth fifteenth sixteenth seventeenth eighteenth nineteenth twentieth"
-        ),
-        start=1,
-    )
-}
-_PARTS = {
-    "half": 2,
-    "third": 3,
-    "quarter": 4,
-    "fourth": 4,
-    "fifth": 5,
-    "sixth": 6,
-    "eighth": 8,
-    "tenth": 10,
-}
 _WORD = re.compile(r"[A-Za-z]+")
 
 
@@ -120,7 +78,7 @@ def leading_number(text: str) -> tuple[Fraction, str] | None:
     value, rest = found
     scale = _SCALE_WORD.match(rest)
     if scale is not None:
-        value, rest = value * _SCALE[(scale[1] or scale[2]).lower()], rest[scale.end() :]
+        value, rest = value * _SCALES[(scale[1] or scale[2]).lower()], rest[scale.end() :]
     return sign * value, rest.strip()
 
 
@@ -177,17 +135,15 @@ def _in_words(text: str) -> tuple[Fraction, str] | None:
             text, place
         )
         word = match[1].lower() if match else ""
-        if word in SMALL_NUMBERS:
-            current += SMALL_NUMBERS[word]
-        elif word in _TENS:
-            current += _TENS[word]
+        if word in CARDINALS:
+            current += CARDINALS[word]
         elif word in _ORDINALS and (not seen or current % 10 == 0):
             current, seen, place = current + _ORDINALS[word], True, match.end() if match else place
             return Fraction(total + current), " ordinal" + text[place:]
         elif word == "hundred":
             current = max(current, 1) * 100
         elif word in ("thousand", "million", "billion", "trillion"):
-            total, current = total + max(current, 1) * _SCALE[word], 0
+            total, current = total + max(current, 1) * _SCALES[word], 0
         else:
             break
         assert match is not None
@@ -254,50 +210,10 @@ class Quantity(Struct, frozen=True):
         return bool(self.dimension or self.words)
 
 
-_TABLE = """
-length m=1 meter=1 metre=1 km=1000 kilometer=1000 kilometre=1000 cm=1/100 centimeter=1/100
-length centimetre=1/100 mm=1/1000 millimeter=1/1000 millimetre=1/1000 nm=1/1000000000
-length inch=254/10000 in=254/10000 foot=3048/10000 feet=3048/10000 ft=3048/10000
-length yard=9144/10000 yd=9144/10000 mile=1609344/1000 mi=1609344/1000 \u7c73=1 \u5343\u7c73=1000
-length \u516c\u91cc=1000 \u5398\u7c73=1/100 \u6beb\u7c73=1/1000 micrometer=1/1000000
-mass g=1 gram=1 kg=1000 kilogram=1000 mg=1/1000 milligram=1/1000 ton=1000000 tonne=1000000
-mass lb=45359237/100000 oz=28349523125/1000000000
-mass ounce=28349523125/1000000000 \u514b=1 \u5343\u514b=1000 \u516c\u65a4=1000 \u5428=1000000
-time s=1 sec=1 second=1 min=60 minute=60 h=3600 hr=3600 hour=3600 day=86400 week=604800 ms=1/1000
-time millisecond=1/1000 \u79d2=1 \u5206\u949f=60 \u5c0f\u65f6=3600 \u5929=86400 \u5468=604800
-month month=1 year=12 yr=12 decade=120 century=1200 centurie=1200 \u4e2a\u6708=1 \u5e74=12
-angle degree=1 deg=1 \u00b0=1 \u5ea6=1
-angle_rad rad=1 radian=1
-celsius \u00b0c=1 celsius=1 degreecelsius=1 \u6444\u6c0f\u5ea6=1
-fahrenheit \u00b0f=1 fahrenheit=1 degreefahrenheit=1
-kelvin k=1 kelvin=1
-volume l=1 liter=1 litre=1 ml=1/1000 milliliter=1/1000 millilitre=1/1000 gallon=3785/1000 \u5347=1
-money_usd $=1 dollar=1 usd=1 us$=1 cent=1/100 \u7f8e\u5143=1
-money_eur \u20ac=1 euro=1 eur=1
-money_gbp \u00a3=1 gbp=1 poundsterling=1
-money_cny \u00a5=1 yuan=1 rmb=1 cny=1 \u5143=1 \u4eba\u6c11\u5e01=1
-money_jpy yen=1 jpy=1
-percent %=1/100 percent=1/100 percentage=1/100
-percentpoint percentagepoint=1
-energy j=1 joule=1 kj=1000 kilojoule=1000 cal=4184/1000 calorie=4184/1000 kcal=4184
-force n=1 newton=1 kn=1000
-power w=1 watt=1 kw=1000 kilowatt=1000 mw=1000000
-frequency hz=1 hertz=1 khz=1000 mhz=1000000 ghz=1000000000
-voltage v=1 volt=1
-current a=1 amp=1 ampere=1
-resistance ohm=1 \u03c9=1
-pressure pa=1 pascal=1 kpa=1000 atm=101325
-data byte=1 kb=1000 mb=1000000 gb=1000000000 tb=1000000000000
-mole mol=1 mole=1
-ordinal ordinal=1 st=1 nd=1 rd=1 th=1
-era_bc bc=1 bce=1
-era_ad ad=1 ce=1
-pound pound=1
-"""
-_UNITS: dict[str, tuple[str, Fraction]] = {
-    entry.partition("=")[0]: (line.split()[0], Fraction(entry.partition("=")[2]))
-    for line in _TABLE.strip().splitlines()
-    for entry in line.split()[1:]
+_UNITS = {
+    name: (dimension, Fraction(factor))
+    for dimension, units in _TABLES["units"].items()
+    for name, factor in units.items()
 }
 _SPEEDS = {"mph": "mile/hour", "kph": "km/h", "kmh": "km/h", "fps": "ft/s"}
 _CURRENCY = re.compile("([+-]?)\\s*(US\\s?\\$|USD|EUR|GBP|RMB|CNY|[$\u20ac\u00a3\u00a5])\\s*")

@@ -7,41 +7,15 @@ from __future__ import annotations
 
 import re
 import string
+import tomllib
 import unicodedata
+from pathlib import Path
 
 MAX_ANSWER_CHARS = 2000
 MAX_UNIFIED_CHARS = 4000  # one sign may become eighteen
 
-_SYMBOLS = {
-    "\N{MINUS SIGN}": "-",
-    "\N{EN DASH}": "-",
-    "\N{EM DASH}": "-",
-    "\N{FIGURE DASH}": "-",
-    "\N{MULTIPLICATION SIGN}": r"\times ",
-    "\N{DIVISION SIGN}": "/",
-    "\N{MIDDLE DOT}": r"\cdot ",
-    "\N{DOT OPERATOR}": r"\cdot ",
-    "\N{GREEK SMALL LETTER PI}": r"\pi ",
-    "\N{INFINITY}": r"\infty ",
-    "\N{LESS-THAN OR EQUAL TO}": r"\le ",
-    "\N{GREATER-THAN OR EQUAL TO}": r"\ge ",
-    "\N{NOT EQUAL TO}": r"\ne ",
-    "\N{PLUS-MINUS SIGN}": r"\pm ",
-    "\N{UNION}": r"\cup ",
-    "\N{INTERSECTION}": r"\cap ",
-    "\N{EMPTY SET}": r"\emptyset ",
-    "\N{ELEMENT OF}": r"\in ",
-    "\N{ALMOST EQUAL TO}": r"\approx ",
-    "\N{FRACTION SLASH}": "/",
-    "\N{DEGREE SIGN}": "\N{DEGREE SIGN}",
-    "\N{LEFT SINGLE QUOTATION MARK}": "'",
-    "\N{RIGHT SINGLE QUOTATION MARK}": "'",
-    "\N{LEFT DOUBLE QUOTATION MARK}": '"',
-    "\N{RIGHT DOUBLE QUOTATION MARK}": '"',
-    "\N{IDEOGRAPHIC FULL STOP}": ".",
-    "\N{IDEOGRAPHIC COMMA}": ",",
-    "\N{ZERO WIDTH SPACE}": "",
-}
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_SYMBOLS = {unicodedata.lookup(name): plain for name, plain in _TABLES["symbols"].items()}
 _SUPERSCRIPTS = {
     chr(code): digit
     for code, digit in zip(

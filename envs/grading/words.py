@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import re
+import tomllib
 import unicodedata
 from collections import Counter
+from pathlib import Path
 
-from envs.grading.numbers import SMALL_NUMBERS
+from envs.grading.numbers import CARDINALS
 from envs.grading.spelling import unify, words_of
 
 # Names that are the same but for form: titles, initials, acronyms.
 
-_TITLES = frozenset(
-    str.split(
-        "mr mrs ms miss dr doctor prof professor sir dame lord lady king queen prince princess "
-        "president saint emperor empress pope rear admiral adm general gen captain capt colonel "
-        "col lieutenant lt sergeant sgt senator sen governor gov secretary minister"
-    )
-)
+_NAMES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TITLES, _KINDS = frozenset(_NAMES["titles"]), frozenset(_NAMES["kinds"])
+_ALIASES: dict[str, str] = _NAMES["aliases"]
 _CLASSES = re.compile(
     r"(?:the\s+)?(?:(?:islamic\s+|people's\s+)?republic|state|city|town|kingdom|month|year|island"
     r"|province)\s+of\s+(?=\S)|(?:the\s+)?(?:island|year|month)\s+(?=\S)",
     re.IGNORECASE,
-)
-_KINDS = frozenset(
-    str.split(
-        "magazine network rocket film movie band company corporation corp inc ltd newspaper mount"
-    )
 )
 _SMALL = frozenset(str.split("of the and for a an in on de"))
 _ROMAN_NUMERAL = re.compile(r"[IVX]+")
@@ -83,18 +76,7 @@ _ROMAN = {
     if numeral not in ("v", "x")
 }
 _SAME = {"&": "and", "st": "saint", "mt": "mount", "vs": "versus", **_ROMAN}
-_NUMBER_WORDS = {word: str(number) for word, number in SMALL_NUMBERS.items()} | {"twenty": "20"}
-_ALIASES = {
-    "us": "united states",
-    "usa": "united states",
-    "united states of america": "united states",
-    "uk": "united kingdom",
-    "nyc": "new york city",
-    "uae": "united arab emirates",
-    "ussr": "soviet union",
-    "eu": "european union",
-    "un": "united nations",
-}
+_NUMBER_WORDS = {word: str(number) for word, number in CARDINALS.items() if number <= 20}
 _SPELLING = re.compile(r"our\b|(?<=\w)tre\b|ise\b|ae|oe")
 _CJK_CLAUSE = re.compile(
     "^(?:[^,\u4e0d\u6ca1\u975e]{1,8}(?:\u662f|\u62c5\u4efb|\u4e3a|\u53eb)|\u4e2d\u56fd(?=..))"

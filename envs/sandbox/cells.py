@@ -74,7 +74,7 @@ class _Output(io.TextIOBase):
 
 
 def run_cell(code: str, scope: dict[str, Any], number: int, max_chars: int) -> tuple[str, str]:
-    """Run one cell like a REPL: what it wrote, and what went wrong ("" if nothing)."""
+    """Run one cell like a REPL: what the cell wrote, and what went wrong ("" if nothing)."""
     name = f"<cell {number}>"
     linecache.cache[name] = (len(code), None, code.splitlines(True), name)
     output = _Output(max_chars)

@@ -52,7 +52,7 @@ def fork_into_namespaces() -> int:
 
 
 def map_ids(uid: int, gid: int) -> None:
-    """In the child: make the ids that it had outside known inside, as SESSION_ID."""
+    """In the child: make its ids of outside known inside, as SESSION_ID."""
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{SESSION_ID} {uid} 1"),
@@ -129,7 +129,8 @@ def restrict_self_by(fd: int) -> None:
 
 
 def landlock_attributes(version: int) -> bytes:
-    """All that this version can forbid: struct landlock_ruleset_attr, as long as it knows it."""
+    """All that this version of Landlock can forbid: struct landlock_ruleset_attr, cut to the fields
+    that the version knows."""
     num_rights = 13 + (version >= 2) + (version >= 3) + (version >= 5)
     fields = [(1 << num_rights) - 1]
     if version >= 4:

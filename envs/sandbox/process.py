@@ -79,13 +79,13 @@ _PROBE = (
 
 
 class Interpreter(Struct, frozen=True):
-    """`program` is what to start; `folders` outside /usr must be visible for it to work."""
+    """`program` is what to start; without `folders`, which are outside /usr, no Python runs."""
 
     program: str
     folders: tuple[str, ...]
 
     def open_to_all(self) -> bool:
-        """Whether a user without any rights could read it."""
+        """Whether a user without any rights could read all folders."""
         for folder in self.folders:
             if not os.stat(folder).st_mode & stat.S_IROTH:
                 return False
@@ -274,7 +274,7 @@ class CellAnswer(Struct):
 
 
 class ChannelClosedError(Exception):
-    """The session is gone, or answered something that it never should."""
+    """The session is gone, or its answer is none that a session gives."""
 
 
 class Channel:
@@ -412,12 +412,12 @@ class ZygoteProcess:
         return number, channel
 
     def kill(self, number: int, channel: Channel) -> None:
-        """End a session, whatever it is doing; never waits."""
+        """End a session, whatever its cell is doing; never waits."""
         channel.close()
         self._post({"kill": number}, None)
 
     async def stop(self) -> None:
-        """End the zygote and everything in it, and see it gone."""
+        """End the zygote and all its sessions, and wait until the processes are gone."""
         loop = asyncio.get_running_loop()
         loop.remove_writer(self._control)
         while self._outgoing:

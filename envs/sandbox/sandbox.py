@@ -43,7 +43,7 @@ class RunResult(Struct, frozen=True):
 
 
 class Cell(Struct, frozen=True):
-    """One cell that ran to its end, and what it said then."""
+    """A cell that ran to its end, and what the cell said then."""
 
     code: str
     timeout_s: float

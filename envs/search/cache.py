@@ -72,7 +72,7 @@ class ResultCache:
         return value
 
     def holds(self, key: str) -> bool:
-        """Whether `get` would find it; not counted."""
+        """Whether `get` would find a value; the look-up is not counted."""
         return self._find(key) is not None
 
     def _find(self, key: str) -> bytes | None:
