@@ -55,7 +55,10 @@ DROPPED: dict[str, dict[str, Dropped]] = {
             "the learner's log-probs those of another distribution; remove the key",
         ),
     },
-    "PagesConfig": {"num_workers": Dropped(2, f"{_ALWAYS} 2")},
+    "PagesConfig": {
+        "max_page_chars": Dropped(100_000, f"{_ALWAYS} 100000; search.max_page_chars is smaller"),
+        "num_workers": Dropped(2, f"{_ALWAYS} 2"),
+    },
     "PoolConfig": {
         "check_weights": Dropped(
             True,

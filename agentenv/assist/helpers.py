@@ -17,7 +17,7 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from agentenv.engines.endpoint import ChatModel, ChatModelConfig, Said, fenced, shortened
-from agentenv.env import Env, ForkMode
+from agentenv.env import Env
 from agentenv.errors import ConfigError, EngineError, InfraError, ToolError
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import Tool, ToolLimits, prepare_tool
@@ -198,22 +198,8 @@ class DebuggedTool:
         self.config = config
         self.model = model
         self.own_s = own_s
-
-    @property
-    def name(self) -> str:
-        return self.tool.name
-
-    @property
-    def description(self) -> str:
-        return self.tool.description
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        return self.tool.schema
-
-    @property
-    def fork_mode(self) -> ForkMode:
-        return self.tool.fork_mode
+        self.name, self.description, self.schema = tool.name, tool.description, tool.schema
+        self.fork_mode = tool.fork_mode
 
     async def prepare(self) -> None:
         await prepare_tool(self.tool)

@@ -66,7 +66,6 @@ MAX_ERROR_CHARS = 300
 class _RunOutcome(Struct):
     status: str = ""
     execution_time: float | None = None
-    return_code: int | None = None
     stdout: str | None = None
     stderr: str | None = None
 

@@ -102,6 +102,7 @@ class GuardedResolver(AbstractResolver):
 
 MAX_REDIRECTS = 5
 MAX_BYTES = 2_000_000  # of a page; the rest is not read
+MAX_PAGE_CHARS = 100_000  # of the text of a page; the rest is not kept
 MAX_CONCURRENCY = 64  # pages that are fetched at once
 NUM_RETRIES = 2  # after 429 and 5xx
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0  # before a retry; doubles, jittered
@@ -268,7 +269,6 @@ class PagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
     )
     fetch: Annotated[FetchConfig, Meta(description="direct fetching")] = FetchConfig()
     max_chars: Annotated[int, Meta(ge=100, description="of a page, given to the policy")] = 6000
-    max_page_chars: Annotated[int, Meta(ge=1000, description="of a page's text, kept")] = 100_000
     extract_timeout_s: Annotated[
         float, Meta(gt=0, description="CPU time for the text of one page")
     ] = 5.0
@@ -292,7 +292,7 @@ class PageReader:
         self._jina = Upstream("jina", config.jina_traffic, cassette)
 
     async def text(self, url: str) -> str:
-        """The page's text, at most `max_page_chars`. Raises ToolError or InfraError."""
+        """The page's text, at most MAX_PAGE_CHARS. Raises ToolError or InfraError."""
         key = f"page:{self.config.reader}:{url}"
         return (await self._cache.through(key, lambda: self._read(url))).decode()
 
@@ -310,7 +310,7 @@ class PageReader:
             text = await self._read_by_jina(url)
         else:
             text = await self._extractor.extract(await self._fetcher.fetch(url))
-        text = text[: self.config.max_page_chars].strip()
+        text = text[:MAX_PAGE_CHARS].strip()
         if not text:
             raise ToolError(f"{url} holds no text.")
         return text.encode("utf-8", "replace")

@@ -149,24 +149,19 @@ def _bright_data(url: str, key: str, zone: str, query: Query) -> HttpRequest:
     return HttpRequest("POST", f"{url}/request", json=body, secret_headers=secret)
 
 
+def _google(query: Query) -> dict[str, str]:
+    """Google's own parameters but the number of results; of Chinese there are several."""
+    language = query.market.lower() if query.language == "zh" else query.language
+    return {"q": query.text, "gl": query.country, "hl": language}
+
+
 def _serper(url: str, key: str, zone: str, query: Query) -> HttpRequest:
-    body = {
-        "q": query.text,
-        "num": query.max_results,
-        "gl": query.country,
-        "hl": query.market.lower() if query.language == "zh" else query.language,
-    }
+    body = {**_google(query), "num": query.max_results}
     return HttpRequest("POST", f"{url}/search", json=body, secret_headers={"X-API-KEY": key})
 
 
 def _serpapi(url: str, key: str, zone: str, query: Query) -> HttpRequest:
-    params = {
-        "engine": "google",
-        "q": query.text,
-        "num": str(query.max_results),
-        "gl": query.country,
-        "hl": query.market.lower() if query.language == "zh" else query.language,
-    }
+    params = {"engine": "google", **_google(query), "num": str(query.max_results)}
     return HttpRequest("GET", f"{url}/search.json", params, secret_params={"api_key": key})
 
 
