@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from agentenv.actor import Actor
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
-from agentenv.errors import DataError, EngineDeadError
+from agentenv.errors import DataError, EngineDeadError, EngineError
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.renderer import TagRenderer
 from agentenv.tree import TrajectoryTree
-from agentenv.types import Limit, Limits, SamplingParams, Task
+from agentenv.types import Chunk, Completion, Limit, Limits, SamplingParams, Task
 from learners.aepo import AEPO
 from learners.arpo import ARPO
 from reference.algorithms import ReleasedAEPO, ReleasedARPO
@@ -169,6 +169,14 @@ def test_each_limit_truncates_and_the_env_grades_what_is_there(
         assert num_response <= limits.max_response_tokens
 
 
+def test_a_fork_has_the_seconds_that_are_left_to_its_parent() -> None:
+    """Three turns of 1 s each, so a fork with seconds of its own would end by itself."""
+    actor = make_actor(limits=Limits(max_seconds=2.5), engine={"latency_s": 1.0})
+    tree = rollout(actor, AlwaysFork(group_size=2))
+    assert tree.num_forks == 1
+    assert [leaf.limit for leaf in tree.leaves()] == [Limit.SECONDS] * 2
+
+
 def test_a_prompt_over_its_limit_stops_with_the_task_named() -> None:
     with pytest.raises(ExceptionGroup) as raised:
         rollout(make_actor(limits=Limits(max_prompt_tokens=3)), Independent(1))
@@ -187,6 +195,33 @@ def test_a_dead_engine_ends_the_rollout_with_its_reason() -> None:
     with pytest.raises(ExceptionGroup) as raised:
         run_virtual(scenario())
     assert raised.group_contains(EngineDeadError, match="closed")
+
+
+class FailingBehindTheWindow(ScriptedEngine):
+    """Fails in a turn that may fork, as soon as the fork has begun."""
+
+    async def generate(self, *rest: Any, **keys: Any) -> Completion:
+        on_tokens = keys.get("on_tokens")
+        if on_tokens is None:
+            return await super().generate(*rest, **keys)
+        on_tokens(Chunk([1] * 4, [0.0] * 4, [0.0] * 4))
+        raise EngineError("gone")
+
+
+class SlowToCopy(CountingEnv):
+    async def fork(self) -> CountingEnv:
+        await asyncio.sleep(1.0)
+        assert not self.closed, "closed while it was copied"
+        return await super().fork()
+
+
+def test_the_env_of_a_branch_that_failed_stays_open_until_its_fork_has_a_copy() -> None:
+    actor = make_actor(limits=Limits(max_failures=0))
+    config = ScriptedConfig(max_model_len=9000)
+    actor.engine = FailingBehindTheWindow(config, CharTokenizer(), script=two_searches)
+    actor.make_env = SlowToCopy
+    tree = rollout(actor, AlwaysFork(group_size=2))
+    assert sorted(str(leaf.end) for leaf in tree.leaves()) == ["failed", "terminated"]
 
 
 def test_an_env_that_cannot_fork_gets_roots_only() -> None:
