@@ -14,24 +14,24 @@ number to other weights.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from msgspec import Struct
 
 from agentenv.engines.client import FailedError, HttpClient, RefusedError, all_of
-from agentenv.engines.server import ForeignWeightsError, ServerLostError, check_top_k
+from agentenv.engines.server import ForeignWeightsError, ServerInfo, ServerLostError, check_top_k
 from agentenv.engines.weights import (
     Bucket,
     Group,
     Layout,
     Manifest,
-    Receiver,
     Wire,
     check_layout,
     check_manifest,
@@ -39,6 +39,8 @@ from agentenv.engines.weights import (
 )
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import VersionSpan
+
+logger = logging.getLogger(__name__)
 
 HEALTH_S = 5.0
 LAST_S = 5.0  # for what is under way when the client is closed
@@ -57,7 +59,19 @@ class TransferRoutes(Struct, frozen=True):
     empty: dict[str, Any] | None
 
 
-class RemoteServer(ABC):
+class Facts(Struct, frozen=True):
+    """What a probe found out. `layout` is of the directory that the server was started from, None
+    if that cannot be read from here."""
+
+    info: ServerInfo
+    vocab_size: int
+    layout: Layout | None
+
+
+F = TypeVar("F", bound=Facts)
+
+
+class RemoteServer(ABC, Generic[F]):
     """One engine server; see Server, and Receiver for weights by broadcast.
 
     `url` samples; `control_urls` are the API servers or workers behind it, which hold the same
@@ -67,6 +81,7 @@ class RemoteServer(ABC):
     """
 
     transfer: ClassVar[TransferRoutes]
+    tried: ClassVar[str]  # what a version begins with that the contract tests ran with
 
     def __init__(
         self,
@@ -85,7 +100,8 @@ class RemoteServer(ABC):
         self._controls = controls or [self._http]
         self._load_s = load_s
         self._top_k, self._given_vocab_size = entropy_top_k, vocab_size
-        self._layout: Layout | None = None  # of the directory it was started from, if known
+        self._facts: F | None = None
+        self._layout: Layout | None = None  # of the weights that it takes, if known
         self._policy_version = 0
         self._label = ""
         self._versions: dict[str, int] = {}  # by label, of all that this client named
@@ -105,12 +121,23 @@ class RemoteServer(ABC):
         return self._policy_version
 
     @property
-    def receiver(self) -> Receiver | None:
-        return self
-
-    @property
     def wire(self) -> Wire:
         return "torch"
+
+    async def connect(self, policy_version: int) -> ServerInfo:
+        """See Server.connect; a server that was left paused goes on. After a load that was not
+        completed it would sample nonsense, or die of a request: it serves nothing before
+        load_weights has succeeded."""
+        async with self._changing:
+            facts = self._facts = await self._probe()
+            self._layout = facts.layout
+            self._warn_untried(facts.info.version)
+            await self._go_on()
+            await self._name(policy_version)
+            if not self._half_loaded:
+                await self._try_out()
+                self._doubt = ""
+            return facts.info
 
     async def healthy(self) -> bool:
         try:
@@ -238,6 +265,22 @@ class RemoteServer(ABC):
         if self._doubt:
             raise self._lost()
 
+    def _connected(self) -> F:
+        if self._facts is None:
+            raise self._lost()
+        return self._facts
+
+    def _warn_untried(self, version: str) -> None:
+        """Tell of a version that nobody tried: its routes are there, what they mean may differ."""
+        if not version.startswith(self.tried):
+            logger.warning(
+                "%s runs version %s, which was not tried (%s was, see docs/engines.md); watch "
+                "parity/logprob_gap_max",
+                self.name,
+                version,
+                self.tried.rstrip("."),
+            )
+
     def _lost(self) -> ServerLostError:
         return ServerLostError(f"{self.name} cannot be used: {self._doubt}")
 
@@ -276,6 +319,19 @@ class RemoteServer(ABC):
         return task
 
     # what differs
+
+    @abstractmethod
+    async def _probe(self) -> F:
+        """Ask what the server is and can do. Raises ConfigError for what a run cannot do
+        without."""
+
+    @abstractmethod
+    async def _go_on(self) -> None:
+        """Resume a server that an earlier run left paused."""
+
+    @abstractmethod
+    async def _try_out(self) -> None:
+        """Sample, since a probe does not tell all. Raises ConfigError as `_probe`."""
 
     @abstractmethod
     async def _pause(self) -> None:

@@ -65,9 +65,8 @@ class ServerInfo(Struct, frozen=True):
     """What a server said of itself when it was probed.
 
     `model` is the name it serves under, `max_model_len` tokens of prompt and turn together;
-    `features` are the names of what it can do beyond generating: "versions" (a version span per
-    token), "load_weights" (from a directory), "adapters" (as directories too), "broadcast",
-    "pause", "sleep".
+    `features` are the names of what not every server can do: "adapters" (as directories),
+    "broadcast", "sleep".
     """
 
     engine: str
@@ -104,9 +103,10 @@ class Request(Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
 
 
-class Server(Protocol):
+class Server(Receiver, Protocol):
     """One engine server. All methods raise ServerLostError when it is gone or broken, and
-    EngineError for what it refuses or what the client refuses on its behalf."""
+    EngineError for what it refuses or what the client refuses on its behalf. Those of Receiver are
+    used with the feature "broadcast" only."""
 
     @property
     def name(self) -> str:
@@ -116,11 +116,6 @@ class Server(Protocol):
     @property
     def policy_version(self) -> int:
         """Version of the weights that choose its next token, as far as this client set it."""
-        ...
-
-    @property
-    def receiver(self) -> Receiver | None:
-        """Its side of weights by broadcast; used with the feature "broadcast" only."""
         ...
 
     async def connect(self, policy_version: int) -> ServerInfo:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,8 +21,8 @@ import msgspec
 from msgspec import Struct
 
 from agentenv.engines.client import HttpClient, RefusedError, check_request
-from agentenv.engines.pool.engine import PooledEngineConfig, ServerClient
-from agentenv.engines.remote import HEALTH_S, RemoteServer, TransferRoutes, vocabulary
+from agentenv.engines.pool.engine import PooledEngineConfig
+from agentenv.engines.remote import HEALTH_S, Facts, RemoteServer, TransferRoutes, vocabulary
 from agentenv.engines.server import (
     Request,
     ServerInfo,
@@ -30,7 +30,7 @@ from agentenv.engines.server import (
     ServerLostError,
     top_k_entropy,
 )
-from agentenv.engines.weights import Bucket, Group, Layout, Manifest, read_layout
+from agentenv.engines.weights import Bucket, Group, Layout, Manifest, find_layout
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
@@ -46,13 +46,11 @@ MAX_STOPS = 32  # of one request, in SGLang
 TokenLogprob = tuple[float | None, int, str | None]
 
 
-class Limits(Struct, frozen=True):
-    """What a server takes: tokens of a prompt, of prompt and turn together, ids below
-    `vocab_size`, the largest top_k for which it tells log-probs after truncation, and seeds."""
+class SGLangFacts(Facts, frozen=True):
+    """What a server takes: tokens of a prompt, the largest top_k for which it tells log-probs after
+    truncation, and seeds."""
 
     max_prompt: int
-    max_model_len: int
-    vocab_size: int
     max_top_k: int
     use_seed: bool
 
@@ -95,13 +93,13 @@ def is_truncated(sampling: SamplingParams) -> bool:
     )
 
 
-def check_turn(request: Request, limits: Limits) -> None:
+def check_turn(request: Request, facts: SGLangFacts) -> None:
     """Raises EngineError for what SGLang would refuse, clamp, die of, or do in another way."""
     sampling = request.sampling
-    check_request(request, limits.vocab_size, limits.max_model_len)
-    if len(request.prompt_ids) > limits.max_prompt:
+    check_request(request, facts.vocab_size, facts.info.max_model_len)
+    if len(request.prompt_ids) > facts.max_prompt:
         raise EngineError(
-            f"{len(request.prompt_ids)} prompt tokens exceed the {limits.max_prompt} that this "
+            f"{len(request.prompt_ids)} prompt tokens exceed the {facts.max_prompt} that this "
             "SGLang server takes"
         )
     if sampling.repetition_penalty != 1:
@@ -111,19 +109,19 @@ def check_turn(request: Request, limits: Limits) -> None:
         )
     if len(sampling.stop) > MAX_STOPS:
         raise EngineError(f"SGLang takes at most {MAX_STOPS} stop strings, found {sampling.stop}")
-    if is_truncated(sampling) and _top_k(sampling, limits) > limits.max_top_k:
+    if is_truncated(sampling) and _top_k(sampling, facts) > facts.max_top_k:
         raise EngineError(
             "SGLang tells log-probs after top_p, top_k or min_p only together with top_k up to "
-            f"{limits.max_top_k}: set top_k, or start it with --sampling-mask-max-tokens N"
+            f"{facts.max_top_k}: set top_k, or start it with --sampling-mask-max-tokens N"
         )
 
 
-def _top_k(sampling: SamplingParams, limits: Limits) -> int:
-    return limits.vocab_size if sampling.top_k == -1 else min(sampling.top_k, limits.vocab_size)
+def _top_k(sampling: SamplingParams, facts: SGLangFacts) -> int:
+    return facts.vocab_size if sampling.top_k == -1 else min(sampling.top_k, facts.vocab_size)
 
 
 def request_body(
-    request: Request, limits: Limits, entropy_top_k: int, cache_salt: str
+    request: Request, facts: SGLangFacts, entropy_top_k: int, cache_salt: str
 ) -> dict[str, Any]:
     """JSON of POST /generate. Every sampling field is named, so that no default of the model's
     generation_config or of the server applies."""
@@ -154,11 +152,11 @@ def request_body(
     if is_truncated(sampling):
         # The ordinary log-probs are those before truncation; the sampling mask has those after.
         params |= {"top_p": sampling.top_p, "min_p": sampling.min_p}
-        params["top_k"] = _top_k(sampling, limits)
+        params["top_k"] = _top_k(sampling, facts)
         body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}
     else:
-        body["top_logprobs_num"] = limits.vocab_size if entropy_top_k == -1 else entropy_top_k
-    if limits.use_seed and sampling.seed is not None:
+        body["top_logprobs_num"] = facts.vocab_size if entropy_top_k == -1 else entropy_top_k
+    if facts.use_seed and sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
     return body
 
@@ -317,25 +315,25 @@ async def _count_preemptions(worker: HttpClient) -> int:
 
 TRIED = "0.5.23"
 NEEDED = (
-    "generate",
-    "abort_request",
-    "continue_generation",
-    "update_weight_version",
-    "flush_cache",
+    "POST /generate",
+    "POST /abort_request",
+    "POST /pause_generation",
+    "POST /continue_generation",
+    "POST /update_weights_from_disk",
+    "POST /update_weight_version",
+    "POST /flush_cache",
+    "GET /model_info",
+    "GET /server_info",
+    "GET /v1/loads",
 )
-NEEDED_READS = ("model_info", "server_info", "v1/loads")
-FEATURES = {
-    "load_weights": ("pause_generation", "update_weights_from_disk"),
-    "pause": ("pause_generation",),
-    "broadcast": (
-        "init_weights_update_group",
-        "begin_weight_update",
-        "update_weights_from_distributed",
-        "end_weight_update",
-        "destroy_weights_update_group",
-    ),
-}
-MEMORY_SAVER = ("release_memory_occupation", "resume_memory_occupation")
+BROADCAST = (
+    "POST /init_weights_update_group",
+    "POST /begin_weight_update",
+    "POST /update_weights_from_distributed",
+    "POST /end_weight_update",
+    "POST /destroy_weights_update_group",
+)
+MEMORY_SAVER = ("POST /release_memory_occupation", "POST /resume_memory_occupation")
 FIELDS = ("rid", "cache_salt", "return_sampling_mask", "sampling_logprobs_mode")
 SAMPLING_FIELDS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop"}
 MODEL_SLACK = 4  # tokens by which prompt and turn together may exceed the longest prompt
@@ -359,23 +357,13 @@ class ServerArgs(Struct, frozen=True):
     preferred_sampling_params: Any = None
 
 
-class Facts(Struct, frozen=True):
-    """The outcome; `layout` is None if the model directory is not on this machine."""
-
-    info: ServerInfo
-    limits: Limits
-    layout: Layout | None
-
-
-async def probe(http: HttpClient, vocab_size: int | None, layout: Layout | None) -> Facts:
+async def probe(http: HttpClient, vocab_size: int | None, layout: Layout | None) -> SGLangFacts:
     """Reads routes, version, settings and limits; `layout`: of its model, if it is known already.
 
     Raises ConfigError for what the run cannot do without.
     """
     routes = await http.routes()
-    missing = [f"POST /{name}" for name in NEEDED if f"POST /{name}" not in routes]
-    missing += [f"GET /{name}" for name in NEEDED_READS if f"GET /{name}" not in routes]
-    if missing:
+    if missing := [route for route in NEEDED if route not in routes]:
         raise ConfigError(
             f"{http.name} lacks {', '.join(missing)}; expected SGLang {TRIED} or newer"
         )
@@ -392,29 +380,19 @@ async def probe(http: HttpClient, vocab_size: int | None, layout: Layout | None)
         ) from error
     await _check_fields(http, args)
     _check_args(http.name, args, model)
-    layout = layout or await asyncio.to_thread(_find_layout, places)
+    layout = layout or await asyncio.to_thread(find_layout, places)
+    features = {"broadcast"} if routes.issuperset(BROADCAST) else set()
+    if args.enable_memory_saver and routes.issuperset(MEMORY_SAVER):
+        features.add("sleep")  # without the flag these routes end the server
     max_len = args.max_req_input_len + MODEL_SLACK
-    limits = Limits(
+    return SGLangFacts(
+        ServerInfo("sglang", args.version, served_name, max_len, frozenset(features)),
+        vocabulary(http.name, vocab_size, layout, str(places[0])),
+        layout,
         max_prompt=args.max_req_input_len - 1,
-        max_model_len=max_len,
-        vocab_size=vocabulary(http.name, vocab_size, layout, str(places[0])),
         max_top_k=args.sampling_mask_max_tokens,
         use_seed=args.enable_deterministic_inference,
     )
-    features = frozenset(_features(routes, args))
-    info = ServerInfo("sglang", args.version, served_name, max_len, features)
-    return Facts(info, limits, layout)
-
-
-def _features(routes: frozenset[str], args: ServerArgs) -> Iterator[str]:
-    yield "versions"
-    for feature, names in FEATURES.items():
-        if all(f"POST /{name}" in routes for name in names):
-            yield feature
-    if args.enable_memory_saver and all(f"POST /{name}" in routes for name in MEMORY_SAVER):
-        yield "sleep"  # without the flag these routes end the server
-    if args.enable_deterministic_inference:
-        yield "seed"
 
 
 async def _check_fields(http: HttpClient, args: ServerArgs) -> None:
@@ -458,25 +436,14 @@ def _check_args(name: str, args: ServerArgs, model: dict[str, Any]) -> None:
         logger.info("%s ignores seeds; --enable-deterministic-inference makes it heed them", name)
 
 
-def _find_layout(places: Iterable[Path]) -> Layout | None:
-    """Of the first directory that is on this machine and holds a model."""
-    for place in places:
-        try:
-            if place.is_dir():
-                return read_layout(place)
-        except EngineError as error:
-            logger.debug("weights to load are not compared with those in %s: %s", place, error)
-    return None
-
-
-async def check_logprobs(http: HttpClient, facts: Facts) -> None:
+async def check_logprobs(http: HttpClient, vocab_size: int) -> None:
     """Raises ConfigError unless log-probs are those after temperature.
 
     Temperature 2 halves the distance between two of them, against greedy sampling, which
     reports the distribution at temperature 1.
     """
-    plain = await _ask(http, 0.0, facts.limits.vocab_size)
-    scaled = await _ask(http, PROBE_TEMPERATURE, facts.limits.vocab_size)
+    plain = await _ask(http, 0.0, vocab_size)
+    scaled = await _ask(http, PROBE_TEMPERATURE, vocab_size)
     both = plain.keys() & scaled.keys()
     top, low = max(both, key=plain.__getitem__), min(both, key=plain.__getitem__)
     gap = plain[top] - plain[low]
@@ -509,7 +476,7 @@ async def _ask(http: HttpClient, temperature: float, vocab_size: int) -> dict[in
         raise ConfigError(f"{http.name}/generate tells no log-probs: {error}") from error
 
 
-class SGLangServer(RemoteServer):
+class SGLangServer(RemoteServer[SGLangFacts]):
     """Server over one SGLang server, or several workers behind one URL (see RemoteServer).
 
     Entropies come from the `entropy_top_k` largest log-probs (-1: all, exact but slow); with top_p,
@@ -525,32 +492,23 @@ class SGLangServer(RemoteServer):
         leave="/destroy_weights_update_group",
         empty={},
     )
+    tried = TRIED
 
-    def __init__(self, url: str, **options: Any) -> None:
-        """`options`: see RemoteServer."""
-        super().__init__(url, **options)
-        self._facts: Facts | None = None
+    async def _probe(self) -> SGLangFacts:
+        return await probe(self._controls[0], self._given_vocab_size, self._layout)
 
-    async def connect(self, policy_version: int) -> ServerInfo:
-        """See Server.connect; a server that an earlier run left paused goes on. After a load that
-        was not completed its log-probs mean nothing, and it serves nothing before load_weights has
-        succeeded."""
-        async with self._changing:
-            facts = await probe(self._controls[0], self._given_vocab_size, self._layout)
-            await self._resume()
-            await self._name(policy_version)
-            self._facts, self._layout = facts, facts.layout
-            if not self._half_loaded:
-                await check_logprobs(self._http, facts)
-                self._doubt = ""
-            return facts.info
+    async def _go_on(self) -> None:
+        await self._resume()
+
+    async def _try_out(self) -> None:
+        await check_logprobs(self._http, self._connected().vocab_size)
 
     async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
         """See Server.generate. While weights are being replaced a new request waits."""
         await self._known()
         facts = self._connected()
-        check_turn(request, facts.limits)
-        body = request_body(request, facts.limits, self._top_k, self._label)
+        check_turn(request, facts)
+        body = request_body(request, facts, self._top_k, self._label)
         turn = SGLangTurn(self.name, request, self._top_k, self._span)
         complete = False
         try:
@@ -683,11 +641,6 @@ class SGLangServer(RemoteServer):
                 await self._post(self.transfer.finish, {})
             raise
 
-    def _connected(self) -> Facts:
-        if self._facts is None:
-            raise self._lost()
-        return self._facts
-
 
 class SGLangConfig(
     PooledEngineConfig,
@@ -699,12 +652,10 @@ class SGLangConfig(
 ):
     """SGLang servers."""
 
+    client: ClassVar[type[SGLangServer]] = SGLangServer
     _reserved: ClassVar[int] = RESERVED
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.lora == "adapter":
             raise ConfigError('engine.lora = "adapter" is for vLLM; to SGLang adapters go "merged"')
-
-    def _client(self) -> ServerClient:
-        return SGLangServer

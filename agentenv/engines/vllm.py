@@ -14,14 +14,14 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import msgspec
 from msgspec import Struct
 
 from agentenv.engines.client import FailedError, HttpClient, RefusedError, all_of, check_request
-from agentenv.engines.pool.engine import PooledEngineConfig, ServerClient
-from agentenv.engines.remote import RemoteServer, TransferRoutes, vocabulary
+from agentenv.engines.pool.engine import PooledEngineConfig
+from agentenv.engines.remote import Facts, RemoteServer, TransferRoutes, vocabulary
 from agentenv.engines.server import (
     BrokenOffError,
     ForeignWeightsError,
@@ -34,11 +34,10 @@ from agentenv.engines.server import (
 from agentenv.engines.weights import (
     Bucket,
     Group,
-    Layout,
     Wire,
     check_adapter,
+    find_layout,
     is_adapter,
-    read_layout,
 )
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
@@ -228,7 +227,7 @@ class Answer:
 # What a vLLM server is and can do, found out before the first request.
 
 GENERATE = "/inference/v1/generate"
-ABORT, OLD_ABORT = "/inference/v1/abort_requests", "/abort_requests"
+ABORT = "/inference/v1/abort_requests"
 # The tied output head stays stale on the CPU (vLLM 0.32 packs it once and for all), so that a
 # worker extension has to pack it again; this is the method by which it is recognised.
 REPACK = "reload_and_repack"
@@ -236,20 +235,22 @@ EXTENSION = "agentenv_vllm_cpu.WorkerExtension"
 
 TRIAL = Request("", [0], SamplingParams(max_tokens=1, top_k=1))
 
+_NEWER = f"it takes vLLM {TRIED} or newer"
 _DEV = "set VLLM_SERVER_DEV_MODE=1 in the environment of the server"
 NEEDED = {
-    f"POST {GENERATE}": f"it takes vLLM {TRIED} or newer, started with --enable-scale-out",
+    f"POST {GENERATE}": f"{_NEWER}, started with --enable-scale-out",
+    f"POST {ABORT}": _NEWER,
     "GET /v1/models": "is this a vLLM server?",
     "GET /health": "is this a vLLM server?",
-    "GET /metrics": f"it takes vLLM {TRIED} or newer",
+    "GET /metrics": _NEWER,
     "POST /pause": _DEV,
     "POST /resume": _DEV,
     "GET /is_paused": _DEV,
     "POST /collective_rpc": _DEV,
     "POST /reset_prefix_cache": _DEV,
     "GET /server_info": _DEV,
-    "POST /update_weight_version": f"it takes vLLM {TRIED} or newer, and {_DEV}",
-    "GET /weight_info": f"it takes vLLM {TRIED} or newer, and {_DEV}",
+    "POST /update_weight_version": f"{_NEWER}, and {_DEV}",
+    "GET /weight_info": f"{_NEWER}, and {_DEV}",
 }
 # Backends of weights by broadcast: vLLM's own, and that of the tests for the CPU.
 WIRES: dict[str, Wire] = {"nccl": "nccl", "agentenv_gloo": "torch"}
@@ -262,35 +263,21 @@ ROUTES = {
 }
 
 
-class Facts(Struct, frozen=True):
-    """What was found. `layout` is of the directory that the server was started from, None if it
-    cannot be read from here; `cpu` and `extension` are of its workers, `transfer` is their backend
-    of weights by broadcast."""
+class VLLMFacts(Facts, frozen=True):
+    """`extension` is of its workers, `transfer` is their backend of weights by broadcast."""
 
-    version: str
-    model: str
-    max_model_len: int
-    vocab_size: int
-    layout: Layout | None
-    cpu: bool
     transfer: str
     extension: str
     routes: frozenset[str]
-    features: frozenset[str]
-
-    def info(self) -> ServerInfo:
-        return ServerInfo("vllm", self.version, self.model, self.max_model_len, self.features)
 
 
-async def probe(http: HttpClient, vocab_size: int | None, entropy_top_k: int) -> Facts:
+async def probe(http: HttpClient, vocab_size: int | None, entropy_top_k: int) -> VLLMFacts:
     """Ask the server. Raises ConfigError if it lacks something, ServerLostError if it is gone."""
     routes = await http.routes()
     for route, cure in NEEDED.items():
         if route not in routes:
             raise ConfigError(f"{http.name} has no route {route}: {cure}")
-    if f"POST {ABORT}" not in routes and f"POST {OLD_ABORT}" not in routes:
-        raise ConfigError(f"{http.name} has no route POST {ABORT}: it takes vLLM {TRIED} or newer")
-    version = (await http.call_json("GET", "/version"))["version"]
+    version = str((await http.call_json("GET", "/version"))["version"])
     model = (await http.call_json("GET", "/v1/models"))["data"][0]
     # The first answer takes seconds: vLLM looks at the packages of its whole environment.
     info = (
@@ -300,7 +287,15 @@ async def probe(http: HttpClient, vocab_size: int | None, entropy_top_k: int) ->
     _check_settings(http.name, info["model_config"], entropy_top_k)
     if cpu:
         _check_prefill(http.name, info["scheduler_config"])
-    layout = _layout(Path(str(model.get("root", ""))))
+    root = str(model.get("root", ""))
+    layout = await asyncio.to_thread(find_layout, [Path(root)])
+    extension = info["parallel_config"].get("worker_extension_cls") or ""
+    if cpu and layout is not None and layout.tied and not extension:
+        raise ConfigError(
+            f"{http.name} runs a model with tied embeddings on the CPU, where vLLM {version} "
+            "keeps the old output head when weights are loaded: start it with "
+            f"--worker-extension-cls {EXTENSION}, or use an untied model"
+        )
     transfer = str((info.get("weight_transfer_config") or {}).get("backend"))
     able = {
         "broadcast": transfer in WIRES,
@@ -309,32 +304,17 @@ async def probe(http: HttpClient, vocab_size: int | None, entropy_top_k: int) ->
         "sleep": cpu or bool(info["model_config"].get("enable_sleep_mode")),
     }
     features = {name for name, wanted in ROUTES.items() if able[name] and routes >= wanted}
-    return Facts(
-        version=str(version),
-        model=model["id"],
-        max_model_len=model["max_model_len"],
-        vocab_size=vocabulary(http.name, vocab_size, layout, str(model.get("root"))),
-        layout=layout,
-        cpu=cpu,
-        transfer=transfer,
-        extension=info["parallel_config"].get("worker_extension_cls") or "",
-        routes=routes,
-        features=frozenset({"versions", "load_weights", "pause"} | features),
+    return VLLMFacts(
+        ServerInfo("vllm", version, model["id"], model["max_model_len"], frozenset(features)),
+        vocabulary(http.name, vocab_size, layout, root),
+        layout,
+        transfer,
+        extension,
+        routes,
     )
 
 
-def check_tied(name: str, facts: Facts) -> None:
-    """Raises ConfigError if the server would go on with an old output head after an update."""
-    tied = facts.layout is not None and facts.layout.tied
-    if facts.cpu and tied and not facts.extension:
-        raise ConfigError(
-            f"{name} runs a model with tied embeddings on the CPU, where vLLM {facts.version} "
-            "keeps the old output head when weights are loaded: start it with "
-            f"--worker-extension-cls {EXTENSION}, or use an untied model"
-        )
-
-
-def check_trial(name: str, facts: Facts, answer: Answer, policy_version: int) -> None:
+def check_trial(name: str, answer: Answer, policy_version: int) -> None:
     """Raises ConfigError unless the answer to TRIAL tells what every answer has to tell."""
     done = answer.finish()
     if abs(done.logprobs[0]) > 1e-3 or done.entropies[0] > 1e-2:
@@ -343,9 +323,7 @@ def check_trial(name: str, facts: Facts, answer: Answer, policy_version: int) ->
             "it with --logprobs-mode processed_logprobs"
         )
     if done.version_spans != [VersionSpan(policy_version, 0, 1)]:
-        raise ConfigError(
-            f"{name} does not say which weights sampled a token; vLLM {facts.version} is too old"
-        )
+        raise ConfigError(f"{name} does not say which weights sampled a token: {_NEWER}")
     if not answer.has_cached_tokens:
         raise ConfigError(
             f"{name} does not count cached tokens: start it with --enable-prompt-tokens-details"
@@ -375,13 +353,6 @@ def _check_prefill(name: str, settings: dict[str, Any]) -> None:
         )
 
 
-def _layout(root: Path) -> Layout | None:
-    try:
-        return read_layout(root)
-    except EngineError:  # a name on a hub, another machine, or another format
-        return None
-
-
 METRICS: dict[str, Callable[[list[float]], float]] = {
     "vllm:num_requests_running": sum,
     "vllm:num_requests_waiting": sum,
@@ -409,7 +380,7 @@ MAX_BUCKET = 1 << 62  # bytes
 SETTLE_S = 0.02  # after a pause: tokens that were sampled before it are on their way
 
 
-class VLLMServer(RemoteServer):
+class VLLMServer(RemoteServer[VLLMFacts]):
     """Server over one vLLM API server, or several behind one URL (see RemoteServer).
 
     LoRA adapters are served one at a time, each version under a name of its own: the name is part
@@ -419,29 +390,21 @@ class VLLMServer(RemoteServer):
     """
 
     transfer = TransferRoutes(JOIN, START, RECEIVE, FINISH, LEAVE, empty=None)
+    tried = f"{TRIED}."
 
     def __init__(self, url: str, **options: Any) -> None:
         """`options`: see RemoteServer."""
         super().__init__(url, **options)
-        self._facts: Facts | None = None
         self._running: dict[str, Sent] = {}  # by request id
         self._adapter = ""  # name that requests ask for; empty: the model itself
 
-    async def connect(self, policy_version: int) -> ServerInfo:
-        """See Server.connect. Also resumes a server that was left paused. After a load that was
-        not completed it serves nothing before load_weights has succeeded."""
-        async with self._changing:
-            facts = await probe(self._controls[0], self._given_vocab_size, self._top_k)
-            check_tied(self.name, facts)
-            self._facts, self._layout, self._adapter = facts, facts.layout, ""
-            await self._wake()
-            await self._name(policy_version)
-            await self._drop_prefixes()
-            await self.load()
-            if not self._half_loaded:  # such an engine would die of a request
-                await self._try_out(facts)
-                self._doubt = ""
-            return facts.info()
+    async def _probe(self) -> VLLMFacts:
+        facts = await probe(self._controls[0], self._given_vocab_size, self._top_k)
+        self._adapter = ""
+        return facts
+
+    async def _go_on(self) -> None:
+        await self._wake()
 
     # requests
 
@@ -452,18 +415,18 @@ class VLLMServer(RemoteServer):
         while True:
             await self._known()
             facts = self._connected()
-            check_request(request, facts.vocab_size, facts.max_model_len)
+            check_request(request, facts.vocab_size, facts.info.max_model_len)
             request_id = f"{request.id}-{num_sent}" if num_sent else request.id
             num_sent += 1
-            answer = await self._sample(request_id, request, facts, on_chunk)
+            answer = await self._sample(request_id, request, facts.vocab_size, on_chunk)
             if answer is not None:
                 return answer.finish()
 
     async def _sample(
-        self, request_id: str, request: Request, facts: Facts, on_chunk: Callable[[Chunk], None]
+        self, request_id: str, request: Request, vocab_size: int, on_chunk: Callable[[Chunk], None]
     ) -> Answer | None:
         """One request to the server; None if other weights came before its first token."""
-        answer = Answer(self.name, entropy_kind(self._top_k, facts.vocab_size), self._span)
+        answer = Answer(self.name, entropy_kind(self._top_k, vocab_size), self._span)
         body = request_body(request_id, request, self._top_k, self._label, self._adapter)
         whole, sent = False, Sent()
         self._running[request_id] = sent
@@ -490,15 +453,17 @@ class VLLMServer(RemoteServer):
         finally:
             del self._running[request_id]
             if not whole:
-                self._spawn(self._abort(facts, [request_id]))
+                self._spawn(self._abort([request_id]))
         return answer
 
-    async def _try_out(self, facts: Facts) -> None:
-        """Sample one token, since routes and settings do not tell all."""
+    async def _try_out(self) -> None:
+        await self._drop_prefixes()
+        await self.load()
+        size, request_id = self._connected().vocab_size, f"probe-{self._label}"
         try:
-            answer = await self._sample(f"probe-{self._label}", TRIAL, facts, lambda chunk: None)
+            answer = await self._sample(request_id, TRIAL, size, lambda chunk: None)
             assert answer is not None
-            check_trial(self.name, facts, answer, self._policy_version)
+            check_trial(self.name, answer, self._policy_version)
         except ForeignWeightsError as error:
             raise ConfigError(
                 f"{self.name} does not say which weights sampled a token: {error}"
@@ -507,17 +472,16 @@ class VLLMServer(RemoteServer):
             cure = ": start it with --enable-scale-out" if error.status == 403 else ""
             raise ConfigError(f"{error}{cure}") from error
 
-    async def _break_off_all(self, facts: Facts, *, on_purpose: bool = False) -> None:
+    async def _break_off_all(self, *, on_purpose: bool = False) -> None:
         """End all, also on the server. `on_purpose`: they may be sent again at once."""
         for sent in self._running.values():
             sent.break_off(on_purpose=on_purpose)
-        await self._abort(facts, list(self._running))
+        await self._abort(list(self._running))
 
-    async def _abort(self, facts: Facts, request_ids: Sequence[str]) -> None:
+    async def _abort(self, request_ids: Sequence[str]) -> None:
         """Errors do not matter: the request is gone with its server, or it has just ended."""
-        path = ABORT if f"POST {ABORT}" in facts.routes else OLD_ABORT
         with suppress(EngineError):
-            await self._post(path, {"request_ids": [ID_PREFIX + each for each in request_ids]})
+            await self._post(ABORT, {"request_ids": [ID_PREFIX + each for each in request_ids]})
 
     async def load(self) -> ServerLoad:
         """Summed over API servers and data-parallel engines."""
@@ -537,7 +501,7 @@ class VLLMServer(RemoteServer):
     async def load_weights(self, source: Path, policy_version: int) -> None:
         """See Server.load_weights. Requests that have tokens keep them; the new weights compute
         keys and values of all of them again. The server must see `source` under the same path."""
-        if is_adapter(source) or "adapters" in self._connected().features:
+        if is_adapter(source) or "adapters" in self._connected().info.features:
             async with self._changing:
                 await self._load_adapter(source, policy_version)
         else:
@@ -545,11 +509,11 @@ class VLLMServer(RemoteServer):
 
     async def _load_adapter(self, source: Path, policy_version: int) -> None:
         """Serve an adapter, or the model that the server was started from without one."""
-        facts, old = self._connected(), self._adapter
+        old = self._adapter
         directory = await asyncio.to_thread(source.absolute)
         if is_adapter(source):
             await asyncio.to_thread(check_adapter, source, self._layout)
-            new = f"{facts.model}-v{policy_version}-{secrets.token_hex(4)}"
+            new = f"{self._connected().info.model}-v{policy_version}-{secrets.token_hex(4)}"
         else:
             new = ""
             if self._layout is None or directory != self._layout.directory:
@@ -566,7 +530,7 @@ class VLLMServer(RemoteServer):
                     models = (await server.call_json("GET", "/v1/models"))["data"]
                     if not any(m["id"] == new and m["root"] == str(directory) for m in models):
                         raise ServerLostError(f"{server.name} does not list the adapter {new}")
-            await self._break_off_all(facts, on_purpose=True)
+            await self._break_off_all(on_purpose=True)
             self._adapter = new
 
         await self._replace(change, policy_version)
@@ -591,7 +555,7 @@ class VLLMServer(RemoteServer):
     async def _release(self) -> None:
         """Nothing stays paused, nothing samples unseen: half-loaded weights kill an engine that
         goes on with its requests."""
-        await self._break_off_all(self._connected())
+        await self._break_off_all()
         for server in self._controls:
             with suppress(EngineError):
                 await server.call("POST", "/resume")
@@ -669,11 +633,6 @@ class VLLMServer(RemoteServer):
         names, dtypes, shapes = bucket.names, bucket.dtypes, bucket.shapes
         return {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}}
 
-    def _connected(self) -> Facts:
-        if self._facts is None:
-            raise self._lost()
-        return self._facts
-
 
 def _read_metrics(body: bytes, found: dict[str, list[float]]) -> None:
     """Prometheus text: a line is NAME{LABELS} VALUE."""
@@ -694,5 +653,4 @@ class VLLMConfig(
 ):
     """vLLM servers."""
 
-    def _client(self) -> ServerClient:
-        return VLLMServer
+    client: ClassVar[type[VLLMServer]] = VLLMServer

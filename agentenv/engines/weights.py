@@ -10,6 +10,8 @@ The controller (pool/broadcast.py) only tells both sides what comes; no weight p
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -185,6 +187,14 @@ def read_layout(directory: Path) -> Layout:
         raise EngineError(f"{directory / INDEX}: lists {missing[0]}, which is in none of its files")
     config = directory / CONFIG
     return Layout(directory.absolute(), shapes, _read_json(config) if config.is_file() else {})
+
+
+def find_layout(places: Iterable[Path]) -> Layout | None:
+    """Of the first directory that is on this machine and holds a model."""
+    for place in places:
+        with suppress(EngineError):  # a name on a hub, another machine, or another format
+            return read_layout(place)
+    return None
 
 
 def weight_files(directory: Path) -> list[Path]:

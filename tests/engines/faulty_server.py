@@ -123,8 +123,8 @@ class FaultyServer:
         self._check()
         self._name(policy_version)
         await self._engine.load_weights(Path(self.weights), policy_version)
-        features = {"versions", "load_weights", *(["sleep"] * self.can_sleep)}
-        return ServerInfo("faulty", "1", "policy", 4096, frozenset(features))
+        features = frozenset({"sleep"} if self.can_sleep else ())
+        return ServerInfo("faulty", "1", "policy", 4096, features)
 
     async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
         self._check()

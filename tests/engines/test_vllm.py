@@ -88,7 +88,7 @@ async def test_it_says_what_it_is(servers: Servers) -> None:
     server = VLLMServer(servers.plain.url + "/")
     info = await server.connect(5)
     assert (info.engine, info.model, info.max_model_len) == ("vllm", "policy", 512)
-    assert info.features == {"versions", "load_weights", "pause", "sleep"}
+    assert info.features == {"sleep"}
     assert info.version.startswith("0.")
     assert server.name == servers.plain.url
     assert server.policy_version == 5

@@ -69,15 +69,15 @@ class Broadcast:
         world_size, places = 1, []
         for member in members:
             places.append(world_size)
-            world_size += await member.receiver().num_ranks()
-        wires = {member.receiver().wire for member in members}
+            world_size += await member.server.num_ranks()
+        wires = {member.server.wire for member in members}
         if len(wires) > 1:
             raise EngineError("the servers cannot be in one group: their backends differ")
         address = await sender.open(wires.pop())
         group = Group(f"agentenv-{secrets.token_hex(8)}", address, world_size, self._timeout_s)
         self._group, self._joined = group, wanted
         joins = [
-            asyncio.create_task(member.receiver().join(group, place))
+            asyncio.create_task(member.server.join(group, place))
             for member, place in zip(members, places, strict=True)
         ]
         try:
@@ -93,7 +93,7 @@ class Broadcast:
         if group is not None:
             await sender.leave()
             await asyncio.gather(
-                *(m.receiver().leave(group) for m, epoch in joined if m.epoch == epoch)
+                *(m.server.leave(group) for m, epoch in joined if m.epoch == epoch)
             )
 
 

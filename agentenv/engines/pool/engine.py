@@ -8,7 +8,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, field
 
@@ -24,21 +24,6 @@ WATCH_INTERVAL_S = 5.0
 MAX_SHARE = 0.9  # of a GPU's memory, for servers beside the CUDA context of a learner
 
 logger = logging.getLogger(__name__)
-
-
-class ServerClient(Protocol):
-    """Makes the client of one server."""
-
-    def __call__(
-        self,
-        url: str,
-        *,
-        entropy_top_k: int,
-        load_s: float,
-        vocab_size: int,
-        api_key: str,
-        control_urls: Sequence[str],
-    ) -> Server: ...
 
 
 class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,6 +84,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     pool: PoolConfig = PoolConfig()
 
     can_sleep: ClassVar[bool] = True
+    client: ClassVar[Callable[..., Server]]  # of one server; options are those of RemoteServer
 
     def __post_init__(self) -> None:
         given = [name for name in ("urls", "urls_file", "servers") if getattr(self, name)]
@@ -190,10 +176,9 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         api_key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
         if self.api_key_env and not api_key:
             raise ConfigError(f"engine.api_key_env: {self.api_key_env} is not set")
-        client = self._client()
 
         def make(url: str) -> Server:
-            return client(
+            return type(self).client(
                 url,
                 entropy_top_k=self.entropy_top_k,
                 load_s=self.pool.load_timeout_s,
@@ -203,9 +188,6 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             )
 
         return make
-
-    def _client(self) -> ServerClient:
-        raise NotImplementedError
 
     def _positions(self, model_config: dict[str, Any]) -> int:
         return num_stretched_positions(model_config)

@@ -121,7 +121,7 @@ class Fleet:
         self._config = config
         self._probe = WeightProbe(vocab_size)
         self._broadcast = Broadcast(config.broadcast_timeout_s)
-        self._target = self._initial = target
+        self._target = target
         self._keepers: dict[Member, asyncio.Task[None]] = {}
         self._num_servers = 0  # so far, those that have left included
         self._updating = asyncio.Lock()
@@ -328,7 +328,7 @@ class Fleet:
                 return False
             target, epoch = self._target, member.epoch
             try:
-                await member.bring_back(target, self._initial)
+                await member.bring_back(target)
             except (EngineError, ConfigError) as error:
                 member.reason = str(error)
                 return False

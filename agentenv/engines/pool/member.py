@@ -17,10 +17,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from agentenv.engines.server import Request, Server, ServerInfo, ServerLoad, ServerLostError
+from agentenv.engines.server import Request, Server, ServerLoad, ServerLostError
 from agentenv.engines.server_config import PoolConfig
-from agentenv.engines.weights import Group, Manifest, Receiver, Sender
-from agentenv.errors import ConfigError, EngineError
+from agentenv.engines.weights import Group, Manifest, Sender
+from agentenv.errors import EngineError
 from agentenv.types import Completion, SamplingParams
 
 STEP = 8  # requests that a look without congestion adds, once there has been any
@@ -100,30 +100,7 @@ class Target(Struct, frozen=True):
         return await self.sender.write()
 
 
-# Versions of served engines that the contract tests ran with; docs/engines.md has the table.
-
-TRIED = {"vllm": "0.32.", "sglang": "0.5.23"}  # what a tried version begins with
-
 logger = logging.getLogger(__name__)
-
-
-def is_tried(info: ServerInfo) -> bool:
-    """Whether the contract tests ran with this engine's version."""
-    return info.version.startswith(TRIED.get(info.engine, info.version))
-
-
-def warn_untried(name: str, info: ServerInfo) -> None:
-    """Tell of a version that nobody tried: its routes are there, what they mean may differ."""
-    if not is_tried(info):
-        logger.warning(
-            "%s runs %s %s, which was not tried (%s was, see docs/engines.md); watch "
-            "parity/logprob_gap_max",
-            name,
-            info.engine,
-            info.version,
-            TRIED[info.engine].rstrip("."),
-        )
-
 
 # Whether a server holds the same weights as the others, by one token.
 
@@ -315,25 +292,20 @@ class Member:
 
     async def connect(self, target: Target, *, fresh: bool) -> None:
         """At the start. `fresh`: it has just been started from the target's directory."""
-        info = await self._connect(target.policy_version)
-        self.max_model_len = info.max_model_len
-        if not fresh and "load_weights" in info.features:
+        await self._connect(target.policy_version)
+        if fresh:
+            await self.probe.check(self.server)
+        else:
             await self.take(target)
-            return
-        if not fresh:
-            logger.warning(
-                "%s cannot load weights; it is taken to serve %s", self.name, target.source
-            )
-        await self.probe.check(self.server)
 
-    async def bring_back(self, target: Target, initial: Target) -> None:
-        """Find out what a server that is out holds, and load what it lacks; `initial` is what the
-        pool was started with. Raises EngineError or ConfigError, and the server stays out."""
+    async def bring_back(self, target: Target) -> None:
+        """Find out what a server that is out holds, and load what it lacks. Raises EngineError or
+        ConfigError, and the server stays out."""
         async with self._replacing:
             pass
         if not await self._is_unchanged():
             self.drop(self.reason)
-            await self._come_back(target, initial)
+            await self._come_back(target)
         elif self.server.policy_version != target.policy_version:
             await self.take(target)  # it refused or missed an update
 
@@ -350,30 +322,18 @@ class Member:
             return False
         return True
 
-    async def _come_back(self, target: Target, initial: Target) -> None:
+    async def _come_back(self, target: Target) -> None:
         """Connect, and load the current weights before anything is served."""
         if not await self.server.healthy():
             raise ServerLostError(f"{self.name} does not answer")
-        info = await self._connect(UNKNOWN_VERSION)
+        await self._connect(UNKNOWN_VERSION)
         self.limit.restart()
-        if "load_weights" in info.features:
-            await self.take(target)
-        elif target == initial:
-            await self.server.connect(target.policy_version)
-            await self.probe.check(self.server)
-        else:
-            raise ConfigError(
-                f"{self.name} ({info.engine} {info.version}) came back without the weights of this "
-                "run and cannot load them: it lacks the feature load_weights"
-            )
+        await self.take(target)
 
-    async def _connect(self, policy_version: int) -> ServerInfo:
+    async def _connect(self, policy_version: int) -> None:
         info = await self.server.connect(policy_version)
-        if not self.epoch:
-            warn_untried(self.name, info)
         self.epoch += 1
-        self.features = info.features
-        return info
+        self.max_model_len, self.features = info.max_model_len, info.features
 
     # weights
 
@@ -412,17 +372,9 @@ class Member:
 
     async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
         """Take weights that are broadcast meanwhile, and probe them; errors as of `take`."""
-        receiver = self.receiver()
         await self._replace(
-            lambda: receiver.receive(group, manifest, policy_version), policy_version
+            lambda: self.server.receive(group, manifest, policy_version), policy_version
         )
-
-    def receiver(self) -> Receiver:
-        """Raises EngineError if the server takes no broadcasts."""
-        receiver = self.server.receiver if "broadcast" in self.features else None
-        if receiver is None:
-            raise EngineError(f"{self.name} takes no weights by broadcast")
-        return receiver
 
     async def _replace(self, load: Callable[[], Awaitable[None]], policy_version: int) -> None:
         async with self._replacing:

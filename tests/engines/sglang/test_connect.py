@@ -20,8 +20,7 @@ async def test_what_a_server_says_of_itself(server: SGLangServer) -> None:
     info = await server.connect(0)
     assert (info.engine, info.version) == ("sglang", "0.5.23")
     assert MAX_LENGTH - 8 < info.max_model_len <= MAX_LENGTH
-    assert {"versions", "load_weights", "broadcast", "pause"} <= info.features
-    assert not {"sleep", "seed"} & info.features  # both need a flag; without it, sleep is the end
+    assert info.features == {"broadcast"}  # sleep needs a flag; without it, sleep is the end
     assert await server.healthy()
 
 
