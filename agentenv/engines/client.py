@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from math import isfinite
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from agentenv.engines.server import Request, ServerLostError
+from agentenv.engines.server import ServerLostError
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import SamplingParams
 
@@ -241,9 +241,14 @@ def _shorten(body: bytes) -> str:
 MIN_TEMPERATURE = 1e-2  # vLLM raises smaller ones to it; 0 is greedy
 
 
-def check_request(request: Request, vocab_size: int, max_model_len: int) -> None:
-    """Raises EngineError, which names what is wrong, unless a server takes it as it is meant."""
-    prompt, sampling = request.prompt_ids, request.sampling
+def check_request(
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    vocab_size: int,
+    max_model_len: int,
+    min_temperature: float = MIN_TEMPERATURE,
+) -> None:
+    """Raises EngineError, which names what is wrong, unless an engine takes it as it is meant."""
     if not len(prompt):
         raise EngineError("the prompt is empty; it needs at least one token id")
     low, high = min(prompt), max(prompt)
@@ -257,16 +262,12 @@ def check_request(request: Request, vocab_size: int, max_model_len: int) -> None
     if len(prompt) + sampling.max_tokens > max_model_len:
         raise EngineError(
             f"{len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} exceed "
-            f"max_model_len {max_model_len} of the server"
+            f"max_model_len {max_model_len} of the engine"
         )
-    _check_sampling(sampling)
-
-
-def _check_sampling(sampling: SamplingParams) -> None:
     temperature, penalty = sampling.temperature, sampling.repetition_penalty
-    if temperature != 0 and not MIN_TEMPERATURE <= temperature < float("inf"):
+    if temperature != 0 and not min_temperature <= temperature < float("inf"):
         raise EngineError(
-            f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, found {temperature}"
+            f"temperature must be 0 (greedy) or at least {min_temperature}, found {temperature}"
         )
     if not 0 < sampling.top_p <= 1:
         raise EngineError(f"top_p must be above 0 and at most 1, found {sampling.top_p}")

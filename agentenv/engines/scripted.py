@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from agentenv.engine import EngineConfig, EngineStart
 from agentenv.engines.client import check_request
-from agentenv.engines.server import Request
+from agentenv.engines.server import extend_spans
 from agentenv.errors import ConfigError, EngineDeadError
 from agentenv.model_files import num_positions, read_model_config
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
@@ -94,8 +94,7 @@ class ScriptedEngine:
     ) -> Completion:
         if self._closed:
             raise EngineDeadError("the scripted engine was closed")
-        request = Request(session, prompt_ids, sampling)
-        check_request(request, len(self.tokenizer), self.config.max_model_len)
+        check_request(prompt_ids, sampling, len(self.tokenizer), self.config.max_model_len)
         self._stats["requests"] += 1
         self._stats["prompt_tokens"] += len(prompt_ids)
         rng = Random(f"{sampling.seed}/{session}")
@@ -118,7 +117,7 @@ class ScriptedEngine:
                 await asyncio.sleep((end - start) / self.config.tokens_per_s)
             if self._closed:
                 raise EngineDeadError("the scripted engine was closed")
-            _extend_span(turn.version_spans, self._version, start, end)
+            extend_spans(turn.version_spans, VersionSpan(self._version, start, end))
             self._stats["sampled_tokens"] += end - start
             if on_tokens is not None and end - start == stream_interval:
                 on_tokens(
@@ -157,13 +156,6 @@ class ScriptedEngine:
             version_spans=[],
             stop=None if cut else stop,
         )
-
-
-def _extend_span(spans: list[VersionSpan], version: int, start: int, end: int) -> None:
-    if spans and spans[-1].version == version:
-        spans[-1] = VersionSpan(version, spans[-1].start, end)
-    else:
-        spans.append(VersionSpan(version, start, end))
 
 
 def _load_script(path: str) -> Script:

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from agentenv.engines.weights import Receiver
 from agentenv.errors import ConfigError, EngineError
-from agentenv.types import Chunk, Completion, SamplingParams
+from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 # Entropy of a sampled-from distribution when only its largest log-probabilities are known.
 
@@ -44,6 +44,16 @@ def top_k_entropy(logprobs: Iterable[float]) -> float:
     if rest > 0.0:
         entropy -= rest * log(rest)
     return max(entropy, 0.0)
+
+
+def extend_spans(spans: list[VersionSpan], span: VersionSpan) -> None:
+    """Append a span, as one with the last if both are of one version; empty ones vanish."""
+    if span.start == span.end:
+        return
+    if spans and spans[-1].version == span.version:
+        spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
+    else:
+        spans.append(span)
 
 
 class ServerLostError(EngineError):

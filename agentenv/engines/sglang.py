@@ -96,7 +96,7 @@ def is_truncated(sampling: SamplingParams) -> bool:
 def check_turn(request: Request, facts: SGLangFacts) -> None:
     """Raises EngineError for what SGLang would refuse, clamp, die of, or do in another way."""
     sampling = request.sampling
-    check_request(request, facts.vocab_size, facts.info.max_model_len)
+    check_request(request.prompt_ids, sampling, facts.vocab_size, facts.info.max_model_len)
     if len(request.prompt_ids) > facts.max_prompt:
         raise EngineError(
             f"{len(request.prompt_ids)} prompt tokens exceed the {facts.max_prompt} that this "

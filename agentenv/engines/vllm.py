@@ -415,7 +415,9 @@ class VLLMServer(RemoteServer[VLLMFacts]):
         while True:
             await self._known()
             facts = self._connected()
-            check_request(request, facts.vocab_size, facts.info.max_model_len)
+            check_request(
+                request.prompt_ids, request.sampling, facts.vocab_size, facts.info.max_model_len
+            )
             request_id = f"{request.id}-{num_sent}" if num_sent else request.id
             num_sent += 1
             answer = await self._sample(request_id, request, facts.vocab_size, on_chunk)

@@ -186,7 +186,7 @@ def read_layout(directory: Path) -> Layout:
     if missing := sorted(table.keys() - shapes.keys()):
         raise EngineError(f"{directory / INDEX}: lists {missing[0]}, which is in none of its files")
     config = directory / CONFIG
-    return Layout(directory.absolute(), shapes, _read_json(config) if config.is_file() else {})
+    return Layout(directory.absolute(), shapes, read_json(config) if config.is_file() else {})
 
 
 def find_layout(places: Iterable[Path]) -> Layout | None:
@@ -208,7 +208,7 @@ def _read_index(directory: Path) -> dict[str, str]:
     index = directory / INDEX
     if not index.is_file():
         return {}
-    table = _read_json(index).get("weight_map")
+    table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise EngineError(f"{index}: has no weight_map")
     return table
@@ -276,7 +276,8 @@ def read_header(path: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises EngineError."""
     try:
         found = msgspec.json.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError) as error:

@@ -84,7 +84,7 @@ async def test_requests_that_cannot_be_served(tiny: tuple[Path, Any]) -> None:
     folder, model = tiny
     ok = SamplingParams(max_tokens=5)
     bad: list[tuple[Any, SamplingParams, str]] = [
-        ([], ok, "non-empty"),
+        ([], ok, "at least one token id"),
         ([1.5], ok, "token ids"),
         ([0, VOCAB], ok, "vocabulary"),
         ([-1], ok, "vocabulary"),

@@ -21,10 +21,12 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 
+from agentenv.engines.client import check_request
 from agentenv.engines.embedded.cache import SlotCache
-from agentenv.engines.embedded.scheduler import Event, Request, Scheduler, check_request
+from agentenv.engines.embedded.scheduler import Event, Request, Scheduler
 from agentenv.engines.embedded.weights import Weights, read_architecture
 from agentenv.engines.stop_strings import StopStrings
 from agentenv.errors import EngineDeadError, EngineError
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from agentenv.engines.embedded import EmbeddedConfig
 
 CLOSED = "the engine is closed"
+MIN_TEMPERATURE = 1e-3  # below it logits / temperature could overflow; 0 is greedy
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +130,13 @@ class EmbeddedEngine:
         loop = self._enter()
         if stream_interval < 1:
             raise EngineError(f"stream_interval must be at least 1, found {stream_interval}")
-        prompt = check_request(prompt_ids, sampling, self._arch.vocab_size, self._max_length)
+        check_request(
+            prompt_ids, sampling, self._arch.vocab_size, self._max_length, MIN_TEMPERATURE
+        )
+        prompt = np.asarray(prompt_ids)
+        if prompt.dtype.kind not in "iu":
+            raise EngineError("the prompt must be a list of token ids")
+        prompt = prompt.astype(np.int32)
         request = Request(prompt, sampling, session, stream_interval if on_tokens else 0)
         call = self._calls[request] = Call(loop.create_future(), on_tokens)
         self._commands.put(partial(self._scheduler.submit, request))

@@ -26,7 +26,6 @@ from agentenv.engines.stop_strings import StopMatcher, StopStrings
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
-MIN_TEMPERATURE = 1e-3  # below it logits / temperature could overflow; 0 is greedy
 MAX_PREFILL_TOKENS = 4096  # new prompt tokens of one step, unless one prompt alone has more
 MIN_WAIT_GAIN = 16  # a prompt waits a step for a twin that saves it this many tokens
 ROOM = 16  # columns reserved beyond a prompt, so that short turns need no move
@@ -104,38 +103,6 @@ class Request:
 
 
 Event = tuple[Request, Chunk | None, Completion | EngineError | None]
-
-
-def check_request(
-    prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int, max_length: int
-) -> IntArray:
-    """The prompt. Raises EngineError, which names what is wrong, for what cannot be served."""
-    prompt = np.asarray(prompt_ids)
-    if prompt.ndim != 1 or not len(prompt) or prompt.dtype.kind not in "iu":
-        raise EngineError("the prompt must be a non-empty list of token ids")
-    if prompt.min() < 0 or prompt.max() >= vocab_size:
-        raise EngineError(
-            f"the prompt has token ids from {prompt.min()} to {prompt.max()}, "
-            f"the vocabulary {vocab_size}"
-        )
-    if sampling.max_tokens < 1:
-        raise EngineError(f"max_tokens must be at least 1, found {sampling.max_tokens}")
-    if len(prompt) + sampling.max_tokens > max_length:
-        raise EngineError(
-            f"{len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} exceed "
-            f"max_model_len {max_length}"
-        )
-    if not (
-        (sampling.temperature == 0 or MIN_TEMPERATURE <= sampling.temperature < float("inf"))
-        and 0 < sampling.top_p <= 1
-        and (sampling.top_k == -1 or sampling.top_k >= 1)
-        and 0 <= sampling.min_p <= 1
-        and 0 < sampling.repetition_penalty < float("inf")
-    ):
-        raise EngineError(
-            f"temperature, top_p, top_k, min_p or repetition_penalty is out of range: {sampling}"
-        )
-    return prompt.astype(np.int32)
 
 
 class Step:

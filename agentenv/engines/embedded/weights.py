@@ -6,7 +6,6 @@ it across updates.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from msgspec import Struct
 from safetensors import SafetensorError, deserialize
 from torch import Tensor
 
+from agentenv.engines.weights import read_json, weight_files
 from agentenv.errors import EngineError
 
 
@@ -38,17 +38,6 @@ class Architecture(Struct, frozen=True, kw_only=True):
     out_bias: bool
     tied: bool
     eos_ids: frozenset[int]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises EngineError if it is missing or not an object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise EngineError(f"cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise EngineError(f"{path}: expected a JSON object")
-    return value
 
 
 def read_architecture(model_path: Path) -> Architecture:
@@ -228,7 +217,7 @@ class Weights:
         differ: everything is in main memory, and checked, before the first parameter is replaced.
         """
         found: dict[str, Tensor] = {}
-        for path in _weight_files(source):
+        for path in weight_files(source):
             found |= _read_tensors(path)
         self._check(source, found)
         with torch.no_grad():
@@ -269,14 +258,6 @@ class Weights:
             expected = tuple(place.shape[-1:] if "_norm." in name else place.shape)
             if shape != expected:
                 raise EngineError(f"weights in {source}: {name} is {shape}, expected {expected}")
-
-
-def _weight_files(source: Path) -> list[Path]:
-    index = source / "model.safetensors.index.json"
-    if index.is_file():
-        names = read_json(index).get("weight_map", {})
-        return [source / name for name in sorted(set(names.values()))]
-    return [source / "model.safetensors"]
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
