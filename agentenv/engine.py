@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkabl
 from msgspec import Meta, Struct
 
 from agentenv.config import ESSENTIAL
-from agentenv.engines.server_config import LaunchConfig, ServersConfig
+from agentenv.engines.server_config import LaunchConfig, Served, ServersConfig
 from agentenv.errors import ConfigError
 from agentenv.model_files import num_positions, read_model_config
 from agentenv.types import Chunk, Completion, Limits, SamplingParams
@@ -86,22 +86,9 @@ class SleepingEngine(Engine, Protocol):
 class ServerStarter(Protocol):
     """Starts engine servers for a run, and stops them with it."""
 
-    async def start(
-        self,
-        engine: str,
-        config: LaunchConfig,
-        model: Path,
-        *,
-        name: str,
-        key: str,
-        max_model_len: int = 0,
-        trained: bool = False,
-        broadcast: bool = False,
-        colocated: bool = False,
-        lora_rank: int = 0,
-    ) -> list[str]:
-        """URLs of the servers, which answer. `name`: the model name that they serve under; `key`:
-        the setting that errors name. Raises ConfigError and EngineError."""
+    async def start(self, served: Served, config: LaunchConfig, key: str) -> list[str]:
+        """URLs of the servers, which answer. `key` is the setting that errors name. Raises
+        ConfigError and EngineError."""
         ...
 
 

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar, cast
 
 from msgspec import Struct
 
@@ -38,7 +38,7 @@ from agentenv.engines.weights import (
     read_layout,
 )
 from agentenv.errors import ConfigError, EngineError
-from agentenv.types import VersionSpan
+from agentenv.types import Chunk, Completion, VersionSpan
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,52 @@ class TransferRoutes(Struct, frozen=True):
     finish: str
     leave: str
     empty: dict[str, Any] | None
+
+
+class LabelledSpan(Struct, frozen=True):
+    """Tokens from `start` to `end` were sampled by the weights of a label."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Answer:
+    """What a server streams for one request, read into `completion` event by event. Lists of the
+    completion and of the chunks are equally long."""
+
+    def __init__(
+        self,
+        server: str,
+        entropy_kind: Literal["exact", "top_k"],
+        name_span: Callable[[str, int, int], VersionSpan],
+    ) -> None:
+        """`name_span` turns the label of weights into their version; see RemoteServer."""
+        self._server, self._name_span = server, name_span
+        self._reason: str | None = None  # why the turn ended
+        self._spans: list[LabelledSpan] = []
+        self.completion = Completion([], [], [], "abort", [], entropy_kind=entropy_kind)
+
+    def finish(self) -> Completion:
+        """The whole turn. ServerLostError if the stream ended without a finish reason."""
+        done = self.completion
+        if self._reason not in ("stop", "length", "abort"):
+            raise ServerLostError(f"{self._server} ended the stream with {self._reason!r}")
+        done.finish_reason = cast(Literal["stop", "length", "abort"], self._reason)
+        spans = [self._name_span(span.version, span.start, span.end) for span in self._spans]
+        if [0, *(s.end for s in spans)] != [*(s.start for s in spans), len(done.token_ids)]:
+            raise EngineError(
+                f"{self._server} gave version spans {spans} for {len(done.token_ids)} tokens"
+            )
+        done.version_spans = spans
+        return done
+
+    def _take(self, token_ids: list[int], logprobs: list[float], entropies: list[float]) -> Chunk:
+        """The turn goes on by these tokens."""
+        self.completion.token_ids += token_ids
+        self.completion.logprobs += logprobs
+        self.completion.entropies += entropies
+        return Chunk(token_ids, logprobs, entropies)
 
 
 class Facts(Struct, frozen=True):

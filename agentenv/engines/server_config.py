@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct, field
@@ -110,6 +112,25 @@ class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         if bool(self.url) == bool(self.model):
             raise ConfigError("roles.NAME: give exactly one of url and model")
+
+
+class Served(Struct, frozen=True):
+    """What one server is to serve, under `name`. `trained`: its weights are replaced during the
+    run, through a directory or by `broadcast`, or as LoRA adapters of rank `lora_rank` if that is
+    not 0. `colocated`: it sleeps while the learner has its GPUs. The last three are where it runs,
+    which the one who starts it says."""
+
+    engine: str
+    model: Path
+    name: str
+    max_model_len: int = 0
+    trained: bool = False
+    broadcast: bool = False
+    colocated: bool = False
+    lora_rank: int = 0
+    port: int = 0
+    gpus: Sequence[str] = ()
+    on_cpu: bool = False
 
 
 # Settings of the engine pool: budgets, deadlines, concurrency.

@@ -1,6 +1,6 @@
 """Client of one SGLang server (tried with 0.5.23). SGLang itself is not imported.
 
-request_body, SGLangTurn   what one request says to SGLang, and its answer read into a Completion
+request_body, SGLangAnswer   what one request says to SGLang, and its answer read into a Completion
 read_load                  load figures
 probe, check_logprobs      what a server is and can do, found out when the client connects
 SGLangServer               check -> POST /generate (stream, our own rid) -> chunks -> Completion;
@@ -22,7 +22,15 @@ from msgspec import Struct
 
 from agentenv.engines.client import HttpClient, RefusedError, check_request
 from agentenv.engines.pool.engine import PooledEngineConfig
-from agentenv.engines.remote import HEALTH_S, Facts, RemoteServer, TransferRoutes, vocabulary
+from agentenv.engines.remote import (
+    HEALTH_S,
+    Answer,
+    Facts,
+    LabelledSpan,
+    RemoteServer,
+    TransferRoutes,
+    vocabulary,
+)
 from agentenv.engines.server import (
     Request,
     ServerInfo,
@@ -55,12 +63,6 @@ class SGLangFacts(Facts, frozen=True):
     use_seed: bool
 
 
-class Span(Struct, frozen=True):
-    version: str
-    start: int
-    end: int
-
-
 class Meta(Struct, frozen=True):
     """The part of `meta_info` that is read."""
 
@@ -70,7 +72,7 @@ class Meta(Struct, frozen=True):
     output_top_logprobs: list[list[TokenLogprob] | None] = []
     output_token_sampling_mask: list[list[int]] = []
     output_token_sampling_logprobs: list[list[float]] = []
-    weight_versions: list[Span] = []
+    weight_versions: list[LabelledSpan] = []
     cached_tokens: int = 0
 
 
@@ -161,84 +163,61 @@ def request_body(
     return body
 
 
-class SGLangTurn:
-    """Collects the events of one request."""
+class SGLangAnswer(Answer):
+    """An event holds all tokens since the start or, with --incremental-streaming-output, those
+    since the last one; `completion_tokens` counts from the start in both."""
 
     def __init__(
         self,
-        name: str,
+        server: str,
         request: Request,
         entropy_top_k: int,
         name_span: Callable[[str, int, int], VersionSpan],
     ) -> None:
-        """`name_span` turns the label of weights into their version; see RemoteServer."""
-        self._name, self._request, self._name_span = name, request, name_span
         self._truncated = is_truncated(request.sampling)
-        self._exact = entropy_top_k == -1 or self._truncated
-        self._token_ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._entropies: list[float] = []
-        self._last: Meta | None = None
+        exact = entropy_top_k == -1 or self._truncated
+        super().__init__(server, "exact" if exact else "top_k", name_span)
+        self._max_tokens = request.sampling.max_tokens
 
-    def read(self, data: bytes) -> Chunk | None:
-        """The tokens that are new in an event.
-
-        An event holds all tokens since the start or, with --incremental-streaming-output, those
-        since the last one; `completion_tokens` counts from the start in both.
-        """
+    def add(self, data: bytes) -> Chunk | None:
+        """The tokens that are new in an event."""
         try:
             event = DECODER.decode(data)
         except msgspec.DecodeError as error:
             raise ServerLostError(
-                f"{self._name}/generate: cannot read an event: {error}"
+                f"{self._server}/generate: cannot read an event: {error}"
             ) from error
         if event.error is not None or event.meta_info is None:
             self._refuse(event.error)
-        meta = self._last = event.meta_info
+        meta = event.meta_info
         assert meta is not None
-        reason = meta.finish_reason
-        if reason is not None and reason.get("type") == "abort" and "status_code" in reason:
-            self._refuse({"message": reason.get("message"), "code": reason["status_code"]})
-        num_new = meta.completion_tokens - len(self._token_ids)
+        if meta.finish_reason is not None:
+            self._end(meta, meta.finish_reason)
+        num_new = meta.completion_tokens - len(self.completion.token_ids)
         if num_new <= 0:
             return None
         chunk = self._chunk(event.output_ids[-num_new:], meta, num_new)
         if len(chunk.token_ids) < num_new or len(chunk.logprobs) < num_new:
-            raise ServerLostError(f"{self._name}/generate: tokens are missing from the stream")
-        self._token_ids += chunk.token_ids
-        self._logprobs += chunk.logprobs
-        self._entropies += chunk.entropies
-        return chunk
+            raise ServerLostError(f"{self._server}/generate: tokens are missing from the stream")
+        return self._take(chunk.token_ids, chunk.logprobs, chunk.entropies)
 
-    def completion(self) -> Completion:
-        """What the last event tells. ServerLostError if the stream had no end."""
-        meta = self._last
-        if meta is None or meta.finish_reason is None:
-            raise ServerLostError(f"{self._name}/generate: the stream ended before the turn did")
-        kind, matched = meta.finish_reason.get("type"), meta.finish_reason.get("matched")
-        if kind not in ("stop", "length", "abort"):
-            raise EngineError(f"{self._name}/generate: unknown finish reason {meta.finish_reason}")
-        if kind == "length" and len(self._token_ids) < self._request.sampling.max_tokens:
+    def _end(self, meta: Meta, reason: dict[str, Any]) -> None:
+        if reason.get("type") == "abort" and "status_code" in reason:
+            self._refuse({"message": reason.get("message"), "code": reason["status_code"]})
+        self._reason, self._spans = reason.get("type"), meta.weight_versions
+        matched = reason.get("matched")
+        self.completion.stop = matched if isinstance(matched, str) else None
+        self.completion.num_cached_tokens = meta.cached_tokens
+
+    def finish(self) -> Completion:
+        """The whole turn; see Answer.finish."""
+        num_tokens = len(self.completion.token_ids)
+        if self._reason == "length" and num_tokens < self._max_tokens:
             raise EngineError(
-                f"{self._name} ended a turn at {len(self._token_ids)} tokens, before its "
-                f"max_tokens {self._request.sampling.max_tokens}; is SGLANG_MAX_NEW_TOKENS_LIMIT "
-                "set there?"
+                f"{self._server} ended a turn at {num_tokens} tokens, before its max_tokens "
+                f"{self._max_tokens}; is SGLANG_MAX_NEW_TOKENS_LIMIT set there?"
             )
-        spans = [self._name_span(s.version, s.start, s.end) for s in meta.weight_versions]
-        if [0, *(s.end for s in spans)] != [*(s.start for s in spans), len(self._token_ids)]:
-            raise EngineError(
-                f"{self._name} gave version spans {spans} for {len(self._token_ids)} tokens"
-            )
-        return Completion(
-            token_ids=self._token_ids,
-            logprobs=self._logprobs,
-            entropies=self._entropies,
-            finish_reason=kind,
-            version_spans=spans,
-            stop=matched if isinstance(matched, str) else None,
-            entropy_kind="exact" if self._exact else "top_k",
-            num_cached_tokens=meta.cached_tokens,
-        )
+        return super().finish()
 
     def _chunk(self, token_ids: list[int], meta: Meta, num_new: int) -> Chunk:
         if self._truncated:
@@ -258,7 +237,7 @@ class SGLangTurn:
     def _refuse(self, error: Any) -> None:
         details = error if isinstance(error, dict) else {"message": error}
         code = details.get("code")
-        text = f"{self._name}/generate: {details.get('message') or 'no reason given'}"
+        text = f"{self._server}/generate: {details.get('message') or 'no reason given'}"
         if isinstance(code, int) and (code >= 500 or code == 429):
             raise ServerLostError(text)
         raise EngineError(text)
@@ -509,15 +488,15 @@ class SGLangServer(RemoteServer[SGLangFacts]):
         facts = self._connected()
         check_turn(request, facts)
         body = request_body(request, facts, self._top_k, self._label)
-        turn = SGLangTurn(self.name, request, self._top_k, self._span)
+        answer = SGLangAnswer(self.name, request, self._top_k, self._span)
         complete = False
         try:
             async with self._http.stream("/generate", body) as events:
                 async for event in events:
-                    chunk = turn.read(event)
+                    chunk = answer.add(event)
                     if chunk is not None:
                         on_chunk(chunk)
-            completion = turn.completion()
+            completion = answer.finish()
             complete = True
         finally:
             if not complete:  # a disconnect alone would be noticed after seconds

@@ -1,6 +1,6 @@
 """A vLLM server as the pool sees it; needs vLLM only on the other side of the connection.
 
-request_body, Answer   one request as vLLM takes it, and what it streams, read into a Completion
+request_body, VLLMAnswer  one request as vLLM takes it, and what it streams, read into a Completion
 probe, check_*         what a server is and can do, found out before the first request
 VLLMServer             check --> POST /inference/v1/generate (stream) --> chunks ... --> Completion;
                        cancelled or failed --> POST /inference/v1/abort_requests, at once; and the
@@ -14,14 +14,21 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Struct
 
 from agentenv.engines.client import FailedError, HttpClient, RefusedError, all_of, check_request
 from agentenv.engines.pool.engine import PooledEngineConfig
-from agentenv.engines.remote import Facts, RemoteServer, TransferRoutes, vocabulary
+from agentenv.engines.remote import (
+    Answer,
+    Facts,
+    LabelledSpan,
+    RemoteServer,
+    TransferRoutes,
+    vocabulary,
+)
 from agentenv.engines.server import (
     BrokenOffError,
     ForeignWeightsError,
@@ -62,18 +69,12 @@ class _Logprobs(Struct):
     content: list[_Position]
 
 
-class _Span(Struct):
-    version: str
-    start: int
-    end: int
-
-
 class _Choice(Struct):
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     logprobs: _Logprobs | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[LabelledSpan] | None = None
 
 
 class _Details(Struct):
@@ -147,20 +148,10 @@ def entropy_kind(top_k: int, vocab_size: int) -> Literal["exact", "top_k"]:
     return "exact" if top_k == -1 or top_k >= vocab_size else "top_k"
 
 
-class Answer:
-    """Grows with each event. Lists of `completion` and of the chunks are equally long."""
+class VLLMAnswer(Answer):
+    """Each event holds the tokens since the last one."""
 
-    def __init__(
-        self,
-        server: str,
-        entropy_kind: Literal["exact", "top_k"],
-        name_span: Callable[[str, int, int], VersionSpan],
-    ) -> None:
-        """`name_span` turns the label of weights into their version; see RemoteServer."""
-        self._server, self._name_span = server, name_span
-        self._reason: str | None = None
-        self.has_cached_tokens = False
-        self.completion = Completion([], [], [], "abort", [], entropy_kind=entropy_kind)
+    has_cached_tokens = False
 
     def add(self, event: bytes) -> Chunk | None:
         """Take one event; the new tokens, if it has any.
@@ -183,29 +174,13 @@ class Answer:
             self.has_cached_tokens = cached is not None
         return self._extend(found.choices[0]) if found.choices else None
 
-    def finish(self) -> Completion:
-        """The whole turn. ServerLostError if the stream ended without a finish reason."""
-        done = self.completion
-        if self._reason not in ("stop", "length", "abort"):
-            raise ServerLostError(f"{self._server} ended the stream with {self._reason!r}")
-        done.finish_reason = cast(Literal["stop", "length", "abort"], self._reason)
-        spans = done.version_spans
-        if [0, *(s.end for s in spans)] != [*(s.start for s in spans), len(done.token_ids)]:
-            raise EngineError(
-                f"{self._server} gave version spans {spans} for {len(done.token_ids)} tokens"
-            )
-        return done
-
     def _extend(self, choice: _Choice) -> Chunk | None:
         done = self.completion
         if choice.finish_reason is not None:
             self._reason = choice.finish_reason
             if isinstance(choice.stop_reason, str):
                 done.stop = choice.stop_reason
-            done.version_spans = [
-                self._name_span(span.version, span.start, span.end)
-                for span in choice.weight_versions or []
-            ]
+            self._spans = choice.weight_versions or []
         if not choice.token_ids:
             return None
         positions = choice.logprobs.content if choice.logprobs is not None else []
@@ -218,10 +193,7 @@ class Answer:
         entropies = [
             top_k_entropy([top.logprob for top in position.top_logprobs]) for position in positions
         ]
-        done.token_ids += choice.token_ids
-        done.logprobs += logprobs
-        done.entropies += entropies
-        return Chunk(choice.token_ids, logprobs, entropies)
+        return self._take(choice.token_ids, logprobs, entropies)
 
 
 # What a vLLM server is and can do, found out before the first request.
@@ -314,7 +286,7 @@ async def probe(http: HttpClient, vocab_size: int | None, entropy_top_k: int) ->
     )
 
 
-def check_trial(name: str, answer: Answer, policy_version: int) -> None:
+def check_trial(name: str, answer: VLLMAnswer, policy_version: int) -> None:
     """Raises ConfigError unless the answer to TRIAL tells what every answer has to tell."""
     done = answer.finish()
     if abs(done.logprobs[0]) > 1e-3 or done.entropies[0] > 1e-2:
@@ -426,9 +398,9 @@ class VLLMServer(RemoteServer[VLLMFacts]):
 
     async def _sample(
         self, request_id: str, request: Request, vocab_size: int, on_chunk: Callable[[Chunk], None]
-    ) -> Answer | None:
+    ) -> VLLMAnswer | None:
         """One request to the server; None if other weights came before its first token."""
-        answer = Answer(self.name, entropy_kind(self._top_k, vocab_size), self._span)
+        answer = VLLMAnswer(self.name, entropy_kind(self._top_k, vocab_size), self._span)
         body = request_body(request_id, request, self._top_k, self._label, self._adapter)
         whole, sent = False, Sent()
         self._running[request_id] = sent

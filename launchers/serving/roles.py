@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from agentenv.engines.server_config import ROLES, RoleConfig
+from agentenv.engines.server_config import ROLES, RoleConfig, Served
 from agentenv.errors import ConfigError
 from agentenv.kinds import decode_part
 from launchers.serving.servers import ServerFactory
@@ -61,14 +61,8 @@ async def start_servers(
             urls[name] = role.url.rstrip("/")
             continue
         model: Path = resolve(role.model)
-        (urls[name],) = await factory.start(
-            role.engine,
-            role,
-            model,
-            name=name,
-            key=f"roles.{name}",
-            max_model_len=role.max_model_len,
-        )
+        served = Served(role.engine, model, name, role.max_model_len)
+        (urls[name],) = await factory.start(served, role, f"roles.{name}")
     return urls
 
 

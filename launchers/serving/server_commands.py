@@ -6,13 +6,10 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
-
-from agentenv.engines.server_config import LaunchConfig
+from agentenv.engines.server_config import LaunchConfig, Served
 from agentenv.engines.sglang import RESERVED
 from agentenv.errors import ConfigError
 from agentenv.model_files import read_model_config
@@ -34,24 +31,6 @@ HOW_TO_MAKE = {
     "sglang": "make one with `sh .ci/engine-sglang` (CPU), or on a GPU host with "
     "`python3 -m venv .venv-sglang && .venv-sglang/bin/pip install sglang`",
 }
-
-
-class Served(Struct, frozen=True):
-    """What one server is to serve. `trained`: its weights are replaced during the run, through a
-    directory or by `broadcast`, or as LoRA adapters of rank `lora_rank` if that is not 0.
-    `colocated`: it sleeps while the learner has its GPUs."""
-
-    engine: str
-    model: Path
-    name: str
-    max_model_len: int
-    trained: bool
-    port: int = 0
-    gpus: Sequence[str] = ()
-    on_cpu: bool = False
-    broadcast: bool = False
-    colocated: bool = False
-    lora_rank: int = 0
 
 
 def find_python(engine: str, config: LaunchConfig, key: str) -> str:

@@ -20,11 +20,10 @@ import aiohttp
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.engines.server_config import LaunchConfig
+from agentenv.engines.server_config import LaunchConfig, Served
 from agentenv.errors import ConfigError, EngineError
 from launchers.serving.gpus import GpuPlan
 from launchers.serving.server_commands import (
-    Served,
     check_plugin,
     command,
     environment,
@@ -205,38 +204,14 @@ class ServerFactory:
         self._say = say
         self._ports: set[int] = set()
 
-    async def start(
-        self,
-        engine: str,
-        config: LaunchConfig,
-        model: Path,
-        *,
-        name: str,
-        key: str,
-        max_model_len: int = 0,
-        trained: bool = False,
-        broadcast: bool = False,
-        colocated: bool = False,
-        lora_rank: int = 0,
-    ) -> list[str]:
+    async def start(self, served: Served, config: LaunchConfig, key: str) -> list[str]:
         """Start the servers of one role and wait for all; their URLs.
 
-        `name` is the model name that they serve under, `key` the setting that errors name;
-        `broadcast`, `colocated` and `lora_rank`: see Served.
-        Raises ConfigError for what cannot work and EngineError for a server that does not come up.
+        `key` is the setting that errors name. Raises ConfigError for what cannot work and
+        EngineError for a server that does not come up.
         """
-        served = Served(
-            engine=engine,
-            model=model,
-            name=name,
-            max_model_len=max_model_len,
-            trained=trained,
-            broadcast=broadcast,
-            colocated=colocated,
-            lora_rank=lora_rank,
-        )
         specs = self._specs(served, config, key)
-        if broadcast and engine == "vllm" and self._on_cpu(config, key):
+        if served.broadcast and served.engine == "vllm" and self._on_cpu(config, key):
             await check_plugin(specs[0].command[0], key)
         started = [ServerProcess(spec, self._folder, self._say) for spec in specs]
         for process in started:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.server_config import ServersConfig
+from agentenv.engines.server_config import Served, ServersConfig
 from agentenv.engines.vllm import VLLMServer
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 from launchers.serving.servers import ServerFactory
@@ -33,15 +33,9 @@ async def test_a_pool_of_one_real_server_and_its_death(tmp_path: Path) -> None:
     world = World(tmp_path / "world", tied=False)
     async with AsyncExitStack() as stack:
         factory = ServerFactory(tmp_path, stack, lambda text: None)
-        (url,) = await factory.start(
-            "vllm",
-            ServersConfig(python=str(PYTHON)),
-            world.paths[0],
-            name="policy",
-            key="engine.servers",
-            max_model_len=MAX_LENGTH,
-            trained=True,
-        )
+        served = Served("vllm", world.paths[0], "policy", MAX_LENGTH, trained=True)
+        config = ServersConfig(python=str(PYTHON))
+        (url,) = await factory.start(served, config, "engine.servers")
         pool = EnginePool(
             [VLLMServer(url, vocab_size=VOCAB)],
             world.paths[0],

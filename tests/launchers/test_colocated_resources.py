@@ -10,7 +10,7 @@ import pytest
 from agentenv.config import build_config
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
-from agentenv.engines.server_config import ServersConfig
+from agentenv.engines.server_config import Served, ServersConfig
 from agentenv.engines.sglang import SGLangConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.errors import ConfigError
@@ -20,7 +20,7 @@ from launchers.config import ResourcesConfig, TrainConfig
 from launchers.quickstart import build_model
 from launchers.rl.parts import adapter_rank
 from launchers.serving.gpus import GpuPlan, learner_gpus
-from launchers.serving.server_commands import Served, command, environment
+from launchers.serving.server_commands import command, environment
 from learners.learner import LearnerConfig
 
 TWO = LearnerConfig(num_ranks=2)

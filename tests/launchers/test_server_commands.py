@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentenv.engines.server_config import LaunchConfig, ServersConfig
+from agentenv.engines.server_config import LaunchConfig, Served, ServersConfig
 from agentenv.errors import ConfigError
 from launchers.quickstart import build_model
 from launchers.serving.gpus import GpuPlan, visible_gpus
-from launchers.serving.server_commands import Served, command, environment, find_python
+from launchers.serving.server_commands import command, environment, find_python
 from launchers.serving.servers import ServerFactory
 from tests.support.warehouse import ROOT
 
@@ -56,7 +56,7 @@ async def test_ports_gpus_and_devices_that_cannot_be(
     python = sys.executable
 
     async def start(config: LaunchConfig) -> None:
-        await factory.start("vllm", config, tmp_path / "model", name="p", key="engine.servers")
+        await factory.start(Served("vllm", tmp_path / "model", "p"), config, "engine.servers")
 
     import socket
 
@@ -82,10 +82,9 @@ async def test_vllm_takes_broadcasts_only_with_the_package_for_them(
     build_model(tmp_path / "model", seed=0)
     factory = ServerFactory(tmp_path, stack, lambda text: None)
     config = ServersConfig(python=sys.executable)
+    wanted = Served("vllm", tmp_path / "model", "p", broadcast=True)
     with pytest.raises(ConfigError) as told:
-        await factory.start(
-            "vllm", config, tmp_path / "model", name="p", key="engine.servers", broadcast=True
-        )
+        await factory.start(wanted, config, "engine.servers")
     assert f"`{sys.executable} -m pip install ./tests/engines/vllm_support`" in str(told.value)
     assert (ROOT / "tests/engines/vllm_support/pyproject.toml").is_file()
     assert factory.processes == []
@@ -108,7 +107,7 @@ def test_the_interpreter_of_the_engine_is_found_or_told_how_to_make(
 
 
 def served(model: Path, **changes: Any) -> Served:
-    plain = Served("vllm", model, "policy", 512, True, 8100, [], True)
+    plain = Served("vllm", model, "policy", 512, trained=True, port=8100, on_cpu=True)
     return msgspec.structs.replace(plain, **changes)
 
 

@@ -16,7 +16,7 @@ from agentenv.config import ESSENTIAL, PATH
 from agentenv.engine import EngineConfig, EngineStart, check_context
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.server import Server
-from agentenv.engines.server_config import PoolConfig, ServersConfig
+from agentenv.engines.server_config import PoolConfig, Served, ServersConfig
 from agentenv.errors import ConfigError
 from agentenv.model_files import num_stretched_positions, read_eos_ids, vocab_size
 
@@ -133,18 +133,18 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         make = self.server_maker(vocabulary)
         urls, launched = self.urls, self.launched
         if launched is not None:
-            urls = await given.servers.start(
+            served = Served(
                 self.kind,
-                launched,
                 model,
-                name=given.use,
-                key="engine.servers" if given.use == "policy" else f"{given.use} engine.servers",
-                max_model_len=self.max_model_len,
+                given.use,
+                self.max_model_len,
                 trained=True,
                 broadcast=self.weights == "broadcast",
                 colocated=given.colocated,
                 lora_rank=given.lora_rank,
             )
+            key = "engine.servers" if given.use == "policy" else f"{given.use} engine.servers"
+            urls = await given.servers.start(served, launched, key)
         elif self.urls_file:
             urls = await asyncio.to_thread(read_urls, Path(self.urls_file))
         pool = EnginePool(

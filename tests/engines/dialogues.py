@@ -1,0 +1,317 @@
+"""Dialogues of our clients with real servers, recorded once and played without a server.
+
+    python -m tests.engines.dialogues vllm|sglang    writes tests/fixtures/dialogue_NAME.json anew
+
+Each is an outcome and the exchanges that led there: what the client sent, to the letter, and what
+the server answered. A Player gives the answers to a client that asks the same, and fails whatever
+else it asks; so a client that sends or reads something else comes to another outcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from agentenv.engines.remote import RemoteServer
+from agentenv.engines.server import Request
+from agentenv.engines.sglang import SGLangServer
+from agentenv.engines.vllm import VLLMServer
+from agentenv.errors import EngineError
+from agentenv.types import Chunk, SamplingParams
+from tests.engines.sglang_server import SGLangProcess
+from tests.engines.vllm_server import LOGPROBS, SCALE_OUT, VLLMProcess
+from tests.engines.world import World
+
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
+CLIENTS: dict[str, type[RemoteServer[Any]]] = {"vllm": VLLMServer, "sglang": SGLangServer}
+PROMPT = [16, 40, 41, 42, 99, 200, 130, 131]
+PAUSES: dict[str, Any] = {
+    "vllm": {"path": "/pause", "params": {"mode": "keep"}},
+    "sglang": {"path": "/pause_generation", "json": {"mode": "retract"}},
+}
+SHORT_S = 0.3  # for a request to reach its server
+LONGEST_S = 20.0  # that an answer waits for what came before it when it was recorded
+# The parts of long answers that clients read.
+SHOWN = {
+    "/openapi.json": ("paths", "components/schemas/GenerateReqInput/properties"),
+    "/server_info": (
+        *("vllm_config/device_config", "vllm_config/model_config/logprobs_mode"),
+        *("vllm_config/model_config/max_logprobs", "vllm_config/scheduler_config"),
+        *("vllm_config/parallel_config/worker_extension_cls", "version", "max_req_input_len"),
+        *("sampling_mask_max_tokens", "enable_metrics", "skip_tokenizer_init"),
+    ),
+}
+LINES = ("vllm:num_", "vllm:kv_cache_usage_perc", "sglang:num_retracted_requests_total")
+
+
+class Exchange(msgspec.Struct):
+    """`target` is a path with its query; `answer` the body, as it came until the client left
+    (`whole` is false then). `num_begun` exchanges had begun when the answer did, this one too."""
+
+    method: str
+    target: str
+    body: Any
+    status: int
+    answer: str
+    whole: bool = True
+    num_begun: int = 0
+
+
+class Dialogue(msgspec.Struct):
+    """The outcome of `talk`, and its exchanges in the order in which they began."""
+
+    outcome: Any
+    exchanges: list[Exchange]
+
+
+async def talk(name: str, url: str, models: list[Path]) -> dict[str, Any]:
+    """What is said in a dialogue; all that comes of it. `models`: the first is served."""
+    numbers = itertools.count()
+    found: dict[str, Any] = {}
+    with mock.patch("secrets.token_hex", side_effect=lambda _: f"nonce{next(numbers)}"):
+        server = CLIENTS[name](url, entropy_top_k=3)
+        try:
+            info = await server.connect(3)
+            found["features"] = sorted(info.features)
+            found["greedy"] = await turn(server, "greedy", SamplingParams(6, temperature=0.0))
+            sampling = SamplingParams(
+                12, 0.7, top_p=0.9, top_k=20, min_p=0.01, stop=("zz",), seed=5
+            )
+            found["sampled"] = await turn(server, "sampled", sampling, 4, (300,))
+            found["plain"] = await turn(server, "plain", SamplingParams(12, seed=6), 4)
+            await leave(server)
+            found["unstarted"] = await update_while_paused(name, server, models[1])
+            found["version"] = server.policy_version
+            found["refused"] = await refused(server, models[0])
+            found["version after a refusal"] = server.policy_version
+            found["label kept"] = await server.keeps_label()
+            if "sleep" in info.features:
+                await server.sleep()
+                await server.wake()
+                await server.load_weights(models[0], 5)
+            found["last"] = await turn(server, "last", SamplingParams(3, temperature=0.0))
+            load = await server.load()
+            found["load"] = [load.num_running, load.num_waiting, load.num_preemptions]
+            found["healthy"] = await server.healthy()
+        finally:
+            await server.close()
+    return found
+
+
+async def turn(
+    server: RemoteServer[Any],
+    name: str,
+    sampling: SamplingParams,
+    interval: int = 1,
+    stops: tuple[int, ...] = (),
+) -> Any:
+    """A turn, and the tokens of its chunks."""
+    chunks: list[Chunk] = []
+    request = Request(name, PROMPT, sampling, interval, stops)
+    done = await server.generate(request, chunks.append)
+    assert [token for chunk in chunks for token in chunk.token_ids] == done.token_ids
+    return msgspec.to_builtins(done)
+
+
+async def leave(server: RemoteServer[Any]) -> None:
+    """Cancel a turn that has begun, and wait until the server was told."""
+    begun = asyncio.Event()
+    request = Request("left", PROMPT, SamplingParams(400, seed=1), 1)
+    asking = asyncio.create_task(server.generate(request, lambda chunk: begun.set()))
+    await begun.wait()
+    asking.cancel()
+    await asyncio.wait({asking})
+    await asyncio.wait(server._tasks)
+
+
+async def update_while_paused(name: str, server: RemoteServer[Any], source: Path) -> Any:
+    """An update while a turn is on the server and has no token yet."""
+    await server._http.call("POST", **PAUSES[name])
+    asking = asyncio.create_task(turn(server, "unstarted", SamplingParams(5, temperature=0.0)))
+    await asyncio.sleep(SHORT_S)
+    await server.load_weights(source, 4)
+    return await asking
+
+
+async def refused(server: RemoteServer[Any], source: Path) -> str:
+    """An update that the server itself refuses, since it does not see the directory."""
+    layout = msgspec.structs.replace(server._layout, directory=source.parent / "elsewhere")
+    with mock.patch("agentenv.engines.remote.read_layout", return_value=layout):
+        try:
+            await server.load_weights(source, 5)
+        except EngineError as error:
+            return type(error).__name__
+    return "not refused"
+
+
+class Stage:
+    """Answers requests by `answer`, on a free port."""
+
+    def __init__(self, answer: Callable[[web.Request, Any], Awaitable[web.StreamResponse]]) -> None:
+        self.url = ""
+        self._answer = answer
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Stage]:
+        app = web.Application(client_max_size=2**30)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            host, port = runner.addresses[0][:2]
+            self.url = f"http://{host}:{port}"
+            yield self
+        finally:
+            await runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        text = (await request.read()).decode()
+        return await self._answer(request, json.loads(text) if text else None)
+
+
+async def begin(request: web.Request, status: int, kind: str) -> web.StreamResponse:
+    response = web.StreamResponse(status=status, headers={"Content-Type": kind})
+    await response.prepare(request)
+    return response
+
+
+class Recorder:
+    """Passes requests on to a real server and writes down what passes."""
+
+    def __init__(self, url: str, root: Path, session: aiohttp.ClientSession) -> None:
+        self.exchanges: list[Exchange] = []
+        self._url, self._root, self._session = url, root, session
+
+    async def answer(self, request: web.Request, body: Any) -> web.StreamResponse:
+        known = json.loads(json.dumps(body).replace(str(self._root), "{root}"))
+        one = Exchange(request.method, request.path_qs, known, 0, "", whole=False)
+        self.exchanges.append(one)
+        pieces: list[bytes] = []
+        headers = {"Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body)
+        url = self._url + request.path_qs
+        try:
+            async with self._session.request(
+                request.method, url, data=data, headers=headers
+            ) as got:
+                one.status = got.status
+                response = await begin(request, got.status, got.headers.get("Content-Type", ""))
+                async for piece in got.content.iter_any():
+                    one.num_begun = one.num_begun or len(self.exchanges)
+                    pieces.append(piece)
+                    await response.write(piece)
+                one.whole = True
+                await response.write_eof()
+                return response
+        finally:
+            text = b"".join(pieces).decode().replace(str(self._root), "{root}")
+            one.answer = shown(request.path, text)
+
+
+def shown(path: str, text: str) -> str:
+    """An answer without what no client reads."""
+    if path == "/metrics":
+        return "".join(line + "\n" for line in text.splitlines() if line.startswith(LINES))
+    if path not in SHOWN:
+        return text
+    whole, kept = json.loads(text), {}
+    for place in SHOWN[path]:
+        source, target, (*keys, last) = whole, kept, place.split("/")
+        for key in keys:
+            source, target = source.get(key, {}), target.setdefault(key, {})
+        if last in source:
+            found = source[last]
+            names = path == "/openapi.json" and last != "paths"
+            target[last] = nothing(found) if names else found
+    if "paths" in kept:
+        kept["paths"] = {place: nothing(verbs) for place, verbs in kept["paths"].items()}
+    return json.dumps(kept)
+
+
+def nothing(names: Iterable[str]) -> dict[str, Any]:
+    return {name: {} for name in names}
+
+
+class Player:
+    """Answers as recorded, each exchange once; what was not recorded is in `surprises`."""
+
+    def __init__(self, dialogue: Dialogue, root: Path) -> None:
+        self.left = list(dialogue.exchanges)
+        self.surprises: list[str] = []
+        self._begun = asyncio.Condition()
+        self._num_begun = 0
+        self._root = root
+
+    async def answer(self, request: web.Request, body: Any) -> web.StreamResponse:
+        known = json.loads(json.dumps(body).replace(str(self._root), "{root}"))
+        asked = (request.method, request.path_qs, known)
+        one = next((e for e in self.left if (e.method, e.target, e.body) == asked), None)
+        if one is None:
+            self.surprises.append(f"{request.method} {request.path_qs} {json.dumps(known)}")
+            return web.Response(status=418, text=f"never asked so: {self.surprises[-1]}")
+        self.left.remove(one)
+        async with self._begun, asyncio.timeout(LONGEST_S):
+            self._num_begun += 1
+            self._begun.notify_all()
+            await self._begun.wait_for(lambda: self._num_begun >= one.num_begun)
+        streams = one.answer.startswith("data:") or not one.whole
+        kind = "text/event-stream" if streams else "application/json"
+        response = await begin(request, one.status or 200, kind)
+        await response.write(one.answer.replace("{root}", str(self._root)).encode())
+        if not one.whole:
+            await asyncio.Event().wait()  # until the client leaves, as it did
+        await response.write_eof()
+        return response
+
+
+def read_dialogue(name: str) -> Dialogue:
+    return msgspec.json.decode((FIXTURES / f"dialogue_{name}.json").read_bytes(), type=Dialogue)
+
+
+async def play(name: str, models: list[Path]) -> tuple[Dialogue, Any, Player]:
+    """The recorded dialogue, what came of it this time, and what of it was left out."""
+    dialogue = read_dialogue(name)
+    player = Player(dialogue, models[0].parent)
+    async with Stage(player.answer).open() as stage:
+        outcome = await talk(name, stage.url, models)
+    return dialogue, json.loads(msgspec.json.encode(outcome)), player
+
+
+async def record(name: str) -> None:
+    """Write the dialogue with a real server."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        models = World(root, tied=False, num_models=2).paths
+        process = (
+            VLLMProcess(models[0], root / "log", (*SCALE_OUT, *LOGPROBS))
+            if name == "vllm"
+            else SGLangProcess(models[0], root / "log")
+        )
+        try:
+            process.wait_ready()
+            async with aiohttp.ClientSession() as session:
+                recorder = Recorder(process.url, root, session)
+                async with Stage(recorder.answer).open() as stage:
+                    outcome = await talk(name, stage.url, models)
+        finally:
+            process.kill()
+    made = Dialogue(outcome, recorder.exchanges)
+    text = msgspec.json.format(msgspec.json.encode(made), indent=1)
+    (FIXTURES / f"dialogue_{name}.json").write_bytes(text + b"\n")
+
+
+if __name__ == "__main__":
+    asyncio.run(record(sys.argv[1]))
