@@ -24,7 +24,7 @@ from agentenv.engines.endpoint import (
     MalformedReplyError,
     read_chat,
 )
-from agentenv.engines.openai import EndpointEngine, OpenAIConfig
+from agentenv.engines.openai import EndpointEngine, OpenAIConfig, unmeasured
 from agentenv.errors import EngineError
 from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN, TextCodec, ToolSchemas, tagged_call
 from agentenv.types import (
@@ -34,7 +34,6 @@ from agentenv.types import (
     Message,
     SamplingParams,
     ToolCall,
-    VersionSpan,
 )
 
 FILL = 0
@@ -318,14 +317,7 @@ class ChatEngine(EndpointEngine):
             text=text, content=content, calls=calls, is_turn=True, num_prompt_tokens=num_prompt
         )
         ids = self.pieces.add(piece, max(1, num_tokens))
-        return Completion(
-            token_ids=ids,
-            logprobs=[nan] * len(ids),
-            entropies=[nan] * len(ids),
-            finish_reason="length" if reason == "length" else "stop",
-            version_spans=[VersionSpan(0, 0, len(ids))],
-            stop=stop,
-        )
+        return unmeasured(ids, "length" if reason == "length" else "stop", stop)
 
     def _stop(self, choice: ChatChoice, content: str, sampling: SamplingParams) -> str | None:
         """The stop string that ended the turn. Where the endpoint does not say and leaves it out

@@ -254,15 +254,13 @@ def _completion(ids: list[int], reason: str, stop: Any) -> Completion:
     if reason not in ("stop", "length") or not ids:
         raise EngineError(f"the server ended a turn of {len(ids)} tokens with {reason!r}")
     kind: Literal["stop", "length"] = "stop" if reason == "stop" else "length"
-    unknown = [nan] * len(ids)
-    return Completion(
-        token_ids=ids,
-        logprobs=unknown,
-        entropies=list(unknown),
-        finish_reason=kind,
-        version_spans=[VersionSpan(0, 0, len(ids))],
-        stop=stop if isinstance(stop, str) else None,
-    )
+    return unmeasured(ids, kind, stop if isinstance(stop, str) else None)
+
+
+def unmeasured(ids: list[int], reason: Literal["stop", "length"], stop: str | None) -> Completion:
+    """A turn whose log-probs and entropies nobody asked for."""
+    spans = [VersionSpan(0, 0, len(ids))]
+    return Completion(ids, [nan] * len(ids), [nan] * len(ids), reason, spans, stop)
 
 
 def _chunk(ids: list[int]) -> Chunk:

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from agentenv.engine import EngineConfig, EngineStart
 from agentenv.engines.client import check_request
-from agentenv.engines.server import extend_spans
+from agentenv.engines.pool.turn import extend_spans
 from agentenv.errors import ConfigError, EngineDeadError
 from agentenv.model_files import num_positions, read_model_config
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan

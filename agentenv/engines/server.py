@@ -7,53 +7,15 @@ Server                 one URL: one request, one abort, one load of weights; kee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from math import exp, log
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from msgspec import Struct
 
 from agentenv.engines.weights import Receiver
-from agentenv.errors import ConfigError, EngineError
-from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
-
-# Entropy of a sampled-from distribution when only its largest log-probabilities are known.
-
-
-def check_top_k(top_k: int) -> None:
-    """Raises ConfigError for what is no number of largest log-probs to take entropies from."""
-    if top_k != -1 and top_k < 1:
-        raise ConfigError(f"entropy_top_k must be -1 (all) or at least 1, not {top_k}")
-
-
-def top_k_entropy(logprobs: Iterable[float]) -> float:
-    """-sum p ln p - r ln r in nats, r = 1 - sum p being all that is left, taken as one token.
-
-    A lower bound of the entropy: splitting the remainder can only add to it. Exact if `logprobs`
-    hold the whole vocabulary. Tokens that cannot be sampled may be listed with -inf, or with a
-    very low number in its place.
-    """
-    total = entropy = 0.0
-    for logprob in logprobs:
-        p = exp(logprob)
-        if p > 0.0:
-            total += p
-            entropy -= p * logprob
-    rest = 1.0 - total
-    if rest > 0.0:
-        entropy -= rest * log(rest)
-    return max(entropy, 0.0)
-
-
-def extend_spans(spans: list[VersionSpan], span: VersionSpan) -> None:
-    """Append a span, as one with the last if both are of one version; empty ones vanish."""
-    if span.start == span.end:
-        return
-    if spans and spans[-1].version == span.version:
-        spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
-    else:
-        spans.append(span)
+from agentenv.errors import EngineError
+from agentenv.types import Chunk, Completion, SamplingParams
 
 
 class ServerLostError(EngineError):

@@ -27,6 +27,7 @@ from agentenv.engines.remote import (
     LabelledSpan,
     RemoteServer,
     TransferRoutes,
+    top_k_entropy,
     vocabulary,
 )
 from agentenv.engines.server import (
@@ -36,7 +37,6 @@ from agentenv.engines.server import (
     ServerInfo,
     ServerLoad,
     ServerLostError,
-    top_k_entropy,
 )
 from agentenv.engines.weights import (
     Bucket,

@@ -29,7 +29,8 @@ import aiohttp
 import msgspec
 
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.server import Request, top_k_entropy
+from agentenv.engines.remote import top_k_entropy
+from agentenv.engines.server import Request
 from agentenv.engines.server_config import PoolConfig
 from agentenv.engines.vllm import VLLMServer, request_body
 from agentenv.types import Chunk, SamplingParams

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from agentenv.engines.client import FailedError, HttpClient, RefusedError
-from agentenv.engines.server import ServerLostError, top_k_entropy
+from agentenv.engines.remote import top_k_entropy
+from agentenv.engines.server import ServerLostError
 from agentenv.errors import ConfigError, EngineError
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

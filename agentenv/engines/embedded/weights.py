@@ -16,7 +16,7 @@ from msgspec import Struct
 from safetensors import SafetensorError, deserialize
 from torch import Tensor
 
-from agentenv.engines.weights import read_json, weight_files
+from agentenv.engines.weights import Layout, check_layout, read_json, weight_files
 from agentenv.errors import EngineError
 
 
@@ -202,7 +202,7 @@ class Weights:
             "model.embed_tokens.weight": self.embed,
             "model.norm.weight": self.final_norm,
         }
-        self.ignored = {"lm_head.weight"} if arch.tied else set()
+        self._tied = arch.tied
         self._aside: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         if not arch.tied:
             self.targets["lm_head.weight"] = self.head
@@ -248,16 +248,14 @@ class Weights:
         yield from seen.values()
 
     def _check(self, source: Path, found: dict[str, Tensor]) -> None:
-        missing = sorted(self.targets.keys() - found.keys())
-        unknown = sorted(found.keys() - self.targets.keys() - self.ignored)
-        if missing or unknown:
-            raise EngineError(f"weights in {source}: missing {missing[:3]}, unknown {unknown[:3]}")
-        for name, place in self.targets.items():
-            shape = tuple(found[name].shape)
+        shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+        expected = {
             # The norms of all query heads share one vector in the file.
-            expected = tuple(place.shape[-1:] if "_norm." in name else place.shape)
-            if shape != expected:
-                raise EngineError(f"weights in {source}: {name} is {shape}, expected {expected}")
+            name: tuple(place.shape[-1:] if "_norm." in name else place.shape)
+            for name, place in self.targets.items()
+        }
+        config = {"tie_word_embeddings": self._tied}
+        check_layout(source, Layout(source, shapes, {}), Layout(source, expected, config))
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from agentenv.engines.server import Request, extend_spans
+from agentenv.engines.server import Request
 from agentenv.engines.stop_strings import StopMatcher
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
@@ -196,3 +196,13 @@ class Turn:
             entropy_kind=entropy_kind,
             num_cached_tokens=min(cached, len(self._prompt_ids)),
         )
+
+
+def extend_spans(spans: list[VersionSpan], span: VersionSpan) -> None:
+    """Append a span, as one with the last if both are of one version; empty ones vanish."""
+    if span.start == span.end:
+        return
+    if spans and spans[-1].version == span.version:
+        spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
+    else:
+        spans.append(span)
