@@ -169,7 +169,7 @@ def sleeping_engine(engine: Engine) -> SleepingEngine:
             "'vllm' or 'sglang'"
         )
     if isinstance(engine, EnginePool):
-        engine.check_sleep()
+        engine.require("sleep")
     return engine
 
 

@@ -116,7 +116,7 @@ async def test_who_stays_awake_is_told_since_the_learner_needs_the_memory(b: Ben
 async def test_a_server_without_the_feature_is_refused_with_the_flag_that_brings_it(
     b: Bench,
 ) -> None:
-    b.pool.check_sleep()
+    b.pool.require("sleep")
     b.servers[1].can_sleep = False
     b.servers[1].restart()
     await b.ask()
@@ -124,4 +124,4 @@ async def test_a_server_without_the_feature_is_refused_with_the_flag_that_brings
     b.pool.add_server(b.servers[1])
     await b.until_up(2)
     with pytest.raises(ConfigError, match=r"server1 cannot sleep: vLLM needs --enable-sleep-mode"):
-        b.pool.check_sleep()
+        b.pool.require("sleep")

@@ -166,7 +166,7 @@ async def test_what_is_no_adapter_of_this_model_is_refused(served: Served, tmp_p
 async def test_turns_outlast_a_sleep_and_wake_up_with_other_weights(served: Served) -> None:
     ids = prompt(5, 40)
     async with served.pool() as pool:
-        pool.check_sleep()
+        pool.require("sleep")
         await pool.load_weights(served.adapters[0], 1)
         for publish in (False, True):
             turns = Turns(pool, 5000 + 1000 * publish)

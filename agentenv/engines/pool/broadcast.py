@@ -19,12 +19,7 @@ from agentenv.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-FEATURE = "broadcast"
 SETTLE_S = 30.0  # for servers to end a call after the sender has hung up
-
-HOW_TO_RECEIVE = (
-    'vLLM needs --weight-transfer-config \'{"backend": "nccl"}\', SGLang needs 0.5.23 or newer'
-)
 
 
 class Broadcast:
@@ -41,7 +36,7 @@ class Broadcast:
         a member has the weights and serves, or is out since nobody knows what it has, or has what
         it had before."""
         sender = target.sender
-        members = [m for m in members if m.serving and FEATURE in m.features]
+        members = [m for m in members if m.serving and "broadcast" in m.features]
         if sender is None or not members:
             return
         try:

@@ -161,9 +161,9 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         given.stack.push_async_callback(pool.close)
         await pool.start(fresh=launched is not None and given.adapter is None)
         if given.lora_rank:
-            pool.check_adapters()
+            pool.require("adapters")
         if self.weights == "broadcast":
-            pool.check_broadcast()
+            pool.require("broadcast")
         if pool.max_model_len:
             check_context(given.limits, pool.max_model_len)
         if self.urls_file:

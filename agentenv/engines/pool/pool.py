@@ -23,9 +23,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from agentenv.engines.pool.broadcast import FEATURE, HOW_TO_RECEIVE
 from agentenv.engines.pool.fleet import Fleet
 from agentenv.engines.pool.member import Member, Target
 from agentenv.engines.pool.turn import EntropyKind, Turn
@@ -42,10 +41,24 @@ from agentenv.engines.weights import Sender
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
 
-HOW_TO_SLEEP = (
-    "vLLM needs --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1 (0.32 or newer), SGLang needs "
-    "--enable-memory-saver (0.5.23 or newer, on a GPU)"
-)
+# By feature: the key that asks for it, and what a server lacks that has not got it.
+LACKS = {
+    "adapters": (
+        'engine.lora = "adapter"',
+        "loads no adapters: vLLM needs --enable-lora, --max-lora-rank and "
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
+    ),
+    "broadcast": (
+        'engine.weights = "broadcast"',
+        'takes none: vLLM needs --weight-transfer-config \'{"backend": "nccl"}\', SGLang needs '
+        "0.5.23 or newer",
+    ),
+    "sleep": (
+        "resources.colocated",
+        "cannot sleep: vLLM needs --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1 (0.32 or newer), "
+        "SGLang needs --enable-memory-saver (0.5.23 or newer, on a GPU)",
+    ),
+}
 
 
 class EnginePool:
@@ -250,24 +263,9 @@ class EnginePool:
         """Let all serve again with the weights that they had."""
         await self._fleet.wake()
 
-    def check_adapters(self) -> None:
-        """Raises ConfigError for a server that loads no LoRA adapters."""
-        self._require(
-            "adapters",
-            'engine.lora = "adapter"',
-            "loads no adapters: vLLM needs --enable-lora, --max-lora-rank and "
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
-        )
-
-    def check_sleep(self) -> None:
-        """Raises ConfigError for a server that cannot sleep."""
-        self._require("sleep", "resources.colocated", f"cannot sleep: {HOW_TO_SLEEP}")
-
-    def check_broadcast(self) -> None:
-        """Raises ConfigError for a server that takes no weights by broadcast."""
-        self._require(FEATURE, 'engine.weights = "broadcast"', f"takes none: {HOW_TO_RECEIVE}")
-
-    def _require(self, feature: str, key: str, lack: str) -> None:
+    def require(self, feature: Literal["adapters", "broadcast", "sleep"]) -> None:
+        """Raises ConfigError for a server without a feature that the configuration asks for."""
+        key, lack = LACKS[feature]
         for member in self._fleet.members:
             if feature not in member.features:
                 raise ConfigError(f"{key}: {member.name} {lack}")
