@@ -15,7 +15,7 @@ from typing import Literal
 from msgspec import Struct
 
 from envs.grading import choice, dates
-from envs.grading.math import MathEquivalence, shared_math
+from envs.grading.math import LIMIT_S, shared_math
 from envs.grading.numbers import quantity, same_quantity
 from envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed
 from envs.grading.verdict import Verdict, final_answer, shown
@@ -272,17 +272,15 @@ class Layered:
     scores a wrong answer to a word question by its token F1, as ARPO does."""
 
     def __init__(
-        self, *, math: bool = True, partial_credit: bool = False, limit_s: float | None = None
+        self, *, math: bool = True, partial_credit: bool = False, limit_s: float = LIMIT_S
     ) -> None:
         self.partial_credit = partial_credit
-        self._math: MathEquivalence | None = None
-        if math:
-            self._math = shared_math() if limit_s is None else shared_math(limit_s)
+        self._asks_math, self._limit_s = math, limit_s
 
     async def start(self) -> None:
         """Load math-verify, if it is used."""
-        if self._math is not None:
-            await self._math.start()
+        if self._asks_math:
+            await shared_math(self._limit_s).start()
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
         """Right if any gold is met; otherwise the reason of the nearest miss."""
@@ -303,16 +301,15 @@ class Layered:
                 misses.append(layer)
         why = f"not equal by {misses[0]}" if misses else "there is no gold"
         layer = misses[0] if misses else ""
-        for gold in open_golds if self._math is not None else ():
-            assert self._math is not None
+        for gold in open_golds if self._asks_math else ():
             found, wanted = clean(answer), clean(gold)
             if not ("=" in found and "=" in wanted):  # else two equations, to compare as such
                 found, wanted = without_name(found), without_name(wanted)
-            right, why = await self._math.equal(found, wanted)
+            right, why = await shared_math(self._limit_s).equal(found, wanted)
             layer = "math"
             if right:
                 return _right(answer, gold, "math")
-        if open_golds and self._math is None:
+        if open_golds and not self._asks_math:
             layer, why = "string", "different expressions, and math is switched off"
         score = self._partial(answer, golds)
         reason = f"wrong: {shown(answer)!r} against {shown(str(list(golds)))}: {why}"

@@ -93,16 +93,12 @@ class Summary(Struct, kw_only=True):
     """The content of summary.json. `groups` are figures by field and value: dataset, kind, and what
     a benchmark is split by, e.g. groups["gaia level"]["1"]. `average` is the plain mean of the
     datasets' success, as the papers average their tables.
-
-    `num_unscored` counts trajectories without scores, since the machine was too busy for
-    math-verify: their scores are missing, their success is not.
     """
 
     name: str
     compat: str
     num_samples: int
     policy_versions: list[int]
-    num_unscored: int
     average: float | None
     overall: Figures
     groups: dict[str, dict[str, Figures]]
@@ -488,7 +484,7 @@ async def summarise(
 ) -> tuple[Summary, list[QuestionRows]]:
     """The summary of an evaluation, and its questions. `ks` are those of pass@k and maj@k, by
     default powers of two; `again` computes scores that the rows have already."""
-    num_unscored = await score_rows(rows, scorer, again=again)
+    await score_rows(rows, scorer, again=again)
     questions = questions_of(rows)
     await _vote(questions, scorer)
     for question in questions:
@@ -505,7 +501,6 @@ async def summarise(
         compat=scorer.compat,
         num_samples=max((len(question.rows) for question in questions), default=0),
         policy_versions=[min(versions), max(versions)] if versions else [],
-        num_unscored=num_unscored,
         average=_average(groups),
         overall=figures_of(questions, ks, seed=seed),
         groups=groups,

@@ -27,7 +27,7 @@ from launchers.config import EnvConfig
 from launchers.data import EnvMaker, Resolve
 from launchers.evaluation.config import EvaluateConfig
 from launchers.evaluation.report import make_scorer, report_rows
-from launchers.evaluation.scores import CONCURRENCY, patiently
+from launchers.evaluation.scores import CONCURRENCY
 from launchers.evaluation.store import (
     CONFIG_FILE,
     ROWS_FILE,
@@ -152,7 +152,7 @@ async def _regrade(row: EvalRow, graders: Graders) -> EvalRow:
     task, grader = await graders.of(row)
     messages = written(row)
     try:
-        grade = await patiently(lambda: grader.grade(task, messages, calls_that_ran(row)))
+        grade = await grader.grade(task, messages, calls_that_ran(row))
     except GraderError as error:
         return replace(
             row, end="failed", error=f"GraderError: {error}", success=False, reward=0.0,

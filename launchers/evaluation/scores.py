@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
-from agentenv.errors import GraderError
 from envs.grading.exact import same_answer
 from envs.grading.layers import Layered, compare, is_wordy
 from envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed, words_of
@@ -26,11 +25,9 @@ from envs.grading.words import f1, has_cjk
 from launchers.evaluation.benchmarks import benchmark_of
 from launchers.evaluation.store import EvalRow, prediction, whole_text, written
 
-T = TypeVar("T")
 Compat = Literal["", "reference"]
 
 CONCURRENCY = 64  # rows
-RETRY_DELAY_S = 0.5
 
 
 class Scorer:
@@ -48,8 +45,7 @@ class Scorer:
         return not self.compat and self._math
 
     async def score(self, row: EvalRow) -> dict[str, float]:
-        """All scores of a row that did not fail. Raises GraderError when math-verify gets no CPU
-        time even after several tries."""
+        """All scores of a row that did not fail. Raises GraderError when math-verify cannot run."""
         if self.compat:
             return _reference_scores(row)
         answer = row.prediction or prediction(written(row))
@@ -61,38 +57,23 @@ class Scorer:
         return scores
 
     async def equal(self, answer: str, golds: Sequence[str], question: str = "") -> bool:
-        """Whether the layered grader holds the answer for right; waits for a busy machine."""
-        return (await patiently(lambda: self.layered.verdict(question, answer, golds))).right
+        """Whether the layered grader holds the answer for right."""
+        return (await self.layered.verdict(question, answer, golds)).right
 
 
-async def patiently(ask: Callable[[], Awaitable[T]]) -> T:
-    """What a grader says, asked a second time after a GraderError, which a busy machine causes."""
-    try:
-        return await ask()
-    except GraderError:
-        await asyncio.sleep(RETRY_DELAY_S)
-    return await ask()
-
-
-async def score_rows(rows: Sequence[EvalRow], scorer: Scorer, *, again: bool = False) -> int:
-    """Fill in `scores` of the rows that did not fail and have none yet, or of all with `again`.
-    Returns how many could not be scored because the machine was too busy: they have no scores."""
+async def score_rows(rows: Sequence[EvalRow], scorer: Scorer, *, again: bool = False) -> None:
+    """Fill in `scores` of the rows that did not fail and have none yet, or of all with `again`."""
     slots = asyncio.Semaphore(CONCURRENCY)
 
-    async def one(row: EvalRow) -> bool:
+    async def one(row: EvalRow) -> None:
         async with slots:
-            try:
-                row.scores = await scorer.score(row)
-            except GraderError:
-                row.scores = {}
-                return False
-        return True
+            row.scores = await scorer.score(row)
 
-    asked = [row for row in rows if row.end != "failed" and (again or "em" not in row.scores)]
     async with asyncio.TaskGroup() as group:
-        running = [group.create_task(one(row)) for row in asked]
+        for row in rows:
+            if row.end != "failed" and (again or "em" not in row.scores):
+                group.create_task(one(row))
     _add_judged(rows)
-    return sum(not task.result() for task in running)
 
 
 def _add_judged(rows: Sequence[EvalRow]) -> None:
@@ -179,45 +160,38 @@ async def count_votes(rows: Sequence[EvalRow], scorer: Scorer) -> Votes:
 
 
 async def _clusters(rows: Sequence[EvalRow], scorer: Scorer) -> list[int]:
-    """How many rows give each of the answers; it is kept in the rows if every comparison could be
-    made."""
+    """How many rows give each of the answers, which the rows keep."""
     by_text: dict[str, list[EvalRow]] = {}
     for row in rows:
         by_text.setdefault(_form(row.prediction), []).append(row)
     clusters: list[tuple[str, list[EvalRow]]] = []
-    is_sure = True
     for text, own in sorted(by_text.items(), key=lambda item: -len(item[1])):
-        place, compared = await _place(text, [known for known, _ in clusters], scorer)
-        is_sure = is_sure and compared
+        place = await _place(text, [known for known, _ in clusters], scorer)
         if place is None:
             clusters.append((text, list(own)))
         else:
             clusters[place][1].extend(own)
-    for _, members in clusters if is_sure else ():
+    for _, members in clusters:
         lowest = min(row.sample for row in members)
         for row in members:
             row.same_as = lowest
     return [len(members) for _, members in clusters]
 
 
-async def _place(text: str, known: Sequence[str], scorer: Scorer) -> tuple[int | None, bool]:
-    """The place of the known answer that is the same, and whether all could be compared."""
+async def _place(text: str, known: Sequence[str], scorer: Scorer) -> int | None:
+    """The place of the known answer that is the same."""
     open_places = []
     for place, other in enumerate(known):
         same, _ = compare(text, other)
         if same:
-            return place, True
+            return place
         if same is None:
             open_places.append(place)
         await asyncio.sleep(0)  # others may want to go on: comparing takes up to a millisecond
-    compared = True
     for place in open_places[:MAX_EXPRESSIONS]:
-        try:
-            if await scorer.equal(text, [known[place]]):
-                return place, True
-        except GraderError:  # too busy, after several tries: counted as different
-            compared = False
-    return None, compared
+        if await scorer.equal(text, [known[place]]):
+            return place
+    return None
 
 
 def _form(text: str) -> str:

@@ -12,7 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -152,7 +152,6 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
         self.subject = subject
         self.has_weights = config.engine.has_weights
         self._given = given or {}
-        self._pieces = Pieces()
 
     @once
     async def model(self) -> Path | None:
@@ -166,6 +165,11 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
             raise ConfigError("engine.name = 'openai': give the endpoint's URL as what to evaluate")
         return Path(engine.tokenizer) if engine.tokenizer else None
 
+    @cached_property
+    def pieces(self) -> Pieces:
+        """What stands for tokens where messages go to an endpoint."""
+        return Pieces()
+
     @once
     async def endpoint(self) -> ChatEngine | TokensEngine | None:
         """The endpoint that is evaluated, which has answered once; None: we serve the model."""
@@ -175,7 +179,7 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
         native = isinstance(self.config.renderer, NativeConfig)
         endpoint: ChatEngine | TokensEngine = TokensEngine(engine)
         if await self.model() is None:
-            endpoint = ChatEngine(engine, self._pieces, native=native)
+            endpoint = ChatEngine(engine, self.pieces, native=native)
         self.stack.push_async_callback(endpoint.close)
         await endpoint.start()
         return endpoint
@@ -199,7 +203,7 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
                 "{chat_template_kwargs = ...} reaches vLLM and SGLang), or give --tokenizer"
             )
         native = isinstance(self.config.renderer, NativeConfig)
-        return ChatRenderer(self._pieces, native=native)
+        return ChatRenderer(self.pieces, native=native)
 
     async def read_rows(self, one: SetConfig) -> Sequence[Task]:
         name, rows = one.key.removeprefix("sets."), cast(QuestionSet, one.rows)

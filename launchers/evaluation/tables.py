@@ -172,8 +172,6 @@ def _scores_note(summary: Summary) -> str:
             f" {overall.num_failed} failed trajectories ({kinds}) are in no score; were all of "
             f"them wrong, success would be {number(overall.success_if_failed_wrong)}."
         )
-    if summary.num_unscored:
-        note += f" {summary.num_unscored} have no scores: the machine was too busy; report again."
     if summary.compat:
         note += " em, F1, contains and math are those of the published code."
     return note

@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import cached_property
 from pathlib import Path
 
 import aiohttp
@@ -197,12 +198,16 @@ class ServerFactory:
     """Starts servers for one run: their logs go to `folder`, `stack` stops them."""
 
     def __init__(self, folder: Path, stack: AsyncExitStack, say: Callable[[str], None]) -> None:
-        self.gpus = GpuPlan()
         self.processes: list[ServerProcess] = []
         self._folder = folder.absolute() / LOG_FOLDER
         self._stack = stack
         self._say = say
         self._ports: set[int] = set()
+
+    @cached_property
+    def gpus(self) -> GpuPlan:
+        """Which GPUs there are, and which are taken."""
+        return GpuPlan()
 
     async def start(self, served: Served, config: LaunchConfig, key: str) -> list[str]:
         """Start the servers of one role and wait for all; their URLs.

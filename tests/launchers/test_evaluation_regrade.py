@@ -13,7 +13,7 @@ import pytest
 
 from agentenv import Task, ToolEnv, register
 from envs.grading.reward import ExactMatch
-from launchers.evaluation import regrade, scores
+from launchers.evaluation import regrade
 from launchers.evaluation.store import read_rows
 from tests.support.stored_evaluation import QUICK, mixed_rows, rows_of, write_evaluation
 
@@ -86,8 +86,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def test_rows_that_a_grader_cannot_grade_are_failed_not_wrong(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(scores, "RETRY_DELAY_S", 0.0)
+def test_rows_that_a_grader_cannot_grade_are_failed_not_wrong(tmp_path, capsys):
     path = tmp_path / "mine.py"
     path.write_text(GRADER)
     folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"], "2": ["Rome"]}), QUICK)
@@ -100,8 +99,7 @@ def test_rows_that_a_grader_cannot_grade_are_failed_not_wrong(tmp_path, monkeypa
     capsys.readouterr()
 
 
-def test_without_any_grade_nothing_is_changed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(scores, "RETRY_DELAY_S", 0.0)
+def test_without_any_grade_nothing_is_changed(tmp_path, capsys):
     path = tmp_path / "mine.py"
     path.write_text(GRADER)
     rows = rows_of({str(i): ["Rome"] for i in range(25)})

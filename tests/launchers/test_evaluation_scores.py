@@ -105,7 +105,7 @@ async def test_equivalent_expressions_are_right_by_the_rules():
 async def test_scores_that_are_there_are_kept_and_failed_rows_have_none():
     known = row(scores={"em": 0.5, "f1": 0.5})
     rows = [known, row(sample=1), failed("1", 2)]
-    assert await score_rows(rows, Scorer(math=False)) == 0
+    await score_rows(rows, Scorer(math=False))
     assert known.scores == {"em": 0.5, "f1": 0.5}
     assert rows[1].scores["em"] == 1
     assert rows[2].scores == {}
