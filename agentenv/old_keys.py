@@ -31,6 +31,8 @@ _ZSCORE = (
 
 _ALWAYS = "the key is gone, the value is always"
 
+_CHAT_TAGS = ("role", "content", "user", "assistant", "observation", "function", "system")
+
 # By the name of the struct that had the key, in the order of the structs' names.
 DROPPED: dict[str, dict[str, Dropped]] = {
     "Algorithm": {
@@ -39,8 +41,29 @@ DROPPED: dict[str, dict[str, Dropped]] = {
         ),
     },
     "ARPO": {"rise_scale": Dropped(0.02, _ZSCORE)},
+    "ChatDataConfig": {
+        "tags": Dropped(
+            {f"{one}_tag": "" for one in _CHAT_TAGS},
+            "roles under other names are told by the tags of a dataset_info.json; name that file "
+            "with data.dataset_info",
+        ),
+    },
+    "DPOLoopConfig": {
+        "reference": Dropped(
+            "scored",
+            "the reference is the policy that the run began with, which is the model without its "
+            "adapters, too; remove the key",
+        ),
+    },
     "EvalConfig": {
         "report": Dropped("", "the summary reports the first set; write that one first"),
+    },
+    "EvaluateConfig": {
+        "rows": Dropped(
+            None,
+            "how rows are read stands with their set: [sets.NAME] with path = FILE in place of "
+            "data = FILE, and the keys beside it",
+        ),
     },
     "FaissConfig": {"max_tokens": Dropped(256, f"{_ALWAYS} 256; longer queries are cut")},
     "FetchConfig": {

@@ -27,12 +27,12 @@ from launchers.data import check_graders
 from launchers.evaluation.config import EvaluateConfig
 from launchers.rundir import check_writable
 from launchers.serving.roles import check_roles
-from launchers.supervised.config import DPORunConfig, SFTRunConfig
+from launchers.supervised.config import SupervisedRunConfig
 
 Needs = Literal["configuration", "files", "model", "parts", "started"]
 TRAIN, EVALUATE = (TrainConfig,), (EvaluateConfig,)
 ASKING = (TrainConfig, EvaluateConfig)
-SUPERVISED = (SFTRunConfig, DPORunConfig)
+SUPERVISED = (SupervisedRunConfig,)
 RUNS = (*TRAIN, *SUPERVISED)
 ALL = (*ASKING, *SUPERVISED)
 

@@ -14,25 +14,21 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve o
 
 import sys
 from collections.abc import Coroutine, Sequence
-from io import BytesIO
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from agentenv.disk import write_whole
-from agentenv.errors import DataError
 from launchers.command import Work, make_parser, parse, run_command
 from launchers.config import TrainConfig
 from launchers.rundir import RunDirectory
 from launchers.supervised.config import DPOLoopConfig, DPORunConfig
-from launchers.supervised.run import SupervisedAssembly, scored_in_parts, train_supervised
+from launchers.supervised.run import (
+    SupervisedAssembly,
+    preference_figures,
+    train_supervised,
+    with_reference_scores,
+)
 from launchers.terminal import View
 from learners.batch import EncodedTree
-from learners.dpo import PairTokens, preference_metrics, preference_sums, with_reference
 from learners.learner import Learner, Metrics
-
-REFERENCE = "reference.npz"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,23 +86,14 @@ class Preference:
 
     @classmethod
     async def of(cls, assembly: SupervisedAssembly) -> Preference:
-        """The pairs of the configuration, scored by the reference policy."""
-        loaded, learner, loop = (
-            await assembly.rows(),
-            await assembly.learner(),
-            assembly.config.loop,
-        )
+        """The pairs of the configuration, scored by the reference policy. That is the policy which
+        the run began with: the learner has its weights until a checkpoint is loaded over them."""
+        loaded, learner = await assembly.rows(), await assembly.learner()
+        loop = assembly.config.loop
         assert isinstance(loop, DPOLoopConfig)
-        together, path = [*loaded.train, *loaded.eval], assembly.folder / REFERENCE
-        if loop.reference == "adapter_off":
-            together = await scored_by(learner, together, adapters=False)
-        elif assembly.checkpoint is not None:
-            together = restored(path, together)
-        else:
-            together = await scored_by(learner, together)
-            keep(path, together)
+        scored = await with_reference_scores(learner, [*loaded.train, *loaded.eval])
         size = len(loaded.train)
-        return cls(learner, together[:size], together[size:], loop)
+        return cls(learner, scored[:size], scored[size:], loop)
 
     async def step(self, rows: Sequence[int], lr_scale: float) -> Metrics:
         """One step on the mean over the pairs."""
@@ -116,49 +103,8 @@ class Preference:
         """See `learners.dpo.preference_metrics`."""
         if not self.held_out:
             return {}
-        parts, rest = [], iter(self.held_out)
-        async for scores in scored_in_parts(self.learner, self.held_out):
-            tokens = PairTokens.of([next(rest) for _ in scores])
-            logprobs = np.concatenate([score.logprobs for score in scores])
-            parts.append(preference_sums(tokens, logprobs, self.beta))
-        found = preference_metrics(parts)
+        found = await preference_figures(self.learner, self.held_out, self.beta)
         return {name: value for name, value in found.items() if not name.startswith("num_")}
-
-
-async def scored_by(
-    learner: Learner, pairs: Sequence[EncodedTree], *, adapters: bool = True
-) -> list[EncodedTree]:
-    """The pairs with the log-probs that the learner has now, of the reference policy."""
-    found: list[EncodedTree] = []
-    rest = iter(pairs)
-    async for scores in scored_in_parts(learner, pairs, adapters=adapters):
-        found += [with_reference(next(rest), score.logprobs) for score in scores]
-    return found
-
-
-def keep(path: Path, pairs: Sequence[EncodedTree]) -> None:
-    """Write the reference's log-probs beside the run, for a resume."""
-    tokens = np.concatenate([pair.ints("token_ids") for pair in pairs])
-    data = BytesIO()
-    np.savez(data, logprobs=PairTokens.of(pairs).reference, token_ids=tokens)
-    write_whole(path, data.getvalue())
-
-
-def restored(path: Path, pairs: Sequence[EncodedTree]) -> list[EncodedTree]:
-    """The pairs with the log-probs that `keep` wrote. Raises DataError if they are of others."""
-    try:
-        with np.load(path) as saved:
-            logprobs, token_ids = saved["logprobs"], saved["token_ids"]
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{path}: the reference's log-probs cannot be read: {error}") from error
-    if not np.array_equal(token_ids, np.concatenate([pair.ints("token_ids") for pair in pairs])):
-        raise DataError(
-            f"{path}: the reference's log-probs are of other pairs; the data or its keys have "
-            "changed since the run began"
-        )
-    cuts = np.cumsum([pair.num_action_tokens for pair in pairs])[:-1]
-    parts = np.split(logprobs, cuts)
-    return [with_reference(pair, part.tolist()) for pair, part in zip(pairs, parts, strict=True)]
 
 
 if __name__ == "__main__":

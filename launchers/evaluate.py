@@ -91,7 +91,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
 def _configuration(arguments: argparse.Namespace, subject: Subject, view: View) -> EvaluateConfig:
     raw, source = given_keys(arguments, subject, EvaluateConfig, view.say)
     if arguments.question:  # instead of those that the rest of the command names
-        raw = {key: value for key, value in raw.items() if key not in ("data", "rows")}
+        raw = {key: value for key, value in raw.items() if key != "data"}
         raw["sets"] = {SET: {"path": "-"}}
     return resolve_sets(raw, source)
 

@@ -23,7 +23,7 @@ from launchers.supervised.encoding import Example
 from launchers.supervised.run import (
     SupervisedAssembly,
     fill_rows,
-    scored_in_parts,
+    score_all,
     train_supervised,
 )
 from launchers.terminal import View
@@ -82,13 +82,11 @@ class Imitation:
             return {}
         count, exact = 0, 0
         sums = np.zeros(2)
-        async for scores in scored_in_parts(
-            self.learner, (example.encoded() for example in self.held_out)
-        ):
-            for score in scores:
-                count += len(score.logprobs)
-                sums += [-sum(score.logprobs), sum(score.matches)]
-                exact += all(score.matches)
+        encoded = (example.encoded() for example in self.held_out)
+        for score in await score_all(self.learner, encoded):
+            count += len(score.logprobs)
+            sums += [-sum(score.logprobs), sum(score.matches)]
+            exact += all(score.matches)
         return {
             "loss": float(sums[0] / count),
             "token_accuracy": float(sums[1] / count),

@@ -204,13 +204,11 @@ class DeepSpeedLearner:
         commands = [wire.Prefer([pairs[i] for i in hand], beta, lr_scale) for hand in hands]
         return (await self._call(commands))[0].metrics
 
-    async def score(
-        self, sequences: Sequence[EncodedTree], *, adapters: bool = True
-    ) -> list[Score]:
+    async def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
         if not sequences:
             return []
         hands = deal(sequences, self.config.num_ranks)
-        commands = [wire.ScoreSequences([sequences[i] for i in hand], adapters) for hand in hands]
+        commands = [wire.ScoreSequences([sequences[i] for i in hand]) for hand in hands]
         replies = await self._call(commands)
         scores = {
             place: score

@@ -15,10 +15,8 @@ log-probs of the reference policy.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +24,10 @@ from msgspec.structs import replace
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from agentenv.errors import ConfigError, DataError
+from agentenv.errors import DataError
 from learners.batch import ActionTokens, EncodedTree, Longs, MicroBatch, from_arrays
 from learners.credit import Floats
 from learners.learner import Metrics
-from learners.lora import ADAPTER
 from learners.trainer import Trainer, times
 
 Bools = NDArray[np.bool_]
@@ -175,26 +172,6 @@ def prefer(trainer: Trainer, pairs: Sequence[EncodedTree], beta: float, lr_scale
     sums = preference_sums(tokens, found, beta)
     metrics = preference_metrics(backend.gather(sums))
     return metrics | trainer.step(lr_scale, metrics["loss"]) | times(*start)
-
-
-@contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The model without what its adapters add: the policy that LoRA started from.
-
-    Their scale is set to 0, so that every layer still runs in its order, as ZeRO stage 3 needs.
-    Raises ConfigError for a model without adapters.
-    """
-    layers: list[Any] = [m for m in model.modules() if hasattr(m, "lora_A")]
-    if not layers:
-        raise ConfigError("there is no adapter to switch off: learner.lora is not given")
-    before = [layer.scaling[ADAPTER] for layer in layers]
-    try:
-        for layer in layers:
-            layer.scaling[ADAPTER] = 0.0
-        yield
-    finally:
-        for layer, scale in zip(layers, before, strict=True):
-            layer.scaling[ADAPTER] = scale
 
 
 def _loss(

@@ -290,13 +290,8 @@ class Learner(Protocol):
         """One optimizer step of DPO (`learners.dpo`) on pairs with the reference's log-probs."""
         ...
 
-    async def score(
-        self, sequences: Sequence[EncodedTree], *, adapters: bool = True
-    ) -> list[Score]:
-        """Log-probs of given sequences under the current weights; trains nothing.
-
-        Without `adapters`: under the weights that LoRA started from.
-        """
+    async def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
+        """Log-probs of given sequences under the current weights; trains nothing."""
         ...
 
     async def reset_optimizer(self, config: OptimizerConfig) -> None:

@@ -113,10 +113,9 @@ class Prefer(Message):
 
 
 class ScoreSequences(Message):
-    """Without `adapters`: of the model that LoRA started from."""
+    """Log-probs of sequences under the current weights."""
 
     sequences: list[EncodedTree]
-    adapters: bool = True
 
 
 class ResetOptimizer(Message):

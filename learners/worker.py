@@ -22,7 +22,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -40,7 +39,7 @@ from learners import ranks as wire
 from learners.backend import Aside, DeepSpeedBackend, TorchBackend
 from learners.broadcast import Broadcaster
 from learners.checkpoint import restore
-from learners.dpo import adapters_off, prefer
+from learners.dpo import prefer
 from learners.export import write_adapter_only, write_model
 from learners.lora import add_adapters
 from learners.policy import Policy
@@ -191,9 +190,7 @@ class Rank:
             case wire.Prefer():
                 done.metrics = prefer(self.trainer, command.pairs, command.beta, command.lr_scale)
             case wire.ScoreSequences():
-                whole = nullcontext() if command.adapters else adapters_off(self.backend.policy)
-                with whole:
-                    done.scores = self.trainer.score(command.sequences)
+                done.scores = self.trainer.score(command.sequences)
             case wire.ResetOptimizer():
                 if command.state == "set_aside":
                     self.backend.set_state_aside()

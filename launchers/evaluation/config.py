@@ -98,7 +98,6 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             extra=ROWS,
         ),
     ] = ""
-    rows: Annotated[RowsConfig | None, Meta(description="how the rows of `data` are read")] = None
     prompt: PromptConfig = PromptConfig()
     renderer: TagsConfig | NativeConfig = TagsConfig()
     limits: Limits = Limits()
@@ -135,21 +134,19 @@ def settings(one: QuestionSet) -> Settings:
 
 def resolve_sets(raw: Tree, source: str) -> EvaluateConfig:
     """The configuration in which every set has all its tables. Raises ConfigError."""
-    data, sets, rows = raw.get("data"), raw.get("sets") or {}, raw.get("rows")
+    data, sets = raw.get("data"), raw.get("sets") or {}
     if not isinstance(sets, dict) or not all(isinstance(one, dict) for one in sets.values()):
         build_config(EvaluateConfig, raw, source)  # which says what is wrong
     if data and sets:
         raise ConfigError(f"{source}: data and [sets]: give one of them")
-    if rows and not data:
-        raise ConfigError(f"{source}: rows belongs to data; give the keys to the sets themselves")
     if data:
         first = data[0] if isinstance(data, list) else data
-        sets = {Path(str(first)).stem: {"path": data, **(rows or {})}}
+        sets = {Path(str(first)).stem: {"path": data}}
     if not sets:
-        others = {key: value for key, value in raw.items() if key not in ("data", "rows", "sets")}
+        others = {key: value for key, value in raw.items() if key not in ("data", "sets")}
         build_config(EvaluateConfig, others, source)  # a misspelt key first: it may be their table
         raise ConfigError(f"{source}: no questions; give data=FILE or [sets.NAME] with a path")
-    raw = {key: value for key, value in raw.items() if key not in ("data", "rows")}
+    raw = {key: value for key, value in raw.items() if key != "data"}
     raw["sets"] = {name: _own_tables(raw, one) for name, one in sets.items()}
     config = build_config(EvaluateConfig, raw, source)
     for name, one in config.sets.items():

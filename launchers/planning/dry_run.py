@@ -29,7 +29,7 @@ from launchers.planning.memory import GIB
 from launchers.planning.plan import AnyRun, Machine, Plan, Process, make_plan, wanted_by
 from launchers.serving.gpus import visible_gpus
 from launchers.serving.server_commands import find_python
-from launchers.supervised.config import DPORunConfig, SFTRunConfig
+from launchers.supervised.config import SupervisedRunConfig
 from launchers.terminal import View
 
 # What a configuration reads and is not there: files, folders, keys, environments of engines.
@@ -40,7 +40,7 @@ Resolve = Callable[[str], Path]
 def missing_files(config: AnyRun, resolve: Resolve) -> Iterator[str]:
     """Lines "key = value", with what is wrong where that is not plain absence."""
     made = not isinstance(config, EvaluateConfig) and bool(config.run.setup)
-    registry = isinstance(config, SFTRunConfig | DPORunConfig) and config.data.dataset_info
+    registry = isinstance(config, SupervisedRunConfig) and config.data.dataset_info
     for key, path, _ in paths_of(config):
         if made and RUN in path:
             continue
@@ -115,8 +115,8 @@ def _sizes(config: AnyRun) -> Iterator[str]:
         yield f"up to {most} prompts = {most * size} trajectories are under way at a time"
         passes = f"{config.train.num_epochs} passes over the questions"
         yield passes if config.train.num_steps is None else f"{config.train.num_steps} updates"
-    elif isinstance(config, SFTRunConfig | DPORunConfig):
-        loop = config.sft if isinstance(config, SFTRunConfig) else config.dpo
+    elif isinstance(config, SupervisedRunConfig):
+        loop = config.loop
         length = f"{loop.num_steps} steps" if loop.num_steps else f"{loop.num_epochs or 3} passes"
         yield (
             f"a step takes {loop.batch_size} rows x {loop.gradient_accumulation} = "

@@ -30,7 +30,7 @@ from launchers.planning.memory import (
 )
 from launchers.rundir import find_checkpoint
 from launchers.serving.gpus import GpuPlan, learner_gpus
-from launchers.supervised.config import DPORunConfig, SFTRunConfig
+from launchers.supervised.config import SupervisedRunConfig
 from learners.learner import LearnerConfig
 
 # What a plan is made of: a machine, processes on it, and what does not fit.
@@ -120,7 +120,7 @@ NO_SHAPE = (
 )
 
 
-AnyRun = TrainConfig | SFTRunConfig | DPORunConfig | EvaluateConfig | ServeConfig
+AnyRun = TrainConfig | SupervisedRunConfig | EvaluateConfig | ServeConfig
 
 
 class Wanted(Struct, frozen=True, kw_only=True):

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from random import Random
 
 import msgspec
-import numpy as np
 
 from agentenv.actor import Actor
 from agentenv.evaluate import evaluate
@@ -27,15 +26,8 @@ from agentenv.types import Task
 from launchers.config import SelfCriticConfig
 from launchers.rundir import RunDirectory
 from launchers.supervised.data import PairRow, num_kinds, pairs_of
-from launchers.supervised.run import scored_in_parts
-from learners.batch import EncodedTree
-from learners.dpo import (
-    PairTokens,
-    encode_pair,
-    preference_metrics,
-    preference_sums,
-    with_reference,
-)
+from launchers.supervised.run import preference_figures, with_reference_scores
+from learners.dpo import encode_pair
 from learners.learner import Learner, Metrics, OptimizerConfig
 
 PAIRS_PER_QUESTION = 4  # random pairs of a chosen and a rejected answer, at most
@@ -101,11 +93,8 @@ class SelfCritic:
     async def _train(self, rows: Sequence[PairRow], number: int) -> Metrics:
         """All epochs with an optimizer that begins anew; that of the updates goes on after it."""
         config = self.config
-        unscored = [encode_pair(*row.answers()) for row in rows]
-        pairs = [
-            with_reference(pair, logprobs)
-            for pair, logprobs in zip(unscored, await self._logprobs(unscored), strict=True)
-        ]
+        encoded = [encode_pair(*row.answers()) for row in rows]
+        pairs = await with_reference_scores(self.learner, encoded)
         await self.learner.set_optimizer_aside(config.optimizer)
         num_steps = 0.0
         for epoch in range(config.num_epochs):
@@ -116,13 +105,8 @@ class SelfCritic:
                 metrics = await self.learner.prefer(batch, config.beta)
                 num_steps += metrics["num_steps"]
         await self.learner.take_optimizer_back(self.optimizer)
-        after = np.concatenate([np.asarray(part) for part in await self._logprobs(pairs)])
-        found = preference_metrics([preference_sums(PairTokens.of(pairs), after, config.beta)])
+        found = await preference_figures(self.learner, pairs, config.beta)
         return {**found, "num_steps": num_steps, "grad_norm": metrics["grad_norm"]}
-
-    async def _logprobs(self, pairs: Sequence[EncodedTree]) -> list[list[float]]:
-        parts = [part async for part in scored_in_parts(self.learner, pairs)]
-        return [score.logprobs for part in parts for score in part]
 
     def _write(self, number: int, rows: Sequence[PairRow]) -> None:
         """Keep the pairs of a round, in a form that launchers/dpo.py reads."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
-from msgspec.structs import force_setattr
+from msgspec.structs import force_setattr, replace
 
 from agentenv.config import PATH
 from agentenv.errors import ConfigError
@@ -110,7 +110,6 @@ class ChatDataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = "auto"
     columns: ChatColumns = ChatColumns()
-    tags: ChatTags = ChatTags()
     max_samples: Annotated[int, Meta(ge=0, description="first n rows of data.train; 0: all")] = 0
     skip_bad_rows: Annotated[
         bool, Meta(description="leave out bad rows and list them, instead of refusing the file")
@@ -232,34 +231,40 @@ class SavingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = False
 
 
-class SFTRunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything `launchers/sft.py` reads."""
+class SupervisedRunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `launchers/sft.py` and `launchers/dpo.py` both read."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig
     data: ChatDataConfig
     prompt: PromptConfig = PromptConfig()
     renderer: TagsConfig | NativeConfig = TagsConfig()
-    sft: SFTLoopConfig = SFTLoopConfig()
     learner: SupervisedLearnerConfig = SupervisedLearnerConfig()
     checkpoint: SavingConfig = SavingConfig()
     monitor: MonitorConfig = MonitorConfig()
 
     def __post_init__(self) -> None:
-        check_measured(self.data, self.checkpoint)
+        if self.data.eval and self.data.eval_split:
+            raise ConfigError("data.eval and data.eval_split: give one of them")
+        if self.checkpoint.keep_best and not (self.data.eval or self.data.eval_split):
+            raise ConfigError(
+                "checkpoint.keep_best: needs rows that measure: data.eval or eval_split"
+            )
 
     @property
     def loop(self) -> LoopConfig:
         """Steps, batches and cadence."""
+        raise NotImplementedError
+
+
+class SFTRunConfig(SupervisedRunConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything `launchers/sft.py` reads."""
+
+    sft: SFTLoopConfig = SFTLoopConfig()
+
+    @property
+    def loop(self) -> LoopConfig:
         return self.sft
-
-
-def check_measured(data: ChatDataConfig, saving: SavingConfig) -> None:
-    """Refuse what needs held-out rows where there are none."""
-    if data.eval and data.eval_split:
-        raise ConfigError("data.eval and data.eval_split: give one of them")
-    if saving.keep_best and not (data.eval or data.eval_split):
-        raise ConfigError("checkpoint.keep_best: needs rows that measure: data.eval or eval_split")
 
 
 Beta = Annotated[float, Meta(gt=0, description="weight of staying near the reference policy")]
@@ -281,19 +286,7 @@ class DPOLoopConfig(LoopConfig, frozen=True, kw_only=True, forbid_unknown_fields
         Literal["lora", "full"],
         Meta(description="train adapters (learner.lora, r = 8 unless given), or all weights"),
     ] = "lora"
-    reference: Annotated[
-        Literal["scored", "adapter_off"],
-        Meta(
-            description="log-probs of the reference policy: scored once before the first step and "
-            "kept in the run, or by the model without its adapter, at each start"
-        ),
-    ] = "scored"
     batch_size: Annotated[int, Meta(ge=1, description="pairs of a batch, over all ranks")] = 8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.reference == "adapter_off" and self.tuning != "lora":
-            raise ConfigError("dpo.reference = adapter_off: needs dpo.tuning = lora")
 
 
 class DPOLearnerConfig(
@@ -304,32 +297,22 @@ class DPOLearnerConfig(
     learning_rate: Annotated[float, Meta(ge=0, description="rate of AdamW")] = 5e-6
 
 
-class DPORunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DPORunConfig(SupervisedRunConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything `launchers/dpo.py` reads."""
 
-    run: RunConfig = RunConfig()
-    model: ModelConfig
     data: PairDataConfig
-    prompt: PromptConfig = PromptConfig()
-    renderer: TagsConfig | NativeConfig = TagsConfig()
     dpo: DPOLoopConfig = DPOLoopConfig()
     learner: DPOLearnerConfig = DPOLearnerConfig()
-    checkpoint: SavingConfig = SavingConfig()
-    monitor: MonitorConfig = MonitorConfig()
 
     def __post_init__(self) -> None:
-        check_measured(self.data, self.checkpoint)
+        super().__post_init__()
         if self.dpo.tuning == "full":
             if self.learner.lora is not None:
                 raise ConfigError("dpo.tuning = full and learner.lora: give one of them")
         elif self.learner.lora is None:
-            learner = DPOLearnerConfig(
-                **{name: getattr(self.learner, name) for name in self.learner.__struct_fields__}
-                | {"lora": LoRAConfig(r=8, alpha=16)}
-            )
-            force_setattr(self, "learner", learner)
+            lora = LoRAConfig(r=8, alpha=16)
+            force_setattr(self, "learner", replace(self.learner, lora=lora))
 
     @property
     def loop(self) -> LoopConfig:
-        """Steps, batches and cadence."""
         return self.dpo

@@ -356,7 +356,7 @@ def find_sources(
         if path.is_dir():
             path /= "dataset_info.json"
         return [_source(path, name, ranking=ranking) for name in names]
-    form = RowFormat(config.format, config.columns, config.tags)
+    form = RowFormat(config.format, config.columns)
     return [Source(path, form) for path in find_files([resolve(name) for name in names])]
 
 

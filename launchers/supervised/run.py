@@ -10,13 +10,14 @@ import asyncio
 import json
 import time
 from bisect import bisect_left, insort
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
+import numpy as np
 from msgspec import Struct
 
 from agentenv.deadline import uncancelled
@@ -27,13 +28,14 @@ from launchers.assembly import Assembly, once
 from launchers.checks import refuse
 from launchers.plots import panels, png
 from launchers.rundir import RunDirectory, load_state
-from launchers.supervised.config import DPORunConfig, SFTRunConfig
+from launchers.supervised.config import SFTRunConfig, SupervisedRunConfig
 from launchers.supervised.data import Loaded, load_examples, load_pairs
 from launchers.supervised.encoding import ChatEncoder
 from launchers.terminal import View
 from learners.baselines import GRPO
 from learners.batch import EncodedTree
 from learners.deepspeed_learner import DeepSpeedLearner
+from learners.dpo import PairTokens, preference_metrics, preference_sums, with_reference
 from learners.learner import Learner, Metrics, Score, lr_factor
 
 SMOOTHING = 0.9  # of the running mean that is drawn over the steps
@@ -100,7 +102,7 @@ def fill_rows(lengths: Sequence[int], size: int, seed: int) -> list[list[int]]:
 SCORED_AT_ONCE = 64  # sequences
 
 
-class SupervisedAssembly(Assembly[SFTRunConfig | DPORunConfig]):
+class SupervisedAssembly(Assembly[SupervisedRunConfig]):
     """Builds the parts of one run of launchers/sft.py or launchers/dpo.py."""
 
     @once
@@ -145,13 +147,30 @@ class SupervisedAssembly(Assembly[SFTRunConfig | DPORunConfig]):
         return learner
 
 
-async def scored_in_parts(
-    learner: Learner, sequences: Iterable[EncodedTree], *, adapters: bool = True
-) -> AsyncIterator[list[Score]]:
-    """Scores of many sequences, some at once."""
+async def score_all(learner: Learner, sequences: Iterable[EncodedTree]) -> list[Score]:
+    """The scores of many sequences, of which some are sent at once."""
+    found: list[Score] = []
     rest = iter(sequences)
     while part := list(islice(rest, SCORED_AT_ONCE)):
-        yield await learner.score(part, adapters=adapters)
+        found += await learner.score(part)
+    return found
+
+
+async def with_reference_scores(
+    learner: Learner, pairs: Sequence[EncodedTree]
+) -> list[EncodedTree]:
+    """The pairs with the log-probs of the learner's weights, which are the reference policy."""
+    scores = await score_all(learner, pairs)
+    return [with_reference(pair, score.logprobs) for pair, score in zip(pairs, scores, strict=True)]
+
+
+async def preference_figures(
+    learner: Learner, pairs: Sequence[EncodedTree], beta: float
+) -> Metrics:
+    """How the learner's weights prefer: see `learners.dpo.preference_metrics`."""
+    scores = await score_all(learner, pairs)
+    logprobs = np.concatenate([score.logprobs for score in scores])
+    return preference_metrics([preference_sums(PairTokens.of(pairs), logprobs, beta)])
 
 
 class SupervisedState(Struct):
@@ -205,7 +224,7 @@ class Rows:
 
 
 async def train_supervised(
-    config: SFTRunConfig | DPORunConfig,
+    config: SupervisedRunConfig,
     make_objective: Callable[[SupervisedAssembly], Awaitable[Objective]],
     run: RunDirectory,
     view: View,
@@ -225,7 +244,7 @@ class SupervisedTraining:
 
     def __init__(
         self,
-        config: SFTRunConfig | DPORunConfig,
+        config: SupervisedRunConfig,
         run: RunDirectory,
         view: View,
         learner: Learner,

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from agentenv.config import build_config
-from agentenv.errors import ConfigError, DataError
+from agentenv.errors import ConfigError
 from agentenv.tree import TrajectoryTree, to_json
 from agentenv.types import Task
 from launchers import dpo, train
@@ -73,46 +73,14 @@ def test_held_out_answers_are_preferred(workspace: Path, tuning: str) -> None:
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def test_the_model_without_its_adapter_is_the_same_reference(workspace: Path) -> None:
-    runs = [
-        run_small(dpo, workspace, f"by-{kind}", f"dpo.reference={kind}", "dpo.num_steps=3")
-        for kind in ("scored", "adapter_off")
-    ]
-    losses = [[row["dpo/loss"] for row in rows_of(path) if "dpo/loss" in row] for path in runs]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
-    assert losses[0][-1] < losses[0][0]
-    assert [(path / "reference.npz").exists() for path in runs] == [True, False]
-
-
-def test_other_pairs_than_the_reference_was_scored_on_are_refused(workspace: Path) -> None:
-    pairs = [dpo.with_reference(pair, [0.0] * pair.num_action_tokens) for pair in two_pairs()]
-    path = workspace / "reference.npz"
-    dpo.keep(path, pairs)
-    assert [p.behaviour for p in dpo.restored(path, pairs)] == [p.behaviour for p in pairs]
-    with pytest.raises(DataError, match="of other pairs"):
-        dpo.restored(path, pairs[:1])
-
-
-def two_pairs() -> list[Any]:
-    from learners.dpo import encode_pair
-
-    return [
-        encode_pair(([1, 2, 3], [False, False, True]), ([1, 2, token], [False, False, True]))
-        for token in (4, 5)
-    ]
-
-
 def test_settings_that_contradict_each_other_are_refused() -> None:
     raw: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t"}}
     config = build_config(DPORunConfig, raw, "t")
     assert config.learner.lora is not None
     assert (config.learner.lora.r, config.dpo.beta, config.data.max_length) == (8, 0.1, 8192)
-    for wrong, message in (
-        ({"dpo": {"tuning": "full"}, "learner": {"lora": {"r": 4}}}, "give one of them"),
-        ({"dpo": {"tuning": "full", "reference": "adapter_off"}}, "needs dpo.tuning = lora"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            build_config(DPORunConfig, raw | wrong, "t")
+    wrong = {"dpo": {"tuning": "full"}, "learner": {"lora": {"r": 4}}}
+    with pytest.raises(ConfigError, match="give one of them"):
+        build_config(DPORunConfig, raw | wrong, "t")
 
 
 @pytest.mark.parametrize(

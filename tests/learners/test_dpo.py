@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from agentenv.errors import ConfigError, DataError
+from agentenv.errors import DataError
 from learners.backend import TorchBackend
 from learners.baselines import GRPO
 from learners.batch import EncodedTree, encode_sequence, pack
 from learners.dpo import (
     PairTokens,
-    adapters_off,
     encode_pair,
     prefer,
     preference_loss,
@@ -155,27 +154,6 @@ def test_loss_and_gradient_equal_a_direct_computation(max_tokens: int) -> None:
 def scored(reference: Trainer, pairs: list[EncodedTree]) -> list[EncodedTree]:
     scores = reference.score(pairs)
     return [with_reference(p, s.logprobs) for p, s in zip(pairs, scores, strict=True)]
-
-
-def test_the_reference_of_lora_is_the_model_with_its_adapter_off() -> None:
-    pairs = [encode_pair(*answers(Random(i))) for i in range(4)]
-    lora = trainer(tiny_model(), lora=True)
-    before = scored(lora, pairs)
-    for _ in range(6):
-        metrics = prefer(lora, before, BETA, 1.0)
-    assert metrics["accuracy"] == 1.0
-    assert metrics["margin"] > 0.1
-    moved = scored(lora, pairs)
-    with adapters_off(lora.backend.policy):
-        off = scored(lora, pairs)
-    for one, other, now in zip(before, off, moved, strict=True):
-        assert np.array_equal(one.floats("behaviour"), other.floats("behaviour"))
-        assert not np.allclose(one.floats("behaviour"), now.floats("behaviour"))
-
-
-def test_adapters_that_are_not_there_cannot_be_switched_off() -> None:
-    with pytest.raises(ConfigError, match="no adapter"), adapters_off(tiny_model()):
-        pass
 
 
 def test_the_first_step_begins_at_even_odds() -> None:
