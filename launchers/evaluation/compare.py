@@ -24,8 +24,7 @@ from launchers.evaluation.figures import (
     sign_flip,
 )
 from launchers.evaluation.report import make_scorer
-from launchers.evaluation.scores import score_rows
-from launchers.evaluation.store import keep_filled, load_saved, num_filled, read_rows
+from launchers.evaluation.scores import score_rows, stored_rows
 from launchers.tables import Table, lines_of, markdown, number, short
 from launchers.terminal import View, to_its_end
 
@@ -201,14 +200,8 @@ async def _run(arguments: argparse.Namespace, view: View) -> None:
     sides: list[list[QuestionRows]] = []
     try:
         for folder in folders:
-            load_saved(folder)
-            rows = await asyncio.to_thread(read_rows, folder)
-            if not rows:
-                raise DataError(f"{folder} holds no rows of an evaluation")
-            before = num_filled(rows)
-            await score_rows(rows, scorer)
-            if scorer.is_usual and num_filled(rows) > before:
-                await asyncio.to_thread(keep_filled, folder, rows)
+            async with stored_rows(folder, scorer) as rows:
+                await score_rows(rows, scorer)
             sides.append(questions_of(rows))
         pairing = pair_up(*sides)
     finally:

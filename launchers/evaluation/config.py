@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
@@ -114,22 +114,6 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     num_samples: Annotated[int, Meta(ge=1, description="trajectories a question")] = 1
     concurrency: Annotated[int, Meta(ge=1, description="trajectories in flight")] = 256
     seed: Annotated[int, Meta(ge=0, description="seed of sampling")] = 0
-
-
-class Settings(NamedTuple):
-    """How a set is asked, nothing left open."""
-
-    env: EnvConfig
-    prompt: PromptConfig
-    limits: Limits
-    sampling: Sampling
-
-
-def settings(one: QuestionSet) -> Settings:
-    """Those of a set that `resolve_sets` has filled up."""
-    found = Settings(one.env, one.prompt, one.limits, one.sampling)  # type: ignore[arg-type]
-    assert None not in found
-    return found
 
 
 def resolve_sets(raw: Tree, source: str) -> EvaluateConfig:

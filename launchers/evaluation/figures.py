@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Literal
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from agentenv.metrics import wilson_interval
@@ -265,14 +265,11 @@ CALLS_OFFSET = 0.1  # of ARPO's tool productivity
 MAX_KIND_CHARS = 60
 _NONE = (0.0, 0.0)
 
-QuestionKey = tuple[str, str]
-
 
 class QuestionRows(Struct, kw_only=True):
     """All samples of one question; `votes` where there are several that ended."""
 
     rows: list[EvalRow]
-    groups: list[tuple[str, str]] = field(default_factory=list)
     votes: Votes | None = None
 
     @property
@@ -281,16 +278,11 @@ class QuestionRows(Struct, kw_only=True):
         return [row for row in self.rows if row.end != "failed"]
 
 
-def questions_of(
-    rows: Iterable[EvalRow], groups: Mapping[QuestionKey, list[tuple[str, str]]] | None = None
-) -> list[QuestionRows]:
+def questions_of(rows: Iterable[EvalRow]) -> list[QuestionRows]:
     """Rows by question, in their order; samples in the order of their numbers."""
-    found: dict[QuestionKey, QuestionRows] = {}
+    found: dict[tuple[str, str], QuestionRows] = {}
     for row in rows:
-        key = (row.dataset, row.task)
-        if key not in found:
-            found[key] = QuestionRows(rows=[], groups=(groups or {}).get(key, []))
-        found[key].rows.append(row)
+        found.setdefault((row.dataset, row.task), QuestionRows(rows=[])).rows.append(row)
     for question in found.values():
         question.rows.sort(key=lambda row: row.sample)
     return list(found.values())
@@ -487,8 +479,6 @@ async def summarise(
     await score_rows(rows, scorer, again=again)
     questions = questions_of(rows)
     await _vote(questions, scorer)
-    for question in questions:
-        question.groups = list(_groups_of(question.rows[0]))
     ks = tuple(sorted(set(ks))) or default_ks(questions)
     by_group = _by_group(questions)
     groups = {
@@ -540,7 +530,7 @@ def _by_group(questions: Sequence[QuestionRows]) -> dict[str, dict[str, list[Que
     """Questions by name and value; of kinds, only if they are not the datasets over again."""
     found: dict[str, dict[str, list[QuestionRows]]] = {}
     for question in questions:
-        for name, value in question.groups:
+        for name, value in _groups_of(question.rows[0]):
             found.setdefault(name, {}).setdefault(value, []).append(question)
     pairs = {(question.rows[0].dataset, question.rows[0].kind) for question in questions}
     if len(pairs) == len(found.get("dataset", {})) == len(found.get("kind", {})):

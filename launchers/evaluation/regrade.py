@@ -34,11 +34,12 @@ from launchers.evaluation.store import (
     EvalRow,
     Saved,
     calls_that_ran,
+    load_rows,
     load_saved,
     lock,
     prediction,
-    read_rows,
     replace_rows,
+    save,
     written,
 )
 from launchers.tables import Table, as_markdown, short
@@ -202,7 +203,7 @@ async def _run(arguments: argparse.Namespace, view: View) -> None:
     config = build_config(EvaluateConfig, tree, str(folder / CONFIG_FILE))
     try:
         with lock(folder):
-            rows = await asyncio.to_thread(read_rows, folder)
+            rows = await asyncio.to_thread(load_rows, folder)
             scorer = make_scorer(view)
             changes = await regrade_rows(rows, Graders(config, resolver(saved.run)))
             after = [change.after for change in changes]
@@ -210,8 +211,7 @@ async def _run(arguments: argparse.Namespace, view: View) -> None:
             await report_rows(folder, after, scorer, view)  # fills in the scores, too
             replace_rows(folder, after, BEFORE_FILE)
             new = Saved(subject=saved.subject, run=saved.run, config=to_plain(config))
-            data = msgspec.json.format(msgspec.json.encode(new), indent=2)
-            write_whole(folder / CONFIG_FILE, data + b"\n")
+            save(folder, new)
     finally:
         await close_shared()
     view.say(f"{folder / ROWS_FILE} is graded anew; what it held is in {BEFORE_FILE}")

@@ -10,7 +10,7 @@ import asyncio
 import base64
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -18,14 +18,12 @@ from typing import Any, Literal, cast, get_args
 import jinja2
 import msgspec
 import numpy as np
-from msgspec import Struct
 
 from agentenv.disk import write_whole
 from agentenv.env import close_shared
-from agentenv.errors import DataError
 from launchers.evaluation.figures import Estimate, QuestionRows, Summary, summarise
-from launchers.evaluation.scores import Compat, Scorer
-from launchers.evaluation.store import EvalRow, keep_filled, load_saved, num_filled, read_rows
+from launchers.evaluation.scores import Compat, Scorer, stored_rows
+from launchers.evaluation.store import EvalRow, load_saved
 from launchers.evaluation.tables import groups_of, interval, tables_of, terminal_tables_of
 from launchers.plots import panels, png
 from launchers.tables import Table, lines_of, markdown, number, plain
@@ -43,10 +41,12 @@ def plots_of(summary: Summary, questions: Sequence[QuestionRows]) -> dict[str, b
     plots = {"groups": _groups(summary)}
     if summary.num_samples > 1:
         plots["pass_at_k"] = _pass_at_k(summary)
-    if summary.overall.num_trajectories:
-        plots["tool_calls"] = _tool_calls(questions)
-        plots["tokens"] = _histogram(questions, "action_tokens", "sampled tokens")
-        plots["seconds"] = _histogram(questions, "seconds", "seconds")
+    if done := [row for question in questions for row in question.done]:
+        plots["tool_calls"] = _histogram(
+            done, "tool calls", lambda row: len(row.tool_calls), by_one=True
+        )
+        plots["tokens"] = _histogram(done, "sampled tokens", lambda row: row.action_tokens)
+        plots["seconds"] = _histogram(done, "seconds", lambda row: row.seconds)
     return plots
 
 
@@ -99,34 +99,21 @@ def _pass_at_k(summary: Summary) -> bytes:
     return png(figure)
 
 
-def _tool_calls(questions: Sequence[QuestionRows]) -> bytes:
-    done = [row for question in questions for row in question.done]
-    calls = {
-        "right": [len(row.tool_calls) for row in done if row.success],
-        "wrong": [len(row.tool_calls) for row in done if not row.success],
-    }
-    most = max((len(row.tool_calls) for row in done), default=0)
-    edges = np.arange(most + 2) - 0.5 if most <= 40 else np.linspace(-0.5, most + 0.5, 41)
+def _histogram(
+    done: Sequence[EvalRow], unit: str, of: Callable[[EvalRow], float], *, by_one: bool = False
+) -> bytes:
+    """`by_one`: a bar for each whole number, where there are not too many."""
+    values = [[of(row) for row in done if row.success is right] for right in (True, False)]
+    labels = [f"{name} ({len(own)})" for name, own in zip(("right", "wrong"), values, strict=True)]
+    most = max(map(of, done))
+    by_one = by_one and most <= MAX_BARS
+    bins = (np.arange(most + 2) - 0.5).tolist() if by_one else MAX_BARS
     figure, axes = _figure()
-    axes.hist(
-        list(calls.values()), bins=edges.tolist(), stacked=True, color=[RIGHT, WRONG],
-        label=[f"{name} ({len(values)})" for name, values in calls.items()],
-    )  # fmt: skip
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set(xlabel="tool calls", ylabel="trajectories", title="tool calls of a trajectory")
-    return png(figure)
-
-
-def _histogram(questions: Sequence[QuestionRows], name: str, unit: str) -> bytes:
-    done = [row for question in questions for row in question.done]
-    values = [
-        [getattr(row, name) for row in done if row.success is right] for right in (True, False)
-    ]
-    figure, axes = _figure()
-    axes.hist(values, bins=40, stacked=True, color=[RIGHT, WRONG], label=["right", "wrong"])
+    axes.hist(values, bins=bins, stacked=True, color=[RIGHT, WRONG], label=labels)
     for percent, label, style in ((50, "median", "-"), (95, "95th percentile", ":")):
-        place = float(np.percentile([value for own in values for value in own], percent))
+        place = float(np.percentile([of(row) for row in done], percent))
         axes.axvline(place, color="black", linestyle=style, linewidth=1.2, label=label)
+    axes.xaxis.get_major_locator().set_params(integer=by_one)
     axes.set(xlabel=unit, ylabel="trajectories", title=f"{unit} of a trajectory")
     return png(figure)
 
@@ -136,7 +123,7 @@ def _bounds(estimate: Estimate) -> tuple[float, float, float]:
     return value, estimate.low or 0.0, estimate.high or 0.0
 
 
-# Which trajectories a report shows, and in what form.
+# Which trajectories a report shows; the template says in what form.
 
 MAX_SAMPLES = 40
 MAX_TEXT_CHARS = 6000  # of one segment; the middle of a longer one is left out
@@ -144,31 +131,10 @@ SampleOutcome = Literal["right", "wrong", "cut off", "failed"]
 PER_DATASET: dict[SampleOutcome, int] = {"wrong": 4, "right": 2, "cut off": 1, "failed": 1}
 
 
-class Segment(Struct):
-    """One piece of a trajectory: who wrote it (prompt, policy, env), and what."""
-
-    author: str
-    text: str
-
-
-class Sample(Struct, kw_only=True):
-    """A trajectory as the report shows it. Texts are as they came: whoever shows them escapes."""
-
-    title: str
-    question: str
-    answers: str
-    prediction: str
-    outcome: str
-    reason: str
-    figures: str
-    segments: list[Segment]
-    calls: list[dict[str, str]]
-
-
-def samples_of(questions: Sequence[QuestionRows]) -> list[Sample]:
+def samples_of(questions: Sequence[QuestionRows]) -> list[tuple[EvalRow, SampleOutcome]]:
     """A few of each outcome from each dataset, in the order of the questions."""
     left: dict[str, dict[SampleOutcome, int]] = {}
-    found: dict[str, list[EvalRow]] = {}
+    found: dict[str, list[tuple[EvalRow, SampleOutcome]]] = {}
     for question in questions:
         taken: set[SampleOutcome] = set()  # of each question one of a kind
         for row in question.rows:
@@ -177,9 +143,9 @@ def samples_of(questions: Sequence[QuestionRows]) -> list[Sample]:
             if quota[outcome] and outcome not in taken:
                 quota[outcome] -= 1
                 taken.add(outcome)
-                found.setdefault(row.dataset, []).append(row)
+                found.setdefault(row.dataset, []).append((row, outcome))
     each = max(1, MAX_SAMPLES // max(1, len(found)))
-    return [_sample(row) for rows in found.values() for row in rows[:each]]
+    return [sample for samples in found.values() for sample in samples[:each]]
 
 
 def outcome_of(row: EvalRow) -> SampleOutcome:
@@ -191,43 +157,14 @@ def outcome_of(row: EvalRow) -> SampleOutcome:
     return "cut off" if row.end == "truncated" else "wrong"
 
 
-def _sample(row: EvalRow) -> Sample:
-    figures = [f"reward {row.reward:g}", f"{row.num_turns} turns", f"{row.action_tokens} tokens"]
-    figures.append(f"{row.seconds:.1f} s")
-    figures += [f"{name} {value:.3g}" for name, value in row.scores.items()]
-    end = f"{row.end} by {row.limit}" if row.limit else row.end
-    return Sample(
-        title=plain(f"{row.dataset} / {row.task} / sample {row.sample}"),
-        question=_cut(row.question),
-        answers=_cut(" | ".join(row.answers)),
-        prediction=_cut(row.prediction),
-        outcome=outcome_of(row),
-        reason=_cut(row.error or row.reason),
-        figures=", ".join([end, *figures]),
-        segments=[_segment(part, place == 0) for place, part in enumerate(row.segments)],
-        calls=[_call(call) for call in row.tool_calls],
-    )
+def as_json(value: Any) -> str:
+    """What a tool was called with, whatever it holds."""
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _segment(part: dict[str, str], first: bool) -> Segment:
-    if "policy" in part:
-        return Segment("policy", _cut(part["policy"]))
-    return Segment("prompt" if first else "env", _cut(part.get("env", "")))
-
-
-def _call(call: dict[str, Any]) -> dict[str, str]:
-    arguments = call.get("arguments", {})
-    seconds = call.get("duration_s")
-    return {
-        "name": _cut(str(call.get("name", ""))),
-        "arguments": _cut(json.dumps(arguments, ensure_ascii=False, default=str)),
-        "outcome": "ok" if call.get("ok", True) else "error",
-        "error": _cut(str(call.get("error") or "")),
-        "seconds": f"{seconds:.2f}" if isinstance(seconds, int | float) else "",
-    }
-
-
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
+    """Text that is not ours, without control characters and without its middle where it is
+    long."""
     text = plain(text)
     if len(text) <= MAX_TEXT_CHARS:
         return text
@@ -284,13 +221,9 @@ async def report(
 ) -> Summary:
     """`write_report` within an event loop; it closes what the process shares."""
     try:
-        load_saved(folder)  # which says what is wrong with the folder
-        rows = await asyncio.to_thread(read_rows, folder)
-        scorer, before = make_scorer(view, compat), num_filled(rows)
-        summary = await report_rows(folder, rows, scorer, view, ks=ks)
-        if scorer.is_usual and num_filled(rows) > before:
-            await asyncio.to_thread(keep_filled, folder, rows)
-        return summary
+        scorer = make_scorer(view, compat)
+        async with stored_rows(folder, scorer) as rows:
+            return await report_rows(folder, rows, scorer, view, ks=ks)
     finally:
         await close_shared()
 
@@ -312,8 +245,6 @@ async def report_rows(
     ks: Sequence[int] = (),
 ) -> Summary:
     """Report these rows in `folder`."""
-    if not rows:
-        raise DataError(f"{folder} holds no rows of an evaluation")
     name = f"{folder.name}: {load_saved(folder).subject.get('name', '')}".rstrip(": ")
     again = bool(scorer.compat)  # stored scores are those without it
     summary, questions = await summarise(name, rows, scorer, ks=ks, again=again)
@@ -350,6 +281,7 @@ def _page(
     """The HTML page. All that stands in trajectories is untrusted, so everything is escaped."""
     source = resources.files("launchers.evaluation").joinpath(TEMPLATE).read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters |= {"cut": cut, "as_json": as_json}
     return environment.from_string(source).render(
         title=f"Evaluation {summary.name}",
         subtitle=_subtitle(summary),

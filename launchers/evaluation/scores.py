@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from envs.grading.exact import same_answer
@@ -23,7 +25,15 @@ from envs.grading.layers import Layered, compare, is_wordy
 from envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed, words_of
 from envs.grading.words import f1, has_cjk
 from launchers.evaluation.benchmarks import benchmark_of
-from launchers.evaluation.store import EvalRow, prediction, whole_text, written
+from launchers.evaluation.store import (
+    EvalRow,
+    keep_filled,
+    load_rows,
+    num_filled,
+    prediction,
+    whole_text,
+    written,
+)
 
 Compat = Literal["", "reference"]
 
@@ -74,6 +84,17 @@ async def score_rows(rows: Sequence[EvalRow], scorer: Scorer, *, again: bool = F
             if row.end != "failed" and (again or "em" not in row.scores):
                 group.create_task(one(row))
     _add_judged(rows)
+
+
+@asynccontextmanager
+async def stored_rows(folder: Path, scorer: Scorer) -> AsyncIterator[list[EvalRow]]:
+    """The rows of an evaluation. Usual scores and comparisons that are filled into them are
+    stored at the end, so that no answer is scored twice. Raises DataError without any row."""
+    rows = await asyncio.to_thread(load_rows, folder)
+    before = num_filled(rows)
+    yield rows
+    if scorer.is_usual and num_filled(rows) > before:
+        await asyncio.to_thread(keep_filled, folder, rows)
 
 
 def _add_judged(rows: Sequence[EvalRow]) -> None:

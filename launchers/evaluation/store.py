@@ -7,7 +7,7 @@ DIR/rows.jsonl     one EvalRow a line, written as each trajectory ends
 from __future__ import annotations
 
 import fcntl
-import os
+import mmap
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -203,26 +203,16 @@ class Store:
             saved = Saved(
                 subject=saved.subject, run=saved.run, config={**saved.config, "sets": sets}
             )
-        text = msgspec.json.format(msgspec.json.encode(saved), indent=2) + b"\n"
-        write_whole(self.path / CONFIG_FILE, text)
+        save(self.path, saved)
 
     def _cut_torn_line(self) -> None:
         """A line without its end was being written when the command was killed."""
         path = self.path / ROWS_FILE
-        if not path.is_file():
+        if not path.is_file() or not path.stat().st_size:
             return
-        with path.open("rb+") as file:
-            size = file.seek(0, os.SEEK_END)
-            end, step = size, 1 << 16
-            while end:
-                start = max(0, end - step)
-                file.seek(start)
-                place = file.read(end - start).rfind(b"\n")
-                if place >= 0:
-                    end = start + place + 1
-                    break
-                end = start
-            if end < size:
+        with path.open("rb+") as file, mmap.mmap(file.fileno(), 0) as text:
+            end = text.rfind(b"\n") + 1
+            if end < len(text):
                 file.truncate(end)
 
 
@@ -255,6 +245,21 @@ def read_rows(folder: Path) -> list[EvalRow]:
     except FileNotFoundError:
         return []
     return [rows[key] for key in sorted(rows)]
+
+
+def load_rows(folder: Path) -> list[EvalRow]:
+    """`read_rows` of an evaluation that has some. Raises DataError for anything else."""
+    load_saved(folder)  # which says what is wrong with the folder
+    rows = read_rows(folder)
+    if not rows:
+        raise DataError(f"{folder} holds no rows of an evaluation")
+    return rows
+
+
+def save(folder: Path, saved: Saved) -> None:
+    """Write config.json."""
+    text = msgspec.json.format(msgspec.json.encode(saved), indent=2) + b"\n"
+    write_whole(folder / CONFIG_FILE, text)
 
 
 def load_saved(folder: Path) -> Saved:

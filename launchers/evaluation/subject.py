@@ -35,7 +35,7 @@ from launchers.assembly import AskingAssembly, Questions, SetConfig, once
 from launchers.config import TABLES
 from launchers.data import Say, load_set, said
 from launchers.evaluation.benchmarks import load_benchmark
-from launchers.evaluation.config import EvaluateConfig, QuestionSet, merged, settings
+from launchers.evaluation.config import EvaluateConfig, QuestionSet, merged
 from launchers.help import add_key_help
 from launchers.planning.dry_run import add_dry_run
 from launchers.rundir import CONFIG_FILE, find_checkpoint
@@ -146,7 +146,7 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
             subject.run,
             stack,
             say,
-            sets={name: _set(name, one) for name, one in config.sets.items()},
+            sets={name: as_asked(name, one) for name, one in config.sets.items()},
             logs=logs,
         )
         self.subject = subject
@@ -295,15 +295,19 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
         return self.config.seed if own is None else own
 
 
-def _set(name: str, one: QuestionSet) -> SetConfig:
-    own = settings(one)
+def as_asked(name: str, one: QuestionSet) -> SetConfig:
+    """A set that `resolve_sets` has filled up, nothing left open."""
+    assert one.env
+    assert one.prompt
+    assert one.limits
+    assert one.sampling
     return SetConfig(
         f"sets.{name}",
         one,
-        own.env,
-        own.prompt,
-        own.limits,
-        own.sampling,
+        one.env,
+        one.prompt,
+        one.limits,
+        one.sampling,
         one.num_samples or 1,
         one.python,
         one.search,

@@ -17,8 +17,8 @@ from agentenv.renderer import Renderer
 from agentenv.tree import Trajectory, TrajectoryTree
 from agentenv.types import Chunk, Completion, Info, Message, SamplingParams, Task
 from launchers.checks import refuse
-from launchers.evaluation.config import EvaluateConfig, settings
-from launchers.evaluation.subject import EvaluationAssembly, Subject
+from launchers.evaluation.config import EvaluateConfig
+from launchers.evaluation.subject import EvaluationAssembly, Subject, as_asked
 from launchers.terminal import EXIT_FAILED, View
 
 SET = "question"
@@ -136,7 +136,7 @@ async def ask_one(
     """Show one rollout; the exit code."""
     stage = Stage(view.console)
     async with AsyncExitStack() as stack:
-        env_id = settings(config.sets[SET]).env.id
+        env_id = as_asked(SET, config.sets[SET]).env.id
         task = Task("question-1", env_id, question, tuple(answers) or ("",))
         assembly = EvaluationAssembly(config, subject, stack, view.say, {SET: [task]})
         assembly.try_graders = False
