@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve o
 
 import sys
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from launchers.command import Work, make_parser, parse, run_command
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parse(parser, argv)
     if not arguments.self_critic:
-        return run_command(arguments, DPORunConfig, prefer)
+        return run_command(arguments, DPORunConfig, partial(train_supervised, Preference.of))
     return run_command(arguments, TrainConfig, self_critic(arguments.self_critic))
 
 
@@ -58,11 +59,6 @@ def self_critic(num_rounds: int) -> Work:
         return Training(config, run, view, resume=resume).run_rounds(num_rounds)
 
     return work
-
-
-async def prefer(config: DPORunConfig, run: RunDirectory, view: View, resume: str) -> None:
-    """The whole run."""
-    await train_supervised(config, Preference.of, run, view, resume)
 
 
 class Preference:

@@ -13,11 +13,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve o
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from launchers.command import make_parser, parse, run_command
-from launchers.rundir import RunDirectory
 from launchers.supervised.config import SFTLoopConfig, SFTRunConfig
 from launchers.supervised.encoding import Example
 from launchers.supervised.run import (
@@ -26,19 +26,14 @@ from launchers.supervised.run import (
     score_all,
     train_supervised,
 )
-from launchers.terminal import View
 from learners.learner import Learner, Metrics
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
     parser = make_parser("launchers/sft.py", "Fine-tune a policy on dialogues.", SFTRunConfig)
-    return run_command(parse(parser, argv), SFTRunConfig, fine_tune)
-
-
-async def fine_tune(config: SFTRunConfig, run: RunDirectory, view: View, resume: str) -> None:
-    """The whole run."""
-    await train_supervised(config, Imitation.of, run, view, resume)
+    work = partial(train_supervised, Imitation.of)
+    return run_command(parse(parser, argv), SFTRunConfig, work)
 
 
 class Imitation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
 from agentenv.config import PATH
@@ -36,42 +36,6 @@ class ChatColumns(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     query: Annotated[str, Meta(description="alpaca: what is added to the instruction")] = "input"
     response: Annotated[str, Meta(description="alpaca: the answer")] = "output"
     history: Annotated[str, Meta(description="alpaca: pairs of earlier turns")] = "history"
-
-
-class ChatTags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a message names its parts and roles; empty: as its format has it."""
-
-    role_tag: Annotated[str, Meta(description="key of the role: from, or role")] = ""
-    content_tag: Annotated[str, Meta(description="key of the text: value, or content")] = ""
-    user_tag: Annotated[str, Meta(description="role of the user: human, or user")] = ""
-    assistant_tag: Annotated[str, Meta(description="role of the policy: gpt, or assistant")] = ""
-    observation_tag: Annotated[
-        str, Meta(description="role of a tool result: observation, or tool")
-    ] = ""
-    function_tag: Annotated[
-        str, Meta(description="role of a call, a JSON text: function_call, or function")
-    ] = ""
-    system_tag: Annotated[str, Meta(description="role of the system prompt")] = ""
-
-
-SHAREGPT_TAGS = ChatTags(
-    role_tag="from",
-    content_tag="value",
-    user_tag="human",
-    assistant_tag="gpt",
-    observation_tag="observation",
-    function_tag="function_call",
-    system_tag="system",
-)
-MESSAGE_TAGS = ChatTags(
-    role_tag="role",
-    content_tag="content",
-    user_tag="user",
-    assistant_tag="assistant",
-    observation_tag="tool",
-    function_tag="function",
-    system_tag="system",
-)
 
 
 class ChatDataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,14 +92,6 @@ class ChatDataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "released recipes do, and keeps the backspace byte in \\boxed; empty: masks them"
         ),
     ] = ""
-
-
-class RowFormat(Struct, frozen=True):
-    """How the rows of one file are read."""
-
-    format: Format = "auto"
-    columns: ChatColumns = field(default_factory=ChatColumns)
-    tags: ChatTags = field(default_factory=ChatTags)
 
 
 ONLY_RL = ("groups_per_minibatch", "num_epochs_per_batch", "proximal")

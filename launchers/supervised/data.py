@@ -23,9 +23,10 @@ from agentenv.errors import DataError
 from agentenv.renderer import Renderer
 from agentenv.tree import Trajectory, TrajectoryTree
 from launchers.config import SFTConfig
-from launchers.supervised.config import ChatDataConfig, RowFormat
+from launchers.supervised.config import ChatDataConfig
 from launchers.supervised.dialogues import (
     Conversation,
+    RowFormat,
     find_sources,
     read_conversation,
     read_preference,
@@ -112,16 +113,10 @@ def num_kinds(trees: Sequence[TrajectoryTree], threshold: float) -> dict[str, in
     """How many questions had only chosen, only rejected, or both kinds of answers."""
     counts = {"all_chosen": 0, "all_rejected": 0, "mixed": 0}
     for tree in trees:
-        right = [trajectory.reward >= threshold for trajectory in tree.trajectories()]
-        if right:
-            kind = (
-                "mixed"
-                if any(right) and not all(right)
-                else "all_chosen"
-                if right[0]
-                else "all_rejected"
-            )
-            counts[kind] += 1
+        found = {trajectory.reward >= threshold for trajectory in tree.trajectories()}
+        if found:
+            one_kind = "all_chosen" if True in found else "all_rejected"
+            counts["mixed" if len(found) == 2 else one_kind] += 1
     return counts
 
 
@@ -145,18 +140,19 @@ class Loaded(NamedTuple, Generic[T]):
 
 
 class Cut:
-    """Holds sequences to the cut-off length, and counts what that changed."""
+    """Holds sequences to the cut-off length, and counts what that changed. `longest` is the length
+    of the longest one that is left, in tokens."""
 
     def __init__(self, config: ChatDataConfig) -> None:
         self.config = config
-        self.num_cut = 0
-        self.num_left_out = 0
+        self.num_cut = self.num_left_out = self.longest = 0
 
     def __call__(self, *examples: Example) -> list[Example] | None:
         """The sequences that belong together, cut; None if they are left out."""
         limit = self.config.max_length
         longest = max(len(example.token_ids) for example in examples)
         if longest <= limit:
+            self.longest = max(self.longest, longest)
             return list(examples)
         if self.config.overlong == "error":
             raise DataError(
@@ -168,6 +164,7 @@ class Cut:
             self.num_left_out += 1
             return None
         self.num_cut += 1
+        self.longest = limit
         return cut
 
     def tell(self, say: Say) -> None:
@@ -191,9 +188,7 @@ def load_examples(
             raise DataError("there is nothing to learn from: the policy's texts are empty")
         return cut(example) or []
 
-    loaded = _load(config, read, _num_tokens, resolve, seed, say, ranking=False)
-    cut.tell(say)
-    return loaded
+    return _load(config, read, cut, resolve, seed, say, ranking=False)
 
 
 def load_pairs(
@@ -216,17 +211,7 @@ def load_pairs(
             pairs.append(encode_pair(*kept))
         return pairs
 
-    loaded = _load(config, read, _longer, resolve, seed, say, ranking=True)
-    cut.tell(say)
-    return loaded
-
-
-def _num_tokens(example: Example) -> int:
-    return len(example.token_ids)
-
-
-def _longer(pair: EncodedTree) -> int:
-    return int(pair.ints("depth").max()) + 1
+    return _load(config, read, cut, resolve, seed, say, ranking=True)
 
 
 def _answers(
@@ -252,15 +237,13 @@ def _answers(
 def _load(
     config: ChatDataConfig,
     read: Reader[T],
-    length: Callable[[T], int],
+    cut: Cut,
     resolve: Resolve,
     seed: int,
     say: Say,
     *,
     ranking: bool,
 ) -> Loaded[T]:
-    """`length`: tokens of a sequence, or of the longer of a pair."""
-
     def load(names: str | list[str], limit: int) -> list[list[T]]:
         listed = [names] if isinstance(names, str) else names
         rows: list[list[T]] = []
@@ -282,8 +265,9 @@ def _load(
     measured: list[list[T]] = load(config.eval, 0) if config.eval else []
     if config.eval_split:
         rows, measured = split(rows, config.eval_split, seed)
+    cut.tell(say)
     learned, held = [one for row in rows for one in row], [one for row in measured for one in row]
-    return Loaded(learned, held, max(map(length, [*learned, *held])))
+    return Loaded(learned, held, cut.longest)
 
 
 def split(rows: Sequence[T], size: float, seed: int) -> tuple[list[T], list[T]]:
@@ -336,16 +320,14 @@ def load_demonstrations(
     last, the end-of-sequence token. Raises DataError with file and row.
     """
     demonstrations: Demonstrations = {"": {}}
-    encoder, form = ChatEncoder(renderer), RowFormat()
-    for raw in read_rows(path):
-        try:
-            if raw.problem:
-                raise DataError(raw.problem)
-            conversation = msgspec.structs.replace(read_conversation(raw.row, form), tools=tools)
-            encoded = encoder.encode(conversation).encoded()
-        except DataError as error:
-            raise DataError(f"{path}, row {raw.number}: {error}") from None
-        kind, stage = str(raw.row.get("kind", "all")), str(raw.row.get("stage", ""))
+    encoder = ChatEncoder(renderer)
+
+    def read(raw: RawRow, form: RowFormat) -> list[tuple[Row, EncodedTree]]:
+        conversation = msgspec.structs.replace(read_conversation(raw.row, form), tools=tools)
+        return [(raw.row, encoder.encode(conversation).encoded())]
+
+    for ((row, encoded),) in _read_rows(path, RowFormat(), read, skip=False, problems=[]):
+        kind, stage = str(row.get("kind", "all")), str(row.get("stage", ""))
         for name in {"", stage}:
             demonstrations.setdefault(name, {}).setdefault(kind, []).append(encoded)
     if not demonstrations[""]:

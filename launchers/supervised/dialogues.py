@@ -25,15 +25,49 @@ from msgspec.structs import replace
 from agentenv.data.files import Row, find_files
 from agentenv.errors import DataError
 from agentenv.types import Message, ToolCall
-from launchers.supervised.config import (
-    MESSAGE_TAGS,
-    SHAREGPT_TAGS,
-    ChatColumns,
-    ChatDataConfig,
-    ChatTags,
-    Format,
-    RowFormat,
+from launchers.supervised.config import ChatColumns, ChatDataConfig, Format
+
+
+class ChatTags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a message names its parts and roles; empty: as its format has it. The names are those of
+    LLaMA-Factory's dataset_info.json."""
+
+    role_tag: str = ""
+    content_tag: str = ""
+    user_tag: str = ""
+    assistant_tag: str = ""
+    observation_tag: str = ""  # role of a tool result
+    function_tag: str = ""  # role of a call, a JSON text
+    system_tag: str = ""
+
+
+SHAREGPT_TAGS = ChatTags(
+    role_tag="from",
+    content_tag="value",
+    user_tag="human",
+    assistant_tag="gpt",
+    observation_tag="observation",
+    function_tag="function_call",
+    system_tag="system",
 )
+MESSAGE_TAGS = ChatTags(
+    role_tag="role",
+    content_tag="content",
+    user_tag="user",
+    assistant_tag="assistant",
+    observation_tag="tool",
+    function_tag="function",
+    system_tag="system",
+)
+
+
+class RowFormat(Struct, frozen=True):
+    """How the rows of one file are read."""
+
+    format: Format = "auto"
+    columns: ChatColumns = ChatColumns()
+    tags: ChatTags = ChatTags()
+
 
 # Messages of a dialogue, however a file names their roles and texts.
 

@@ -13,8 +13,7 @@ from agentenv.prompt import Instruction, PromptConfig
 from agentenv.renderer import Renderer, TagRenderer
 from agentenv.types import Completion, Message, ToolCall
 from launchers.quickstart import build_tokenizer
-from launchers.supervised.config import RowFormat
-from launchers.supervised.dialogues import Conversation, read_conversation
+from launchers.supervised.dialogues import Conversation, RowFormat, read_conversation
 from launchers.supervised.encoding import ChatEncoder, Example
 from launchers.supervised.run import fill_rows
 from tests.support.chat_models import QWEN25, QWQ, make_tokenizer

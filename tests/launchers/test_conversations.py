@@ -10,8 +10,14 @@ import pytest
 
 from agentenv.errors import DataError
 from agentenv.types import Message, ToolCall
-from launchers.supervised.config import ChatColumns, ChatDataConfig, ChatTags, RowFormat
-from launchers.supervised.dialogues import find_sources, read_conversation, read_preference
+from launchers.supervised.config import ChatColumns, ChatDataConfig
+from launchers.supervised.dialogues import (
+    ChatTags,
+    RowFormat,
+    find_sources,
+    read_conversation,
+    read_preference,
+)
 
 USER, ANSWER = Message("user", "Who?"), Message("assistant", "<answer>me</answer>")
 SHAREGPT = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "<answer>me</answer>"}]

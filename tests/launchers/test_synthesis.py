@@ -21,8 +21,8 @@ from agentenv.tree import Trajectory
 from launchers import synthesize
 from launchers.assembly import load_tokenizer, make_renderer
 from launchers.evaluation.store import read_rows
-from launchers.supervised.config import ChatDataConfig, RowFormat
-from launchers.supervised.dialogues import find_sources, read_conversation
+from launchers.supervised.config import ChatDataConfig
+from launchers.supervised.dialogues import RowFormat, find_sources, read_conversation
 from launchers.supervised.encoding import ChatEncoder
 from launchers.synthesis.sampling import HintGuide
 from tests.launchers.synthesizing import (
