@@ -48,6 +48,9 @@ DROPPED: dict[str, dict[str, Dropped]] = {
             "with data.dataset_info",
         ),
     },
+    "DirectConfig": {
+        "sampling": Dropped(None, "answers of both kinds are sampled alike, by [sampling]"),
+    },
     "DPOLoopConfig": {
         "reference": Dropped(
             "scored",
@@ -70,6 +73,10 @@ DROPPED: dict[str, dict[str, Dropped]] = {
         "max_bytes": Dropped(2_000_000, f"{_ALWAYS} 2000000; the rest of a page is not read"),
         "max_concurrency": Dropped(64, f"{_ALWAYS} 64"),
         "num_retries": Dropped(2, f"{_ALWAYS} 2"),
+    },
+    "FilterConfig": {
+        "drop_repeated_calls": Dropped(True, f"{_ALWAYS} true"),
+        "min_right": Dropped(1, f"{_ALWAYS} 1; filter.max_per_question says how many are kept"),
     },
     "LearnerConfig": {
         "temperature": Dropped(

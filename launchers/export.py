@@ -11,21 +11,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentenv.errors import AgentEnvError, DataError
 from launchers.rundir import BEST, find_checkpoint
-from launchers.terminal import View
-
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
+from launchers.terminal import View, to_its_end
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input."""
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
     arguments = _parse(argv)
     view = View()
-    try:
+
+    def work() -> None:
         checkpoint = find_checkpoint(arguments.checkpoint, best=arguments.best)
-        from learners.export import export
+        from learners.export import export  # slow to load: mistakes are told before
 
         export(
             checkpoint,
@@ -33,16 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             dtype=arguments.dtype,
             max_shard_bytes=int(arguments.max_shard_gb * (1 << 30)),
         )
-    except AgentEnvError as error:
-        view.fail(str(error))
-        return EXIT_BAD_INPUT if isinstance(error, DataError) else EXIT_FAILED
-    except OSError as error:
-        view.fail(f"{error.filename or arguments.out}: {error.strerror or error}")
-        return EXIT_FAILED
-    finally:
-        view.close()
-    view.say(f"{checkpoint} written to {arguments.out} as {arguments.dtype}")
-    return 0
+        view.say(f"{checkpoint} written to {arguments.out} as {arguments.dtype}")
+
+    return to_its_end(work, view, writing=str(arguments.out))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

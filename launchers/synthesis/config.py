@@ -12,7 +12,6 @@ from agentenv.config import Tree, build_config, read_toml
 from agentenv.errors import ConfigError
 from agentenv.native import NativeConfig
 from agentenv.prompt import PromptConfig
-from launchers.config import Sampling
 from launchers.evaluation.config import EvaluateConfig, QuestionSet, resolve_sets
 
 HINT_TEXTS = read_toml(Path(__file__).with_name("hints.toml"))  # what is not given in [hints]
@@ -31,9 +30,6 @@ class DirectConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     prompt: Annotated[
         PromptConfig, Meta(description="prompt of language-only answers, in place of [prompt]")
     ] = PromptConfig(template="no_tools", override_row=True)
-    sampling: Annotated[
-        Sampling | None, Meta(description="in place of [sampling]; none: the same")
-    ] = None
     num_samples: Annotated[
         _Count | None, Meta(description="answers a question; none: num_samples of its set")
     ] = None
@@ -77,9 +73,6 @@ class FilterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_tool_calls: Annotated[
         int, Meta(ge=1, description="a trajectory with more tool calls is dropped")
     ] = 5
-    drop_repeated_calls: Annotated[
-        bool, Meta(description="drop a trajectory that makes the same call twice")
-    ] = True
     drop_failed_calls: Annotated[
         bool, Meta(description="drop a trajectory with a call that the tool answered by an error")
     ] = False
@@ -87,9 +80,6 @@ class FilterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         bool,
         Meta(description="the answer has a balanced \\boxed{}, as the published reward asks"),
     ] = True
-    min_right: Annotated[
-        int, Meta(ge=1, description="clean right trajectories that make a question answered")
-    ] = 1
     max_per_question: Annotated[
         int, Meta(ge=1, description="trajectories of a question that go to the SFT set")
     ] = 1
@@ -151,7 +141,6 @@ def make_plan(raw: Tree, source: str) -> SynthesisPlan:
         sets[set_name(name, "direct")] = replace(
             one,
             prompt=config.direct.prompt,
-            sampling=config.direct.sampling or one.sampling,
             num_samples=config.direct.num_samples or one.num_samples,
         )
         sets[set_name(name, "tools")] = one

@@ -4,8 +4,8 @@
     not so, but with tools or with hints   -> SFT, the trajectory with tools
     neither                                -> RL
 
-"Answered" means `filter.min_right` trajectories that are right and clean. A question that is not
-answered and of which trajectories failed is left for the next command.
+"Answered" means by a trajectory that is right and clean. A question that is not answered and of
+which trajectories failed is left for the next command.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def _problem(
         return "too_many_calls", f"{len(calls)} calls"
     keys = call_keys(row)
     twice = [key for place, key in enumerate(keys) if key in keys[:place]]
-    if twice and config.drop_repeated_calls:
+    if twice:
         return "repeated_call", twice[0][:200]
     errors = [str(call.get("error")) for call in calls if not call.get("ok")]
     if errors and config.drop_failed_calls:
@@ -277,16 +277,15 @@ def sort_question(question: JudgedQuestion, config: FilterConfig, seed: int) -> 
     rejected = [one for one in judged if one.reason]
     direct = [one for one in clean if one.way == "direct"]
     tools = [one for one in clean if one.way != "direct"]
-    right = (len(direct) >= config.min_right, len(tools) >= config.min_right)
+    right = (bool(direct), bool(tools))
     if right[0]:
         chosen, over = _drawn(direct, question, config, seed)
         rejected += [*_because("surplus", over), *_because("answered_directly", tools)]
         return Sorted(question, "direct", chosen, rejected, right)
     if right[1]:
         chosen, over = _drawn(tools, question, config, seed)
-        rejected += _because("surplus", [*over, *direct])
+        rejected += _because("surplus", over)
         return Sorted(question, "tools", chosen, rejected, right)
-    rejected += _because("surplus", clean)  # some, but not filter.min_right
     failed = not question.is_whole or any(one.reason == "failed" for one in judged)
     return Sorted(question, "unfinished" if failed else "hard", [], rejected, right)
 

@@ -148,7 +148,6 @@ def test_over_five_calls_are_dropped() -> None:
 def test_repeated_calls_are_dropped() -> None:
     assert reason(searching("Lima", "lima  ")) == "repeated_call"
     assert reason(searching("Lima", "Cusco", "Lima")) == "repeated_call"
-    assert reason(searching("Lima", "Lima"), drop_repeated_calls=False) == ""
     other = [call("x"), {**call("x"), "name": "python"}]
     assert reason(searching("x", "y", tool_calls=other)) == "", "one text, two tools"
 
@@ -231,13 +230,6 @@ def test_what_is_not_needed_says_why() -> None:
     done = sort("rr", "rw")
     assert sorted(one.reason for one in done.rejected) == ["answered_directly", "surplus", "wrong"]
     assert len(sort("ww", "rrr", max_per_question=2).chosen) == 2
-
-
-def test_a_question_may_have_to_be_answered_more_than_once() -> None:
-    assert sort("rw", "rr", min_right=2).kind == "tools"
-    hard = sort("rw", "rw", min_right=2)
-    assert hard.kind == "hard"
-    assert [one.reason for one in hard.rejected].count("surplus") == 2
 
 
 def test_which_one_is_drawn_depends_on_the_seed_alone() -> None:
