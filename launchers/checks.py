@@ -146,7 +146,7 @@ async def helpers(assembly: Assembly[EvaluateConfig]) -> None:
     refiner = config.assist.refiner
     if refiner is None:
         return
-    rooms = [one.limits.max_response_tokens for one in config.sets.values() if one.limits]
+    rooms = [one.limits.max_response_tokens for one in config.sets.values()]
     if all(room <= refiner.min_response_tokens for room in rooms):
         raise ConfigError(
             f"assist.refiner.min_response_tokens = {refiner.min_response_tokens} is never reached: "

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct, field
-from msgspec.structs import replace
 
 from agentenv.assist import AssistConfig
 from agentenv.config import ROWS, Tree, build_config
@@ -42,8 +41,8 @@ if TYPE_CHECKING:
 else:
     AskedEngine = ASKED_ENGINES.key
 
-# tables of a set: keys that it does not give are those of the evaluation
-OWN_TABLES = ("env", *TABLES, "prompt", "limits", "sampling")
+# of a set: keys that it does not give are those of the evaluation
+OWN_KEYS = ("env", *TABLES, "prompt", "limits", "sampling", "num_samples")
 _AsAbove = Meta(description="keys in which this set differs from the evaluation's table")
 
 
@@ -66,16 +65,15 @@ class QuestionSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
         Meta(description="first n questions; 0: all; none: all, or the benchmark's usual number"),
     ] = None
     num_samples: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="trajectories a question; none: that of the evaluation"),
-    ] = None
+        int, Meta(ge=1, description="trajectories a question, if not that of the evaluation")
+    ] = 1
     env: Annotated[EnvConfig | None, _AsAbove] = None
     python: PythonTable = None
     search: SearchTable = None
     grader: GraderTable = None
-    prompt: Annotated[PromptConfig | None, _AsAbove] = None
-    limits: Annotated[Limits | None, _AsAbove] = None
-    sampling: Annotated[Sampling | None, _AsAbove] = None
+    prompt: Annotated[PromptConfig, _AsAbove] = PromptConfig()
+    limits: Annotated[Limits, _AsAbove] = Limits()
+    sampling: Annotated[Sampling, _AsAbove] = Sampling()
 
 
 class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,7 +115,8 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def resolve_sets(raw: Tree, source: str) -> EvaluateConfig:
-    """The configuration in which every set has all its tables. Raises ConfigError."""
+    """The configuration, whose sets have all their tables: keys that a set does not give are those
+    of the evaluation. Raises ConfigError."""
     data, sets = raw.get("data"), raw.get("sets") or {}
     if not isinstance(sets, dict) or not all(isinstance(one, dict) for one in sets.values()):
         build_config(EvaluateConfig, raw, source)  # which says what is wrong
@@ -131,33 +130,22 @@ def resolve_sets(raw: Tree, source: str) -> EvaluateConfig:
         build_config(EvaluateConfig, others, source)  # a misspelt key first: it may be their table
         raise ConfigError(f"{source}: no questions; give data=FILE or [sets.NAME] with a path")
     raw = {key: value for key, value in raw.items() if key != "data"}
-    raw["sets"] = {name: _own_tables(raw, one) for name, one in sets.items()}
+    raw["sets"] = {name: _own_keys(raw, one) for name, one in sets.items()}
     config = build_config(EvaluateConfig, raw, source)
     for name, one in config.sets.items():
         if not one.path and not one.benchmark:
             raise ConfigError(f"{source}: sets.{name}.path: no file of questions is given")
         if one.env is None:
             raise ConfigError(f"{source}: sets.{name}: no environment; give --env ID or env.id")
-    return replace(config, sets={name: _filled(config, one) for name, one in config.sets.items()})
+    return config
 
 
-def _own_tables(raw: Tree, one: Tree) -> Tree:
-    """A set's keys, its tables filled up from those of the evaluation, those of its benchmark
-    below all."""
-    above = merged({name: raw[name] for name in OWN_TABLES if raw.get(name) is not None}, one)
+def _own_keys(raw: Tree, one: Tree) -> Tree:
+    """A set's keys, filled up from those of the evaluation, those of its benchmark below all."""
+    above = merged({name: raw[name] for name in OWN_KEYS if raw.get(name) is not None}, one)
     if not one.get("benchmark"):
         return above
     return merged(benchmark(str(one["benchmark"])).usual_keys(above), above)
-
-
-def _filled(config: EvaluateConfig, one: QuestionSet) -> QuestionSet:
-    return replace(
-        one,
-        prompt=one.prompt or config.prompt,
-        limits=one.limits or config.limits,
-        sampling=one.sampling or config.sampling,
-        num_samples=one.num_samples or config.num_samples,
-    )
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:

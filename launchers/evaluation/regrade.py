@@ -73,9 +73,8 @@ class Graders:
         for name, one in config.sets.items():
             assert one.env is not None, "filled when the sets were resolved"
             tables = {"grader": one.grader}
-            limits, prompt = one.limits or config.limits, one.prompt or config.prompt
             own = _without_tools(one.env)
-            self._makers[name] = EnvMaker(own, tables, resolve, limits, prompt)
+            self._makers[name] = EnvMaker(own, tables, resolve, one.limits, one.prompt)
             self._env_ids[name] = one.env.id
 
     def check(self, rows: Sequence[EvalRow]) -> None:

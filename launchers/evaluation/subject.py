@@ -297,10 +297,7 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
 
 def as_asked(name: str, one: QuestionSet) -> SetConfig:
     """A set that `resolve_sets` has filled up, nothing left open."""
-    assert one.env
-    assert one.prompt
-    assert one.limits
-    assert one.sampling
+    assert one.env is not None
     return SetConfig(
         f"sets.{name}",
         one,
@@ -308,7 +305,7 @@ def as_asked(name: str, one: QuestionSet) -> SetConfig:
         one.prompt,
         one.limits,
         one.sampling,
-        one.num_samples or 1,
+        one.num_samples,
         one.python,
         one.search,
         one.grader,

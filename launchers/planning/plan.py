@@ -161,7 +161,7 @@ def wanted_by(config: AnyRun, model: str = "") -> Wanted:
             roles=config.roles,
         )
     if isinstance(config, EvaluateConfig):
-        own = [one.limits for one in config.sets.values() if one.limits is not None]
+        own = [one.limits for one in config.sets.values()]
         return Wanted(
             path=model,
             path_tokens=_longest([config.limits, *own]),

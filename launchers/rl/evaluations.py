@@ -186,7 +186,7 @@ class Evaluations:
         def make_row(name: str, answer: Answer) -> EvalRow:
             return row_of(name, answer, number)
 
-        samples = range(own.num_samples or 1)
+        samples = range(own.num_samples)
         wanted = [Wanted(name, task, sample) for task in self._tasks[name] for sample in samples]
         missing, many = store.missing(wanted), config.concurrency
         await ask_into(store, missing, {name: asking}, make_row, concurrency=many)
