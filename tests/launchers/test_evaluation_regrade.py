@@ -6,15 +6,19 @@ import fcntl
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 import pytest
 
 from agentenv import Task, ToolEnv, register
+from agentenv.config import to_plain
+from agentenv.errors import ConfigError
 from envs.grading.reward import ExactMatch
 from launchers.evaluation import regrade
-from launchers.evaluation.store import read_rows
+from launchers.evaluation.config import resolve_sets
+from launchers.evaluation.store import Saved, Store, load_saved, read_rows
 from tests.support.stored_evaluation import QUICK, mixed_rows, rows_of, write_evaluation
 
 
@@ -196,3 +200,21 @@ def test_a_running_evaluation_is_not_regraded(tmp_path, capsys):
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert regrade.main([str(folder)]) == 2
     assert "another command is writing this evaluation" in capsys.readouterr().err
+
+
+def saved_with(folder: Path, grader: str) -> Saved:
+    """What a command with this grader stores."""
+    before = load_saved(folder)
+    sets = {name: {"path": f"{name}.jsonl"} for name in before.config["sets"]}
+    raw = {"env": {"id": "agentenv/QAGrader-v0"}, "grader": {"kind": grader}, "sets": sets}
+    config = to_plain(resolve_sets(raw, "test"))
+    return Saved(subject=before.subject, run=before.run, config=config)
+
+
+def test_a_command_with_the_new_grader_goes_on(tmp_path: Path) -> None:
+    folder = write_evaluation(tmp_path / "e", mixed_rows(4, 1), {"kind": "layered"})
+    Store(folder, saved_with(folder, "layered")).close()
+    assert regrade.main([str(folder), "grader.kind=exact"]) == 0
+    Store(folder, saved_with(folder, "exact")).close()
+    with pytest.raises(ConfigError, match="another configuration"):
+        Store(folder, saved_with(folder, "layered"))

@@ -36,6 +36,7 @@ def leaves(tree: Any, path: str = "") -> dict[str, Any]:
 def assert_same_summary(folder: Path, name: str, before: str) -> None:
     found = json.loads((folder / name / "summary.json").read_text())
     expected = json.loads((STORED / before).read_text())
+    assert expected.pop("num_unscored") == 0  # of a busy machine, which plays no part any more
     assert leaves(expected) == leaves(found)
     assert list(expected["groups"]) == list(found["groups"])
 
