@@ -136,8 +136,8 @@ class NativeRenderer(TextCodec):
     ) -> None:
         super().__init__(tokenizer, eos_ids)
         self.config = config or NativeConfig()
-        self.template_kwargs = (prompt or PromptConfig()).chat_template_kwargs
-        if prompt is not None and not prompt.apply_chat_template:
+        self.prompt_config = prompt or PromptConfig()
+        if not self.prompt_config.apply_chat_template:
             raise ConfigError(
                 "renderer.name = 'native' speaks through the chat template; with "
                 "prompt.apply_chat_template = false use renderer.name = 'tags'"
@@ -207,7 +207,7 @@ class NativeRenderer(TextCodec):
             tools=functions or None,
             add_generation_prompt=generation,
             tokenize=False,
-            **self.template_kwargs,
+            **self.prompt_config.chat_template_kwargs,
         )
         return str(text)
 

@@ -134,9 +134,12 @@ class TagRenderer(TextCodec):
         eos_ids: Collection[int] = (),
     ) -> None:
         super().__init__(tokenizer, eos_ids)
-        self.config = prompt or PromptConfig()
+        self.prompt_config = prompt or PromptConfig()
         self._frame: tuple[list[int], list[int]] | None = None  # of results, encoded once
-        if self.config.apply_chat_template and getattr(tokenizer, "chat_template", "") is None:
+        if (
+            self.prompt_config.apply_chat_template
+            and getattr(tokenizer, "chat_template", "") is None
+        ):
             raise ConfigError(
                 "prompt.apply_chat_template: the tokenizer has no chat template; set it to false "
                 "to train a base model on plain text"
@@ -144,7 +147,7 @@ class TagRenderer(TextCodec):
 
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
         """The prompt of the first turn, by the model's chat template or as plain text."""
-        if not self.config.apply_chat_template:
+        if not self.prompt_config.apply_chat_template:
             text = "\n\n".join(message.content for message in messages) + "\n"
             return list(self.tokenizer.encode(text, add_special_tokens=True))
         chat = [{"role": message.role, "content": message.content} for message in messages]
@@ -153,7 +156,7 @@ class TagRenderer(TextCodec):
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
-            **self.config.chat_template_kwargs,
+            **self.prompt_config.chat_template_kwargs,
         )
         return self.single_bos(list(encoded["input_ids"]))
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from agentenv.data.rows import BROKEN_BOXED
 from agentenv.errors import DataError
 from agentenv.native import NativeRenderer
 from agentenv.prompt import SYSTEM_KEY, Instruction
-from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN, Renderer
+from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN, Renderer, TagRenderer
 from agentenv.types import Completion, Message, Task
 from launchers.supervised.dialogues import Conversation
 from learners.batch import EncodedTree, encode_sequence
@@ -67,29 +67,26 @@ Part = tuple[list[int], bool]  # token ids, and whether they are the policy's
 class ChatEncoder:
     """Encodes conversations for one model.
 
-    `eos_ids` are all tokens that end a turn. `instruction` is the system prompt of rows without
-    one. With `compat`, tool results within an answer are trained like the answer.
+    `instruction` is the system prompt of rows without one. With `compat`, tool results within an
+    answer are trained like the answer.
     """
 
     def __init__(
         self,
         renderer: Renderer,
-        eos_ids: Collection[int] = (),
         instruction: Instruction | None = None,
         *,
         compat: bool = False,
     ) -> None:
+        assert isinstance(renderer, TagRenderer | NativeRenderer), "an endpoint learns nothing"
         self.renderer = renderer
         self.tokenizer = renderer.tokenizer
-        self.eos_ids = frozenset(eos_ids) or frozenset({self.tokenizer.eos_token_id})
         self.instruction = instruction or Instruction()
         self.compat = compat
         self.is_native = isinstance(renderer, NativeRenderer)
         self._frames: tuple[str, str] | None = None
         self._opens_thought: bool | None = None
-        config = getattr(renderer, "config", None)
-        self._uses_template = bool(getattr(config, "apply_chat_template", True))
-        self._kwargs: dict[str, Any] = getattr(config, "chat_template_kwargs", {})
+        self._prompt = renderer.prompt_config
         self.end_id = self._end_of_turn()
 
     def encode(self, conversation: Conversation, first_trained: int = 0) -> Example:
@@ -200,7 +197,7 @@ class ChatEncoder:
     def _user_frame(self) -> tuple[str, str]:
         """What the chat template writes around a user's message that follows an answer."""
         if self._frames is None:
-            if not self._uses_template:
+            if not self._prompt.apply_chat_template:
                 self._frames = "\n\n", "\n"
                 return self._frames
             chat = _chat(("user", "qQ"), ("assistant", "qTurnq"), ("user", STAND_IN))
@@ -218,17 +215,22 @@ class ChatEncoder:
     def _end_of_turn(self) -> int:
         """The token that the chat template ends an answer with, if generation stops there."""
         own: int = self.tokenizer.eos_token_id
-        if not self._uses_template:
+        if not self._prompt.apply_chat_template:
             return own
         text = self._render(_chat(("user", "qQ"), ("assistant", "qTurnq")), generation=False)
         rest = text.rpartition("qTurnq")[2].lstrip()
-        ends = {token: self.renderer.decode([token]) for token in sorted(self.eos_ids)}
+        ends = {
+            token: self.renderer.decode([token]) for token in sorted(self.renderer.eos_ids)
+        }
         found = [token for token, end in ends.items() if end and rest.startswith(end)]
         return found[0] if found else own
 
     def _render(self, chat: list[dict[str, str]], *, generation: bool) -> str:
         text = self.tokenizer.apply_chat_template(
-            chat, add_generation_prompt=generation, tokenize=False, **self._kwargs
+            chat,
+            add_generation_prompt=generation,
+            tokenize=False,
+            **self._prompt.chat_template_kwargs,
         )
         return str(text)
 

@@ -21,7 +21,6 @@ import numpy as np
 from msgspec import Struct
 
 from agentenv.deadline import uncancelled
-from agentenv.model_files import read_eos_ids
 from agentenv.prompt import load_instruction
 from agentenv.renderer import Renderer
 from launchers.assembly import Assembly, once
@@ -120,7 +119,6 @@ class SupervisedAssembly(Assembly[SupervisedRunConfig]):
         config = self.config
         return ChatEncoder(
             (await self.renderers())[""],
-            read_eos_ids(await self.model(), await self.tokenizer()),
             load_instruction(config.prompt, self.resolve),
             compat=config.data.compat == "reference",
         )

@@ -14,7 +14,6 @@ from agentenv.actor import Actor
 from agentenv.config import build_config
 from agentenv.data.dataset import load_tasks
 from agentenv.data.rows import RowsConfig
-from agentenv.model_files import read_eos_ids
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig
 from agentenv.tree import Trajectory
@@ -115,7 +114,7 @@ def test_a_dialogue_is_trained_as_the_tokens_that_were_rolled_out(
     assert run("out", *HINTS) == 0
     model = warehouse.parent / "model"
     renderer = make_renderer(TagsConfig(), PromptConfig(), load_tokenizer(model), model)
-    encoder = ChatEncoder(renderer, read_eos_ids(model, renderer.tokenizer))
+    encoder = ChatEncoder(renderer)
     rows = {row.key: row for row in read_rows(tmp_path / "out" / "trajectories")}
     learned = [row for row in rows_of(tmp_path / "out" / "sft.jsonl") if row["way"] != "direct"]
     assert len(learned) == 4
