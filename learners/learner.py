@@ -18,6 +18,31 @@ from learners.batch import EncodedTree
 from learners.credit import CreditedTree
 from learners.lora import LoRAConfig
 
+# Keys that another configuration has with another default.
+Optimizer = Annotated[
+    Literal["muon_adamw", "adamw"],
+    Meta(
+        description="Muon on hidden matrices and AdamW on the rest, or AdamW on all",
+        extra=ESSENTIAL,
+    ),
+]
+LearningRate = Annotated[float, Meta(ge=0, description="rate of AdamW", extra=ESSENTIAL)]
+WeightDecay = Annotated[
+    float,
+    Meta(
+        ge=0,
+        description="decoupled decay of AdamW's matrices; norms, biases and embeddings have none",
+    ),
+]
+Schedule = Annotated[
+    Literal["constant", "linear", "cosine"],
+    Meta(description="how the learning rates go on after the warm-up"),
+]
+WarmupRatio = Annotated[
+    float,
+    Meta(ge=0, le=1, description="part of all updates over which the rates rise, if not steps"),
+]
+
 
 class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The optimizer; schedules are the controller's, as a factor on both rates (`lr_factor`).
@@ -25,23 +50,10 @@ class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Weight decay acts on matrices: norms, biases and embeddings have none.
     """
 
-    optimizer: Annotated[
-        Literal["muon_adamw", "adamw"],
-        Meta(
-            description="Muon on hidden matrices and AdamW on the rest, or AdamW on all",
-            extra=ESSENTIAL,
-        ),
-    ] = "muon_adamw"
-    learning_rate: Annotated[float, Meta(ge=0, description="rate of AdamW", extra=ESSENTIAL)] = 1e-3
+    optimizer: Optimizer = "muon_adamw"
+    learning_rate: LearningRate = 1e-3
     muon_learning_rate: Annotated[float, Meta(ge=0, description="rate of Muon")] = 4e-3
-    weight_decay: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="decoupled decay of AdamW's matrices; norms, biases and embeddings have "
-            "none",
-        ),
-    ] = 0.01
+    weight_decay: WeightDecay = 0.01
     muon_weight_decay: Annotated[
         float, Meta(ge=0, description="decoupled decay of Muon's matrices")
     ] = 0.01
@@ -63,16 +75,11 @@ def optimizer_of(config: OptimizerConfig) -> OptimizerConfig:
 class ScheduleConfig(OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An optimizer whose rates rise from zero, then follow the schedule to the last update."""
 
-    schedule: Annotated[
-        Literal["constant", "linear", "cosine"],
-        Meta(description="how the learning rates go on after the warm-up"),
-    ] = "constant"
+    schedule: Schedule = "constant"
     warmup_steps: Annotated[
         int, Meta(ge=0, description="updates over which the rates rise linearly")
     ] = 0
-    warmup_ratio: Annotated[
-        float, Meta(ge=0, le=1, description="the same as a part of all updates; one of the two")
-    ] = 0.0
+    warmup_ratio: WarmupRatio = 0.0
     min_lr_ratio: Annotated[
         float, Meta(ge=0, le=1, description="factor on the rates at the end of the schedule")
     ] = 0.0

@@ -7,14 +7,21 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
-from agentenv.config import PATH
+from agentenv.config import ESSENTIAL, PATH
 from agentenv.errors import ConfigError
 from agentenv.native import NativeConfig
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig
 from launchers.config import ModelConfig, RunConfig
 from launchers.monitors import MonitorConfig
-from learners.learner import LearnerConfig
+from learners.learner import (
+    LearnerConfig,
+    LearningRate,
+    Optimizer,
+    Schedule,
+    WarmupRatio,
+    WeightDecay,
+)
 from learners.lora import LoRAConfig
 
 Format = Literal["auto", "sharegpt", "messages", "alpaca", "turns"]
@@ -38,6 +45,11 @@ class ChatColumns(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     history: Annotated[str, Meta(description="alpaca: pairs of earlier turns")] = "history"
 
 
+MaxLength = Annotated[
+    int, Meta(ge=2, description="cut-off length of a sequence, or of prompt and answer, in tokens")
+]
+
+
 class ChatDataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The files that are learned from, and those that only measure."""
 
@@ -46,11 +58,12 @@ class ChatDataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(
             description="rows to learn from: a JSONL, JSON, CSV, parquet or Arrow file, a folder, "
             "a pattern, or a list of them; with data.dataset_info names of datasets in it",
-            extra=PATH,
+            extra=PATH | ESSENTIAL,
         ),
     ]
     eval: Annotated[
-        str | list[str], Meta(description="rows that measure, given as data.train is", extra=PATH)
+        str | list[str],
+        Meta(description="rows that measure, given as data.train is", extra=PATH | ESSENTIAL),
     ] = ""
     eval_split: Annotated[
         float,
@@ -78,9 +91,7 @@ class ChatDataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     skip_bad_rows: Annotated[
         bool, Meta(description="leave out bad rows and list them, instead of refusing the file")
     ] = False
-    max_length: Annotated[
-        int, Meta(ge=2, description="cut-off length of a sequence, in tokens")
-    ] = 15_000
+    max_length: MaxLength = 15_000
     overlong: Annotated[
         Literal["cut", "skip", "error"],
         Meta(description="a longer sequence loses its end, is left out, or is refused"),
@@ -101,22 +112,11 @@ WARMUP_RATIO = 0.1
 class SupervisedLearnerConfig(LearnerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The learner with the rates of the published cold start: AdamW, cosine, warm-up of a tenth."""
 
-    optimizer: Annotated[
-        Literal["muon_adamw", "adamw"],
-        Meta(description="Muon on hidden matrices and AdamW on the rest, or AdamW on all"),
-    ] = "adamw"
-    learning_rate: Annotated[float, Meta(ge=0, description="rate of AdamW")] = 7e-6
-    weight_decay: Annotated[
-        float, Meta(ge=0, description="decoupled decay of AdamW's matrices")
-    ] = 0.0
-    schedule: Annotated[
-        Literal["constant", "linear", "cosine"],
-        Meta(description="how the learning rates go on after the warm-up"),
-    ] = "cosine"
-    warmup_ratio: Annotated[
-        float,
-        Meta(ge=0, le=1, description="part of all steps over which the rates rise, if not steps"),
-    ] = WARMUP_RATIO
+    optimizer: Optimizer = "adamw"
+    learning_rate: LearningRate = 7e-6
+    weight_decay: WeightDecay = 0.0
+    schedule: Schedule = "cosine"
+    warmup_ratio: WarmupRatio = WARMUP_RATIO
 
     def __post_init__(self) -> None:
         if self.warmup_steps and self.warmup_ratio == WARMUP_RATIO:
@@ -132,7 +132,12 @@ class LoopConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Steps, batches and cadence."""
 
     batch_size: Annotated[
-        int, Meta(ge=1, description="rows of a batch, over all ranks; see also packing")
+        int,
+        Meta(
+            ge=1,
+            description="rows of a batch, over all ranks: sequences, pairs, or see packing",
+            extra=ESSENTIAL,
+        ),
     ] = 8
     gradient_accumulation: Annotated[
         int, Meta(ge=1, description="batches of an optimizer step; the mean is over all of them")
@@ -140,7 +145,10 @@ class LoopConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     num_steps: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="steps")] = None
     num_epochs: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(description="passes over the rows, in place of num_steps; 3 if neither is given"),
+        Meta(
+            description="passes over the rows, in place of num_steps; 3 if neither is given",
+            extra=ESSENTIAL,
+        ),
     ] = None
     eval_every: Annotated[
         int, Meta(ge=0, description="steps between evaluations; 0: only at start and end")
@@ -229,9 +237,7 @@ Beta = Annotated[float, Meta(gt=0, description="weight of staying near the refer
 class PairDataConfig(ChatDataConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The files of preferences."""
 
-    max_length: Annotated[
-        int, Meta(ge=2, description="cut-off length of prompt and answer, in tokens")
-    ] = 8192
+    max_length: MaxLength = 8192
 
 
 class DPOLoopConfig(LoopConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -242,7 +248,6 @@ class DPOLoopConfig(LoopConfig, frozen=True, kw_only=True, forbid_unknown_fields
         Literal["lora", "full"],
         Meta(description="train adapters (learner.lora, r = 8 unless given), or all weights"),
     ] = "lora"
-    batch_size: Annotated[int, Meta(ge=1, description="pairs of a batch, over all ranks")] = 8
 
 
 class DPOLearnerConfig(
@@ -250,7 +255,7 @@ class DPOLearnerConfig(
 ):
     """The learner with the rates of the published self-critic stage."""
 
-    learning_rate: Annotated[float, Meta(ge=0, description="rate of AdamW")] = 5e-6
+    learning_rate: LearningRate = 5e-6
 
 
 class DPORunConfig(SupervisedRunConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

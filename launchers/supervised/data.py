@@ -27,6 +27,7 @@ from launchers.supervised.config import ChatDataConfig
 from launchers.supervised.dialogues import (
     Conversation,
     RowFormat,
+    converted,
     find_sources,
     read_conversation,
     read_preference,
@@ -73,12 +74,9 @@ def is_pair_row(row: Row) -> bool:
 
 def read_pair_row(row: Row, threshold: float, limit: int, rng: Random) -> list[PairRow]:
     """The pairs of a row; raises DataError with key and what was expected."""
-    kind: Any = PairRow if "prompt_ids" in row else TrajectoryTree
-    try:
-        found = msgspec.convert(row, kind)
-    except msgspec.ValidationError as error:
-        raise DataError(str(error)) from error
-    return [found] if isinstance(found, PairRow) else list(pairs_of(found, threshold, limit, rng))
+    if "prompt_ids" in row:
+        return [converted(row, PairRow)]
+    return list(pairs_of(converted(row, TrajectoryTree), threshold, limit, rng))
 
 
 def pairs_of(tree: TrajectoryTree, threshold: float, limit: int, rng: Random) -> Iterator[PairRow]:

@@ -16,16 +16,18 @@ import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from agentenv.data.files import Row, find_files
 from agentenv.errors import DataError
 from agentenv.types import Message, ToolCall
 from launchers.supervised.config import ChatColumns, ChatDataConfig, Format
+
+T = TypeVar("T")
 
 
 class ChatTags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,6 +69,15 @@ class RowFormat(Struct, frozen=True):
     format: Format = "auto"
     columns: ChatColumns = ChatColumns()
     tags: ChatTags = ChatTags()
+
+
+def converted(raw: Any, kind: type[T], where: str = "") -> T:
+    """What a file holds as the type that it should be. DataError says what in it is not, and
+    begins with `where`."""
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise DataError(f"{where}: {error}" if where else str(error)) from error
 
 
 # Messages of a dialogue, however a file names their roles and texts.
@@ -297,14 +308,11 @@ def _tools(row: Row, form: RowFormat) -> list[dict[str, Any]]:
 
 def _alpaca_prompt(row: Row, form: RowFormat) -> list[Message]:
     columns, messages = form.columns, []
-    for pair in row.get(columns.history) or ():
-        if (
-            not isinstance(pair, list)
-            or len(pair) != 2
-            or not all(isinstance(t, str) for t in pair)
-        ):
-            raise DataError(f"key {columns.history!r}: expected pairs of texts, got {pair!r:.60}")
-        messages += [Message("user", pair[0]), Message("assistant", pair[1])]
+    told = converted(
+        row.get(columns.history) or [], list[tuple[str, str]], f"key {columns.history!r}"
+    )
+    for question, answer in told:
+        messages += [Message("user", question), Message("assistant", answer)]
     texts = [_text(row, columns.prompt), _text(row, columns.query, optional=True)]
     messages.append(Message("user", "\n".join(filter(None, texts))))
     return _with_system(messages, row, form)
@@ -319,17 +327,23 @@ def _text(row: Row, column: str, *, optional: bool = False) -> str:
     return value
 
 
+class _Turn(Struct):
+    action: str
+    result: str | None = None
+
+
+class _Turns(Struct):
+    question: Annotated[str, Meta(min_length=1)]
+    turns: list[_Turn]
+
+
 def _turns(row: Row) -> list[Message]:
-    messages = [Message("user", _text(row, "question"))]
-    for number, turn in enumerate(row["turns"] if isinstance(row.get("turns"), list) else ()):
-        if not isinstance(turn, dict) or not isinstance(turn.get("action"), str):
-            raise DataError(f"key 'turns[{number}]': expected {{'action', 'result'}}")
-        messages.append(Message("assistant", turn["action"]))
-        result = turn.get("result")
-        if result is not None and not isinstance(result, str):
-            raise DataError(f"key 'turns[{number}].result': expected a text or null")
-        if result is not None:
-            messages.append(Message("tool", result))
+    found = converted(row, _Turns)
+    messages = [Message("user", found.question)]
+    for turn in found.turns:
+        messages.append(Message("assistant", turn.action))
+        if turn.result is not None:
+            messages.append(Message("tool", turn.result))
     return messages
 
 
@@ -406,10 +420,7 @@ def _source(registry: Path, name: str, *, ranking: bool) -> Source:
     named = {"system": "", "tools": "", **entry.columns}
     if entry.formatting != "alpaca":
         named.setdefault("messages", "conversations")
-    try:
-        columns = msgspec.convert(named, ChatColumns)
-    except msgspec.ValidationError as error:
-        raise DataError(f"{where}.columns: {error}") from error
+    columns = converted(named, ChatColumns, f"{where}.columns")
     path = registry.parent / entry.file_name
     if not path.exists():
         raise DataError(f"{where}.file_name: there is no {path}")
@@ -433,7 +444,5 @@ def _entry(registry: Path, name: str) -> _Entry:
         raise DataError(
             f"{registry}: {name}.{hub[0]}: nothing is downloaded; get the file and give file_name"
         )
-    try:
-        return msgspec.convert({k: v for k, v in raw.items() if k not in HUBS}, _Entry)
-    except msgspec.ValidationError as error:
-        raise DataError(f"{registry}: {name}: {error}") from error
+    own = {key: value for key, value in raw.items() if key not in HUBS}
+    return converted(own, _Entry, f"{registry}: {name}")

@@ -113,7 +113,7 @@ def test_names_of_columns_and_roles_are_those_that_are_given() -> None:
         ({"conversations": SHAREGPT, "tools": "[{}]"}, "key 'tools': expected a list of tools"),
         ({"conversations": SHAREGPT, "system": 3}, "key 'system': expected a text, got 3"),
         ({"instruction": "a", "output": None}, "key 'output': expected a text"),
-        ({"question": "a", "turns": [{"result": "x"}]}, "key 'turns[0]'"),
+        ({"question": "a", "turns": [{"result": "x"}]}, "field `action` - at `$.turns[0]`"),
     ],
 )  # fmt: skip
 def test_a_bad_row_says_key_and_what_was_expected(row: dict[str, Any], message: str) -> None:
