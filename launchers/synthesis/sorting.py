@@ -208,15 +208,10 @@ def without_duplicates(judged: Iterable[Judged]) -> list[Judged]:
     seen: dict[str, EvalRow] = {}
     result = []
     for one in judged:
-        if one.reason:
-            result.append(one)
-            continue
-        first = seen.setdefault(one.text, one.row)
-        if first is one.row:
-            result.append(one)
-        else:
-            detail = f"as {first.dataset} {first.sample}"
-            result.append(Judged(one.way, one.row, one.text, "duplicate", detail))
+        first = one.row if one.reason else seen.setdefault(one.text, one.row)
+        if first is not one.row:
+            one = replace(one, reason="duplicate", detail=f"as {first.dataset} {first.sample}")
+        result.append(one)
     return result
 
 
