@@ -46,9 +46,10 @@ def test_the_same_command_asks_nothing_and_writes_the_same(
     assert run("out", *HINTS) == 0
     assert num_asked[0] == count
     assert written(tmp_path / "out") == first
-    assert run("out", *HINTS, "filter.drop_failed_calls=true") == 0
+    learned = len(rows_of(tmp_path / "out" / "sft.jsonl"))
+    assert run("out", *HINTS, "filter.max_per_question=2") == 0
     assert num_asked[0] == count, "other filters ask nothing"
-    assert len(rows_of(tmp_path / "out" / "sft.jsonl")) == 8
+    assert len(rows_of(tmp_path / "out" / "sft.jsonl")) > learned
 
 
 @pytest.mark.parametrize("share", [0.2, 0.7])
