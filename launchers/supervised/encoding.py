@@ -219,9 +219,7 @@ class ChatEncoder:
             return own
         text = self._render(_chat(("user", "qQ"), ("assistant", "qTurnq")), generation=False)
         rest = text.rpartition("qTurnq")[2].lstrip()
-        ends = {
-            token: self.renderer.decode([token]) for token in sorted(self.renderer.eos_ids)
-        }
+        ends = {token: self.renderer.decode([token]) for token in sorted(self.renderer.eos_ids)}
         found = [token for token, end in ends.items() if end and rest.startswith(end)]
         return found[0] if found else own
 
