@@ -74,7 +74,7 @@ class Kind(Generic[T]):
 
     def parts(self) -> list[type[T]]:
         """All structs that are known here, ours first. Raises ConfigError for a broken one."""
-        return [self.find(name) for name in [*self._parts, *self._installed()]]
+        return [self.find(name) for name in {**self._parts, **self._installed()}]
 
     def decode(self, raw: object) -> T:
         """A part from its table. Raises ValueError as msgspec expects it, and ConfigError."""

@@ -27,7 +27,7 @@ def png(figure: Any, dpi: int = 110) -> bytes:
     """The figure as a PNG file; axes with labels and without a legend get one."""
     for axes in figure.axes:
         if axes.get_legend() is None and axes.get_legend_handles_labels()[1]:
-            axes.legend(fontsize="small")
+            axes.legend(fontsize="small", loc="upper right")  # "best" is slow with many points
     file = BytesIO()
     figure.savefig(file, format="png", dpi=dpi)
     return file.getvalue()

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ATTACKS = read_attacks(ROOT / "tests" / "fixtures" / "sandbox_attacks.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rung", RUNGS)
 async def test_no_attack_gets_through(rung: Rung) -> None:
     assert len(ATTACKS) >= 40
@@ -29,6 +30,7 @@ async def test_no_attack_gets_through(rung: Rung) -> None:
     assert psutil.Process().children(recursive=True) == []
 
 
+@pytest.mark.slow
 def test_the_command_tells_what_got_through(tmp_path: Path) -> None:
     snippets = {"holds": "open('{SECRET_FILE}'); print('PWNED')", "leaks": "print('PWNED')"}
     path = tmp_path / "attacks.json"

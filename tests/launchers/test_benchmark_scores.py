@@ -66,6 +66,7 @@ async def evaluate(config: Path, out: Path) -> tuple[list[dict[str, Any]], dict[
     return rows, json.loads((out / "summary.json").read_text()), shown.decode()
 
 
+@pytest.mark.slow
 async def test_sets_of_the_users_files_are_asked_judged_and_scored_by_their_groups(
     tmp_path: Path,
 ) -> None:

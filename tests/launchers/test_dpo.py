@@ -45,6 +45,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_supervised(tmp_path_factory.mktemp("dpo"), TABLES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_held_out_answers_are_preferred(workspace: Path, tuning: str) -> None:
     """Also by the policy itself: the chosen answer's log-prob rises over the rejected one's."""

@@ -220,6 +220,7 @@ def test_training_has_no_such_key(warehouse: Path, capsys: pytest.CaptureFixture
     assert "assist" in refused(capsys)
 
 
+@pytest.mark.slow
 def test_the_shipped_configuration_is_planned_and_runs_small(
     tmp_path: Path, helper: ScriptedEndpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:

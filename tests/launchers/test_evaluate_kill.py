@@ -93,6 +93,7 @@ def test_killed_at_any_moment_it_asks_no_question_twice(warehouse: Path, tmp_pat
     assert len(command.asked()) <= len(questions) + NUM_KILLS * CONCURRENCY
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_can_go_on(warehouse: Path, tmp_path: Path, number: signal.Signals) -> None:

@@ -22,6 +22,7 @@ from launchers.evaluation.store import Saved, Store, load_saved, read_rows
 from tests.support.stored_evaluation import QUICK, mixed_rows, rows_of, write_evaluation
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # math-verify starts twice, which takes long on a busy machine
 def test_the_same_grader_gives_the_same_rows_and_figures(tmp_path, capsys):
     folder = write_evaluation(tmp_path / "e", mixed_rows(12, 3), {"kind": "layered"})

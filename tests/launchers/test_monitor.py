@@ -141,10 +141,11 @@ def test_tensorboard_has_scalars_and_samples_and_a_resumed_run_replaces_what_it_
     assert [point.step for point in cold.Scalars("sft/loss")][-1] == 100
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_under_its_id_and_step_axis_in_weights_and_biases(
     tmp_path: Path,
 ) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     for first in (1, 3):
         config = RolloutMonitorConfig(wandb=OFFLINE)
         monitors = Monitors(config, tmp_path, {"run": {"seed": 5}})
@@ -152,6 +153,7 @@ def test_a_resumed_run_goes_on_under_its_id_and_step_axis_in_weights_and_biases(
             monitors.log({"step": step, "reward/mean": step / 10})
         monitors.trajectories("eval-held-x", [SAMPLE])
         monitors.finish(0)
+    wandb.teardown()  # its service process outlives a run
     files = sorted(
         (tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime
     )

@@ -9,6 +9,7 @@ import pytest
 
 from agentenv import Message, Task
 from agentenv.config import load_config
+from agentenv.env import close_shared
 from agentenv.errors import ConfigError
 from envs.quickstart import QuickstartEnv
 from launchers import evaluate
@@ -78,10 +79,12 @@ async def test_the_quick_start_can_be_graded_by_another_grader(
     said = r"<think>So.</think><answer>\boxed{WWII}</answer>"
     _, given, terminated, _, _ = await env.step(Message("assistant", said))
     await env.close()
+    await close_shared()
     assert terminated
     assert given == reward
 
 
+@pytest.mark.slow
 def test_replies_of_a_judge_that_are_no_verdict_are_told(tmp_path: Path) -> None:
     parts = [{"rule": 0.0, "judge_unparsed": 1.0}, {"rule": 0.0, "judge": 1.0}, {"rule": 1.0}]
     rows = [row(str(i), success=bool(i), parts=one) for i, one in enumerate(parts)]

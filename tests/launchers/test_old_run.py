@@ -46,6 +46,7 @@ def updates(run: Path) -> list[dict[str, Any]]:
     return [row for row in rows_of(run) if "trees/offered" in row]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("here")
 def test_its_checkpoint_is_trained_on(workspace: Path) -> None:

@@ -48,6 +48,7 @@ def finished(warehouse: Path, here: None) -> Path:
     return folder / "runs" / "overlapping"
 
 
+@pytest.mark.slow
 def test_training_goes_on_during_an_evaluation(finished: Path) -> None:
     rows = rows_of(finished)
     order = [("eval" if "eval/a/success" in row else "step", row["step"]) for row in rows]

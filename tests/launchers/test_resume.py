@@ -54,6 +54,7 @@ def test_a_run_goes_on_from_its_best_checkpoint(
     assert "not a complete checkpoint" in capsys.readouterr().err.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_resumed_and_exported(
     warehouse: Path, finished: Path, tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ def test_a_comparison_uses_what_the_report_stored_and_stores_its_own(
     assert asked == []
 
 
+@pytest.mark.slow
 def test_an_added_sample_is_scored_and_voted_with_the_others(
     folder: Path, asked: list[str]
 ) -> None:
@@ -79,6 +80,7 @@ def test_an_added_sample_is_scored_and_voted_with_the_others(
     assert summary(part)["overall"] == summary(whole)["overall"]  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_regrading_scores_anew(folder: Path, asked: list[str]) -> None:
     assert report.main([str(folder)]) == 0
     asked.clear()

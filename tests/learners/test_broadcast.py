@@ -85,6 +85,7 @@ async def test_a_broadcast_that_nobody_takes_ends_by_itself(
         await process.communicate(b"")
 
 
+@pytest.mark.slow
 async def test_joining_ends_when_it_is_called_off_or_nobody_comes(
     model_dir: Path, tmp_path: Path
 ) -> None:
@@ -104,6 +105,7 @@ async def test_joining_ends_when_it_is_called_off_or_nobody_comes(
             await sender.send()
 
 
+@pytest.mark.slow
 async def test_the_directory_holds_what_was_published_or_is_refused(
     model_dir: Path, tmp_path: Path
 ) -> None:

@@ -57,13 +57,14 @@ def test_going_on_equals_not_having_stopped_to_the_bit(model_dir: Path, tmp_path
         assert torch.equal(weights_of(resumed)[name], weight)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)  # a machine that is busy with other things kills as well
 @pytest.mark.parametrize(
     ("kills", "stage"),
     [
         (6, ()),
-        pytest.param(3, ("2",), marks=pytest.mark.slow),
-        pytest.param(3, ("3",), marks=pytest.mark.slow),
+        (3, ("2",)),
+        (3, ("3",)),
     ],
     ids=["one rank", "zero-2", "zero-3"],
 )

@@ -185,6 +185,7 @@ async def test_errors_come_back_and_the_rank_goes_on(
     assert len(await learner.score([encode_sequence([1, 2], [False, True])])) == 1
 
 
+@pytest.mark.slow
 async def test_a_killed_rank_is_reported_at_once(model_dir: Path, tmp_path: Path) -> None:
     log = tmp_path / "learner.log"
     learner = await DeepSpeedLearner.start(CONFIG, ALGORITHM, model_dir, log)
@@ -219,6 +220,7 @@ async def test_the_rank_dies_with_its_controller(model_dir: Path, tmp_path: Path
     await asyncio.to_thread(assert_gone, [int(output)])
 
 
+@pytest.mark.slow
 async def test_bad_starts_are_refused(model_dir: Path, tmp_path: Path) -> None:
     log = tmp_path / "learner.log"
     with pytest.raises(ConfigError, match="not a Hugging Face model"):
@@ -232,6 +234,7 @@ async def test_bad_starts_are_refused(model_dir: Path, tmp_path: Path) -> None:
         await DeepSpeedLearner.start(CONFIG, ALGORITHM, broken, log)
 
 
+@pytest.mark.slow
 async def test_zero_1_equals_plain_torch_with_aepo(model_dir: Path, tmp_path: Path) -> None:
     algorithm = AEPO(group_size=6)
     config = LearnerConfig(

@@ -29,7 +29,8 @@ from tests.learners.trees import credited, random_tree
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
 async def test_a_killed_rank_ends_all_with_its_number(
     stage: int, model_dir: Path, tmp_path: Path
 ) -> None:
@@ -49,6 +50,7 @@ async def test_a_killed_rank_ends_all_with_its_number(
     await learner.close()
 
 
+@pytest.mark.slow
 async def test_a_rank_that_hangs_is_named_and_all_end(model_dir: Path, tmp_path: Path) -> None:
     config = two_ranks(zero_stage=2)
     learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "learner.log")

@@ -36,7 +36,8 @@ def pairs(sizes: list[int]) -> list[EncodedTree]:
     return found
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
 async def test_two_ranks_equal_one(stage: int, model_dir: Path, tmp_path: Path) -> None:
     config = two_ranks(zero_stage=stage)
     learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "learner.log")

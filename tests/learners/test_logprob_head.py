@@ -128,6 +128,7 @@ print((peak() - before) / 1e9)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_large_vocabulary_needs_little_memory(dtype: str) -> None:

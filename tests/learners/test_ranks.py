@@ -33,13 +33,8 @@ from tests.learners.ranks import (
 from tests.learners.trees import credited
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "zero-0",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("zero-1", "zero-2", "zero-3", "torch")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["zero-0", "zero-1", "zero-2", "zero-3", "torch"])
 async def test_two_ranks_equal_one(backend: str, model_dir: Path, tmp_path: Path) -> None:
     keys = {"backend": "torch"} if backend == "torch" else {"zero_stage": int(backend[-1])}
     config = two_ranks(**keys)

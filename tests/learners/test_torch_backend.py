@@ -24,11 +24,12 @@ from tests.learners.ranks import (
 from tests.learners.trees import credited
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [
-        pytest.param({"zero_stage": 3, "offload": "params"}, marks=pytest.mark.slow),
-        pytest.param({"zero_stage": 2, "offload": "optimizer"}, marks=pytest.mark.slow),
+        {"zero_stage": 3, "offload": "params"},
+        {"zero_stage": 2, "offload": "optimizer"},
         {"backend": "torch"},
         {"optimizer": "muon_adamw", "muon_learning_rate": 1e-3},
     ],
