@@ -126,10 +126,8 @@ class WorkerPool:
             num_closed = self._num_closed
             self._num_jobs += 1
             for last in (False, True):
-                await self.start()
-                server = self._server
-                assert server is not None
-                outcome = await self._try(server, payload, limit_s, fresh=last)
+                server, worker = await self._worker(fresh=last)
+                outcome = await self._try(server, worker, payload, limit_s)
                 if "result" in outcome:
                     return outcome["result"]
                 if "stopped" in outcome:
@@ -161,13 +159,27 @@ class WorkerPool:
         if server is not None:
             server.close()
 
+    async def _worker(self, *, fresh: bool) -> tuple[_ForkServer, _Worker]:
+        """A worker and its fork server, which is replaced once if it dies meanwhile."""
+        for last in (False, True):
+            await self.start()
+            server = self._server
+            assert server is not None
+            try:
+                return server, await server.worker(fresh=fresh)
+            except _ServerDiedError:
+                if server is self._server:
+                    self._drop_server()
+                if last:
+                    raise
+        raise AssertionError
+
     async def _try(
-        self, server: _ForkServer, payload: Any, limit_s: float, *, fresh: bool
+        self, server: _ForkServer, worker: _Worker, payload: Any, limit_s: float
     ) -> dict[str, Any]:
         """What a worker answers; {"stopped": why} when it used too much, {} when it died. Only a
         worker that gave a result takes another job."""
         loop = asyncio.get_running_loop()
-        worker = await server.worker(fresh=fresh)
         job = asyncio.ensure_future(worker.ask({"payload": payload}))
         healthy = False
         try:
@@ -190,6 +202,10 @@ class WorkerPool:
             if not healthy:
                 job.cancel()
                 loop.call_soon(worker.kill)  # when the loop has let go of its socket
+
+
+class _ServerDiedError(InfraError):
+    """A fork server died before it answered; another one may."""
 
 
 class _ForkServer:
@@ -235,9 +251,13 @@ class _ForkServer:
                 socket.send_fds(self._control, [b"fork"], [theirs.fileno()])
             async with asyncio.timeout(START_TIMEOUT_S):
                 hello = await worker.receive()
+            if not hello:
+                raise _ServerDiedError("no worker process: the fork server died")
             worker.pid = hello["pid"]
             worker.handle = os.pidfd_open(worker.pid)
             return worker
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise _ServerDiedError(f"no worker process: {error!r}") from error
         except (OSError, TimeoutError, KeyError) as error:
             raise InfraError(f"no worker process: {hello.get('failed') or error!r}") from error
         finally:

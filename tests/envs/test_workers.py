@@ -118,6 +118,19 @@ async def test_a_pool_outlives_the_death_of_its_processes(
         await job
 
 
+async def test_a_fork_server_that_is_about_to_die_is_replaced(
+    make_pool: Callable[..., WorkerPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool()
+    await pool.start()
+    server = pool._server
+    assert server is not None
+    server._process.kill()
+    monkeypatch.setattr(type(server), "alive", lambda self: True)  # it has not been noticed yet
+    assert await pool.run({}, 9.0) == "done"
+    assert pool._server is not server
+
+
 @pytest.mark.parametrize(
     ("handler", "says"),
     [
