@@ -3,7 +3,9 @@ r"""The layered grader: what it accepts, what it refuses, and why; hostile answe
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -190,6 +192,52 @@ async def test_agreement_with_the_labelled_pairs(capsys: pytest.CaptureFixture[s
     output = capsys.readouterr().out
     assert "ARPO (token F1 == 1)" in output
     assert "slowest pairs" in output
+
+
+# of fixtures/fresh_pairs.json; docs/environments.md says what the grader makes of it
+FRESH_PAIRS = "0ce8b99c8b93b0161b0e6c45893fe3d29b7597a3165b9313560da618dabe4b62"
+
+
+def test_the_fresh_pairs_are_those_that_the_documents_name() -> None:
+    path = FIXTURES / "fresh_pairs.json"
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert digest == FRESH_PAIRS
+    assert digest in (FIXTURES.parent.parent / "docs" / "environments.md").read_text("utf-8")
+
+
+def test_half_of_the_fresh_pairs_is_held_out() -> None:
+    path = FIXTURES / "fresh_pairs.json"
+    both = pairs.read_pairs(path)
+    found = [pairs.read_pairs(path, half) for half in ("development", "held-out")]
+    assert sum(map(len, found)) == len(both) >= 500
+    assert sum(not row.label for row in both) >= 200
+    golds = [{tuple(row.golds) for row in half} for half in found]
+    assert not golds[0] & golds[1]
+    forms = [Counter((row.kind, row.label) for row in half) for half in found]
+    assert all(abs(forms[0][form] - forms[1][form]) <= 4 for form in forms[0] | forms[1])
+    seen = [both[number - 1] for number in pairs.READ_BEFORE]
+    assert all(row in found[0] for row in seen)
+
+
+def test_of_the_held_out_half_only_counts_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("math_verify")
+    path = tmp_path / "pairs.json"
+    rows = [{"gold": f"gold{n}", "answer": "other", "label": n % 2} for n in range(60)]
+    path.write_text(json.dumps({"seed": 1, "pairs": rows}))
+    assert pairs.main([str(path), "--no-math-verify", "--half", "held-out"]) == 0
+    held_out = capsys.readouterr().out
+    assert "right answers refused" in held_out
+    assert "other" not in held_out
+    assert "gold" not in held_out
+    assert pairs.main([str(path), "--no-math-verify"]) == 0
+    shown = capsys.readouterr().out
+    development = {row.golds[0] for row in pairs.read_pairs(path, "development") if row.label}
+    assert {gold for gold in (f"gold{n}" for n in range(60)) if f"'{gold}'" in shown} >= development
+    path.write_text('[["5", "5", 1]]')
+    assert pairs.main([str(path), "--half", "held-out"]) == 2
+    assert 'no "seed"' in capsys.readouterr().err
 
 
 def test_check_grader_runs_any_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
