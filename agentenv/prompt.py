@@ -12,10 +12,11 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct, field
 
 from agentenv.config import ESSENTIAL
-from agentenv.errors import ConfigError
-from agentenv.types import Message, Task
+from agentenv.data.files import SUFFIXES
+from agentenv.data.rows import shared_system_prompt
+from agentenv.errors import ConfigError, DataError
+from agentenv.types import SYSTEM_KEY, Message, Task
 
-SYSTEM_KEY = "system_prompt"  # of Task.metadata: the system prompt that a row brings along
 QUESTION = "{question}"
 
 
@@ -27,7 +28,8 @@ class PromptConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Meta(
             description="system prompt: 'search+python', 'search', 'python', 'no_tools', "
             "'chinese', 'direct', or a text file; a file that holds {question} is the whole "
-            "user message; empty: that of the environment",
+            "user message; a file of rows, as data/train.parquet: the one system prompt of its "
+            "rows; empty: that of the environment",
             extra=ESSENTIAL,
         ),
     ] = ""
@@ -74,7 +76,8 @@ class Instruction(Struct, frozen=True):
 
 
 def load_instruction(config: PromptConfig, resolve: Callable[[str], Path] = Path) -> Instruction:
-    """The text of a preset or of a file. Raises ConfigError when there is neither."""
+    """The text of a preset or of a file. Raises ConfigError when there is neither, or rows whose
+    system prompts are not one and the same."""
     if not config.template:
         if config.override_row:
             raise ConfigError("prompt.override_row: needs a prompt.template that overrides")
@@ -82,6 +85,11 @@ def load_instruction(config: PromptConfig, resolve: Callable[[str], Path] = Path
     if config.template in presets():
         return Instruction(preset(config.template), config.override_row)
     path = resolve(config.template)
+    if is_rows(config.template):
+        try:
+            return Instruction(shared_system_prompt(path), config.override_row)
+        except DataError as error:
+            raise ConfigError(f"prompt.template: {error}") from error
     try:
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -94,6 +102,11 @@ def load_instruction(config: PromptConfig, resolve: Callable[[str], Path] = Path
     if not text:
         raise ConfigError(f"prompt.template: the file {path} is empty")
     return Instruction(text, config.override_row)
+
+
+def is_rows(template: str) -> bool:
+    """Whether a template is a file of rows, whose system prompt is meant."""
+    return template not in presets() and Path(template).suffix.lower() in SUFFIXES
 
 
 @cache

@@ -9,6 +9,8 @@ from msgspec import Meta, Struct, field
 
 from agentenv.config import ESSENTIAL
 
+SYSTEM_KEY = "system_prompt"  # of Task.metadata: the system prompt that a row brings along
+
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Budgets of one trajectory, and deadlines of what its coroutine awaits."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -77,3 +79,68 @@ def test_a_file_is_the_system_prompt_or_the_whole_message(tmp_path: Path) -> Non
 def test_a_prompt_that_cannot_be_had_is_refused(config: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_instruction(PromptConfig(**config))  # type: ignore[arg-type]
+
+
+# the system prompt of rows
+
+SAID = "Answer in \\boxed{answer here}."
+
+
+def chat(system: str, question: str = "q") -> dict[str, object]:
+    """A row in the schema of ARPO's parquet files."""
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    return {"prompt": messages, "reward_model": {"ground_truth": "", "style": "rule"}}
+
+
+def template(path: Path, rows: list[dict[str, object]]) -> str:
+    """What the file of these rows gives as template."""
+    if path.suffix == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        importlib.import_module("pyarrow.parquet").write_table(
+            pyarrow.Table.from_pylist(rows), path
+        )
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return load_instruction(PromptConfig(template=str(path))).text
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_rows_give_their_one_system_prompt_with_boxed_repaired(tmp_path: Path, suffix: str) -> None:
+    """As published the \\b of \\boxed is a backspace byte; golds do not matter."""
+    broken = SAID.replace("\\b", "\b")
+    rows = [chat(broken, f"question {number}") for number in range(3)]
+    assert "\x08oxed" in broken
+    assert template(tmp_path / f"train{suffix}", rows) == SAID
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"system": SAID, "conversations": [{"from": "human", "value": "q"}]},
+        {"conversations": [{"from": "system", "value": SAID}, {"from": "human", "value": "q"}]},
+        {"messages": [{"role": "system", "content": SAID}, {"role": "user", "content": "q"}]},
+        {"system_prompt": SAID, "question": "q", "answer": "a"},
+    ],
+)
+def test_rows_of_dialogues_give_theirs(tmp_path: Path, row: dict[str, object]) -> None:
+    assert template(tmp_path / "sft.jsonl", [row, row]) == SAID
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([chat(SAID), chat("Another.")], "row 2: another system prompt than row 1; expected one"),
+        ([chat(SAID), {"question": "q"}], r"row 2: no system prompt; .*row has \['question'\]"),
+        ([], "no row; expected rows with a system prompt"),
+    ],
+)
+def test_rows_without_one_system_prompt_are_refused(
+    tmp_path: Path, rows: list[dict[str, object]], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        template(tmp_path / "rows.jsonl", rows)
+
+
+def test_rows_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"prompt\.template: no/rows\.parquet: there is no such"):
+        load_instruction(PromptConfig(template="no/rows.parquet"))

@@ -17,15 +17,15 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta, Struct, field
 
 from agentenv.config import ROWS
-from agentenv.data.files import RawRow, Row
+from agentenv.data.files import RawRow, Row, read_rows
 from agentenv.errors import DataError
-from agentenv.prompt import SYSTEM_KEY
-from agentenv.types import Task
+from agentenv.types import SYSTEM_KEY, Task
 
 Overlong = Literal["error", "skip", "cut"]
 
@@ -109,6 +109,8 @@ ANSWERS = ("reward_model.ground_truth", "answer", "answers", "Answer", "Final an
            "golden_answers", "ground_truth", "output")  # fmt: skip
 KINDS = ("kind", "data_source", "ability")
 ENV_BY = ("data_source", "ability")
+SYSTEMS = (SYSTEM_KEY, "system")
+CHATS = ("prompt", "messages", "conversations")
 HELD_IN = ("text", "answer", "target")
 KEPT = ("data_source", "ability", "extra_info.question")  # metadata although used
 SOLUTION_KEY = "solution"
@@ -207,7 +209,48 @@ class RowReader:
     def _repaired(self, text: str) -> str:
         if self.config.compat == "reference":
             return text
-        return text.replace(BROKEN_BOXED, "\\boxed")
+        return repaired(text)
+
+
+def repaired(text: str) -> str:
+    """The text with "\\boxed" where a file has the byte that its \\b was read as."""
+    return text.replace(BROKEN_BOXED, "\\boxed")
+
+
+def shared_system_prompt(path: Path) -> str:
+    """The system prompt that every row of a file has, repaired: of the column system_prompt or
+    system, or the system message of prompt, messages or conversations.
+
+    Raises DataError for a row without one, and for two rows with different ones.
+    """
+    first: tuple[int, str] | None = None
+    for raw in read_rows(path):
+        if raw.problem:
+            raise DataError(f"{path}, row {raw.number}: {raw.problem}")
+        text = repaired(_own_system(raw.row)).strip()
+        if not text:
+            raise DataError(
+                f"{path}, row {raw.number}: no system prompt; expected one in the column "
+                f"{' or '.join(SYSTEMS)}, or as first message of {' or '.join(CHATS)}; the row has "
+                f"{sorted(raw.row)}"
+            )
+        if first is None:
+            first = raw.number, text
+        elif text != first[1]:
+            raise DataError(
+                f"{path}, row {raw.number}: another system prompt than row {first[0]}; expected "
+                "one and the same in all rows: put the wanted one into a text file"
+            )
+    if first is None:
+        raise DataError(f"{path}: no row; expected rows with a system prompt")
+    return first[1]
+
+
+def _own_system(row: Row) -> str:
+    for column in SYSTEMS:
+        if isinstance(row.get(column), str) and row[column].strip():
+            return str(row[column])
+    return next((text for key in CHATS if (text := _system_of(row.get(key)))), "")
 
 
 def _find(row: Row, mapped: str, key: str, known: tuple[str, ...]) -> Found:
@@ -254,11 +297,12 @@ def _chat(messages: list[Any], column: str) -> tuple[str, str]:
     return user[0], system[0] if system else ""
 
 
-def _system_of(messages: list[Any]) -> str:
-    """The system text of chat messages of which nothing else is wanted."""
-    for message in messages:
-        if isinstance(message, dict) and message.get("role") == "system":
-            return str(message.get("content") or "")
+def _system_of(messages: Any) -> str:
+    """The system text of chat messages of which nothing else is wanted, in either form: role and
+    content, or ShareGPT's from and value. "" for what is no list of messages."""
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict) and "system" in (message.get("role"), message.get("from")):
+            return str(message.get("content") or message.get("value") or "")
     return ""
 
 

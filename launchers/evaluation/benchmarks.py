@@ -21,7 +21,7 @@ from importlib import resources
 from importlib.metadata import entry_points
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -31,41 +31,23 @@ from agentenv.data.dataset import Paths, load_tasks
 from agentenv.data.files import Row, find_files
 from agentenv.data.rows import ANSWERS, QUESTIONS, ColumnsConfig, RowsConfig, look_up
 from agentenv.errors import ConfigError, DataError
-from agentenv.prompt import SYSTEM_KEY
-from agentenv.types import Task
+from agentenv.types import SYSTEM_KEY, Task
 from envs.grading.verdict import last_boxed
 
 BenchmarkKind = Literal["math", "qa", "deep_search"]
 Metric = Literal["math", "f1", "judge"]
 
-MAX_CALLS = {"python": 5, "search": 10}  # of one question, in the evaluation of ARPO
+# How every question of the papers is asked, of whichever kind: MAX_*_TIMES and PROMPT_TYPE =
+# "code_search" of evaluation/infer_local_sds.sh (RUC-NLPIR/ARPO at a95cd08), for all its sets.
+ENV_ID = "agentenv/DeepSearch-v0"
+MAX_CALLS = {"search": 10, "python": 5}
+PRESET = "search+python"
 SPARE_TURNS = 5  # for the answer, and calls that are answered with "no more calls"
 
 
-class KindDefaults(NamedTuple):
-    """How questions of one kind are asked: the environment's table, its tools, and the system
-    prompt, a preset of `agentenv.prompt`."""
-
-    env: dict[str, Any]
-    tools: tuple[str, ...]
-    prompt: str
-
-
-KINDS: dict[BenchmarkKind, KindDefaults] = {
-    "math": KindDefaults({"id": "agentenv/CodeInterpreter-v0"}, ("python",), "python"),
-    "qa": KindDefaults(
-        {"id": "agentenv/WebSearch-v0", "kwargs": {"open_page": False}}, ("search",), "search"
-    ),
-    "deep_search": KindDefaults(
-        {"id": "agentenv/DeepSearch-v0"}, ("search", "python"), "search+python"
-    ),
-}
-
-
 class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One benchmark. `kind` says which tools are there (maths: python, QA: search, deep search:
-    both) and so chooses the environment, `metric` what the papers report: mathematical equivalence
-    (backed by a judge), token F1, or an LLM judge.
+    """One benchmark. `kind` groups questions in reports, `metric` is what the papers report:
+    mathematical equivalence (backed by a judge), token F1, or an LLM judge.
 
     `hub` is its id on huggingface.co, `part` what of it is evaluated, `note` what has to be known
     or done before; `columns` are those of the published file. `num_questions` are asked unless
@@ -75,7 +57,7 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     the gold where no answer stands beside it, `literal` one that holds an object as text. With
     `encrypted`, question and answer may be base64 of the text XORed with the row's canary.
     `private` is what stands for an answer that is not published. `prompt` is a system prompt other
-    than that of the kind, `also` other names, in small letters and digits.
+    than that of the rest, `also` other names, in small letters and digits.
     """
 
     title: str
@@ -102,17 +84,7 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def preset(self) -> str:
         """The system prompt, a preset of `agentenv.prompt`."""
-        return self.prompt or KINDS[self.kind].prompt
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        """The tools that the papers give the model."""
-        return KINDS[self.kind].tools
-
-    @property
-    def env_id(self) -> str:
-        """The environment that has these tools."""
-        return str(KINDS[self.kind].env["id"])
+        return self.prompt or PRESET
 
     def usual_keys(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """How the benchmark is asked where the configuration does not say: env and its tools with
@@ -124,10 +96,10 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         env: Mapping[str, Any] = given.get("env") or {}
         grader: Mapping[str, Any] = given.get("grader") or {}
         keys: dict[str, Any] = {"prompt": {"template": self.preset}, "grader": {}}
-        if env.get("id", self.env_id) == self.env_id:
-            tools = [{"name": name, "max_calls": MAX_CALLS[name]} for name in self.tools]
-            num_calls = sum(MAX_CALLS[name] for name in self.tools)
-            keys["env"] = {**KINDS[self.kind].env, "tools": tools}
+        if env.get("id", ENV_ID) == ENV_ID:
+            tools = [{"name": name, "max_calls": calls} for name, calls in MAX_CALLS.items()]
+            num_calls = sum(MAX_CALLS.values())
+            keys["env"] = {"id": ENV_ID, "tools": tools}
             keys["limits"] = {
                 "max_tool_calls": num_calls,
                 "max_turns": num_calls + SPARE_TURNS,
@@ -360,7 +332,7 @@ def load_benchmark(
     """Tasks of the benchmark in the order of its file: as many as the papers ask, the first `n`,
     or, for 0, all.
 
-    `env_id` is the environment of rows that choose none; empty: the benchmark's. `rows` are keys
+    `env_id` is the environment of rows that choose none; empty: deep search. `rows` are keys
     as for any dataset. `say` is told what is left out and which groups have no column. Raises
     ConfigError for an unknown name, DataError for a missing file, with where to get it, or a bad
     row.
@@ -378,7 +350,7 @@ def load_benchmark(
     adapt = BenchmarkRows(spec, config.columns)
     tasks = load_tasks(
         files,
-        env_id or spec.env_id,
+        env_id or ENV_ID,
         replace(config, columns=ColumnsConfig()),
         max_samples=spec.num_questions if n is None else n,
         say=say,

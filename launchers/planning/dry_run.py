@@ -18,6 +18,7 @@ from agentenv.config import RUN, paths_of, resolver
 from agentenv.engine import EngineConfig
 from agentenv.engines.server_config import LaunchConfig, RoleConfig
 from agentenv.errors import ConfigError
+from agentenv.prompt import is_rows
 from envs.search.providers import PROVIDERS, WebConfig
 from envs.search.service import SearchConfig
 from launchers.assembly import Assembly
@@ -49,8 +50,18 @@ def missing_files(config: AnyRun, resolve: Resolve) -> Iterator[str]:
         if not _is_there(resolve(path).expanduser()):
             yield f"{key} = {path}"
     if isinstance(config, TrainConfig | EvaluateConfig):
+        yield from _missing_prompts(config, resolve)
         yield from _missing_keys(config.search)
         yield from _missing_engines(config.engine, config.roles)
+
+
+def _missing_prompts(config: TrainConfig | EvaluateConfig, resolve: Resolve) -> Iterator[str]:
+    prompts = (
+        [one.prompt for one in config.sets.values()] if isinstance(config, EvaluateConfig) else []
+    )
+    for template in dict.fromkeys(one.template for one in [config.prompt, *prompts]):
+        if is_rows(template) and not _is_there(resolve(template).expanduser()):
+            yield f"prompt.template = {template}"
 
 
 def _is_there(path: Path) -> bool:

@@ -24,9 +24,9 @@ from numpy.typing import ArrayLike, NDArray
 from agentenv.data.rows import BROKEN_BOXED
 from agentenv.errors import DataError
 from agentenv.native import NativeRenderer
-from agentenv.prompt import SYSTEM_KEY, Instruction
+from agentenv.prompt import Instruction
 from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN, Renderer, TagRenderer
-from agentenv.types import Completion, Message, Task
+from agentenv.types import SYSTEM_KEY, Completion, Message, Task
 from launchers.supervised.dialogues import Conversation
 from learners.batch import EncodedTree, encode_sequence
 

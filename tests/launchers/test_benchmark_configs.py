@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from launchers.evaluation.benchmarks import BENCHMARKS
+from agentenv.config import load_config
+from envs.search.service import SearchConfig
+from launchers.config import TrainConfig
+from launchers.evaluation.benchmarks import BENCHMARKS, ENV_ID
 from launchers.evaluation.config import EvaluateConfig, resolve_sets
 from launchers.serving.roles import check_roles
 
@@ -33,21 +36,59 @@ def test_sampling_and_limits_are_the_published_ones(name: str) -> None:
         assert (one.limits.max_turn_tokens, one.limits.max_seconds) == (4096, 1500)
         assert one.limits.on_limit == "result"
         assert one.max_tasks is None, "as many as the papers ask"
-        for tool in one.env.tools:
-            assert tool.max_calls == {"python": 5, "search": 10}[tool.name]
+        calls = {tool.name: tool.max_calls for tool in one.env.tools}
+        assert calls == {"search": 10, "python": 5}, "both tools, of every set"
     judge = config.roles["judge"]
     assert (judge.tensor_parallel_size, len(judge.gpus)) == (4, 4)
 
 
 def test_together_they_ask_every_benchmark() -> None:
-    sets = {**load("eval_reasoning").sets, **load("eval_deep_search").sets}
-    assert {one.benchmark for one in sets.values()} == set(BENCHMARKS)
-    for name, one in sets.items():
+    sets = [*load("eval_reasoning").sets.items(), *load("eval_deep_search").sets.items()]
+    assert {one.benchmark for _, one in sets} == set(BENCHMARKS)
+    for name, one in sets:
         spec = BENCHMARKS[one.benchmark]
         assert name == spec.name
         assert one.env is not None
-        assert one.env.id == spec.env_id
-        assert one.prompt is not None
-        assert one.prompt.template == spec.preset
+        assert one.env.id == ENV_ID
         assert one.grader is not None
         assert (one.grader.kind, one.grader.reward) == ("judge", "answer")
+
+
+def test_the_ten_sets_of_table_1_are_asked_over_bing_snippets() -> None:
+    """Paper, appendix C.3: the top 10 snippets of Bing, in training and in testing."""
+    sets = load("eval_reasoning").sets
+    ten = "aime24 aime25 math500 gsm8k math webwalker hotpotqa 2wiki musique bamboogle"
+    assert set(sets) == set(ten.split())
+    training = load_config(TrainConfig, CONFIGS / "arpo_reasoning_7b.toml").search
+    for one in sets.values():
+        assert isinstance(one.search, SearchConfig)
+        assert isinstance(training, SearchConfig)
+        assert one.search.backend == training.backend
+        assert one.search.sizes == training.sizes
+        assert one.search.sizes.mode == "snippets"
+        for search in (one.search, training):
+            assert (search.max_results, search.max_chars_per_result) == (10, 1000)
+    samples = {name: one.num_samples for name, one in sets.items() if one.num_samples != 1}
+    assert samples == {"aime24": 32, "aime25": 32}
+
+
+def test_webwalker_of_table_2_has_the_browser_agent() -> None:
+    sets = load("eval_deep_search").sets
+    for one in sets.values():
+        assert isinstance(one.search, SearchConfig)
+        assert one.search.sizes.mode == "summaries"
+        assert one.num_samples == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("eval_reasoning", "arpo_reasoning_7b"),
+        ("eval_deep_search", "arpo_deep_search_8b"),
+        ("eval_tool_star", "arpo_reasoning_7b"),
+    ],
+)
+def test_the_prompt_is_that_of_the_training_file(name: str, data: str) -> None:
+    trained = load_config(TrainConfig, CONFIGS / f"{data}.toml").data.train
+    for key, one in load(name).sets.items():
+        assert one.prompt.template == ("chinese" if key == "xbench" else trained)

@@ -17,7 +17,7 @@ import pytest
 
 from launchers import dpo, evaluate, serve, sft, train
 from launchers.evaluation.store import read_rows
-from tests.support.published import make_workspace
+from tests.support.published import SYSTEM, make_workspace
 from tests.support.warehouse import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -60,6 +60,7 @@ SMALL_RL = (
 )
 SMALL_EVALUATION = (
     "num_samples=1",
+    "prompt.template={folder}/rl.jsonl",
     "limits.max_prompt_tokens=2048",
     "limits.max_response_tokens=256",
     "limits.max_turn_tokens=96",
@@ -191,7 +192,8 @@ class Helper(BaseHTTPRequestHandler):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("name", "sets"), [("eval_reasoning", "gsm8k,hotpotqa"), ("eval_deep_search", "webwalker")]
+    ("name", "sets"),
+    [("eval_reasoning", "gsm8k,hotpotqa,webwalker"), ("eval_deep_search", "webwalker")],
 )
 def test_an_evaluation(name: str, sets: str, small: Path) -> None:
     """Of two questions a set, graded by the rules and a judge."""
@@ -211,6 +213,7 @@ def test_an_evaluation(name: str, sets: str, small: Path) -> None:
     assert len(rows) == 2 * len(paths)
     assert [row.error for row in rows if row.end == "failed"] == []
     assert all(row.action_tokens for row in rows)
+    assert all(SYSTEM in row.segments[0]["env"] for row in rows)
     assert (out / "report.md").is_file()
 
 
