@@ -106,12 +106,12 @@ class Rollout:
         self._clock = rollout_clock(actor.engine)
         self._guide = actor.make_guide(self)
         self._group = asyncio.TaskGroup()
-        self._num_root_names = 0
+        self._next_root = 0
         self._num_prompt_tokens = 0
 
     async def run(self, first_root: int) -> None:
         """Grow the tree from its start to its last leaf; the first root is named `first_root`."""
-        self._num_root_names = first_root
+        self._next_root = first_root
         async with self._group:
             self._start_roots(self.plan.on_start(self.tree))
 
@@ -120,8 +120,8 @@ class Rollout:
     def _start_roots(self, count: int) -> None:
         for _ in range(count):
             deadline = self._clock() + self.limits.max_seconds
-            branch = Branch(str(self._num_root_names), self.tree.root, deadline)
-            self._num_root_names += 1
+            branch = Branch(str(self._next_root), self.tree.root, deadline)
+            self._next_root += 1
             self.tree.num_roots += 1
             self._start(branch, partial(self._open_root, branch))
 
@@ -172,10 +172,10 @@ class Rollout:
         for held in holding:
             await held.wait()
 
-    async def _open_fork(self, branch: Branch, parent: Branch, held: asyncio.Event) -> None:
-        assert parent.env is not None
+    async def _open_fork(self, sibling: Branch, branch: Branch, held: asyncio.Event) -> None:
+        assert branch.env is not None
         try:
-            branch.env = await self.actor.envs.fork(parent.env)
+            sibling.env = await self.actor.envs.fork(branch.env)
         finally:
             held.set()
 

@@ -33,7 +33,7 @@ class Branch:
         self.num_prompt_tokens = 0
         self.num_turns = 0
         self.num_tool_calls = 0
-        self.may_fork = False  # the next turn follows a tool result and is no fork itself
+        self.may_fork = False  # the next turn follows a tool result and no fork begins with it
         self.forking: asyncio.Task[None] | None = None
 
     def sibling(self, name: str) -> Branch:

@@ -1,4 +1,4 @@
-"""The seam between actors and whatever samples tokens, and what starts it: an engine's keys."""
+"""The seam between actors and whatever samples tokens, and the configuration that starts it."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class EngineStart(Struct, frozen=True, kw_only=True):
 
 
 class LocalModel(Struct, frozen=True):
-    """The model that an engine holds in the controller's process, with keys and values of so many
+    """The model that an engine holds in the controller's process, with a KV cache for so many
     sequences of full length."""
 
     dtype: str

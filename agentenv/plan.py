@@ -7,7 +7,7 @@ all trees of a run.
 
     on_start        -> from-scratch trajectories to begin with
     on_fork_point   -> siblings to start at a tool result, once the tokens after it are known
-    on_leaf_end     -> from-scratch trajectories to add (the rest of the budget, refills)
+    on_leaf_end     -> from-scratch trajectories to add (the rest of the budget)
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RolloutPlan(Protocol):
         ...
 
     def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
-        """Called after `leaf` ended; `tree.num_live` no longer counts it."""
+        """Called after `leaf` ended without a failure; `tree.num_live` no longer counts it."""
         ...
 
 

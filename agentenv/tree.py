@@ -28,7 +28,7 @@ class Node(Struct):
     """One turn. `logprobs` and `entropies` (nats) have one entry per token of `action_ids`.
 
     `branch` names the coroutine that grew the node: "0", "1", ... for from-scratch trajectories,
-    "0.2+1" for the first fork taken from branch "0" at its second turn. `num_forks` is how many
+    "0.2+1" for the first fork taken from branch "0" after its second turn. `num_forks` is how many
     siblings the plan started at this node, None if it was never asked. A leaf has `end`; a
     truncated one also says which `limit`, a failed one which `error`. A trajectory may go on in a
     context of its own, such as a shorter one: the prompt of that is a node without a parent, and

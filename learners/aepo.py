@@ -154,7 +154,7 @@ class AEPOPlan(ARPOPlan):
     def fork_probability(
         self, tree: TrajectoryTree, node: Node, entropies: Sequence[float]
     ) -> float:
-        probability = self.rules.base_probability + self.raise_of(tree, node, entropies)
+        probability = self.rules.base_probability + self.rise_term(tree, node, entropies)
         run = consecutive_forks(tree, node)
         return clip_probability(probability * penalty_factor(self.rules.penalty_per_fork, run))
 

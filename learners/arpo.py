@@ -1,13 +1,15 @@
 """ARPO: trajectories fork after tool results whose entropy rose, and share credit above a fork.
 
-The whole algorithm is here: keys (`ARPO`), the fork criterion, which AEPO shares, the plan of the
-rollout (`ARPOPlan`), and its docstring says which credit and which loss. Loads no torch.
+What is ARPO's own is here: keys (`ARPO`), the fork criterion, which AEPO shares, and the plan of
+the rollout (`ARPOPlan`). Credit and loss are those of every algorithm with a clipped ratio
+(`credit` and `loss` in learners/algorithm.py, `ppo_loss` in learners/losses.py); the docstring of
+`ARPO` says with which settings. Loads no torch.
 
 When is the policy uncertain after a tool result? Two answers, as pure functions of the tree.
 Entropies are means over the first `entropy_window` tokens of a turn, divided by ln V, and so lie
 in [0, 1] for a vocabulary of V tokens.
 
-    rise      dH = H(after the tool result) - H(first turn of the root)
+    rise      dH = H(after the tool result) - H(first turn of the trajectory)
     paper     P = alpha + beta * dH                                (ARPO, arXiv 2507.19849, 3.1)
     relative  P = alpha + beta * (H after - H first) / (H after + H first)
 
@@ -76,7 +78,12 @@ class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
         ),
     ] = 0.5
     entropy_weight: Annotated[
-        float, Meta(ge=0, description="weight of the entropy rise in it (beta)", extra=ESSENTIAL)
+        float,
+        Meta(
+            ge=0,
+            description="weight of the entropy rise in the fork probability (beta)",
+            extra=ESSENTIAL,
+        ),
     ] = 0.2
     fork_mode: Annotated[
         Literal["sample", "threshold"],
@@ -118,7 +125,7 @@ class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
 class ARPOPlan:
     """Fork where the policy became uncertain after a tool result (ARPO, arXiv 2507.19849, 3.1).
 
-    P = clip(alpha + beta * `raise_of`, 0, 1). fork_mode "sample": each of beam_size - 1 siblings
+    P = clip(alpha + beta * `rise_term`, 0, 1). fork_mode "sample": each of beam_size - 1 siblings
     starts with probability P; fork_mode "threshold", the paper's text: all of them start if
     P > tau. Forks share the first turn of their root, so they inherit its baseline. What is left
     of the budget when nothing is growing any more starts from scratch, all at once.
@@ -163,10 +170,10 @@ class ARPOPlan:
         self, tree: TrajectoryTree, node: Node, entropies: Sequence[float]
     ) -> float:
         """P; `node` holds the tool result, `entropies` are those of the tokens after it (nats)."""
-        raised = self.raise_of(tree, node, entropies)
-        return clip_probability(self.rules.base_probability + raised)
+        rise = self.rise_term(tree, node, entropies)
+        return clip_probability(self.rules.base_probability + rise)
 
-    def raise_of(self, tree: TrajectoryTree, node: Node, entropies: Sequence[float]) -> float:
+    def rise_term(self, tree: TrajectoryTree, node: Node, entropies: Sequence[float]) -> float:
         """What the entropies add to the base probability."""
         after, before = self.entropy(entropies), self.entropy(tree.path(node)[1].entropies)
         is_relative = self.rules.fork_criterion == "relative"

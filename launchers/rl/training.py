@@ -153,7 +153,7 @@ class Training:
             stack.callback(measuring.cancel)
             if self.checkpoint is None:
                 await self._begin()
-            await self._reinforce()
+            await self._run_rl()
             if "after_rl" not in self.state.reports:
                 await self.evaluator.around("after_rl")
             self.recorder.finish(
@@ -221,7 +221,8 @@ class Training:
 
     # RL
 
-    async def _reinforce(self) -> None:
+    async def _run_rl(self) -> None:
+        """Rollouts, updates, evaluations and checkpoints until the last update."""
         self.throughput.rate(self.parts.engine.stats())
         self.view.begin("RL", self.parts.num_steps, self.state.step)
         await self.evaluator.resume()

@@ -122,7 +122,7 @@ def test_difference_decides_on_the_segment_before_the_tool_result() -> None:
 def test_difference_a_first_decision_is_a_toss() -> None:
     tree, node = make_tree(0.7)
     assert reference().rise(tree, node) == 0.0
-    assert paper().raise_of(tree, node, [0.9 * UNIT]) == pytest.approx(0.2 * 0.2)
+    assert paper().rise_term(tree, node, [0.9 * UNIT]) == pytest.approx(0.2 * 0.2)
 
 
 def test_difference_forks_compare_with_themselves_not_with_their_root() -> None:
