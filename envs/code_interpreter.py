@@ -161,8 +161,8 @@ def python_tool(**python: Any) -> PythonTool:
 class CodeInterpreterEnv(ToolEnv):
     """Questions answered with a Python interpreter.
 
-    `python` holds the keys of PythonConfig, `grader` those of GraderConfig, by default exact
-    match: reward 1 for a right answer, else 0.
+    `python` holds the keys of PythonConfig, `grader` those of GraderConfig, by default
+    the layered grader: 1 for a right answer, the token F1 of a wrong one in words, else 0.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class CodeInterpreterEnv(ToolEnv):
         super().__init__(
             task,
             tools=[PythonTool(shared_sandbox(config=config), timeout_s=config.timeout_s)],
-            grader=make_grader(grader, kind="exact"),
+            grader=make_grader(grader, partial_credit=True),
             prompt=prompt,
             tool_timeout_s=REPLAY_ALLOWANCE * config.timeout_s + START_ALLOWANCE_S,
         )

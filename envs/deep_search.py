@@ -24,7 +24,7 @@ from envs.web_search import WebSearchEnv
 
 
 class DeepSearchEnv(WebSearchEnv):
-    """Search and Python, graded by the published reward with its bonus for using both.
+    """Search and Python, graded like WebSearchEnv, with the bonus for using both.
 
     `search` holds the keys of `SearchConfig`; without it the shipped sample of Wikipedia is
     searched. `python` holds the keys of `PythonConfig`. `open_page` adds the tool that reads a

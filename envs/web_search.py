@@ -69,7 +69,8 @@ class SearchTool(StatelessTool):
 
 
 class WebSearchEnv(ToolEnv):
-    """Search and open pages, graded by the published ARPO reward unless `grader` says otherwise.
+    """Search and open pages, graded by the published ARPO reward unless `grader` says otherwise:
+    its rule over the layered grader, with partial credit for words.
 
     `search` holds the keys of `SearchConfig`, e.g. {"backend": {"name": "web", "provider":
     "serper"}, "mode": "pages"}; without it the shipped sample of Wikipedia is searched. `grader`
@@ -94,7 +95,7 @@ class WebSearchEnv(ToolEnv):
         super().__init__(
             task,
             tools=tools,
-            grader=make_grader(grader, kind="exact", reward="tools"),
+            grader=make_grader(grader, reward="tools", partial_credit=True),
             prompt=prompt,
             tool_timeout_s=tool_timeout_s or _TIMEOUT_S[config.sizes.mode],
             num_retries=num_retries,

@@ -35,11 +35,18 @@ def structs(kind: mi.Type) -> Iterator[type]:
                     yield from structs(inner)
 
 
+SINCE = {  # values that the files give another of since then, or give where they gave none
+    "grader.kind: None -> 'layered'",
+    "grader.partial_credit: False -> True",
+    "grader.partial_credit: False -> None",
+}
+
+
 @pytest.mark.parametrize("name", STORED)
 def test_a_stored_configuration_is_that_of_today(name: str) -> None:
     config = build_config(TrainConfig, json.loads(json.dumps(STORED[name])), "config.json")
     today = load_config(TrainConfig, ROOT / f"configs/{name}.toml")
-    assert list(changes(to_plain(config), to_plain(today))) == []
+    assert {*changes(to_plain(config), to_plain(today))} <= SINCE
 
 
 def test_a_stored_key_that_was_set_is_refused_with_the_reason() -> None:

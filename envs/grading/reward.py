@@ -148,8 +148,13 @@ class GraderConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         bool, Meta(description="layered, judge: ask math-verify (extra 'math') for expressions")
     ] = True
     partial_credit: Annotated[
-        bool, Meta(description="layered: a wrong answer in words scores its token F1")
-    ] = False
+        bool | None,
+        Meta(
+            description="layered: a wrong answer in words earns its token F1, stays wrong; none: "
+            "as the environment, true of those with tools",
+            extra=ESSENTIAL,
+        ),
+    ] = None
     judge: Annotated[JudgeConfig | None, Meta(description="judge: the server and its model")] = None
     own: Annotated[
         AnyGrader | None,
@@ -189,9 +194,10 @@ def grader_config(
     *,
     kind: GraderKind = "layered",
     reward: Reward = "answer",
+    partial_credit: bool = False,
 ) -> GraderConfig:
-    """The keys as a checked config, with the environment's `kind` and `reward` where they say
-    none; a ConfigError names a key that is wrong or not read."""
+    """The keys as a checked config, with the environment's `kind`, `reward` and `partial_credit`
+    where they say none; a ConfigError names a key that is wrong or not read."""
     if not isinstance(keys, GraderConfig):
         keys = build_config(GraderConfig, dict(keys or {}), "grader")
     if keys.kind is None:
@@ -199,13 +205,16 @@ def grader_config(
         keys = replace(keys, kind="own" if keys.own is not None else chosen)
     default = GraderConfig()
     for key, kinds in _READ_BY.items():
-        if keys.kind not in kinds and getattr(keys, key) != getattr(default, key):
+        is_off = key == "partial_credit" and not keys.partial_credit
+        if keys.kind not in kinds and not is_off and getattr(keys, key) != getattr(default, key):
             raise ConfigError(
                 f"grader.{key} is read by kind {' or '.join(kinds)} only, not by "
                 f"{keys.kind!r}; take it out or change grader.kind"
             )
     if keys.reward is None and keys.kind not in ("custom", "own"):
         keys = replace(keys, reward=reward)
+    if keys.partial_credit is None:
+        keys = replace(keys, partial_credit=partial_credit and keys.kind == "layered")
     if keys.compat and keys.reward != "tools":
         raise ConfigError('grader.compat = "reference" needs grader.reward = "tools"')
     if keys.kind == "judge" and keys.judge is None:
@@ -222,11 +231,15 @@ def make_grader(
     *,
     kind: GraderKind = "layered",
     reward: Reward = "answer",
+    partial_credit: bool = False,
 ) -> Grader:
-    """The grader of these keys, `kind` and `reward` where they say none. One for each set of keys
-    in a process, since what runs processes or holds connections is shared."""
-    asked = ("grader keys", msgspec.json.encode(keys), kind, reward)
-    config = shared(asked, lambda: grader_config(keys, kind=kind, reward=reward))
+    """The grader of these keys, `kind`, `reward` and `partial_credit` where they say none. One for
+    each set of keys in a process, since what runs processes or holds connections is shared."""
+    asked = ("grader keys", msgspec.json.encode(keys), kind, reward, partial_credit)
+    config = shared(
+        asked,
+        lambda: grader_config(keys, kind=kind, reward=reward, partial_credit=partial_credit),
+    )
     if config.compat:
         module, _, name = RELEASED_REWARD.partition(":")
         return cast(Grader, getattr(importlib.import_module(module), name)())
@@ -242,7 +255,7 @@ def make_grader(
 
 
 def _layered(config: GraderConfig) -> Matcher:
-    return Layered(math=config.math, partial_credit=config.partial_credit)
+    return Layered(math=config.math, partial_credit=bool(config.partial_credit))
 
 
 def _judge(config: GraderConfig) -> Matcher:

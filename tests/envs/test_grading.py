@@ -21,6 +21,7 @@ from envs.grading.words import f1
 from reference.grading import ReleasedReward
 from tests import check_fixtures
 from tests import check_grader as pairs
+from tests.support.rollout_checks import rollback
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 
@@ -254,11 +255,26 @@ def test_check_grader_runs_any_list(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert pairs.wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-3)
 
 
-@pytest.mark.parametrize("name", ["reward", "math_equiv", "eval_metrics", "eval_extract_answer"])
+@pytest.mark.parametrize(
+    "name", ["reward", "math_equiv", "eval_metrics", "eval_extract_answer", "tags_and_rollback"]
+)
 def test_compat_equals_the_released_code(name: str) -> None:
     passed, failed = check_fixtures.check_file(FIXTURES / f"{name}.json")
     assert passed
     assert not failed
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("<think> a </think> no call", "<think> a </think> no call"),
+        ("<think> a </think>\nSo I compute:\n<python>x", "<think> a </think>\n"),
+        ("a\nb\n<think>c\nd </think> \n <python>x</python>", "a\nb\n<think>c\n"),
+        ("a </think><python>", ""),
+    ],
+)
+def test_the_released_backtracer(text: str, kept: str) -> None:
+    assert rollback(text) == kept
 
 
 def test_compat_loads_the_released_reward() -> None:

@@ -98,9 +98,10 @@ def tag_count(text: str, tag: str) -> int:
 
 
 def rollback(text: str) -> str:
-    """Tool-Star's backtracer: the text up to the line break before the thought that led to the
-    last Python call, that break included; empty without one."""
-    call = text.rfind("<python>")
-    before = text if call < 0 else text[:call]
-    thought = before.rfind("</think>")
-    return before[: before.rfind("\n", 0, thought if thought >= 0 else len(before)) + 1]
+    """Tool-Star's backtracer (evaluation/tools/rollback_code.py): the last Python call goes, a
+    thought that ends right before it, and the rest of its line; without a call the text stays."""
+    before, call, _ = text.rpartition("<python>")
+    if not call:
+        return text
+    kept = before.rstrip(" \n").removesuffix("</think>").rstrip(" \n")
+    return kept[: kept.rfind("\n") + 1]
