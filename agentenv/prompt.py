@@ -86,6 +86,11 @@ def load_instruction(config: PromptConfig, resolve: Callable[[str], Path] = Path
         return Instruction(preset(config.template), config.override_row)
     path = resolve(config.template)
     if is_rows(config.template):
+        if not path.exists():
+            raise ConfigError(
+                f"prompt.template: there is no file {path}; expected the rows that the policy was "
+                f"trained on, or a preset: {', '.join(presets())}"
+            )
         try:
             return Instruction(shared_system_prompt(path), config.override_row)
         except DataError as error:

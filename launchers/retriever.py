@@ -5,7 +5,10 @@
 
 POST /retrieve in both dialects: {"queries": [text, ...], "topk": 5, "return_scores": true} and
 {"query": text, ...}. The answer is {"result": [[{"document": {"id", "title", "contents"},
-"score"}, ...], ...]}, a list for each query. GET /health says {"status": "ok"}.
+"score"}, ...], ...]}, a list for each query. As Tool-Star's server has them, POST /search of
+{"query": text, "top_n": 10, "return_score": false} gives [{"id", "contents"}, ...], and POST
+/batch_search of {"query": [text, ...], ...} a list of these; with scores, [documents, scores].
+GET /health says {"status": "ok"}.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 if __name__ == "__main__":  # run by its path: the repository root is what holds the packages
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -58,8 +61,16 @@ class _Request(Struct):
     return_scores: bool = False
 
 
+class _Asked(Struct):
+    """/search and /batch_search: FlashRAG's requests, with its default of ten."""
+
+    query: str | list[str]
+    top_n: Annotated[int, Meta(ge=1, le=100)] = 10
+    return_score: bool = False
+
+
 class Retriever:
-    """The service: one backend behind /retrieve."""
+    """The service: one backend behind /retrieve, /search and /batch_search."""
 
     def __init__(self, config: RetrieverConfig, backend: Backend) -> None:
         self.config = config
@@ -69,6 +80,8 @@ class Retriever:
         """The aiohttp application."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/retrieve", self.retrieve)
+        app.router.add_post("/search", self.search)
+        app.router.add_post("/batch_search", self.search)
         app.router.add_get("/health", self.health)
         return app
 
@@ -84,30 +97,68 @@ class Retriever:
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
             expected = 'expected {"queries": [text, ...]} or {"query": text}, with "topk" up to 100'
             return web.json_response({"error": f"{error}; {expected}"}, status=400)
-        topk = asked.topk or self.config.topk
         try:
-            found = await asyncio.gather(
-                *(self.backend.search(Query(query, topk)) for query in queries)
-            )
+            found = await self._found(queries, asked.topk or self.config.topk)
         except InfraError as error:
             return web.json_response({"error": str(error)}, status=503)
-        result = [[_row(hit, asked.return_scores) for hit in hits] for hits in found]
-        return web.Response(
-            body=msgspec.json.encode({"result": result}), content_type="application/json"
+        return _answer(
+            {"result": [[_row(hit, asked.return_scores) for hit in hits] for hits in found]}
         )
+
+    async def search(self, request: web.Request) -> web.Response:
+        """Tool-Star's dialects: /search has one query, /batch_search a list of them."""
+        many = request.path == "/batch_search"
+        try:
+            asked = msgspec.json.decode(await request.read(), type=_Asked)
+            queries = self._texts(asked.query, many)
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+            query = "[text, ...]" if many else "text"
+            expected = f'expected {{"query": {query}}}, with "top_n" up to 100'
+            return web.json_response({"error": f"{error}; {expected}"}, status=400)
+        try:
+            found = await self._found(queries, asked.top_n)
+        except InfraError as error:
+            return web.json_response({"error": str(error)}, status=503)
+        documents: list[Any] = [[_document(hit) for hit in hits] for hits in found]
+        scores: list[Any] = [[hit.score for hit in hits] for hits in found]
+        if not many:
+            documents, scores = documents[0], scores[0]
+        return _answer([documents, scores] if asked.return_score else documents)
+
+    async def _found(self, queries: list[str], num_results: int) -> list[list[Hit]]:
+        return await asyncio.gather(
+            *(self.backend.search(Query(query, num_results)) for query in queries)
+        )
+
+    def _texts(self, query: str | list[str], many: bool) -> list[str]:
+        if many != isinstance(query, list):
+            raise ValueError(f"query is {'no list' if many else 'a list'}")
+        queries = [query] if isinstance(query, str) else query
+        if not many and not queries[0].strip():
+            raise ValueError("query is empty")
+        return self._cut(queries)
 
     def _queries(self, asked: _Request) -> list[str]:
         if (asked.query is None) == (asked.queries is None):
             raise ValueError("one of query and queries is needed")
-        queries = [asked.query] if asked.query is not None else asked.queries or []
+        return self._cut([asked.query] if asked.query is not None else asked.queries or [])
+
+    def _cut(self, queries: list[str]) -> list[str]:
         if len(queries) > self.config.max_queries:
             raise ValueError(f"{len(queries)} queries, at most {self.config.max_queries}")
         return [query[:MAX_QUERY_CHARS] for query in queries]
 
 
+def _answer(content: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(content), content_type="application/json")
+
+
+def _document(hit: Hit) -> dict[str, object]:
+    return {"id": hit.id, "contents": joined_contents(hit.title, hit.text)}
+
+
 def _row(hit: Hit, with_score: bool) -> dict[str, object]:
-    contents = joined_contents(hit.title, hit.text)
-    document = {"id": hit.id, "title": hit.title, "contents": contents}
+    document = {**_document(hit), "title": hit.title}
     return {"document": document, "score": hit.score} if with_score else {"document": document}
 
 

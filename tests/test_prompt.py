@@ -142,5 +142,5 @@ def test_rows_without_one_system_prompt_are_refused(
 
 
 def test_rows_that_are_not_there_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"prompt\.template: no/rows\.parquet: there is no such"):
+    with pytest.raises(ConfigError, match=r"there is no file no/rows\.parquet; expected the rows"):
         load_instruction(PromptConfig(template="no/rows.parquet"))

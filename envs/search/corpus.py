@@ -219,19 +219,22 @@ def each_passage(path: Path) -> Iterator[Passage]:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Passage]]:
-    decoder = msgspec.json.Decoder()
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield number, _passage(decoder, line, f"corpus {path}, row {number}")
+                    yield number, read_passage(line, f"corpus {path}, row {number}")
     except OSError as error:
         raise DataError(f"corpus {path} cannot be read: {error.strerror}") from error
 
 
-def _passage(decoder: msgspec.json.Decoder[Any], line: bytes, where: str) -> Passage:
+_decoder = msgspec.json.Decoder()
+
+
+def read_passage(line: bytes, where: str) -> Passage:
+    """The passage of one line; a DataError begins with `where`."""
     try:
-        row = decoder.decode(line)
+        row = _decoder.decode(line)
         if not (isinstance(row, dict) and "contents" in row and "text" not in row):
             return msgspec.convert(row, Passage)
         flash = msgspec.convert(row, _FlashRagRow)

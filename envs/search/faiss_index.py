@@ -15,11 +15,10 @@ from envs.search.corpus import (
     BackendConfig,
     Hit,
     LocalBackend,
-    Passage,
     Query,
     needed,
-    read_corpus,
 )
+from envs.search.corpus_file import CorpusFile
 from envs.search.upstream import Cassette
 
 MAX_BATCH = 64  # queries that are encoded together
@@ -75,8 +74,8 @@ class FaissBackend(LocalBackend["_Dense"]):
     async def document(self, url: str) -> Hit | None:
         """The passage of "corpus:ID"."""
         dense = await self._index()
-        place = dense.places.get(url.removeprefix(CORPUS_SCHEME))
-        return None if place is None else dense.passages[place].hit()
+        passage = await self._in_thread(dense.corpus.find, url.removeprefix(CORPUS_SCHEME))
+        return None if passage is None else passage.hit()
 
     def stats(self) -> dict[str, float]:
         """Batches of queries that were encoded."""
@@ -119,11 +118,11 @@ class FaissBackend(LocalBackend["_Dense"]):
             index = self._faiss.read_index(str(path))
         except RuntimeError as error:
             raise ConfigError(f"search.backend.index: {path} is no FAISS index: {error}") from error
-        passages = read_corpus(Path(self._config.corpus))
-        if index.ntotal != len(passages):
+        corpus = CorpusFile(Path(self._config.corpus))
+        if index.ntotal != len(corpus):
             raise DataError(
                 f"the index {path} holds {index.ntotal} vectors and the corpus "
-                f"{self._config.corpus} {len(passages)} passages; expected the corpus from which "
+                f"{self._config.corpus} {len(corpus)} passages; expected the corpus from which "
                 "the index was built, row by row"
             )
         encoder = Encoder(self._config)
@@ -133,27 +132,25 @@ class FaissBackend(LocalBackend["_Dense"]):
                 f"{encoder.size}, but the index {path} has {index.d}; expected the encoder with "
                 "which the index was built"
             )
-        places = {passage.id: place for place, passage in enumerate(passages)}
-        return _Dense(index, encoder, passages, places)
+        return _Dense(index, encoder, corpus)
 
 
 class _Dense(Struct, frozen=True):
-    """A loaded index, the encoder of its queries, and its passages by place and id."""
+    """A loaded index, the encoder of its queries, and its passages."""
 
     index: Any
     encoder: Encoder
-    passages: list[Passage]
-    places: dict[str, int]
+    corpus: CorpusFile
 
     def search(self, queries: list[Query]) -> list[list[Hit]]:
         """The hits of each query; the score is the index's own."""
         vectors = self.encoder.encode([query.text for query in queries])
-        most = min(max(query.max_results for query in queries), len(self.passages))
+        most = min(max(query.max_results for query in queries), len(self.corpus))
         scores, places = self.index.search(vectors, most)
         found = []
         for query, own, values in zip(queries, places.tolist(), scores.tolist(), strict=True):
             best = list(zip(own, values, strict=True))[: query.max_results]
-            found.append([self.passages[place].hit(score) for place, score in best if place >= 0])
+            found.append([self.corpus[place].hit(score) for place, score in best if place >= 0])
         return found
 
 

@@ -237,16 +237,17 @@ PROVIDERS: dict[ProviderName, Provider] = {
 
 # Retrievers.
 
-Dialect = Literal["search_r1", "skyrl"]
+Dialect = Literal["search_r1", "skyrl", "tool_star"]
 
 
 class RemoteSearchConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="remote"):
-    """A retriever that serves POST /retrieve, e.g. launchers/retriever.py."""
+    """A retriever that serves POST /retrieve or /batch_search, as launchers/retriever.py does."""
 
     url: Annotated[str, Meta(description='e.g. "http://localhost:8000"')]
-    dialect: Annotated[Dialect, Meta(description="form of the request: queries, or query")] = (
-        "search_r1"
-    )
+    dialect: Annotated[
+        Dialect,
+        Meta(description="/retrieve with queries or (skyrl) query; tool_star: /batch_search"),
+    ] = "search_r1"
     traffic: Annotated[TrafficConfig, Meta(description="rate limit and retries")] = TrafficConfig(
         rate_per_s=0
     )
@@ -269,16 +270,30 @@ class _Retrieved(Struct):
     result: list[Any]
 
 
+class _Contents(Struct):
+    id: str | int
+    contents: str
+
+
+# What /batch_search answers, with scores: documents and scores of each query.
+_Batch = tuple[list[list[_Contents]], list[list[float]]]
+
+
 class RemoteBackend(HttpBackend):
-    """A retriever in one of the two dialects of /retrieve."""
+    """A retriever in one of the dialects: the two of /retrieve, and Tool-Star's /batch_search."""
 
     def __init__(self, config: RemoteSearchConfig, cassette: Cassette | None = None) -> None:
         super().__init__(Upstream(f"retriever {config.url}", config.traffic, cassette))
-        self._url = config.url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
+        path = "/batch_search" if config.dialect == "tool_star" else "/retrieve"
+        self._url = config.url.rstrip("/").removesuffix(path) + path
         self._dialect = config.dialect
 
     async def search(self, query: Query) -> list[Hit]:
         """Ask the retriever."""
+        if self._dialect == "tool_star":
+            many = {"query": [query.text], "top_n": query.max_results, "return_score": True}
+            reply = await self.upstream.send(HttpRequest("POST", self._url, json=many))
+            return batch_hits(reply, self._url)[: query.max_results]
         asked = {"query": query.text} if self._dialect == "skyrl" else {"queries": [query.text]}
         body = {**asked, "topk": query.max_results, "return_scores": True}
         reply = await self.upstream.send(HttpRequest("POST", self._url, json=body))
@@ -299,6 +314,24 @@ def retrieved_hits(reply: Reply, url: str) -> list[Hit]:
             f"retriever {url}: {error}; expected "
             '{"result": [[{"document": {"contents": text}, "score": number}]]}'
         ) from error
+
+
+def batch_hits(reply: Reply, url: str) -> list[Hit]:
+    """The hits of one query to /batch_search."""
+    if reply.status != 200:
+        raise InfraError(f"retriever {url}: status {reply.status}, expected 200")
+    try:
+        (rows,), (scores,) = msgspec.json.decode(reply.body, type=_Batch)
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        raise InfraError(
+            f"retriever {url}: {error}; expected "
+            '[[[{"id": text, "contents": text}, ..]], [[score, ..]]]'
+        ) from error
+    hits = []
+    for row, score in zip(rows, scores, strict=False):
+        title, text = split_contents(row.contents)
+        hits.append(Hit(text, title, "", str(row.id), score))
+    return hits
 
 
 def _retrieved_hit(row: Any) -> Hit:

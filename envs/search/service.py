@@ -22,7 +22,15 @@ from agentenv.tools import argument_schema, read_arguments
 from agentenv.types import Info, Message, ToolResult
 from envs.search.bm25 import BM25Config
 from envs.search.cache import CachedBackend, ResultCache
-from envs.search.corpus import CORPUS_SCHEME, Backend, BackendConfig, Hit, Query, market_of
+from envs.search.corpus import (
+    CORPUS_SCHEME,
+    Backend,
+    BackendConfig,
+    Hit,
+    Query,
+    joined_contents,
+    market_of,
+)
 from envs.search.faiss_index import FaissConfig
 from envs.search.pages import PageReader, PagesConfig, passages, window
 from envs.search.providers import RemoteSearchConfig, WebConfig
@@ -32,7 +40,8 @@ from envs.search.upstream import Cassette, CassetteMode
 
 Mode = Literal["snippets", "pages", "summaries"]
 Repeated = Literal["search", "tell"]
-PresetName = Literal["arpo", "arpo_eval", "tool_star"]
+Form = Literal["pages", "passages"]
+PresetName = Literal["arpo", "arpo_eval", "tool_star", "tool_star_wiki"]
 
 
 BACKENDS = Kind(
@@ -49,18 +58,22 @@ else:
 
 
 class Preset(Struct, frozen=True):
-    """Sizes in characters: of a page that is read, and of the window round the snippet."""
+    """Sizes in characters: of a page that is read, and of the window round the snippet. `form` is
+    how snippets are written: "Page i: ..." on lines, or passages with their titles, which
+    Tool-Star's policy reads of Wikipedia (`contents` of its retriever, blank lines between)."""
 
     mode: Mode
     max_page_chars: int
     window_chars: int
     repeated: Repeated = "search"
+    form: Form = "pages"
 
 
 PRESETS: dict[PresetName, Preset] = {
     "arpo": Preset("snippets", 20_000, 3_000),
     "arpo_eval": Preset("summaries", 20_000, 3_000, "tell"),
     "tool_star": Preset("pages", 100_000, 6_000),
+    "tool_star_wiki": Preset("snippets", 100_000, 6_000, form="passages"),
 }
 
 
@@ -128,6 +141,7 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
             self.max_page_chars or preset.max_page_chars,
             self.window_chars or preset.window_chars,
             self.repeated or preset.repeated,
+            preset.form,
         )
 
     def check(self) -> None:
@@ -215,6 +229,9 @@ class SearchService:
         info["ids"] = [hit.id or hit.url for hit in hits]
         if not hits:
             return ToolResult(NO_RESULTS, info)
+        if sizes.mode == "snippets" and sizes.form == "passages":
+            found = [joined_contents(hit.title, hit.text) for hit in hits]
+            return ToolResult("\n\n".join(text.strip() for text in found), info)
         if sizes.mode == "snippets":
             parts = [hit.text[: config.max_chars_per_result] for hit in hits]
             return ToolResult(self._pages(hits, parts), info)

@@ -142,17 +142,23 @@ def resolve_sets(raw: Tree, source: str) -> EvaluateConfig:
 
 def _own_keys(raw: Tree, one: Tree) -> Tree:
     """A set's keys, filled up from those of the evaluation, those of its benchmark below all."""
-    above = merged({name: raw[name] for name in OWN_KEYS if raw.get(name) is not None}, one)
+    tables = {name: raw[name] for name in OWN_KEYS if raw.get(name) is not None}
+    above = merged(tables, one, by_name=True)
     if not one.get("benchmark"):
         return above
     return merged(benchmark(str(one["benchmark"])).usual_keys(above), above)
 
 
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
-    """Both trees in one; where both have a value, that of `above`."""
+def merged(below: Mapping[str, Any], above: Mapping[str, Any], *, by_name: bool = False) -> Tree:
+    """Both trees in one; where both have a value, that of `above`. With `by_name`, a part with
+    another name, such as another search backend, has none of the keys of the one below."""
     tree = dict(below)
     for key, value in above.items():
         old = tree.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        tree[key] = merged(old, value) if both else value  # type: ignore[arg-type]
+        if not isinstance(old, Mapping) or not isinstance(value, Mapping):
+            tree[key] = value
+        elif by_name and value.get("name", old.get("name")) != old.get("name"):
+            tree[key] = dict(value)
+        else:
+            tree[key] = merged(old, value, by_name=by_name)
     return tree

@@ -1,6 +1,7 @@
 """Embedded search, the traffic layer under load, and the cache.
 
     python tests/bench/bench_search.py [--passages 100000] [--queries 2000] [--calls 20000]
+    python tests/bench/bench_search.py --corpus 1000000
 
 embedded  synthetic passages of 100 words drawn by Zipf's law from 50,000; a query is 7 words of a
           passage, stop words included; the 10 best are wanted. Latency: one query at a time, on
@@ -10,6 +11,9 @@ traffic   20,000 concurrent calls with 800 distinct queries on a provider (a ser
           process) that answers 429 to one request in ten, with Retry-After 0. Wanted: at most
           1,000 requests and no failure.
 cache     reads of 20,000 entries of 1.6 kB in a file, of which the memory holds one in ten.
+corpus    alone, with --corpus: passages of 100 words in FlashRAG's form, read by offset as the
+          dense retriever does. Wanted: at most 100 bytes of memory a passage, the growth of the
+          process's resident memory from before to after, and at its highest.
 Times are wall times beside the CPU seconds of the process: on a shared machine read the latter.
 """
 
@@ -36,6 +40,7 @@ from agentenv.errors import AgentEnvError
 from envs.search.bm25 import BM25Backend
 from envs.search.cache import CachedBackend, ResultCache
 from envs.search.corpus import Query
+from envs.search.corpus_file import CorpusFile
 from envs.search.providers import WebBackend, WebConfig
 from envs.search.tantivy_index import TantivyBackend
 from envs.search.upstream import TrafficConfig
@@ -157,6 +162,48 @@ async def cache_reads(num_entries: int) -> None:
         await cache.close()
 
 
+def corpus_file(num_passages: int) -> None:
+    rng = random.Random(0)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "corpus.jsonl"
+        text = " ".join(f"w{rng.randrange(NUM_WORDS)}" for _ in range(2 * PASSAGE_WORDS))
+        with path.open("w") as file:
+            for number in range(num_passages):
+                begin = rng.randrange(len(text) // 2)
+                row = {"id": str(number), "contents": f'"T{number}"\n{text[begin : begin + 600]}'}
+                file.write(json.dumps(row) + "\n")
+        before, start = memory("VmRSS"), time.perf_counter()
+        corpus = CorpusFile(path)
+        wall = time.perf_counter() - start
+        held, peak = memory("VmRSS") - before, memory("VmHWM") - before
+        print(
+            f"corpus: {num_passages} passages, {path.stat().st_size / 1e6:.0f} MB: opened in "
+            f"{wall:.1f} s; {held / num_passages:.0f} bytes of memory a passage, "
+            f"{peak / num_passages:.0f} at the highest"
+        )
+        places = [rng.randrange(num_passages) for _ in range(20_000)]
+        start = time.perf_counter()
+        if any(corpus[place].title != f"T{place}" for place in places):
+            raise SystemExit("another passage than the one asked for")
+        by_place = time.perf_counter() - start
+        start = time.perf_counter()
+        if any(corpus.find(str(place)) is None for place in places):
+            raise SystemExit("a passage is missing")
+        by_id = time.perf_counter() - start
+    print(
+        f"  {1e6 * by_place / len(places):.1f} us a passage by place, "
+        f"{1e6 * by_id / len(places):.1f} us by id"
+    )
+
+
+def memory(name: str) -> int:
+    """Bytes of the process: VmRSS what it has, VmHWM the most it had."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    raise SystemExit(f"/proc/self/status has no {name}")
+
+
 def rate(what: str, read: Callable[[str], bytes | None], keys: list[str]) -> None:
     start, start_cpu = time.perf_counter(), time.process_time()
     for key in keys:
@@ -173,7 +220,11 @@ async def main() -> None:
     parser.add_argument("--calls", type=int, default=20_000)
     parser.add_argument("--distinct", type=int, default=800)
     parser.add_argument("--tantivy", action="store_true", help="measure tantivy too")
+    parser.add_argument("--corpus", type=int, help="measure a corpus of so many, and nothing else")
     arguments = parser.parse_args()
+    if arguments.corpus:
+        corpus_file(arguments.corpus)
+        return
     await traffic(arguments.calls, arguments.distinct)
     await cache_reads(20_000)
     with tempfile.TemporaryDirectory() as directory:

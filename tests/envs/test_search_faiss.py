@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,49 +11,14 @@ import pytest
 from agentenv.errors import ConfigError, DataError, InfraError
 from envs.search.corpus import Query
 from envs.search.faiss_index import Encoder, FaissBackend, FaissConfig
+from tests.support.dense import TEXTS, make, save_encoder
 
 faiss: Any = pytest.importorskip("faiss")
-
-TEXTS = ["lima is in peru", "oslo is in norway", "rome is in italy"]
-WORDS = sorted({word for text in TEXTS for word in text.split()})
 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny BERT of random weights with a vocabulary of words, saved as a model directory."""
-    import torch
-    from transformers import BertConfig, BertModel, BertTokenizerFast
-
-    directory = tmp_path_factory.mktemp("encoder")
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-    )
-    BertModel(config).save_pretrained(directory)
-    numbers = {word: number for number, word in enumerate(vocabulary)}
-    BertTokenizerFast(vocab=numbers).save_pretrained(directory)
-    return str(directory)
-
-
-def make(directory: Path, encoder: str, num_rows: int = 3, **keys: Any) -> FaissConfig:
-    rows = [{"id": n, "contents": f'"T{n}"\n{text}'} for n, text in enumerate(TEXTS[:num_rows])]
-    (directory / "corpus.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config = FaissConfig(
-        index=str(directory / "wiki.index"),
-        corpus=str(directory / "corpus.jsonl"),
-        encoder=encoder,
-        **{"prefix": "", **keys},
-    )
-    vectors = Encoder(config).encode(TEXTS)
-    index = faiss.IndexFlatIP(vectors.shape[1])
-    index.add(vectors)
-    faiss.write_index(index, config.index)
-    return config
+    return save_encoder(tmp_path_factory.mktemp("encoder"))
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "pooler"])

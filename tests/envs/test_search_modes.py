@@ -112,6 +112,7 @@ def test_the_presets_have_the_published_sizes() -> None:
         "arpo": ("snippets", 20_000, 3_000),
         "arpo_eval": ("summaries", 20_000, 3_000),
         "tool_star": ("pages", 100_000, 6_000),
+        "tool_star_wiki": ("snippets", 100_000, 6_000),
     }
     config = SearchConfig()
     assert (config.max_results, config.max_chars_per_result) == (10, 1000)

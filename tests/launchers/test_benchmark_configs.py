@@ -92,3 +92,22 @@ def test_the_prompt_is_that_of_the_training_file(name: str, data: str) -> None:
     trained = load_config(TrainConfig, CONFIGS / f"{data}.toml").data.train
     for key, one in load(name).sets.items():
         assert one.prompt.template == ("chinese" if key == "xbench" else trained)
+
+
+def test_tool_star_asks_its_four_sets_over_wikipedia_and_the_others_over_bing() -> None:
+    """run.py of its evaluation, line 240: five passages of the retriever, or deep_search."""
+    sets = load("eval_tool_star").sets
+    for name, one in sets.items():
+        assert one.env is not None
+        assert {tool.name: tool.max_calls for tool in one.env.tools} == {"search": 3, "python": 3}
+        assert one.num_samples == 1, "greedy"
+        search = one.search
+        assert isinstance(search, SearchConfig)
+        found = (type(search.backend).__name__, search.sizes.mode, search.max_results)
+        if name in ("hotpotqa", "2wiki", "musique", "bamboogle"):
+            assert found == ("RemoteSearchConfig", "snippets", 5)
+            assert search.sizes.form == "passages"
+        else:
+            assert found == ("WebConfig", "summaries", 10)
+            assert search.sizes.window_chars == 6_000
+    assert len(sets) == 12

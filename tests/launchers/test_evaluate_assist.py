@@ -237,7 +237,11 @@ def test_the_shipped_configuration_is_planned_and_runs_small(
     small += ["--out", str(tmp_path / "out"), f"sets.aime24.path={tmp_path}/aime.jsonl"]
     small += ["engine.name=scripted", "engine.script=tests.launchers.test_evaluate_assist:counting"]
     small += ["engine.max_model_len=4096", "grader.judge.cache="]
-    small += ["limits.max_prompt_tokens=2000", "limits.max_response_tokens=1500"]
+    small += [
+        "prompt.template=search+python",
+        "limits.max_prompt_tokens=2000",
+        "limits.max_response_tokens=1500",
+    ]
     small += ["assist.refiner.min_response_tokens=400"]
     roles = ("debugger", "judge", "summarizer")
     small += [f"roles.{role}={{url='{helper.url}'}}" for role in roles]
