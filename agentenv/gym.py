@@ -35,11 +35,11 @@ from gymnasium.vector.utils import (
 from numpy.typing import NDArray
 
 import agentenv.env
+from agentenv.call_syntax import Parser, hermes_calls, llama_calls
 from agentenv.data.dataset import load_tasks
 from agentenv.deadline import Deadline
 from agentenv.env import Env, close_shared, forget_shared
 from agentenv.errors import AgentEnvError, ConfigError, EnvError
-from agentenv.native import Parser, hermes_calls, llama_calls
 from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN, tagged_call
 from agentenv.types import Info, Message, Task, ToolCall
 

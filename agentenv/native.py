@@ -5,107 +5,64 @@ from then on only those frames are used. What was sampled is never rendered agai
 that drops earlier thoughts does no harm: the policy keeps seeing its own. A template that changes
 what it wrote before when messages are added is refused.
 
-Calls are read from the text of a turn behind its thoughts:
-
-    Hermes, Qwen   <tool_call>{"name": "search", "arguments": {"query": "Lima"}}</tool_call>, any
-                   number of them
-    Llama 3.1      {"name": "search", "parameters": {"query": "Lima"}} and nothing else, or code
-                   behind <|python_tag|>
-
-A call that cannot be read is a call too, to MALFORMED_CALL: the policy reads what is wrong.
+Calls are read from the text of a turn by one of the parsers of `agentenv/call_syntax.py`. Which
+one is found out, or checked, by what the template writes for a call: it must come back equal.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Collection, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jinja2
-import msgspec
 from msgspec import Meta, Struct
 
+from agentenv.call_syntax import PARSERS, Parser
 from agentenv.errors import ConfigError, DataError, EnvError
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TextCodec, ToolSchemas
-from agentenv.types import MALFORMED_CALL, Completion, Message, ToolCall
+from agentenv.types import Completion, Message, ToolCall
 
-CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
-PYTHON_TAG = "<|python_tag|>"
-EXPECTED = 'expected {"name": "...", "arguments": {...}}'
+Style = Literal[
+    "auto", "hermes", "llama", "qwen_xml", "glm", "atem", "lfm", "harmony", "gemma"
+]  # fmt: skip
+Senders = tuple[tuple[str, str | None], ...]  # (role, tool) of each message of an observation
 
-_HERMES = re.compile(rf"{CALL_OPEN}(.*?)({CALL_CLOSE}|\Z)", re.DOTALL)
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+WAY_OUT = "use renderer.name = 'tags'"
+UNKNOWN_TOOL = "unknown"  # whose results a call to no known tool gets
 
-Parser = Callable[[str, Sequence[dict[str, Any]]], tuple[ToolCall, ...]]
-
-
-def hermes_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
-    """The calls in the <tool_call> tags behind the thoughts of a turn."""
-    calls = []
-    for body, closing in _HERMES.findall(after_thoughts(text)):
-        if closing:
-            calls.append(_call(body.strip()))
-        else:
-            calls.append(_malformed(f"{CALL_OPEN} is not closed by {CALL_CLOSE}"))
-    return tuple(calls)
-
-
-def llama_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
-    """The one call that a turn is behind its thoughts, or none."""
-    body = after_thoughts(text).strip()
-    tagged = body.startswith(PYTHON_TAG)
-    body = body.removeprefix(PYTHON_TAG).strip()
-    if body.startswith("{") and (tagged or '"name"' in body[:200]):
-        return (_call(body),)
-    if not tagged:
-        return ()
-    for tool in tools:
-        if tool["name"] == "python":
-            argument = next(iter(tool["parameters"]["properties"]))
-            return (ToolCall("python", {argument: body}),)
-    return (_malformed(f"there is no tool that runs code; {EXPECTED}"),)
-
-
-def after_thoughts(text: str) -> str:
-    """What follows the last thought; nothing while a thought is still open."""
-    after = text.rpartition("</think>")[2]
-    return "" if "<think>" in after else after
-
-
-def _call(body: str) -> ToolCall:
-    try:
-        raw = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
-        return _malformed(f"not valid JSON ({error}); {EXPECTED}")
-    if not isinstance(raw, dict) or not isinstance(raw.get("name"), str):
-        return _malformed(f"no name; {EXPECTED}")
-    arguments = raw.get("arguments", raw.get("parameters", {}))
-    if isinstance(arguments, str):  # some models write the arguments as a text of JSON
-        try:
-            arguments = msgspec.json.decode(arguments)
-        except (msgspec.DecodeError, RecursionError):
-            return _malformed(f"the arguments are not an object; {EXPECTED}")
-    if not isinstance(arguments, dict):
-        return _malformed(f"the arguments are not an object; {EXPECTED}")
-    return ToolCall(raw["name"], arguments)
-
-
-def _malformed(problem: str) -> ToolCall:
-    return ToolCall(MALFORMED_CALL, {"problem": problem})
-
-
-Style = Literal["auto", "hermes", "llama"]
-Kinds = tuple[tuple[str, str | None], ...]  # (role, name) of each message of an observation
-
-_PARSERS: dict[str, Parser] = {"hermes": hermes_calls, "llama": llama_calls}
-_SIGNS = {"hermes": ("<tool_call>",), "llama": ("<|python_tag|>", "ipython")}
 _STAND_IN = "qZ{}Zq"  # short, and changed by no template
+_QUESTION = {"role": "user", "content": "qQuestionq"}
 _SAMPLE_TOOL = {
     "name": "sample_tool",
     "description": "A sample.",
-    "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "count": {"type": "integer"},
+            "exact": {"type": "boolean"},
+            "items": {"type": "array", "items": {"type": "string"}},
+            "options": {"type": "object"},
+        },
+        "required": ["text"],
+    },
 }
+_SAMPLE_CALLS = (
+    ToolCall(
+        "sample_tool",
+        {
+            "text": 'say("it\'s", \'\\n\')\n\nif 1 < 2:\n    print("é")',
+            "count": 3,
+            "exact": True,
+            "items": ["one, two", "three"],
+            "options": {"depth": 2, "names": ["a"], "deep": False},
+        },
+    ),
+    ToolCall("sample_tool", {"text": "two"}),
+)
 
 
 class NativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="native",
@@ -114,8 +71,20 @@ class NativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     style: Annotated[
         Style,
-        Meta(description="form of the calls: Hermes and Qwen, or Llama 3.1; auto: by the template"),
+        Meta(
+            description="form of the calls; auto: the one in which the chat template writes a call"
+        ),
     ] = "auto"
+
+
+class _CallForm(NamedTuple):
+    """How calls are read, and how the template wants them: their arguments as an object or as a
+    text of JSON, and whether there is at most one in a turn."""
+
+    style: str
+    parse: Parser
+    as_text: bool
+    one_a_turn: bool
 
 
 class NativeRenderer(TextCodec):
@@ -125,7 +94,7 @@ class NativeRenderer(TextCodec):
     would leave them out.
     """
 
-    own_tags = ("tool_call", "tool_response", "tools")
+    own_tags = ("tool_call", "tool_response", "tool_output", "tools")
 
     def __init__(
         self,
@@ -144,10 +113,16 @@ class NativeRenderer(TextCodec):
             )
         if getattr(tokenizer, "chat_template", None) is None:
             raise ConfigError("renderer.name = 'native': the tokenizer has no chat template")
-        self._parser = _PARSERS[self._style()]
-        self._frames: dict[Kinds, tuple[list[str], bool]] = {}
+        self._check_tools_shown()
+        self._form = self._find_form()
+        self._frames: dict[Senders, tuple[list[str], bool]] = {}
         self._check_appends()
         self._frames_of((("tool", "sample_tool"),))
+
+    @property
+    def style(self) -> str:
+        """The form of calls that the template writes, never "auto"."""
+        return self._form.style
 
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
         """The prompt of the first turn, with the schemas of the tools where the template has
@@ -155,7 +130,7 @@ class NativeRenderer(TextCodec):
         chat = [{"role": message.role, "content": message.content} for message in messages]
         try:
             text = self._render(chat, tools, generation=True)
-        except jinja2.TemplateError as error:
+        except TEMPLATE_ERRORS as error:
             raise DataError(
                 f"the chat template refuses a prompt of {[turn['role'] for turn in chat]}: {error}"
             ) from error
@@ -170,7 +145,7 @@ class NativeRenderer(TextCodec):
     ) -> Message:
         """The action as a message; a turn cut off by a limit has no calls."""
         text = self.written(completion, prefix_ids)
-        calls = self._parser(text, tools) if completion.finish_reason == "stop" else ()
+        calls = self._form.parse(text, tools) if completion.finish_reason == "stop" else ()
         return Message("assistant", text, calls)
 
     def observation(
@@ -178,7 +153,11 @@ class NativeRenderer(TextCodec):
     ) -> list[int]:
         """What the template writes after the end of the turn, up to where the next one begins;
         each text keeps its head and tail within max_tokens."""
-        frames, quoted = self._frames_of(tuple((m.role, m.name) for m in messages))
+        known = {None, *(tool["name"] for tool in tools)}
+        names = (m.name if m.name in known else UNKNOWN_TOOL for m in messages)
+        frames, quoted = self._frames_of(
+            tuple((m.role, n) for m, n in zip(messages, names, strict=True))
+        )
         ids = self.encode(frames[0])
         for message, frame in zip(messages, frames[1:], strict=True):
             text = message.content
@@ -187,18 +166,6 @@ class NativeRenderer(TextCodec):
         return ids
 
     # inner workings
-
-    def _style(self) -> str:
-        if self.config.style != "auto":
-            return self.config.style
-        template = str(self.tokenizer.chat_template)
-        for style, signs in _SIGNS.items():
-            if any(sign in template for sign in signs):
-                return style
-        raise ConfigError(
-            "renderer.style: the chat template shows neither Hermes' <tool_call> nor Llama's "
-            "ipython role; name the style, 'hermes' or 'llama', or use renderer.name = 'tags'"
-        )
 
     def _render(self, chat: list[dict[str, Any]], tools: ToolSchemas, *, generation: bool) -> str:
         functions = [{"type": "function", "function": dict(tool)} for tool in tools]
@@ -214,26 +181,89 @@ class NativeRenderer(TextCodec):
     def _try(self, chat: list[dict[str, Any]], *, generation: bool = False) -> str:
         try:
             return self._render(chat, [_SAMPLE_TOOL], generation=generation)
-        except jinja2.TemplateError as error:
+        except TEMPLATE_ERRORS as error:
             roles = [turn["role"] for turn in chat]
-            raise ConfigError(
-                f"renderer.name = 'native': the chat template refuses {roles}: {error}; use "
-                "renderer.name = 'tags'"
-            ) from error
+            raise self._refusal(f"refuses {roles}: {error}") from error
+
+    def _check_tools_shown(self) -> None:
+        """Tools must have a place."""
+        if self._try([_QUESTION]) == self._render([_QUESTION], [], generation=False):
+            raise self._refusal("has no place for tools")
+
+    def _find_form(self) -> _CallForm:
+        """The form in which a call that the template writes comes back equal."""
+        style = self.config.style
+        parsers: dict[str, Parser] = PARSERS if style == "auto" else {style: PARSERS[style]}
+        problem = ConfigError()
+        for as_text in (False, True):
+            try:
+                written = self._sampled(_SAMPLE_CALLS[:1], as_text)
+            except ConfigError as error:
+                problem = problem if problem.args else error
+                continue
+            for name, parse in parsers.items():
+                if parse(written, [_SAMPLE_TOOL]) == _SAMPLE_CALLS[:1]:
+                    return _CallForm(name, parse, as_text, self._is_one_a_turn(parse, as_text))
+            if "sample_tool" not in written:
+                problem = self._refusal("leaves out the calls of earlier turns")
+            elif not as_text or not problem.args:
+                problem = self._not_read(style, written, parsers)
+        raise problem
+
+    def _is_one_a_turn(self, parse: Parser, as_text: bool) -> bool:
+        """Whether the template refuses or leaves out a second call of a turn."""
+        try:
+            written = self._sampled(_SAMPLE_CALLS, as_text)
+        except ConfigError:
+            return True
+        calls = parse(written, [_SAMPLE_TOOL])
+        if calls not in (_SAMPLE_CALLS, _SAMPLE_CALLS[:1]):
+            raise self._refusal(
+                f"writes two calls as {written[-300:]!r}, which are read as {list(calls)}"
+            )
+        return calls != _SAMPLE_CALLS
+
+    def _sampled(self, calls: Sequence[ToolCall], as_text: bool) -> str:
+        """What the policy would have sampled of a turn that makes these calls."""
+        results = [
+            {"role": "tool", "name": call.name, "tool_call_id": _call_id(n), "content": _result(n)}
+            for n, call in enumerate(calls)
+        ]
+        return self._split_turn(_calling(calls, as_text), results)[0]
+
+    def _split_turn(self, turn: dict[str, Any], answers: list[dict[str, Any]]) -> tuple[str, str]:
+        """A turn as it would have been sampled, and what the template writes from behind its end
+        token up to where the next turn begins."""
+        text = self._try([_QUESTION, turn, *answers], generation=True)
+        roles = [answer["role"] for answer in answers]
+        self._must_start(text, self._try([_QUESTION]), f"an answer and {roles}")
+        prompt = self._try([_QUESTION], generation=True)
+        start = _num_common(text, prompt)
+        if start < len(prompt):  # not within a tag that both begin with
+            start = max(text.rfind(mark, 0, start) for mark in "\n>") + 1
+        text = text[start:]
+        ends = {end for token in self.eos_ids if (end := self.decode([token]))}
+        places = [(text.find(end), -len(end)) for end in ends if end in text]
+        place, size = min(places, default=(len(text), 0))
+        first = text.find(_STAND_IN.format(0))
+        if 0 <= first < place or not places:
+            before = text[:first] if first >= 0 else text
+            raise self._refusal(
+                f"writes {before[-60:]!r} between a turn and what answers it, which holds none of "
+                f"the end tokens {sorted(ends)}; check eos_token_id in generation_config.json"
+            )
+        return text[:place], text[place - size :]
 
     def _check_appends(self) -> None:
-        """What was written must stay when messages are added, and tools must have a place."""
-        chat = [{"role": "user", "content": "qQuestionq"}]
-        if self._try(chat) == self._render(chat, [], generation=False):
-            raise ConfigError(
-                "renderer.name = 'native': the chat template has no place for tools; use "
-                "renderer.name = 'tags'"
-            )
+        """What was written must stay when messages are added."""
+        chat: list[dict[str, Any]] = [_QUESTION]
         self._must_start(self._try(chat, generation=True), self._try(chat), "the answer's header")
         shorter = self._try(chat)
         for number in (1, 2):
-            chat.append({"role": "assistant", "content": f"qTurn{number}q"})
-            chat.append({"role": "tool", "name": "sample_tool", "content": f"qResult{number}q"})
+            call = ToolCall("sample_tool", {"text": f"qCall{number}q"})
+            chat.append(_calling([call], self._form.as_text))
+            result = {"role": "tool", "name": "sample_tool", "tool_call_id": _call_id(0)}
+            chat.append({**result, "content": f"qResult{number}q"})
             longer = self._try(chat)
             self._must_start(longer, shorter, f"turn {number} and its tool result")
             shorter = longer
@@ -241,57 +271,88 @@ class NativeRenderer(TextCodec):
     def _must_start(self, longer: str, shorter: str, what: str) -> None:
         if longer.startswith(shorter):
             return
-        place = next(
-            (i for i, (a, b) in enumerate(zip(longer, shorter, strict=False)) if a != b),
-            len(longer),
-        )
-        raise ConfigError(
-            f"renderer.name = 'native': the chat template cannot append: with {what} added it "
-            f"writes {longer[place : place + 40]!r} where {shorter[place : place + 40]!r} stood; "
-            "use renderer.name = 'tags'"
+        place = _num_common(longer, shorter)
+        raise self._refusal(
+            f"cannot append: with {what} added it writes {longer[place : place + 40]!r} where "
+            f"{shorter[place : place + 40]!r} stood"
         )
 
-    def _frames_of(self, kinds: Kinds) -> tuple[list[str], bool]:
+    def _frames_of(self, senders: Senders) -> tuple[list[str], bool]:
         """The texts around the messages of an observation, and whether theirs is quoted JSON."""
-        if kinds not in self._frames:
-            self._frames[kinds] = self._find_frames(kinds)
-        return self._frames[kinds]
+        if senders not in self._frames:
+            self._frames[senders] = self._find_frames(senders)
+        return self._frames[senders]
 
-    def _find_frames(self, kinds: Kinds) -> tuple[list[str], bool]:
-        head: list[dict[str, Any]] = [{"role": "user", "content": "qQuestionq"}]
-        chat = [*head, {"role": "assistant", "content": "qTurnq"}]
-        plain = []
-        for number, (role, name) in enumerate(kinds):
+    def _find_frames(self, senders: Senders) -> tuple[list[str], bool]:
+        answers: list[dict[str, Any]] = []
+        calls: list[ToolCall] = []
+        for number, (role, name) in enumerate(senders):
             if role not in ("tool", "user"):
                 raise EnvError(f"an observation holds tool results or user messages, not {role!r}")
-            plain.append(_STAND_IN.format(number) + '"')
-            turn = {"role": role, "content": plain[-1]}
-            chat.append(turn if name is None else {**turn, "name": name})
-        text = self._try(chat, generation=True)
-        self._must_start(text, self._try(head), f"an observation of {[role for role, _ in kinds]}")
-        rest = self._after_end(text.rpartition("qTurnq")[2])
-        quoted = bool(plain) and plain[0] not in rest
+            answer: dict[str, Any] = {"role": role, "content": _result(number)}
+            if name is not None:
+                answer["name"] = name
+            if role == "tool":
+                answer["tool_call_id"] = _call_id(len(calls))
+                calls.append(ToolCall(name or "sample_tool", {"text": "qTurnq"}))
+            answers.append(answer)
+        turn: dict[str, Any] = {"role": "assistant", "content": "qTurnq"}
+        if calls:
+            turn = _calling(calls[:1] if self._form.one_a_turn else calls, self._form.as_text)
+        rest = self._split_turn(turn, answers)[1]
+        quoted = bool(answers) and _result(0) not in rest
         frames = []
-        for stand_in in plain:
+        for number in range(len(answers)):
+            stand_in = _result(number)
             before, found, rest = rest.partition(
                 stand_in.replace('"', r"\"") if quoted else stand_in
             )
             if not found:
-                raise ConfigError(
-                    "renderer.name = 'native': the chat template leaves out or changes the text "
-                    "of tool results; use renderer.name = 'tags'"
-                )
+                raise self._refusal("leaves out or changes the text of tool results")
             frames.append(before)
         return [*frames, rest], quoted
 
-    def _after_end(self, rest: str) -> str:
-        """What follows the token that ends a turn, which was sampled."""
-        ends = {self.decode([token]) for token in self.eos_ids}
-        for end in sorted(ends, key=len, reverse=True):
-            if end and rest.startswith(end):
-                return rest[len(end) :]
-        raise ConfigError(
-            f"renderer.name = 'native': behind a turn the chat template writes {rest[:30]!r}, "
-            f"which starts with none of the end tokens {sorted(ends)}; check eos_token_id in "
-            "generation_config.json"
-        )
+    def _not_read(self, style: str, written: str, parsers: dict[str, Parser]) -> ConfigError:
+        """What the template writes for a call, and what came back."""
+        if style == "auto":
+            came = f"which none of the styles {sorted(parsers)} reads as that call"
+            return self._refusal(f"writes a call as {written[-600:]!r}, {came}")
+        calls, expected = list(parsers[style](written, [_SAMPLE_TOOL])), list(_SAMPLE_CALLS[:1])
+        came = f"which the style {style!r} reads as {calls}; expected {expected}"
+        way_out = "name another renderer.style, or 'auto', or " + WAY_OUT
+        return self._refusal(f"writes a call as {written[-600:]!r}, {came}", way_out)
+
+    def _refusal(self, problem: str, way_out: str = WAY_OUT) -> ConfigError:
+        model = getattr(self.tokenizer, "name_or_path", "")
+        template = f"the chat template of {model}" if model else "the chat template"
+        return ConfigError(f"renderer.name = 'native': {template} {problem}; {way_out}")
+
+
+def _calling(calls: Sequence[ToolCall], as_text: bool) -> dict[str, Any]:
+    """A turn of the policy that makes these calls."""
+    written = [
+        {
+            "id": _call_id(number),
+            "type": "function",
+            "function": {
+                "name": call.name,
+                "arguments": json.dumps(call.arguments) if as_text else call.arguments,
+            },
+        }
+        for number, call in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": written}
+
+
+def _num_common(one: str, other: str) -> int:
+    """Characters at the beginning in which two texts agree."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _call_id(number: int) -> str:
+    return f"call{number:05d}"  # of nine letters and digits, as some templates demand
+
+
+def _result(number: int) -> str:
+    return _STAND_IN.format(number) + '"'

@@ -10,7 +10,7 @@ import pytest
 
 from agentenv.errors import ConfigError, EnvError
 from agentenv.model_files import read_eos_ids
-from agentenv.native import NativeConfig, NativeRenderer
+from agentenv.native import NativeConfig, NativeRenderer, Style
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagRenderer
 from agentenv.types import MALFORMED_CALL, Completion, Message, ToolCall
@@ -228,8 +228,8 @@ def test_a_long_result_keeps_head_and_tail() -> None:
         (chat_models.QWEN25.replace("'\\n<tool_response>\\n' + message.content", "'<hidden>'"),
          "leaves out or changes the text"),
         ("{{ raise_exception('no tools here') }}<tool_call>", "no tools here"),
-        ("{% for message in messages %}{{ message.content }}{% endfor %}", "name the style"),
-        (chat_models.QWEN25.replace("message.content + '<|im_end|>", "message.content + '<end>"),
+        (chat_models.QWEN25.replace("</tool_call>' }}{%- endfor %}\n{{- '<|im_end|>",
+                                    "</tool_call>' }}{%- endfor %}\n{{- '<end>"),
          "none of the end tokens"),
     ],
 )  # fmt: skip
@@ -238,6 +238,43 @@ def test_a_template_that_cannot_be_used_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         NativeRenderer(chat_models.make_tokenizer(template))
+
+
+@pytest.mark.parametrize(
+    ("style", "says"),
+    [
+        ("auto", r"writes a call as '<tool_call>.*which none of the styles \['atem', .* reads"),
+        ("qwen_xml", r"writes a call as .*the style 'qwen_xml' reads as \["
+                     r"ToolCall\(name='<malformed>'.*expected \[ToolCall\(name='sample_tool'.*"
+                     r"name another renderer\.style"),
+    ],
+)  # fmt: skip
+def test_a_call_that_does_not_come_back_is_refused(style: Style, says: str) -> None:
+    """The message names the model, what the template writes, what came back and the way out."""
+    tokenizer = chat_models.make_tokenizer(chat_models.QWEN25.replace('"arguments"', '"with"'))
+    tokenizer.name_or_path = "models/Odd"
+    with pytest.raises(ConfigError, match=rf"template of models/Odd {says}"):
+        NativeRenderer(tokenizer, NativeConfig(style=style))
+
+
+def test_a_template_may_leave_out_or_mix_up_calls() -> None:
+    silent = chat_models.QWEN25.replace("in message.tool_calls or []", "in []")
+    with pytest.raises(ConfigError, match="leaves out the calls of earlier turns"):
+        NativeRenderer(chat_models.make_tokenizer(silent))
+    twice = chat_models.QWEN25.replace(
+        "call.function.name + '\"", "message.tool_calls[-1].function.name + '\""
+    ).replace("call.function.arguments", "message.tool_calls[-1].function.arguments")
+    with pytest.raises(ConfigError, match="writes two calls as"):
+        NativeRenderer(chat_models.make_tokenizer(twice))
+
+
+def test_a_template_may_want_arguments_as_a_text_of_json() -> None:
+    template = chat_models.QWEN25.replace(
+        "{{- call.function.arguments | tojson }}", "{{- '' + call.function.arguments }}"
+    )
+    chosen = NativeRenderer(chat_models.make_tokenizer(template))
+    assert chosen.style == "hermes"
+    assert chosen.parse(turn(chosen, HERMES), TOOLS).tool_calls == CALL
 
 
 def test_base_models_and_native_calls_do_not_go_together() -> None:

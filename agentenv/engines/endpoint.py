@@ -19,9 +19,9 @@ from msgspec import Meta, Struct, field
 from yarl import URL
 
 from agentenv.backoff import backoff_s
+from agentenv.call_syntax import after_thoughts
 from agentenv.engines.client import NOT_JSON, FailedError, HttpClient, RefusedError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
-from agentenv.native import after_thoughts
 
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 60.0  # also where a server asks for more

@@ -6,6 +6,7 @@ the real tokenizers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 QWEN_TOOLS = """\
@@ -29,13 +30,22 @@ USER = """\
 {%- if message.role == 'user' %}{{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
 """
 
+# the calls of a turn of the assistant, and its end
+QWEN_CALLS = """\
+{%- for call in message.tool_calls or [] %}{{- '\\n' if message.content or not loop.first }}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}{%- endfor %}
+{{- '<|im_end|>\\n' }}
+"""
+
 QWEN25 = (
     QWEN_TOOLS
     + USER
     + """\
 {%- elif message.role == 'assistant' %}
-{{- '<|im_start|>assistant\\n' + message.content + '<|im_end|>\\n' }}
+{{- '<|im_start|>assistant\\n' + message.content }}
 """
+    + QWEN_CALLS
     + QWEN_RESULT
     + "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
@@ -59,8 +69,9 @@ QWEN3 = (
 {%- if loop.index0 > ns.last and (loop.last or thought) %}
 {{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}
 {%- endif %}
-{{- said + '<|im_end|>\\n' }}
+{{- said }}
 """
+    + QWEN_CALLS
     + QWEN_RESULT
     + """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
@@ -75,8 +86,8 @@ QWQ = (
     + """\
 {%- elif message.role == 'assistant' %}
 {{- '<|im_start|>assistant\\n' + message.content.split('</think>')[-1].lstrip('\\n') }}
-{{- '<|im_end|>\\n' }}
 """
+    + QWEN_CALLS
     + QWEN_RESULT
     + "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"
 )
@@ -94,6 +105,11 @@ LLAMA31 = """\
 {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}
 {%- if message.content is mapping or message.content is iterable %}{{- message.content | tojson }}
 {%- else %}{{- message.content }}{%- endif %}{{- '<|eot_id|>' }}
+{%- elif message.tool_calls %}
+{%- if message.tool_calls | length > 1 %}{{- raise_exception('One call a turn!') }}{%- endif %}
+{%- set call = message.tool_calls[0].function %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name }}
+{{- '", "parameters": ' }}{{- call.arguments | tojson }}{{- '}<|eot_id|>' }}
 {%- else %}
 {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
 {%- if tools and message.role == 'user' and ns.first %}{%- set ns.first = false %}
@@ -128,6 +144,23 @@ LLAMA_SPECIAL = (
 def make_tokenizer(template: str) -> Any:
     """A byte tokenizer of that family; Llama's puts a begin-of-text token before what it
     encodes."""
+    llama = "begin_of_text" in template or "bos_token" in template
+    if llama:
+        return byte_tokenizer(template, LLAMA_SPECIAL, eos="<|eot_id|>", bos=LLAMA_SPECIAL[0])
+    thoughts = ("<think>", "</think>") if "<think>" in template else ()
+    return byte_tokenizer(template, QWEN_SPECIAL, (*QWEN_ADDED, *thoughts), eos="<|im_end|>")
+
+
+def byte_tokenizer(
+    template: str,
+    special: Sequence[str],
+    added: Sequence[str] = (),
+    *,
+    eos: str,
+    bos: str | None = None,
+) -> Any:
+    """A token for each byte, for each of the `special` texts and for each of the `added` ones; a
+    `bos` is put before what it encodes."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -137,24 +170,17 @@ def make_tokenizer(template: str) -> Any:
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    llama = "begin_of_text" in template or "bos_token" in template
-    specials = LLAMA_SPECIAL if llama else QWEN_SPECIAL
-    added = [tokenizers.AddedToken(text, special=True, normalized=False) for text in specials]
-    backend.add_special_tokens(added)
-    if llama:
-        bos = LLAMA_SPECIAL[0]
+    token = tokenizers.AddedToken
+    backend.add_special_tokens([token(text, special=True, normalized=False) for text in special])
+    backend.add_tokens([token(text, normalized=False) for text in added])
+    if bos is not None:
         backend.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
         )
-    else:
-        backend.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in QWEN_ADDED])
-        if "<think>" in template:
-            thoughts = ("<think>", "</think>")
-            backend.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in thoughts])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        bos_token=LLAMA_SPECIAL[0] if llama else None,
-        eos_token="<|eot_id|>" if llama else "<|im_end|>",
-        additional_special_tokens=list(specials),
+        bos_token=bos,
+        eos_token=eos,
+        additional_special_tokens=list(special),
         chat_template=template,
     )

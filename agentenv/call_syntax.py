@@ -1,0 +1,384 @@
+"""Forms in which models write tool calls, and the parsers that read them from a turn's text.
+
+    hermes    <tool_call>{"name": "search", "arguments": {"query": "Lima"}}</tool_call>   Qwen2.5, 3
+    llama     {"name": "search", "parameters": {"query": "Lima"}} and nothing else, or code behind
+              <|python_tag|>                                                              Llama 3.1
+    qwen_xml  <tool_call><function=search><parameter=query>Lima</parameter></function></tool_call>
+                                                                        Qwen3.5 to 3.8, Nemotron 3
+    glm       <tool_call>search<arg_key>query</arg_key><arg_value>Lima</arg_value></tool_call>
+    atem      <atem:invoke name="search"><atem:parameter name="query">Lima</atem:parameter>
+              </atem:invoke>                                                          Muse Glimmer
+    lfm       <|tool_call_start|>[search(query='Lima')]<|tool_call_end|>                      LFM2
+    harmony   to=functions.search<|channel|>commentary json<|message|>{"query": "Lima"}    gpt-oss
+    gemma     <|tool_call>call:search{query:<|"|>Lima<|"|>}<tool_call|>                    Gemma 4
+
+A parser takes the text and the schemas of the tools, which give the values a type where the form
+has none, and never raises. A call that cannot be read is a call too, to MALFORMED_CALL: the policy
+reads what is wrong. Calls within thoughts do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from agentenv.types import MALFORMED_CALL, ToolCall
+
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+EXPECTED = 'expected {"name": "...", "arguments": {...}}'
+UNREADABLE = (msgspec.DecodeError, RecursionError)
+
+Parser = Callable[[str, Sequence[dict[str, Any]]], tuple[ToolCall, ...]]
+
+
+class _Malformed(Exception):
+    """What is wrong with a call."""
+
+
+# JSON forms
+
+
+def hermes_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
+    """The calls in the <tool_call> tags behind the thoughts of a turn."""
+    return _each(_blocks(after_thoughts(text), CALL_OPEN, CALL_CLOSE), _json_call)
+
+
+def llama_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
+    """The one call that a turn is behind its thoughts, or none."""
+    body = after_thoughts(text).strip()
+    tagged = body.startswith(PYTHON_TAG)
+    body = body.removeprefix(PYTHON_TAG).strip()
+    if body.startswith("{") and (tagged or '"name"' in body[:200]):
+        return _each([body], _json_call)
+    if not tagged:
+        return ()
+    for tool in tools:
+        if tool["name"] == "python":
+            argument = next(iter(tool["parameters"]["properties"]))
+            return (ToolCall("python", {argument: body}),)
+    return (_malformed(f"there is no tool that runs code; {EXPECTED}"),)
+
+
+def harmony_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
+    """The messages of a turn that are addressed to a function; other channels are no calls."""
+    calls: list[ToolCall] = []
+    for part in text.split("<|start|>"):
+        header, found, body = part.partition("<|message|>")
+        address = re.search(r"(?:^|\s)to=(\S+?)(?=\s|<\||$)", header) if found else None
+        if address is None:
+            if not found and re.match(r"\s*(?:assistant\s+)?to=", header):
+                calls.append(_malformed(f"no <|message|> follows {header.strip()[:60]!r}"))
+            continue
+        body = re.split(r"<\|(?:end|call|return)\|>", body, maxsplit=1)[0]
+        calls += _each([(address[1], body)], _harmony_call)
+    return tuple(calls)
+
+
+def gemma_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
+    """The calls in the <|tool_call> markers of a turn, without its thoughts."""
+    text = re.sub(r"<\|channel>.*?(?:<channel\|>|\Z)", "", text, flags=re.DOTALL)
+    return _each(_blocks(text, "<|tool_call>", "<tool_call|>"), _gemma_call)
+
+
+def _json_call(body: str) -> ToolCall:
+    try:
+        raw = msgspec.json.decode(body)
+    except UNREADABLE as error:
+        raise _Malformed(f"not valid JSON ({error}); {EXPECTED}") from error
+    if not isinstance(raw, dict) or not isinstance(raw.get("name"), str):
+        raise _Malformed(f"no name; {EXPECTED}")
+    return ToolCall(raw["name"], _object(raw.get("arguments", raw.get("parameters", {}))))
+
+
+def _object(value: object) -> dict[str, Any]:
+    """Arguments; some models write them as a text of JSON."""
+    if isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except UNREADABLE as error:
+            raise _Malformed(f"the arguments are not an object; {EXPECTED}") from error
+    if not isinstance(value, dict):
+        raise _Malformed(f"the arguments are not an object; {EXPECTED}")
+    return value
+
+
+def _harmony_call(written: tuple[str, str]) -> ToolCall:
+    address, body = written
+    prefix, _, name = address.partition(".")
+    expected = "expected to=functions.NAME and an object of JSON behind <|message|>"
+    if prefix != "functions" or not name:
+        raise _Malformed(f"the message goes to {address[:60]!r}; {expected}")
+    try:
+        arguments = msgspec.json.decode(body)
+    except UNREADABLE as error:
+        raise _Malformed(f"the arguments are not valid JSON ({error}); {expected}") from error
+    if not isinstance(arguments, dict):
+        raise _Malformed(f"the arguments are not an object; {expected}")
+    return ToolCall(name, arguments)
+
+
+_GEMMA_QUOTE = '<|"|>'
+_BARE_KEY = re.compile(r"(?<=[{,])(\s*)([^\W\d][\w.-]*)(?=\s*:)")
+
+
+def _gemma_call(body: str) -> ToolCall:
+    """JSON with bare keys, and <|"|> around texts, which nothing escapes."""
+    found = re.fullmatch(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", body, re.DOTALL)
+    expected = f"expected call:NAME{{key:value}}, texts between {_GEMMA_QUOTE}"
+    if found is None:
+        raise _Malformed(f"no name and arguments; {expected}")
+    parts = found[2].split(_GEMMA_QUOTE)
+    # texts are at odd places; what stands between them is the structure
+    parts[::2] = [_BARE_KEY.sub(r'\1"\2"', part) for part in parts[::2]]
+    parts[1::2] = [msgspec.json.encode(part).decode() for part in parts[1::2]]
+    try:
+        arguments = msgspec.json.decode("".join(parts))
+    except UNREADABLE as error:
+        raise _Malformed(f"the arguments cannot be read ({error}); {expected}") from error
+    return ToolCall(found[1], _object(arguments))
+
+
+# forms of tags, whose values have no type of their own
+
+
+class _Tags(NamedTuple):
+    """`call` finds name and arguments in a block, `opening` the key of an argument, whose value
+    ends at `closing`."""
+
+    call: re.Pattern[str]
+    opening: re.Pattern[str]
+    closing: str
+    expected: str
+
+
+_QWEN_XML = _Tags(
+    re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL),
+    re.compile(r"<parameter=([^>\n]+)>\n?"),
+    "</parameter>",
+    "expected <function=NAME>, <parameter=KEY>VALUE</parameter> for each argument, </function>",
+)
+_GLM = _Tags(
+    re.compile(r"([^\s<]+)(.*)", re.DOTALL),
+    re.compile(r"<arg_key>([^<]+)</arg_key>\s*<arg_value>"),
+    "</arg_value>",
+    "expected NAME, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value> for each argument",
+)
+_ATEM = _Tags(
+    re.compile(r'name="([^"\n]+)">(.*)', re.DOTALL),
+    re.compile(r'<atem:parameter name="([^"\n]+)">'),
+    "</atem:parameter>",
+    'expected name="NAME"> and <atem:parameter name="KEY">VALUE</atem:parameter> for each argument',
+)
+
+
+def qwen_xml_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
+    """The calls in the <tool_call> tags, each a <function=..> with its <parameter=..>."""
+    blocks = _blocks(after_thoughts(text), CALL_OPEN, CALL_CLOSE)
+    return _each(blocks, lambda body: _tagged_call(body, _QWEN_XML, tools))
+
+
+def glm_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
+    """The calls in the <tool_call> tags, each a name with pairs of <arg_key> and <arg_value>."""
+    blocks = _blocks(after_thoughts(text), CALL_OPEN, CALL_CLOSE)
+    return _each(blocks, lambda body: _tagged_call(body, _GLM, tools))
+
+
+def atem_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
+    """The <atem:invoke> of the messages of a turn; what it says to itself is a thought."""
+    messages = [part.partition("<|message|>") for part in text.split("<|start|>")]
+    said = "\n".join(body or header for header, _, body in messages if "to=self" not in header)
+    blocks = _blocks(said, "<atem:invoke", "</atem:invoke>")
+    return _each(blocks, lambda body: _tagged_call(body, _ATEM, tools))
+
+
+def _tagged_call(body: str, tags: _Tags, tools: Sequence[dict[str, Any]]) -> ToolCall:
+    found = tags.call.fullmatch(body)
+    if found is None:
+        raise _Malformed(f"no name; {tags.expected}")
+    name, rest = found[1].strip(), found[2]
+    schemas = _properties(name, tools)
+    pairs, end = [], 0
+    while opened := tags.opening.search(rest, end):
+        left = rest[end : opened.start()].strip()
+        close = rest.find(tags.closing, opened.end())
+        if left or close < 0:
+            break
+        key, value = opened[1].strip(), rest[opened.end() : close]
+        value = value.removesuffix("\n") if tags is _QWEN_XML else value
+        pairs.append((key, _typed(value, schemas.get(key, {}))))
+        end = close + len(tags.closing)
+    left = rest[end:].strip()
+    if left:
+        raise _Malformed(f"{left[:60]!r} is no argument; {tags.expected}")
+    return ToolCall(name, _unique(pairs))
+
+
+def _properties(name: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    for tool in tools:
+        if tool["name"] == name:
+            properties = tool["parameters"].get("properties", {})
+            return properties if isinstance(properties, dict) else {}
+    return {}
+
+
+_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
+_TYPES: tuple[tuple[str, type], ...] = (  # bool before the numbers that it is one of
+    ("boolean", bool),
+    ("integer", int),
+    ("number", int),
+    ("number", float),
+    ("array", list),
+    ("object", dict),
+    ("null", type(None)),
+)
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """The value that a text means to a parameter of this schema: JSON of a type that it has, else
+    the text itself, of which the tool says what is wrong with it."""
+    types = _schema_types(schema)
+    if types == {"string"}:
+        return text
+    try:
+        value = msgspec.json.decode(_PYTHON_NAMES.get(text.strip(), text))
+    except UNREADABLE:
+        return text
+    if isinstance(value, float) and value.is_integer() and "integer" in types:
+        return int(value)
+    if not types:
+        return text if isinstance(value, str) else value
+    kinds = {name for name, kind in _TYPES if type(value) is kind}
+    return value if kinds & types else text
+
+
+def _schema_types(schema: Any) -> set[str]:
+    """The JSON types that a schema allows; none if it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    declared = schema.get("type") or ()
+    types = {declared} if isinstance(declared, str) else set(map(str, declared))
+    for choice in [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]:
+        types |= _schema_types(choice)
+    if "enum" in schema and not types:
+        types = {"string"} if all(isinstance(one, str) for one in schema["enum"]) else set()
+    return types | ({"null"} if schema.get("nullable") else set())
+
+
+# calls in Python's notation
+
+
+def lfm_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
+    """The calls in the lists between <|tool_call_start|> and <|tool_call_end|>."""
+    calls: list[ToolCall] = []
+    for block in _blocks(after_thoughts(text), "<|tool_call_start|>", "<|tool_call_end|>"):
+        try:
+            calls += _python_calls(block)
+        except _Malformed as error:
+            calls.append(_malformed(str(error)))
+    return tuple(calls)
+
+
+def _python_calls(block: str | _Malformed) -> list[ToolCall]:
+    if isinstance(block, _Malformed):
+        raise block
+    expected = "expected a list of calls such as [NAME(key='value')]"
+    try:
+        with warnings.catch_warnings():  # of escapes that Python does not know
+            warnings.simplefilter("ignore")
+            parsed = ast.parse(block.strip(), mode="eval").body
+        written = parsed.elts if isinstance(parsed, ast.List) else [parsed]
+        calls = []
+        for one in written:
+            if not isinstance(one, ast.Call) or one.args:
+                raise _Malformed(expected)
+            pairs = [(keyword.arg, _literal(keyword.value)) for keyword in one.keywords]
+            calls.append(ToolCall(ast.unparse(one.func), _unique(pairs)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        said = str(error).partition(" (<unknown>")[0]
+        raise _Malformed(f"the calls cannot be read ({said}); {expected}") from error
+    return calls
+
+
+_HUGE = 1e300  # beyond, and infinite: numbers that JSON does not hold everywhere
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+def _literal(node: ast.expr) -> Any:
+    """A literal of Python or JSON. Raises ValueError for everything else."""
+    match node:
+        case ast.Constant(str(text)):
+            text.encode()  # half of a surrogate pair is no text
+            return text
+        case ast.Constant(None | int() | float() as value) if abs(value or 0) < _HUGE:
+            return value
+        case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as value)) if value < _HUGE:
+            return -value
+        case ast.Name(name) if name in _JSON_NAMES:
+            return _JSON_NAMES[name]
+        case ast.List(elements) | ast.Tuple(elements):
+            return [_literal(element) for element in elements]
+        case ast.Dict(keys, values):
+            named = [_literal(key) if key is not None else None for key in keys]
+            if all(isinstance(key, str) for key in named):
+                return dict(zip(named, map(_literal, values), strict=True))
+    raise ValueError("an argument is not a literal")
+
+
+# what the forms share
+
+
+def after_thoughts(text: str) -> str:
+    """What follows the last thought; nothing while a thought is still open."""
+    after = text.rpartition("</think>")[2]
+    return "" if "<think>" in after else after
+
+
+def _blocks(text: str, opening: str, closing: str) -> Iterator[Any]:
+    """The texts between the markers; for one that is not closed, what is wrong."""
+    pattern = rf"{re.escape(opening)}(.*?)({re.escape(closing)}|\Z)"
+    for body, closed in re.findall(pattern, text, re.DOTALL):
+        yield body if closed else _Malformed(f"{opening} is not closed by {closing}")
+
+
+def _each(written: Any, read: Callable[[Any], ToolCall]) -> tuple[ToolCall, ...]:
+    """The calls, each read on its own."""
+    calls = []
+    for one in written:
+        try:
+            if isinstance(one, _Malformed):
+                raise one
+            calls.append(read(one.strip() if isinstance(one, str) else one))
+        except _Malformed as error:
+            calls.append(_malformed(str(error)))
+    return tuple(calls)
+
+
+def _unique(pairs: Any) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for key, value in pairs:
+        if key is None or key in arguments:
+            raise _Malformed(f"the argument {str(key)[:60]!r} is written twice")
+        arguments[key] = value
+    return arguments
+
+
+def _malformed(problem: str) -> ToolCall:
+    return ToolCall(MALFORMED_CALL, {"problem": problem})
+
+
+PARSERS: dict[str, Parser] = {
+    "hermes": hermes_calls,
+    "llama": llama_calls,
+    "qwen_xml": qwen_xml_calls,
+    "glm": glm_calls,
+    "atem": atem_calls,
+    "lfm": lfm_calls,
+    "harmony": harmony_calls,
+    "gemma": gemma_calls,
+}

@@ -1,0 +1,218 @@
+"""Tool calls as the families of models write them, well and badly."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentenv.call_syntax import PARSERS
+from agentenv.types import MALFORMED_CALL, ToolCall
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "name": "search",
+        "parameters": {
+            "properties": {
+                "query": {"type": "string"},
+                "count": {"type": "integer"},
+                "share": {"type": "number"},
+                "exact": {"type": "boolean"},
+                "sites": {"type": "array"},
+                "filter": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+                "either": {"type": ["string", "integer"]},
+                "mode": {"enum": ["1", "2"]},
+                "anything": {},
+            }
+        },
+    }
+]
+CALL = ToolCall("search", {"query": "Lima"})
+
+
+def qwen(*arguments: tuple[str, str]) -> str:
+    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments)
+    return f"<tool_call>\n<function=search>\n{written}</function>\n</tool_call>"
+
+
+WELL = {
+    "hermes": ['<tool_call>{"name": "search", "arguments": {"query": "Lima"}}</tool_call>'],
+    "llama": ['{"name": "search", "parameters": {"query": "Lima"}}'],
+    "qwen_xml": [
+        qwen(("query", "Lima")),
+        "<tool_call><function=search><parameter=query>Lima</parameter></function></tool_call>",
+    ],
+    "glm": [
+        "<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>Lima</arg_value>\n</tool_call>",
+        "<tool_call>search<arg_key>query</arg_key><arg_value>Lima</arg_value></tool_call>",
+    ],
+    "atem": [
+        ' to=search<|message|><atem:function_calls>\n<atem:invoke name="search">\n<atem:parameter '
+        'name="query">Lima</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
+    ],
+    "lfm": [
+        "<|tool_call_start|>[search(query='Lima')]<|tool_call_end|>",
+        '<|tool_call_start|>search(query="Lima")<|tool_call_end|>',
+    ],
+    "harmony": [
+        ' to=functions.search<|channel|>commentary json<|message|>{"query": "Lima"}',
+        '<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query":"Lima"}',
+    ],
+    "gemma": ['<|tool_call>call:search{query:<|"|>Lima<|"|>}<tool_call|>'],
+}
+THOUGHTS = {
+    "harmony": "<|channel|>analysis<|message|>{}<|end|><|start|>assistant{}",
+    "atem": " to=self<|message|>{}<|eom|><|start|>assistant{}",
+    "gemma": "<|channel>thought\n{}\n<channel|>{}",
+}
+
+
+@pytest.mark.parametrize(("style", "text"), [(s, text) for s in WELL for text in WELL[s]])
+def test_a_call_is_read(style: str, text: str) -> None:
+    assert PARSERS[style](text, TOOLS) == (CALL,)
+    assert PARSERS[style]("It is Lima.", TOOLS) == ()
+
+
+@pytest.mark.parametrize("style", WELL)
+def test_a_call_within_thoughts_does_not_count(style: str) -> None:
+    thoughts = THOUGHTS.get(style, "<think>{}</think>{}")
+    text = WELL[style][0]
+    if style != "harmony":  # there the address is outside of what is said
+        assert PARSERS[style](thoughts.format(text, "Lima"), TOOLS) == ()
+    assert PARSERS[style](thoughts.format("Which?", text), TOOLS) == (CALL,)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("query", "75001", "75001"),
+        ("query", '"quoted"\n  <b>', '"quoted"\n  <b>'),
+        ("count", "75001", 75001),
+        ("count", "3.0", 3),
+        ("count", "many", "many"),
+        ("count", "true", "true"),
+        ("share", "0.5", 0.5),
+        ("share", "1", 1),
+        ("share", "1e999", "1e999"),
+        ("share", "NaN", "NaN"),
+        ("exact", "True", True),
+        ("exact", "false", False),
+        ("sites", '["a", "b"]', ["a", "b"]),
+        ("sites", "[" * 10_000, "[" * 10_000),
+        ("filter", "None", None),
+        ("filter", '{"year": 2020}', {"year": 2020}),
+        ("either", "7", 7),
+        ("either", "seven", "seven"),
+        ("mode", "1", "1"),
+        ("anything", "[1]", [1]),
+        ("anything", "one", "one"),
+        ("unknown", "9", 9),
+    ],
+)
+def test_a_value_without_a_type_has_that_of_the_schema(key: str, text: str, value: object) -> None:
+    """What is not of that type stays a text, and the tool says what is wrong with it."""
+    (call,) = PARSERS["qwen_xml"](qwen((key, text)), TOOLS)
+    assert call == ToolCall("search", {key: value})
+    assert type(call.arguments[key]) is type(value)
+
+
+DEEP = "[" * 20_000
+BADLY = [
+    ("qwen_xml", "<tool_call>{}</tool_call>", "expected <function=NAME>"),
+    ("qwen_xml", qwen(("query", "a")).removesuffix("</tool_call>"), "is not closed"),
+    ("qwen_xml", qwen(("query", "a")).replace("</parameter>", ""), "is no argument"),
+    ("qwen_xml", qwen(("query", "a</parameter>b")), "'b\\n</parameter>' is no argument"),
+    ("qwen_xml", qwen(("query", "a"), ("query", "b")), "'query' is written twice"),
+    ("glm", "<tool_call></tool_call>", "expected NAME"),
+    ("glm", "<tool_call>search Lima</tool_call>", "'Lima' is no argument"),
+    ("atem", '<atem:invoke name="search">Lima</atem:invoke>', "'Lima' is no argument"),
+    ("lfm", "<|tool_call_start|>[search('Lima')]<|tool_call_end|>", "expected a list of calls"),
+    ("lfm", "<|tool_call_start|>[search(query=f(1))]<|tool_call_end|>", "is not a literal"),
+    ("lfm", "<|tool_call_start|>[search(count=1e999)]<|tool_call_end|>", "is not a literal"),
+    ("lfm", f"<|tool_call_start|>[search(count=-0x{'f' * 5_000})]<|tool_call_end|>", "a literal"),
+    ("lfm", r"<|tool_call_start|>[search(query='\ud800')]<|tool_call_end|>", "surrogates"),
+    ("lfm", f"<|tool_call_start|>[search(sites={DEEP})]<|tool_call_end|>", "cannot be read"),
+    ("lfm", f"<|tool_call_start|>[search(count={'-' * 50_000}1)]<|tool_call_end|>", "be read"),
+    ("lfm", f"<|tool_call_start|>[search(count={'9' * 5_000})]<|tool_call_end|>", "be read"),
+    ("lfm", "<|tool_call_start|>[search(query='it's')]<|tool_call_end|>", "be read"),
+    ("lfm", "<|tool_call_start|>[search(query='Lima')]", "is not closed"),
+    ("harmony", " to=functions.search<|message|>Lima", "not valid JSON"),
+    ("harmony", f" to=functions.search<|message|>{DEEP}", "not valid JSON"),
+    ("harmony", " to=functions.search<|message|>[1]", "not an object"),
+    ("harmony", " to=browser.search<|message|>{}", "goes to 'browser.search'"),
+    ("harmony", " to=functions.search<|channel|>commentary", r"no <\|message\|> follows"),
+    ("gemma", "<|tool_call>search{}<tool_call|>", "expected call:NAME"),
+    ("gemma", "<|tool_call>call:search{query:Lima}<tool_call|>", "cannot be read"),
+    ("gemma", f"<|tool_call>call:search{{query:{DEEP}}}<tool_call|>", "cannot be read"),
+    ("gemma", '<|tool_call>call:search{query:<|"|>Lima}<tool_call|>', "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("style", "text", "problem"), BADLY)
+def test_the_policy_reads_what_is_wrong(style: str, text: str, problem: str) -> None:
+    (call,) = PARSERS[style](text, TOOLS)
+    assert call.name == MALFORMED_CALL
+    assert problem.replace("\\|", "|") in call.arguments["problem"]
+    assert len(call.arguments["problem"]) < 400
+
+
+def test_several_calls_of_a_turn_are_read_each_on_its_own() -> None:
+    bad = "<tool_call>{oops}</tool_call>"
+    first, second, third = PARSERS["hermes"](WELL["hermes"][0] + bad + WELL["hermes"][0], TOOLS)
+    assert (first, third) == (CALL, CALL)
+    assert second.name == MALFORMED_CALL
+    text = "<|tool_call_start|>[search(query='Lima'), search(query='Lima')]<|tool_call_end|>"
+    assert PARSERS["lfm"](text, TOOLS) == (CALL, CALL)
+
+
+def test_gemma_writes_bare_keys_and_anything_within_its_quotes() -> None:
+    text = (
+        '<|tool_call>call:search{filter:{a_b:[1,<|"|>x<|"|>],n:null},query:<|"|>{a:"1",\n'
+        '\\ <|"|>,count:-2}<tool_call|>'
+    )
+    filters = {"a_b": [1, "x"], "n": None}
+    (call,) = PARSERS["gemma"](text, TOOLS)
+    assert call.arguments == {"filter": filters, "query": '{a:"1",\n\\ ', "count": -2}
+
+
+PIECES = (
+    [text for texts in WELL.values() for text in texts]
+    + ["<tool_call>", "</tool_call>", "<function=search>", "</function>", "<parameter=query>"]
+    + ["</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<think>"]
+    + ["</think>", "<|tool_call_start|>", "<|tool_call_end|>", "[search(", "query=", "'", '"']
+    + ["<|start|>", "<|message|>", "to=functions.search", "to=", "<|call|>", "<|python_tag|>"]
+    + ["<|tool_call>", "<tool_call|>", "call:search{", '<|"|>', "<|channel>", "<channel|>", "}"]
+    + ["<atem:invoke", 'name="search">', "</atem:invoke>", "{", ",", ")", "]", "\n", "\0", "\\"]
+    + ["9" * 400, "-1e999", DEEP[:2000], "{" * 2000, "(" * 2000, "-" * 9000, "\\ud800", "Lima", "é"]
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join))
+def test_no_text_makes_a_parser_raise(text: str) -> None:
+    for parse in PARSERS.values():
+        for call in parse(text, TOOLS):
+            assert isinstance(call, ToolCall)
+            json.dumps(call.arguments, allow_nan=False).encode()
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        ("qwen_xml", "<tool_call><function=search>{}</function></tool_call>"),
+        ("glm", "<tool_call>search{}</tool_call>"),
+        ("atem", '<atem:invoke name="search">{}</atem:invoke>'),
+    ],
+)
+def test_openings_that_nothing_closes_are_searched_once(style: str, text: str) -> None:
+    """Each of them to the end of the text would take minutes, more than a test may."""
+    for opening in (
+        "<parameter=a>",
+        "<arg_key>a</arg_key><arg_value>",
+        '<atem:parameter name="a">',
+    ):
+        (call,) = PARSERS[style](text.format(opening * 40_000), TOOLS)
+        assert "is no argument" in call.arguments["problem"]
