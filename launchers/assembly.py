@@ -97,6 +97,7 @@ class Assembly(Generic[C]):
         self.stack = stack
         self.say = say
         self.checkpoint = checkpoint
+        self.ends = 0  # rows that are read of each end of a data file; 0: all
         self.built: dict[str, Any] = {}
 
     def resolve(self, text: str) -> Path:

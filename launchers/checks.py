@@ -2,14 +2,15 @@
 and what to do.
 
 train, evaluate, sft, dpo and synthesize go through the same list, in its order, which finds
-mistakes early: first what the configuration alone tells, and a dry run looks no further; then
-files; then the model; then the parts, for which the servers of roles are started. What learner and
+mistakes early: first what the configuration alone tells; then files; then the model; then the
+parts, for which the servers of roles are started. A dry run looks at what is here
+(launchers/planning/reading.py). What learner and
 engine find as they start is at the end of the list, for those who want to know before a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from operator import methodcaller
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -64,13 +65,18 @@ class Finding(NamedTuple):
         return "" if self.error is None else str(self.error).partition("; ")[2]
 
 
-async def findings(assembly: Assembly[Any], last: Needs = "parts") -> AsyncIterator[Finding]:
-    """Every check of the command up to those that need `last`, whether or not others have passed.
+async def findings(
+    assembly: Assembly[Any], last: Needs = "parts", without: Collection[str] = ()
+) -> AsyncIterator[Finding]:
+    """Every check of the command up to those that need `last`, whether or not others have passed,
+    but for those whose names are in `without`.
     A part that cannot be built is an error of each check that needs the part."""
     stages = get_args(Needs)
     wanted = stages[: stages.index(last) + 1]
     for check in CHECKS:
         if check.needs not in wanted or not isinstance(assembly.config, check.of):
+            continue
+        if check.name in without:
             continue
         try:
             await check.look(assembly)

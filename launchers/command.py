@@ -13,7 +13,7 @@ from agentenv.config import load_config, to_plain
 from launchers.help import add_key_help
 from launchers.monitors import MonitorConfig
 from launchers.planning.dry_run import add_dry_run, check_arguments, dry_run
-from launchers.rundir import LATEST, RunDirectory
+from launchers.rundir import LATEST, LOG_FILE, RunDirectory
 from launchers.terminal import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -65,7 +65,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 
 
 def run_command(arguments: argparse.Namespace, config_type: type[T], work: Work) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
+    dry run), 130 interrupted."""
     view = View()
     return to_its_end(
         lambda: _run(arguments, config_type, work, view), view, writing="writing the run"
@@ -85,12 +86,11 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
     if arguments.dry_run:
         for line in left_out:
             view.say(line)
-        dry_run(config, arguments, view, folder)
-        return 0
+        return dry_run(config, arguments, view, folder)
     monitor = getattr(config, "monitor", MonitorConfig())
     settings = to_plain(config)
     run = RunDirectory(folder, resume=bool(arguments.resume), monitor=monitor, settings=settings)
-    view.log_to(run.path / "run.log")
+    view.log_to(run.path / LOG_FILE)
     for line in left_out:
         view.say(line)
     code = EXIT_FAILED
@@ -102,4 +102,6 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
         code = EXIT_INTERRUPTED
     finally:
         run.monitors.finish(code)
+        if not arguments.resume:
+            run.forget_unless_begun()
     return code

@@ -232,14 +232,15 @@ Say = Callable[[str], None]
 
 
 async def load_training(
-    config: DataConfig, env_id: str, resolve: Resolve, say: Say
+    config: DataConfig, env_id: str, resolve: Resolve, say: Say, ends: int = 0
 ) -> Sequence[Task]:
     """The training questions: those of data.train, or the weighted parts of data.mix."""
     if config.mix:
         return await asyncio.to_thread(
-            load_mix, config.mix, env_id, config, resolve, say=said(say, "data")
+            load_mix, config.mix, env_id, config, resolve, ends=ends, say=said(say, "data")
         )
-    return await load_set(config.train, env_id, config, resolve, say, "data", config.max_samples)
+    number = config.max_samples
+    return await load_set(config.train, env_id, config, resolve, say, "data", number, ends)
 
 
 async def load_set(
@@ -250,11 +251,13 @@ async def load_set(
     say: Say,
     key: str,
     max_samples: int = 0,
+    ends: int = 0,
 ) -> list[Task]:
-    """The questions of one set, whose keys begin with `key`."""
+    """The questions of one set, whose keys begin with `key`; of its files all rows, or `ends` of
+    each end."""
     found = [resolve(path) for path in ([paths] if isinstance(paths, str) else paths)]
     return await asyncio.to_thread(
-        load_tasks, found, env_id, rows, max_samples=max_samples, say=said(say, key)
+        load_tasks, found, env_id, rows, max_samples=max_samples, ends=ends, say=said(say, key)
     )
 
 

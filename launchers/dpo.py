@@ -33,7 +33,8 @@ from learners.learner import Learner, Metrics
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
+    dry run), 130 interrupted."""
     parser = make_parser("launchers/dpo.py", "Train a policy on preferences.", DPORunConfig)
     parser.add_argument(
         "--self-critic",

@@ -43,7 +43,8 @@ EPILOG = "Of stored ones: evaluate.py report DIR, compare A B, regrade DIR [grad
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
+    dry run), 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in STORED:
         found = importlib.import_module(f"launchers.evaluation.{argv[0]}")
@@ -76,8 +77,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     config = _configuration(arguments, subject, view)
     config = _chosen(config, names, arguments.n)
     if arguments.dry_run:
-        dry_run(config, arguments, view, subject.run, str(subject.model or ""))
-        return 0
+        return dry_run(config, arguments, view, subject.run, str(subject.model or ""))
     if arguments.question:
         return run_until_done(ask_one(config, subject, arguments.question, arguments.answer, view))
     out = arguments.out or Path(FOLDER) / _name(config, subject)

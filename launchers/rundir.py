@@ -164,9 +164,10 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copyfile(source, target)
 
 
+LOG_FILE = "run.log"
 CONFIG_FILE = "config.json"  # written when everything was found in order; marks a run
 OURS = {
-    *("checkpoints", "data", "eval", "model", "run.log", "learner.log", "servers"),
+    *("checkpoints", "data", "eval", "model", LOG_FILE, "learner.log", "servers"),
     *("trajectories",),
     *("metrics.jsonl", "skipped", "pairs", "reference.npz", "tensorboard", "wandb", "wandb.json"),
 }
@@ -187,6 +188,7 @@ class RunDirectory:
         """`settings` is the whole configuration, which the monitors show."""
         self.path = path
         self.checkpoints = Checkpoints(path / "checkpoints")
+        self._made = [one for one in (path, *path.parents) if not one.exists()]
         if resume and not (path / CONFIG_FILE).is_file():
             raise ConfigError(f"{path} holds no run to resume; start it without --resume")
         try:
@@ -236,6 +238,18 @@ class RunDirectory:
         upgrade(type(config), saved)
         for change in changes(saved, json.loads(json.dumps(to_plain(config)))):
             say(f"changed since the start: {change}")
+
+    def forget_unless_begun(self) -> None:
+        """Remove the folder of a run that was refused, and those above that were made for it,
+        unless something was written that may say more than the refusal did."""
+        found = {entry.name for entry in self.path.iterdir()}
+        if found - {self.checkpoints.folder.name, LOG_FILE}:
+            return
+        (self.path / LOG_FILE).unlink(missing_ok=True)
+        for folder in dict.fromkeys((self.checkpoints.folder, self.path, *self._made)):
+            if any(folder.iterdir()):
+                return
+            folder.rmdir()
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file at once, so that no reader ever sees half of it."""

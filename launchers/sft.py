@@ -30,7 +30,8 @@ from learners.learner import Learner, Metrics
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
+    dry run), 130 interrupted."""
     parser = make_parser("launchers/sft.py", "Fine-tune a policy on dialogues.", SFTRunConfig)
     work = partial(train_supervised, Imitation.of)
     return run_command(parse(parser, argv), SFTRunConfig, work)

@@ -57,7 +57,8 @@ FOLDER = "synthesis"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
+    dry run), 130 interrupted."""
     arguments = _parse(argv)
     view = View()
     return to_its_end(
@@ -72,8 +73,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     subject = find_subject(arguments.subject, model=arguments.model, tokenizer=arguments.tokenizer)
     plan = _plan(arguments, subject, view)
     if arguments.dry_run:
-        dry_run(plan.evaluation, arguments, view, subject.run, str(subject.model or ""))
-        return 0
+        return dry_run(plan.evaluation, arguments, view, subject.run, str(subject.model or ""))
     out = arguments.out or Path(FOLDER) / f"{subject.name}-{'-'.join(plan.sets)}".replace("/", "-")
     num_failed = run_until_done(synthesize(plan, subject, out, view))
     if num_failed:

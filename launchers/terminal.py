@@ -135,6 +135,7 @@ class View:
 
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_MISSING = 3  # of a dry run: nothing is wrong, something is not here
 
 
 def import_from_working_directory() -> None:
@@ -149,7 +150,8 @@ def import_from_working_directory() -> None:
 def to_its_end(
     work: Callable[[], int | None], view: View, *, writing: str, interrupted: str = ""
 ) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted.
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
+    dry run), 130 interrupted.
 
     The user's modules are found where the command is run. `writing` is said of a failure of files
     that names none, `interrupted` after Ctrl-C. Whatever has no reason for the user is a bug and

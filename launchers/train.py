@@ -17,7 +17,8 @@ from launchers.terminal import View
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
+    dry run), 130 interrupted."""
     parser = make_parser(
         "launchers/train.py",
         "Train a policy with asynchronous agentic reinforcement learning.",

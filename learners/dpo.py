@@ -17,18 +17,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from msgspec.structs import replace
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor, nn
 
 from agentenv.errors import DataError
 from learners.batch import ActionTokens, EncodedTree, Longs, MicroBatch, from_arrays
 from learners.credit import Floats
 from learners.learner import Metrics
-from learners.trainer import Trainer, times
+
+if TYPE_CHECKING:  # torch is slow to load, and who reads pairs does not need it
+    from torch import Tensor
+
+    from learners.trainer import Trainer
 
 Bools = NDArray[np.bool_]
 Answer = tuple[ArrayLike, ArrayLike]  # token ids from the prompt on, mask of the policy's tokens
@@ -147,7 +150,9 @@ def _arrays(answer: Answer) -> tuple[NDArray[np.int32], Bools]:
 
 def preference_loss(margins: Tensor, beta: float) -> Tensor:
     """[pairs] -> [pairs]: -log sigmoid(beta * margin); `margins` as of PairTokens.margins."""
-    return -nn.functional.logsigmoid(beta * margins)
+    from torch.nn.functional import logsigmoid
+
+    return -logsigmoid(beta * margins)
 
 
 def prefer(trainer: Trainer, pairs: Sequence[EncodedTree], beta: float, lr_scale: float) -> Metrics:
@@ -157,6 +162,8 @@ def prefer(trainer: Trainer, pairs: Sequence[EncodedTree], beta: float, lr_scale
     micro-batch and so cut, its margin is computed before, and the loss is replaced by its tangent
     there, whose gradient is the same.
     """
+    from learners.trainer import times
+
     start = time.perf_counter(), time.process_time()
     backend, tokens = trainer.backend, PairTokens.of(pairs)
     batches = trainer.pack(pairs)
@@ -178,6 +185,8 @@ def _loss(
     tokens: PairTokens, index: Longs, logprobs: Tensor, slopes: Floats | None, beta: float
 ) -> Tensor:
     """Sum over the pairs of a micro-batch, of their loss or of its tangent; in float64."""
+    import torch
+
     wide = logprobs.double()
 
     def tensor(values: Floats | Longs) -> Tensor:

@@ -38,20 +38,21 @@ def load_tasks(
     config: RowsConfig | None = None,
     *,
     max_samples: int = 0,
+    ends: int = 0,
     say: Callable[[str], None] = logger.warning,
     adapt: Adapt | None = None,
 ) -> list[Task]:
     """Tasks of the rows of a file, a folder, a pattern, or a list of them, in order.
 
     `env_id` is the environment of rows that choose none, `max_samples` takes the first n (0:
-    all), `say` is told of rows that `config.skip_bad_rows` leaves out. `adapt` makes of a row one
-    of a known schema, or None to leave it out. Raises DataError with file, row, key and what was
-    expected, or for no rows at all, and ConfigError for an environment of `config.env_by` that no
-    row chooses.
+    all), `ends` reads only so many rows of each end of a file (0: all). `say` is told of rows that
+    `config.skip_bad_rows` leaves out. `adapt` makes of a row one of a known schema, or None to
+    leave it out. Raises DataError with file, row, key and what was expected, or for no rows at
+    all, and ConfigError for an environment of `config.env_by` that no row chooses.
     """
     reader = RowReader(config or RowsConfig(), env_id)
-    tasks = _read(reader, _listed(paths), max_samples, say, adapt)
-    if not max_samples:
+    tasks = _read(reader, _listed(paths), max_samples, say, adapt, ends)
+    if not (max_samples or ends):
         _check_env_by([reader])
     return tasks
 
@@ -62,6 +63,7 @@ def load_mix(
     config: RowsConfig,
     resolve: Callable[[str], Path] = Path,
     *,
+    ends: int = 0,
     say: Callable[[str], None] = logger.warning,
 ) -> TaskMix:
     """The parts of a weighted mix, each loaded like `load_tasks`; `resolve` makes its paths."""
@@ -75,9 +77,9 @@ def load_mix(
         )
         reader = RowReader(own, part.env_id or env_id)
         paths = [resolve(str(path)) for path in _listed(part.path)]
-        loaded.append(_read(reader, paths, part.max_samples, say))
+        loaded.append(_read(reader, paths, part.max_samples, say, ends=ends))
         readers.append(reader)
-    if not any(part.max_samples for part in parts):
+    if not (ends or any(part.max_samples for part in parts)):
         _check_env_by(readers)
     return TaskMix(loaded, [part.weight for part in parts])
 
@@ -165,11 +167,12 @@ def _read(
     max_samples: int,
     say: Callable[[str], None],
     adapt: Adapt | None = None,
+    ends: int = 0,
 ) -> list[Task]:
     files = find_files(paths)
     tasks: list[Task] = []
     bad: list[str] = []
-    for read in (raw for path in files for raw in read_rows(path)):
+    for read in (raw for path in files for raw in read_rows(path, ends)):
         raw = read if adapt is None else _adapted(read, adapt)
         if raw is None:
             continue

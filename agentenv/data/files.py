@@ -11,9 +11,12 @@ import glob
 import importlib
 import json
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import islice, starmap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from agentenv.errors import ConfigError, DataError
 
@@ -55,9 +58,9 @@ def find_files(paths: Iterable[str | Path]) -> list[Path]:
     return list(found)
 
 
-def read_rows(path: Path) -> Iterator[RawRow]:
-    """The rows of one file. Raises DataError for a file that cannot be read at all, and
-    ConfigError where pyarrow is needed and not installed."""
+def read_rows(path: Path, ends: int = 0) -> Iterator[RawRow]:
+    """The rows of one file, or the first and the last `ends` of them. Raises DataError for a file
+    that cannot be read at all, and ConfigError where pyarrow is needed and not installed."""
     if not path.exists():
         raise DataError(f"{path}: there is no such dataset file")
     readers = {
@@ -75,9 +78,25 @@ def read_rows(path: Path) -> Iterator[RawRow]:
             f"{', '.join(SUFFIXES)}, or a folder of them"
         )
     try:
-        yield from reader(path)
+        if ends and reader in (_read_jsonl, _read_arrow):  # which need not parse what lies between
+            yield from reader(path, ends)
+        else:
+            yield from of_both_ends(reader(path), ends)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+T = TypeVar("T")
+
+
+def of_both_ends(items: Iterable[T], size: int) -> Iterator[T]:
+    """The first and the last `size` items, each once; 0: all."""
+    rest = iter(items)
+    if not size:
+        yield from rest
+        return
+    yield from islice(rest, size)
+    yield from deque(rest, maxlen=size)
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -115,11 +134,10 @@ def _saved(path: Path) -> Row | None:
     return value if isinstance(value, dict) else None
 
 
-def _read_jsonl(path: Path) -> Iterator[RawRow]:
+def _read_jsonl(path: Path, ends: int = 0) -> Iterator[RawRow]:
     with path.open("rb") as file:  # lines end at \n only: a text may hold other line separators
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
+        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+        for number, line in of_both_ends(lines, ends):
             try:
                 row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except (ValueError, RecursionError) as error:
@@ -197,15 +215,18 @@ def _read_csv(path: Path) -> Iterator[RawRow]:
                 yield RawRow(path, number, nulls)
 
 
-def _read_arrow(path: Path) -> Iterator[RawRow]:
-    number = 0
-    for rows in _batches(path):
-        for row in rows:
-            number += 1
-            yield _checked(path, number, row)
+def _read_arrow(path: Path, ends: int = 0) -> Iterator[RawRow]:
+    if not ends:
+        rows = (row for batch in _batches(path) for row in batch.to_pylist())
+        yield from starmap(partial(_checked, path), enumerate(rows, 1))
+        return
+    places = ((batch, place) for batch in _batches(path) for place in range(batch.num_rows))
+    for number, (batch, place) in of_both_ends(enumerate(places, 1), ends):
+        yield _checked(path, number, batch.slice(place, 1).to_pylist()[0])
 
 
-def _batches(path: Path) -> Iterator[list[Any]]:
+def _batches(path: Path) -> Iterator[Any]:
+    """The record batches of a file."""
     try:
         arrow = importlib.import_module("pyarrow")
         parquet = importlib.import_module("pyarrow.parquet")
@@ -217,12 +238,10 @@ def _batches(path: Path) -> Iterator[list[Any]]:
     try:
         if path.suffix.lower() == ".parquet":
             with parquet.ParquetFile(path) as file:
-                for batch in file.iter_batches(batch_size=ROWS_PER_BATCH):
-                    yield batch.to_pylist()
+                yield from file.iter_batches(batch_size=ROWS_PER_BATCH)
             return
         with arrow.memory_map(str(path)) as source:
-            for batch in _arrow_batches(arrow, source):
-                yield batch.to_pylist()
+            yield from _arrow_batches(arrow, source)
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
 

@@ -284,12 +284,13 @@ MATCHERS: Mapping[str | None, Callable[[GraderConfig], Matcher]] = {
 }
 
 
-async def check_grader(grader: Grader, tasks: Sequence[Task]) -> None:
+async def check_grader(grader: Grader, tasks: Sequence[Task]) -> list[Grade]:
     """Grade the golds of the first three rows, so that a broken grader is refused at the start.
 
     Raises ConfigError: the grader cannot start, fails on a row, or gives no finite reward.
     """
     await start_grader(grader)
+    grades = []
     for task in tasks[:NUM_CHECKED_ROWS]:
         gold = task.answers[0] if task.answers else ""
         text = rf"<think>.</think><answer>\boxed{{{gold}}}</answer>"
@@ -307,3 +308,5 @@ async def check_grader(grader: Grader, tasks: Sequence[Task]) -> None:
             raise ConfigError(
                 f"the grader gives row {task.id} the reward {grade.reward}; expected a number"
             )
+        grades.append(grade)
+    return grades

@@ -327,15 +327,16 @@ def load_benchmark(
     *,
     env_id: str = "",
     rows: RowsConfig | None = None,
+    ends: int = 0,
     say: Callable[[str], None] = logger.warning,
 ) -> list[Task]:
     """Tasks of the benchmark in the order of its file: as many as the papers ask, the first `n`,
     or, for 0, all.
 
     `env_id` is the environment of rows that choose none; empty: deep search. `rows` are keys
-    as for any dataset. `say` is told what is left out and which groups have no column. Raises
-    ConfigError for an unknown name, DataError for a missing file, with where to get it, or a bad
-    row.
+    as for any dataset, `ends` is as in `load_tasks`. `say` is told what is left out and which
+    groups have no column. Raises ConfigError for an unknown name, DataError for a missing file,
+    with where to get it, or a bad row.
     """
     spec, config = benchmark(name), rows or RowsConfig()
     if not path:
@@ -353,6 +354,7 @@ def load_benchmark(
         env_id or ENV_ID,
         replace(config, columns=ColumnsConfig()),
         max_samples=spec.num_questions if n is None else n,
+        ends=ends,
         say=say,
         adapt=adapt,
     )

@@ -218,12 +218,13 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
             ]
             tasks = await asyncio.to_thread(
                 load_benchmark, rows.benchmark, paths, rows.max_tasks, env_id=env_id, rows=rows,
-                say=say,
+                ends=self.ends, say=say,
             )  # fmt: skip
         else:
             tasks = await load_set(
-                rows.path, env_id, rows, self.resolve, self.say, one.key, rows.max_tasks or 0
-            )
+                rows.path, env_id, rows, self.resolve, self.say, one.key, rows.max_tasks or 0,
+                self.ends,
+            )  # fmt: skip
         return with_own_names(tasks, say)
 
     @once

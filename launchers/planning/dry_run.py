@@ -1,4 +1,5 @@
-"""--dry-run: print what a run would be, and refuse what cannot fit. Nothing is started."""
+"""--dry-run: print what a run would be, read what is here of its data, and refuse what would not
+work. Nothing is started."""
 
 from __future__ import annotations
 
@@ -10,64 +11,93 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.box import SIMPLE
 from rich.table import Table
 
 from agentenv.config import RUN, paths_of, resolver
 from agentenv.engine import EngineConfig
+from agentenv.engines.openai import OpenAIConfig
 from agentenv.engines.server_config import LaunchConfig, RoleConfig
-from agentenv.errors import ConfigError
-from agentenv.prompt import is_rows
+from agentenv.errors import AgentEnvError, ConfigError
 from envs.search.providers import PROVIDERS, WebConfig
 from envs.search.service import SearchConfig
 from launchers.assembly import Assembly
 from launchers.checks import refuse
-from launchers.config import TrainConfig
+from launchers.config import ServeConfig, TrainConfig
+from launchers.evaluation.benchmarks import benchmark
 from launchers.evaluation.config import EvaluateConfig
 from launchers.help import values_of
 from launchers.planning.memory import GIB
 from launchers.planning.plan import AnyRun, Machine, Plan, Process, make_plan, wanted_by
+from launchers.rundir import find_checkpoint
 from launchers.serving.gpus import visible_gpus
 from launchers.serving.server_commands import find_python
 from launchers.supervised.config import SupervisedRunConfig
-from launchers.terminal import View
+from launchers.supervised.dialogues import registered_files
+from launchers.terminal import EXIT_MISSING, View
 
 # What a configuration reads and is not there: files, folders, keys, environments of engines.
 
 Resolve = Callable[[str], Path]
 
 
-def missing_files(config: AnyRun, resolve: Resolve) -> Iterator[str]:
-    """Lines "key = value", with what is wrong where that is not plain absence."""
-    made = not isinstance(config, EvaluateConfig) and bool(config.run.setup)
-    registry = isinstance(config, SupervisedRunConfig) and config.data.dataset_info
+class Absent(NamedTuple):
+    """A path of the configuration that is not here, and its key."""
+
+    key: str
+    path: str
+
+
+def missing_files(config: AnyRun, resolve: Resolve) -> Iterator[Absent]:
+    """The paths of a configuration that are not here, but for those that its set-up makes. Raises
+    DataError for names that a registry of datasets lacks."""
+    made = isinstance(config, TrainConfig | SupervisedRunConfig) and bool(config.run.setup)
+    registry = config.data.dataset_info if isinstance(config, SupervisedRunConfig) else ""
     for key, path, _ in paths_of(config):
         if made and RUN in path:
             continue
         if registry and key.startswith("data.") and key != "data.dataset_info":
-            continue  # names in the registry
-        if not _is_there(resolve(path).expanduser()):
-            yield f"{key} = {path}"
-    if isinstance(config, TrainConfig | EvaluateConfig):
-        yield from _missing_prompts(config, resolve)
-        yield from _missing_keys(config.search)
-        yield from _missing_engines(config.engine, config.roles)
+            if resolve(registry).exists():  # the path is a name in it
+                files = registered_files(resolve(registry), [path])
+                yield from (Absent(key, str(file)) for file in files if not file.exists())
+        elif not _is_there(resolve(path).expanduser()):
+            yield Absent(key, path)
+    yield from _missing_templates(config, resolve)
 
 
-def _missing_prompts(config: TrainConfig | EvaluateConfig, resolve: Resolve) -> Iterator[str]:
-    prompts = (
-        [one.prompt for one in config.sets.values()] if isinstance(config, EvaluateConfig) else []
-    )
-    for template in dict.fromkeys(one.template for one in [config.prompt, *prompts]):
-        if is_rows(template) and not _is_there(resolve(template).expanduser()):
-            yield f"prompt.template = {template}"
+def _missing_templates(config: AnyRun, resolve: Resolve) -> Iterator[Absent]:
+    """Prompts that are files; another name is that of a preset."""
+    if isinstance(config, ServeConfig):
+        return
+    sets = config.sets.values() if isinstance(config, EvaluateConfig) else ()
+    for template in dict.fromkeys(one.prompt.template for one in (config, *sets)):
+        if Path(template).suffix and not _is_there(resolve(template).expanduser()):
+            yield Absent("prompt.template", template)
 
 
 def _is_there(path: Path) -> bool:
     if path.exists():
         return True
     return any(mark in path.name for mark in "*?[") and any(path.parent.glob(path.name))
+
+
+def _to_fetch(config: AnyRun, absent: Absent) -> str:
+    """The line of a missing path; of a benchmark's file with where it is published."""
+    line = f"{absent.key} = {absent.path}"
+    name = absent.key.split(".")[1] if absent.key.startswith("sets.") else ""
+    if isinstance(config, EvaluateConfig) and name in config.sets and "path" in absent.key:
+        known = config.sets[name].benchmark
+        return f"{line}: {benchmark(known).how_to_get}" if known else line
+    return line
+
+
+def _missing_parts(config: AnyRun) -> Iterator[str]:
+    """Keys and environments of engines."""
+    if isinstance(config, TrainConfig | EvaluateConfig):
+        yield from _missing_keys(config.search)
+        yield from _missing_engines(config.engine, config.roles)
 
 
 def _missing_keys(search: SearchConfig | None) -> Iterator[str]:
@@ -159,6 +189,8 @@ def show_plan(plan: Plan, view: View) -> None:
         alike.setdefault(needed, []).append(gpu)
     for needed, gpus in alike.items():
         view.say(f"GPU {span(gpus)}: {needed / GIB:.1f} of {plan.machine.gpu_bytes / GIB:.1f} GiB")
+    for line in plan.made:
+        view.say(line)
     if plan.missing:
         view.say("\nmissing here:")
         for line in dict.fromkeys(plan.missing):
@@ -207,7 +239,8 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
         "--dry-run",
         action="store_true",
         help="start nothing: print the resolved configuration, the processes, their GPUs and an "
-        "estimate of their memory; refuse what cannot fit",
+        "estimate of their memory; read the first and last 1,000 rows of each data file; refuse "
+        f"what the run would refuse; exit code {EXIT_MISSING} if something is not here yet",
     )
     parser.add_argument(
         "--gpus", type=int, metavar="N", help="dry run for N GPUs; default: those of this machine"
@@ -232,8 +265,9 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
 
 def dry_run(
     config: AnyRun, arguments: argparse.Namespace, view: View, run: Path, model: str = ""
-) -> None:
+) -> int:
     """Print everything about a run of `config` in the folder `run`, which need not be there.
+    Returns the exit code: 0, or `EXIT_MISSING` where something is not here.
 
     `model` is the policy's path where the configuration does not hold it, as in an evaluation.
     Raises ConfigError at the end for what cannot work.
@@ -243,14 +277,55 @@ def dry_run(
 
     asyncio.run(refuse(Assembly(config, run, AsyncExitStack(), view.say), "configuration"))
     plan = make_plan(wanted_by(config, model), machine, resolve)
-    plan.missing += missing_files(config, resolve)
+    absent = [*missing_files(config, resolve)]
+    plan.missing += (_to_fetch(config, one) for one in absent)
+    plan.missing += _missing_parts(config)
     show_values(config, view)
     show_sizes(config, view)
+    if not isinstance(config, ServeConfig):
+        place = _model_of(config, model, resolve, plan)
+        try:
+            _read(config, run, place, absent, view)
+        except (AgentEnvError, OSError) as error:
+            plan.problems.append(str(error))
     show_plan(plan, view)
     if plan.problems:
-        raise ConfigError("; ".join(plan.problems))
+        raise ConfigError("; ".join(dict.fromkeys(plan.problems)))
     fits = "it fits" if plan.is_whole else NOT_ALL
     view.say(f"dry run: nothing was started; by this estimate {fits}")
+    if not plan.missing:
+        return 0
+    view.say(f"what is missing is listed above (exit code {EXIT_MISSING}); see docs/reproduce.md")
+    return EXIT_MISSING
+
+
+def _model_of(config: AnyRun, path: str, resolve: Resolve, plan: Plan) -> Path | None:
+    """The directory of the policy's tokenizer, if it is here; what is missing in it is noted."""
+    if isinstance(config, TrainConfig | SupervisedRunConfig):
+        path = config.model.path
+    elif isinstance(config, EvaluateConfig) and isinstance(config.engine, OpenAIConfig):
+        path = config.engine.tokenizer
+    place = resolve(path) if path else None
+    if place is None or not place.is_dir():
+        return None
+    place = find_checkpoint(place)
+    names = ("config.json", "tokenizer.json")
+    lacks = [name for name in names if not (place / name).is_file()]
+    if not any(place.glob("*.safetensors")) and not isinstance(config, EvaluateConfig):
+        lacks.append("*.safetensors")
+    if lacks:
+        plan.missing.append(f"model.path = {path}: {', '.join(lacks)}")
+    return None if {*names} & {*lacks} else place
+
+
+def _read(
+    config: AnyRun, run: Path, model: Path | None, absent: Sequence[Absent], view: View
+) -> None:
+    from launchers.planning.reading import read_what_is_here  # it knows those that plan
+
+    assert not isinstance(config, ServeConfig)
+    view.say("\ndata that is here:")
+    asyncio.run(read_what_is_here(config, run, model, absent, lambda text: view.say(f"  {text}")))
 
 
 def find_machine(num_gpus: int | None, gpu_memory_gib: float | None) -> Machine:

@@ -64,12 +64,14 @@ class Machine(Struct, frozen=True):
 
 
 class Plan(Struct):
-    """Processes, and why they cannot run; `missing` is what is not here yet."""
+    """Processes, and why they cannot run; `missing` is what is not here yet, `made` what the run
+    makes itself."""
 
     machine: Machine
     processes: list[Process] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    made: list[str] = field(default_factory=list)
     serving: dict[str, float] = field(default_factory=dict)  # bytes by GPU, while rollouts run
     training: dict[str, float] = field(default_factory=dict)  # and while the learner trains
 
@@ -223,7 +225,7 @@ class _Planner:
         place = self.resolve(self.wanted.path)
         if RUN in self.wanted.path and self.wanted.setup and not place.is_dir():
             made = f"made by {self.wanted.setup} at the start"
-            self.plan.missing.append(f"model.path = {self.wanted.path}: {made}")
+            self.plan.made.append(f"model.path = {self.wanted.path}: {made}")
             return None
         if place.is_dir():
             try:

@@ -79,7 +79,7 @@ async def build_parts(
 ) -> Parts:
     """Check and build everything; `stack` closes it. Raises ConfigError or DataError for the
     user's mistakes. With a checkpoint, engine and learner start from it and no set-up is run."""
-    assembly = TrainingAssembly(config, run, checkpoint, stack, say)
+    assembly = TrainingAssembly(config, run.path, checkpoint, stack, say)
     await refuse(assembly)
     return await assembly.parts()
 
@@ -92,7 +92,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
     def __init__(
         self,
         config: TrainConfig,
-        run: RunDirectory,
+        folder: Path,
         checkpoint: Path | None,
         stack: AsyncExitStack,
         say: Say,
@@ -113,7 +113,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             )
         super().__init__(
             config,
-            run.path,
+            folder,
             stack,
             say,
             checkpoint,
@@ -135,10 +135,10 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
     async def read_rows(self, one: SetConfig) -> Sequence[Task]:
         rows, env_id = one.rows, one.env.id
         if isinstance(rows, DataConfig):
-            return await load_training(rows, env_id, self.resolve, self.say)
+            return await load_training(rows, env_id, self.resolve, self.say, self.ends)
         assert isinstance(rows, EvalSet)
         return await load_set(
-            rows.path, env_id, rows, self.resolve, self.say, one.key, rows.max_tasks
+            rows.path, env_id, rows, self.resolve, self.say, one.key, rows.max_tasks, self.ends
         )
 
     @once

@@ -23,7 +23,7 @@ from agentenv.errors import DataError
 from agentenv.renderer import Renderer
 from agentenv.tree import Trajectory, TrajectoryTree
 from launchers.config import SFTConfig
-from launchers.supervised.config import ChatDataConfig
+from launchers.supervised.config import ChatDataConfig, SFTRunConfig, SupervisedRunConfig
 from launchers.supervised.dialogues import (
     Conversation,
     RowFormat,
@@ -175,9 +175,15 @@ class Cut:
 
 
 def load_examples(
-    config: ChatDataConfig, encoder: ChatEncoder, resolve: Resolve, seed: int, say: Say
+    config: ChatDataConfig,
+    encoder: ChatEncoder,
+    resolve: Resolve,
+    seed: int,
+    say: Say,
+    ends: int = 0,
 ) -> Loaded[Example]:
-    """Sequences with their masks. Raises DataError with file, row and key for bad rows."""
+    """Sequences with their masks, of all rows or of `ends` of each end of a file. Raises DataError
+    with file, row and key for bad rows."""
     cut = Cut(config)
 
     def read(raw: RawRow, form: RowFormat) -> list[Example]:
@@ -186,11 +192,16 @@ def load_examples(
             raise DataError("there is nothing to learn from: the policy's texts are empty")
         return cut(example) or []
 
-    return _load(config, read, cut, resolve, seed, say, ranking=False)
+    return _load(config, read, cut, resolve, seed, say, ends, ranking=False)
 
 
 def load_pairs(
-    config: ChatDataConfig, encoder: ChatEncoder, resolve: Resolve, seed: int, say: Say
+    config: ChatDataConfig,
+    encoder: ChatEncoder,
+    resolve: Resolve,
+    seed: int,
+    say: Say,
+    ends: int = 0,
 ) -> Loaded[EncodedTree]:
     """Pairs without the reference's log-probs. Raises DataError as `load_examples` does."""
     cut = Cut(config)
@@ -209,7 +220,22 @@ def load_pairs(
             pairs.append(encode_pair(*kept))
         return pairs
 
-    return _load(config, read, cut, resolve, seed, say, ranking=True)
+    return _load(config, read, cut, resolve, seed, say, ends, ranking=True)
+
+
+def count_rows(config: SupervisedRunConfig, resolve: Resolve, say: Say, ends: int) -> int:
+    """How many rows can be read as dialogues or preferences, without a tokenizer. Raises DataError
+    as `load_examples` does for those that cannot."""
+    ranking = not isinstance(config, SFTRunConfig)
+
+    def read(raw: RawRow, form: RowFormat) -> list[object]:
+        if ranking and is_pair_row(raw.row):
+            return [*read_pair_row(raw.row, TREE_THRESHOLD, TREE_PAIRS, Random(0))]
+        return [(read_preference if ranking else read_conversation)(raw.row, form)]
+
+    cut, seed = Cut(config.data), config.run.seed
+    loaded = _load(config.data, read, cut, resolve, seed, say, ends, ranking=ranking)
+    return len(loaded.train)
 
 
 def _answers(
@@ -239,6 +265,7 @@ def _load(
     resolve: Resolve,
     seed: int,
     say: Say,
+    ends: int,
     *,
     ranking: bool,
 ) -> Loaded[T]:
@@ -247,7 +274,8 @@ def _load(
         rows: list[list[T]] = []
         problems: list[str] = []
         for source in find_sources(config, listed, resolve, ranking=ranking):
-            found = _read_rows(source.path, source.form, read, config.skip_bad_rows, problems)
+            skip = config.skip_bad_rows
+            found = _read_rows(source.path, source.form, read, skip, problems, ends)
             for number, row in enumerate(found, 1):
                 rows.append(row)
                 if number == source.max_samples or len(rows) == limit:
@@ -283,10 +311,15 @@ def split(rows: Sequence[T], size: float, seed: int) -> tuple[list[T], list[T]]:
 
 
 def _read_rows(
-    path: Path, form: RowFormat, read: Reader[T], skip: bool, problems: list[str]
+    path: Path,
+    form: RowFormat,
+    read: Reader[T],
+    skip: bool,
+    problems: list[str],
+    ends: int = 0,
 ) -> Iterator[list[T]]:
     """What each good row gives; raises DataError for a bad one unless they are skipped."""
-    for raw in read_rows(path):
+    for raw in read_rows(path, ends):
         try:
             if raw.problem:
                 raise DataError(raw.problem)

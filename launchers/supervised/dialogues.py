@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -406,6 +406,13 @@ def find_sources(
         return [_source(path, name, ranking=ranking) for name in names]
     form = RowFormat(config.format, config.columns)
     return [Source(path, form) for path in find_files([resolve(name) for name in names])]
+
+
+def registered_files(registry: Path, names: Iterable[str]) -> list[Path]:
+    """The files of datasets in a registry, there or not. Raises DataError for an unknown name."""
+    if registry.is_dir():
+        registry /= "dataset_info.json"
+    return [registry.parent / _entry(registry, name).file_name for name in names]
 
 
 def _source(registry: Path, name: str, *, ranking: bool) -> Source:

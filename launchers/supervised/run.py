@@ -129,7 +129,7 @@ class SupervisedAssembly(Assembly[SupervisedRunConfig]):
         config, encoder = self.config, await self.encoder()
         load: Any = load_examples if isinstance(config, SFTRunConfig) else load_pairs
         found: Loaded[Any] = await asyncio.to_thread(
-            load, config.data, encoder, self.resolve, config.run.seed, self.say
+            load, config.data, encoder, self.resolve, config.run.seed, self.say, self.ends
         )
         return found
 

@@ -20,7 +20,7 @@ async def found(warehouse: Path, folder: Path, overrides: Sequence[str] = ()) ->
     config = load_config(TrainConfig, warehouse, overrides)
     async with AsyncExitStack() as stack:
         run = RunDirectory(folder / "run", resume=False)
-        assembly = TrainingAssembly(config, run, None, stack, lambda text: None)
+        assembly = TrainingAssembly(config, run.path, None, stack, lambda text: None)
         return {one.name: one async for one in findings(assembly)}
 
 

@@ -14,6 +14,7 @@ from launchers.config import TrainConfig
 from launchers.help import values_of
 from launchers.planning.plan import Machine, make_plan, wanted_by
 from launchers.quickstart import build_model
+from launchers.terminal import EXIT_MISSING
 from learners.learner import LearnerConfig
 from learners.lora import LoRAConfig
 from tests.support.warehouse import ROOT
@@ -62,7 +63,7 @@ def test_colocated_engine_and_learner_have_the_gpus_in_turn(
         "engine.servers.num_servers=8",
         "engine.servers.gpu_memory_share=0.7",
     )
-    assert train.main([str(REASONING), "--dry-run", "--gpus", "8", *overrides]) == 0
+    assert train.main([str(REASONING), "--dry-run", "--gpus", "8", *overrides]) == EXIT_MISSING
     text = capsys.readouterr().out
     assert "GPU 0-7: 59.0 of 80.0 GiB" in text, "0.7 of it and the context of a rank asleep"
     assert "what sleeps" in text
@@ -96,7 +97,7 @@ def test_it_prints_what_was_chosen_first_and_starts_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("BRIGHTDATA_API_KEY", raising=False)
-    assert train.main([str(REASONING), "--dry-run", "--gpus", "8", "run.seed=7"]) == 0
+    assert train.main([str(REASONING), "--dry-run", "--gpus", "8", "run.seed=7"]) == EXIT_MISSING
     text = capsys.readouterr().out
     chosen, _, rest = text.partition("the defaults:")
     assert "run.seed = 7" in chosen

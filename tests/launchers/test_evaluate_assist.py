@@ -13,6 +13,7 @@ import pytest
 from launchers import evaluate, train
 from launchers.evaluation.store import EvalRow, read_rows, written
 from launchers.quickstart import build_model
+from launchers.terminal import EXIT_MISSING
 from tests.support.openai_endpoint import Answer, Json, ScriptedEndpoint, call, reply
 from tests.support.warehouse import STOCK
 
@@ -226,7 +227,7 @@ def test_the_shipped_configuration_is_planned_and_runs_small(
 ) -> None:
     config = str(CONFIGS / "eval_tool_star.toml")
     planned = ["models/Qwen2.5-7B-tool-star", "--config", config, "--dry-run", "--gpus", "8"]
-    assert evaluate.main(planned) == 0
+    assert evaluate.main(planned) == EXIT_MISSING
     assert "debugger server" in capsys.readouterr().out
     row = {"problem": "How much is 1 + 1?", "answer": "2", "id": 1}
     (tmp_path / "aime.jsonl").write_text(json.dumps(row) + "\n")

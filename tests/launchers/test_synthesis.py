@@ -24,6 +24,7 @@ from launchers.supervised.config import ChatDataConfig
 from launchers.supervised.dialogues import RowFormat, find_sources, read_conversation
 from launchers.supervised.encoding import ChatEncoder
 from launchers.synthesis.sampling import HintGuide
+from launchers.terminal import EXIT_MISSING
 from tests.launchers.synthesizing import (
     HINT,
     HINTS,
@@ -227,7 +228,7 @@ def test_the_shipped_configuration_is_planned_for_eight_gpus(
     monkeypatch.chdir(tmp_path)
     config = str(ROOT / "configs" / "synthesize_tools.toml")
     subject = ["models/Qwen2.5-3B-Instruct", "--config", config]
-    assert synthesize.main([*subject, "--dry-run", "--gpus", "8"]) == 0
+    assert synthesize.main([*subject, "--dry-run", "--gpus", "8"]) == EXIT_MISSING
     assert "nothing was started" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
     assert synthesize.main([*subject, "--dry-run", "--gpus", "4"]) == 2

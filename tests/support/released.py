@@ -1,0 +1,173 @@
+"""A folder as docs/reproduce.md makes it, in small: files of a few rows in the schemas of the
+released data sets, and models that have the public shapes and a small tokenizer, but no weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as arrow
+from pyarrow import parquet
+
+from launchers.planning.memory import KNOWN
+from launchers.quickstart import build_model
+from tests.launchers.benchmark_files import encrypted
+
+Row = dict[str, Any]
+
+SYSTEM = "Think, then use <search> or <python>, and answer in <answer> with \x08oxed{}."
+ASKED = (("What is 6 times 7?", "42", "math"), ("Who wrote Hamlet?", "William Shakespeare", "qa"))
+NUM_ROWS = 6
+CHAIN = (
+    "<think>a sum</think><python>print(6 * 7)</python><result>42</result>"
+    "<think>done</think><answer>The answer is \\boxed{42}</answer>"
+)
+BROKEN_CHAIN = "<think>a sum</think><python>print(6 * 7)</python><result>42<answer>42</answer>"
+MODELS = (
+    "Qwen2.5-3B-Instruct",
+    "Qwen2.5-7B-Instruct",
+    "Qwen2.5-72B-Instruct-GPTQ-Int4",
+    "Qwen2.5-72B-Instruct",
+    "Llama-3.1-8B-Instruct",
+    "Qwen3-8B",
+    "Qwen3-14B",
+    "QwQ-32B",
+)
+
+
+def arpo_row(place: int, *, system: bool = True, answer: str | None = None) -> Row:
+    """A row of ARPO's parquet files; Tool-Star's have the same columns without a system prompt."""
+    question, gold, ability = ASKED[place % len(ASKED)]
+    messages = [{"content": question, "role": "user"}]
+    if system:
+        messages.insert(0, {"content": SYSTEM, "role": "system"})
+    return {
+        "data_source": "DR_grpo_mix",
+        "prompt": messages,
+        "ability": ability,
+        "reward_model": {"ground_truth": gold if answer is None else answer, "style": "rule"},
+        "extra_info": {"index": place, "question": question, "split": "train"},
+    }
+
+
+def tool_star_row(place: int, *, answer: str | None = None) -> Row:
+    """A row of Tool-Star's parquet files, whose prompt its code builds as it loads them."""
+    question, gold, ability = ASKED[place % len(ASKED)]
+    return {
+        "data_source": "grpo_mix",
+        "question": question,
+        "ability": ability,
+        "reward_model": {"ground_truth": gold if answer is None else answer, "style": "rule"},
+        "extra_info": {"index": place, "split": "train"},
+    }
+
+
+def sharegpt_row(place: int, chain: str = CHAIN) -> Row:
+    """A row of ARPO-SFT-54K."""
+    asked = {"from": "human", "value": f"{ASKED[0][0]} ({place})"}
+    return {"conversations": [asked, {"from": "gpt", "value": chain}], "system": SYSTEM}
+
+
+def preference_row(place: int) -> Row:
+    """A row of a set of preferences as LLaMA-Factory reads it."""
+    return {
+        "conversations": [{"from": "human", "value": f"{ASKED[0][0]} ({place})"}],
+        "chosen": {"from": "gpt", "value": CHAIN},
+        "rejected": {"from": "gpt", "value": CHAIN.replace("\\boxed{42}", "41")},
+        "system": SYSTEM,
+    }
+
+
+def write_parquet(path: Path, rows: list[Row]) -> None:
+    """With the types that the rows have."""
+    parquet.write_table(arrow.Table.from_pylist(rows), path)
+
+
+def write_rows(path: Path, rows: list[Row]) -> None:
+    """As JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def benchmark_rows(name: str) -> list[Row]:
+    """Rows as the released evaluation has them: of gated sets in the columns of their source."""
+    question, gold, _ = ASKED[name not in ("aime24", "aime25", "gsm8k", "math500", "math")]
+    text: Row = {"question": question, "answer": [gold]}
+    made: Row = {
+        "aime24": {"id": 60, "problem": question, "solution": "6 * 7", "answer": gold},
+        "aime25": {"problem": question, "answer": int(gold) if gold.isdigit() else gold, "id": "0"},
+        "gsm8k": {"question": question, "answer": f"6 * 7 = <<6*7=42>>42\n#### {gold}"},
+        "math500": {"question": question, "answer": gold},
+        "math": {"problem": question, "level": "Level 1", "type": "Algebra",
+                 "solution": f"It is $\\boxed{{{gold}}}$."},
+        "webwalker": {"question": question, "answer": gold},
+        "hle": {"id": "h", "question": question, "image": "", "answer": gold,
+                "answer_type": "exactMatch", "raw_subject": "Arts", "category": "Humanities"},
+        "gaia": {"task_id": "g", "Question": question, "Level": 1, "Final answer": gold,
+                 "file_name": ""},
+        "xbench": encrypted(question, gold, 1),
+    }.get(name, text)  # fmt: skip
+    return [{**made, **({"id": f"{name}-{n}"} if "id" in made else {})} for n in range(NUM_ROWS)]
+
+
+def make_data(folder: Path) -> None:
+    """data/ as section 2 of docs/reproduce.md leaves it."""
+    data = folder / "data"
+    (data / "eval").mkdir(parents=True)
+    (data / "sft").mkdir()
+    rows = [arpo_row(place) for place in range(NUM_ROWS)]
+    for name in ("valid", "hard_search_1k", "gaia_test", "hle_test"):
+        write_parquet(data / f"{name}.parquet", rows)
+    write_parquet(data / "train_10k.parquet", [*rows, arpo_row(1, answer="")])
+    stars = [tool_star_row(place) for place in range(NUM_ROWS)]
+    write_parquet(data / "grpo_mix_test.parquet", stars)
+    write_parquet(data / "grpo_mix_train_shuffle.parquet", [*stars, tool_star_row(1, answer="")])
+    dialogues = [sharegpt_row(place) for place in range(240)]  # some hundred are held out
+    write_rows(data / "sft" / "final.jsonl", [*dialogues, sharegpt_row(0, BROKEN_CHAIN)])
+    columns = {"messages": "conversations", "system": "system"}
+    entry = {"file_name": "sft/final.jsonl", "formatting": "sharegpt", "columns": columns}
+    registry = {"final_5w4_still": entry}
+    (data / "dataset_info.json").write_text(json.dumps(registry), encoding="utf-8")
+    found = json.dumps({ASKED[1][0]: "Page 1: A play by William Shakespeare."})
+    (data / "search_cache.json").write_text(found, encoding="utf-8")
+    page = {"id": "1", "title": "Hamlet", "text": "A play by William Shakespeare."}
+    write_rows(data / "wiki.jsonl", [page])
+
+
+def make_model(path: Path, template: Path) -> None:
+    """The tokenizer of `template` and the shape that the path's name has, with no weights."""
+    path.mkdir(parents=True)
+    for file in template.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            (path / file.name).symlink_to(file)
+    name = max((name for name in KNOWN if name in path.name), key=len)
+    shape = KNOWN[name]
+    config = {
+        "model_type": "qwen3" if shape.qk_norm else "qwen2",
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": shape.context,
+        "tie_word_embeddings": shape.tied,
+    }
+    if "GPTQ-Int4" in path.name:
+        config["quantization_config"] = {"bits": 4}
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (path / "model.safetensors").touch()
+
+
+def make_folder(folder: Path) -> Path:
+    """The whole folder; models are made by `make_model` where a command names them."""
+    make_data(folder)
+    build_model(folder / "template", seed=0)
+    for engine in ("vllm", "sglang"):
+        python = folder / f".venv-{engine}" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.touch()
+    for name in MODELS:
+        make_model(folder / "models" / name, folder / "template")
+    return folder
