@@ -29,6 +29,7 @@ import msgspec
 
 from agentenv.types import MALFORMED_CALL, ToolCall
 
+THOUGHT_CLOSE = "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 EXPECTED = 'expected {"name": "...", "arguments": {...}}'
@@ -335,7 +336,7 @@ def _literal(node: ast.expr) -> Any:
 
 def after_thoughts(text: str) -> str:
     """What follows the last thought; nothing while a thought is still open."""
-    after = text.rpartition("</think>")[2]
+    after = text.rpartition(THOUGHT_CLOSE)[2]
     return "" if "<think>" in after else after
 
 

@@ -12,13 +12,14 @@ one is found out, or checked, by what the template writes for a call: it must co
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jinja2
 from msgspec import Meta, Struct
 
-from agentenv.call_syntax import PARSERS, Parser
+from agentenv.call_syntax import PARSERS, THOUGHT_CLOSE, Parser, after_thoughts
 from agentenv.errors import ConfigError, DataError, EnvError
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TextCodec, ToolSchemas
@@ -34,6 +35,8 @@ WAY_OUT = "use renderer.name = 'tags'"
 UNKNOWN_TOOL = "unknown"  # whose results a call to no known tool gets
 
 _STAND_IN = "qZ{}Zq"  # short, and changed by no template
+_SAID = "qSaidq"
+_EMPTY_THOUGHT = re.compile(r"\A<think>\s*</think>\s*")
 _QUESTION = {"role": "user", "content": "qQuestionq"}
 _SAMPLE_TOOL = {
     "name": "sample_tool",
@@ -165,6 +168,20 @@ class NativeRenderer(TextCodec):
             ids += self.encode_foreign(text, tools, max_tokens) + self.encode(frame)
         return ids
 
+    def calling(self, text: str, calls: Sequence[ToolCall]) -> str:
+        """A turn that says `text`, thoughts included, and makes these calls, up to its end token,
+        as the template writes it. Raises ConfigError where the template refuses them."""
+        written = self._sampled(calls, self._form.as_text, said=_SAID if text else "")
+        before, said, after = written.partition(_SAID)
+        if not said:
+            before, after = "", written
+            if self.style == "llama":  # which has no words beside a call
+                text = "".join(text.rpartition(THOUGHT_CLOSE)[:2])
+        if THOUGHT_CLOSE in text:  # it brings its own
+            before = after_thoughts(before)
+            after = _EMPTY_THOUGHT.sub("", after)
+        return _EMPTY_THOUGHT.sub("", before + text + after)
+
     # inner workings
 
     def _render(self, chat: list[dict[str, Any]], tools: ToolSchemas, *, generation: bool) -> str:
@@ -223,13 +240,13 @@ class NativeRenderer(TextCodec):
             )
         return calls != _SAMPLE_CALLS
 
-    def _sampled(self, calls: Sequence[ToolCall], as_text: bool) -> str:
+    def _sampled(self, calls: Sequence[ToolCall], as_text: bool, said: str = "") -> str:
         """What the policy would have sampled of a turn that makes these calls."""
         results = [
             {"role": "tool", "name": call.name, "tool_call_id": _call_id(n), "content": _result(n)}
             for n, call in enumerate(calls)
         ]
-        return self._split_turn(_calling(calls, as_text), results)[0]
+        return self._split_turn({**_calling(calls, as_text), "content": said}, results)[0]
 
     def _split_turn(self, turn: dict[str, Any], answers: list[dict[str, Any]]) -> tuple[str, str]:
         """A turn as it would have been sampled, and what the template writes from behind its end

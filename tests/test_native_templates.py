@@ -176,6 +176,24 @@ def test_what_the_template_writes_is_read_and_appended(name: str, num_calls: int
 
 
 @pytest.mark.parametrize("name", RIGHT)
+def test_a_turn_of_a_dataset_is_written_so_that_it_is_read_again(name: str) -> None:
+    """With words, with thoughts and without; what it says stays as it is."""
+    chosen = renderer(name)
+    end = chosen.tokenizer.convert_tokens_to_ids(ends_of(name)[0])
+    prompt = chosen.prompt(QUESTION, TOOLS)
+    opened = chosen.decode(prompt).endswith("<think>\n")
+    thought = "Hm.\n</think>\n\n" if opened else "<think>\nHm.\n</think>\n\n"
+    for text in ("", "First the code.", thought):
+        turn = chosen.calling(text, CALLS[:1])
+        ids = [*chosen.encode(turn), end]
+        done = Completion(ids, [0.0] * len(ids), [0.0] * len(ids), "stop", [])
+        message = chosen.parse(done, TOOLS, prompt)
+        assert message.tool_calls == CALLS[:1]
+        assert text in turn or chosen.style == "llama"
+        assert message.content.count("<think>") == message.content.count("</think>")
+
+
+@pytest.mark.parametrize("name", RIGHT)
 def test_a_result_cannot_forge_what_the_template_gives_a_meaning(name: str) -> None:
     chosen = renderer(name)
     vocabulary = set(chosen.tokenizer.get_added_vocab().values())

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from agentenv.data.rows import BROKEN_BOXED
-from agentenv.errors import DataError
+from agentenv.errors import ConfigError, DataError
 from agentenv.native import NativeRenderer
 from agentenv.prompt import Instruction
 from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN, Renderer, TagRenderer
@@ -172,15 +172,17 @@ class ChatEncoder:
             value = next(iter(calls[0].arguments.values()), "")
             value = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             return f"{text}<{calls[0].name}>{value}</{calls[0].name}>"
-        for join in (_hermes, _llama):
-            whole = join(text, answer)
-            ids = self.renderer.encode(whole)
-            done = Completion([*ids, self.end_id], [], [], "stop", [])
-            if self.renderer.parse(done, tools).tool_calls == calls:
-                return whole
-        raise DataError(
-            f"the call {calls[0].name} cannot be written so that the renderer reads it again"
-        )
+        assert isinstance(self.renderer, NativeRenderer)
+        try:
+            whole = self.renderer.calling(text, calls)
+        except ConfigError as error:
+            raise DataError(f"the call {calls[0].name} cannot be written: {error}") from error
+        done = Completion([*self.renderer.encode(whole), self.end_id], [], [], "stop", [])
+        if self.renderer.parse(done, tools).tool_calls != calls:
+            raise DataError(
+                f"the call {calls[0].name} cannot be written so that the renderer reads it again"
+            )
+        return whole
 
     def _between(self, group: list[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """What stands between two answers: tool results and messages of the user."""
@@ -241,17 +243,3 @@ def _join(parts: list[Part]) -> Example:
 
 def _chat(*turns: tuple[str, str]) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in turns]
-
-
-def _hermes(text: str, answer: Message) -> str:
-    calls = (
-        json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
-        for call in answer.tool_calls
-    )
-    blocks = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
-    return "\n".join([text, *blocks] if text else blocks)
-
-
-def _llama(text: str, answer: Message) -> str:
-    call = answer.tool_calls[0]
-    return json.dumps({"name": call.name, "parameters": call.arguments}, ensure_ascii=False)
