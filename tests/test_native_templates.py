@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,20 +12,8 @@ import pytest
 from agentenv.errors import ConfigError
 from agentenv.native import NativeRenderer
 from agentenv.types import Completion, Message, ToolCall
-from tests.support.chat_models import byte_tokenizer
+from tests.support.trl_templates import TEMPLATES, ends_of, longest, tokenizer_of
 
-# The tokens that end a turn, by the beginning of the template's name: what eos_token_id of the
-# checkpoints' generation_config.json stands for.
-CHATML = ("<|im_end|>", "<|endoftext|>")
-GEMMA = ("<turn|>", "<|tool_response>", "<eos>")
-ENDS = {
-    "diffusion_gemma": GEMMA,
-    "gemma4": GEMMA,
-    "glm4moe": ("<|endoftext|>", "<|user|>", "<|observation|>"),
-    "gptoss": ("<|return|>", "<|endoftext|>", "<|call|>"),
-    "llama3": ("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
-    "muse": ("<|eot|>",),
-}
 STYLES = {
     "diffusion_gemma": "gemma",
     "gemma4": "gemma",
@@ -87,36 +73,11 @@ RESULTS = [
 QUESTION = [Message("system", "Be brief."), Message("user", "Which place?")]
 
 
-def shipped() -> dict[str, str]:
-    """The templates by name; TRL itself is not imported."""
-    spec = find_spec("trl")
-    assert spec is not None, "trl is missing; pip install --no-deps trl (.ci/environment does it)"
-    assert spec.submodule_search_locations is not None
-    folder = Path(spec.submodule_search_locations[0], "chat_templates")
-    return {path.stem: path.read_text("utf-8") for path in sorted(folder.glob("*.jinja"))}
-
-
-TEMPLATES = shipped()
-
-
-def longest(name: str, table: dict[str, Any], default: Any = None) -> Any:
-    """The entry of the longest key that the name begins with."""
-    return table[max(keys, key=len)] if (keys := [*filter(name.startswith, table)]) else default
-
-
-def ends_of(name: str) -> tuple[str, ...]:
-    ends: tuple[str, ...] = longest(name, ENDS, CHATML)
-    return ends
-
-
 @cache
 def built(name: str) -> NativeRenderer | ConfigError:
-    template, ends = TEMPLATES[name], ends_of(name)
-    markers = re.findall(r'<\|[\w"]+\|>|<\|\w+>|<\w+\|>', template)
-    special = sorted({*markers, *ends, "<bos>"})
-    tokenizer = byte_tokenizer(template, special, eos=ends[0], bos="<bos>")
+    tokenizer = tokenizer_of(name)
     try:
-        return NativeRenderer(tokenizer, eos_ids=tokenizer.convert_tokens_to_ids(list(ends)))
+        return NativeRenderer(tokenizer, eos_ids=tokenizer.convert_tokens_to_ids([*ends_of(name)]))
     except ConfigError as error:
         return error
 
