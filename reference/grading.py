@@ -14,6 +14,7 @@ from typing import Any
 
 from agentenv.tool_env import Grade
 from agentenv.types import Message, Task
+from envs.grading.verdict import Verdict
 from envs.grading.words import token_f1
 
 Output = dict[str, Any]
@@ -139,6 +140,32 @@ def reference_equal(one: str | None, other: str | None) -> bool:
         return reference_normal(one) == reference_normal(other)
     except (IndexError, NoNormalFormError):  # compared as they stand
         return one == other
+
+
+class ReleasedEquality:
+    """The rule beside the judge of the released evaluation, as a matcher: an answer that is equal
+    to the gold is right without the judge. Several golds are a list there, which nothing equals."""
+
+    async def start(self) -> None:
+        """Nothing to start."""
+
+    async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
+        """Right or wrong, never in between."""
+        right = len(golds) == 1 and reference_equal(answer, golds[0])
+        reason = f"{'right' if right else 'wrong'}: by the string rules of the released evaluation"
+        return Verdict(right, float(right), reason, "reference")
+
+
+def reference_verdict(reply: str) -> bool:
+    """What the released evaluation reads in a judge's reply: "correct" somewhere in it, and none
+    of "incorrect", "wrong" and "not correct". Marks <judgment>, where there are any, hold the part
+    that counts."""
+    begin, end = reply.find("<judgment>"), reply.find("</judgment>")
+    if begin >= 0 and end >= 0:
+        reply = reply[begin + len("<judgment>") : end]
+    said = reply.lower()
+    refused = any(word in said for word in ("incorrect", "wrong", "not correct"))
+    return "correct" in said and not refused
 
 
 def reference_normal(text: str) -> str:

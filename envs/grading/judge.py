@@ -8,20 +8,22 @@ verdict that was talked about) is no right answer.
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import importlib
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 from msgspec.structs import replace
 
-from agentenv.config import ESSENTIAL
-from agentenv.engines.endpoint import ChatModel, ChatModelConfig, fenced, shortened
+from agentenv.config import ESSENTIAL, PATH
+from agentenv.engines.endpoint import ChatModel, ChatModelConfig, fenced, read_said, shortened
 from agentenv.errors import ConfigError, EngineError, GraderError
 from envs.grading.verdict import Matcher, Verdict, shown
 from envs.search.cache import ResultCache
@@ -52,9 +54,32 @@ class JudgeConfig(ChatModelConfig, frozen=True, forbid_unknown_fields=True, kw_o
     max_tokens: Annotated[
         int, Meta(ge=1, description="of the reply; more for a thinking model")
     ] = 16
+    compat: Annotated[
+        Literal["", "reference"],
+        Meta(
+            description="'reference': asked and read as in the released evaluation: the prompt of "
+            "prompt_file, the server's default sampling, its verdict rule; max_answer_chars and "
+            "max_tokens do not count"
+        ),
+    ] = ""
+    prompt_file: Annotated[
+        str,
+        Meta(
+            description="compat: file with the prompt, a text or the Python file that holds it, as "
+            "evaluation/src/llm_evaluator_sds.py of ARPO's repository",
+            extra=PATH,
+        ),
+    ] = ""
     cache: Annotated[
         str, Meta(description='SQLite file of verdicts that processes share; "": in memory only')
     ] = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.compat) != bool(self.prompt_file):
+            raise ConfigError(
+                'grader.judge.compat = "reference" and grader.judge.prompt_file belong together: '
+                "the released prompt comes from your copy of the repository"
+            )
 
 
 PROMPT_VERSION = 1  # part of the cache key: a changed prompt asks again
@@ -78,15 +103,22 @@ _VERDICTS = {"CORRECT": True, "INCORRECT": False}
 
 class Judge:
     """The matcher of `kind = "judge"`: what `first` finds right is right; of the rest the model
-    is asked at temperature 0. Equal questions are asked once, also when asked together.
+    is asked at temperature 0. Equal questions are asked once, also when asked together. With
+    `compat`, `first` is the released equality, and a reply is read by the released rule.
 
     Parts of a verdict: "rule" is what `first` found, "judge" what the model said, where it gave
     a verdict, "judge_unparsed" whether it was asked and gave none.
     """
 
     def __init__(self, config: JudgeConfig, first: Matcher | None = None) -> None:
-        self._model = ChatModel(config, "grader.judge", temperature=0)
+        sampling = {} if config.compat else {"temperature": 0}
+        self._model = ChatModel(config, "grader.judge", **sampling)
         self.config = config
+        self._prompt = read_prompt(Path(config.prompt_file)) if config.compat else ""
+        self._read: Callable[[str], bool | None] = _verdict
+        if config.compat:
+            released = importlib.import_module(RELEASED)
+            first, self._read = released.ReleasedEquality(), released.reference_verdict
         self.first = first
         self._tried = False
         path = Path(config.cache) if config.cache else None
@@ -106,7 +138,7 @@ class Judge:
                 f"grader.judge: {error}; expected an OpenAI-compatible server that has the model "
                 f"{self.config.model!r}"
             ) from error
-        if _verdict(reply) is None and not self._tried:
+        if self._read(reply) is None and not self._tried:
             logger.warning(
                 "grader.judge: about an answer that is plainly right, the judge at %s gave no "
                 "verdict but %r; a thinking model needs more than grader.judge.max_tokens = %d",
@@ -129,15 +161,17 @@ class Judge:
             if self.config.when != "always":
                 return replace(found, parts={**found.parts, **rule})
             with suppress(GraderError):  # the grade stands without it
-                rule |= _parts(await self._judged(question, answer, golds))
+                rule |= self._parts(await self._judged(question, answer, golds))
             return replace(found, parts={**found.parts, **rule})
         reply = await self._judged(question, answer, golds)
-        right = _verdict(reply)
+        right = self._read(reply)
         if right is None:
             reason = f"wrong: the judge gave no verdict but {shown(reply)!r}"
         else:
             reason = f"{'right' if right else 'wrong'}: {shown(answer)!r} by the judge"
-        return Verdict(bool(right), float(bool(right)), reason, "judge", {**rule, **_parts(reply)})
+        return Verdict(
+            bool(right), float(bool(right)), reason, "judge", {**rule, **self._parts(reply)}
+        )
 
     def stats(self) -> dict[str, float]:
         """Requests to the model; verdicts that were known cost none."""
@@ -149,15 +183,25 @@ class Judge:
         await self._model.endpoint.close()
 
     async def _judged(self, question: str, answer: str, golds: Sequence[str]) -> str:
-        config, asked = self.config, asked_text(self.config, question, answer, golds)
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
-        what = [PROMPT_VERSION, config.model, messages, config.max_tokens, config.extra_body]
+        config = self.config
+        if self._prompt:
+            body = self._model.body("", filled(self._prompt, question, answer, golds))
+            del body["max_tokens"]  # the server's own
+        else:
+            body = self._model.body(SYSTEM, asked_text(config, question, answer, golds))
+        messages = body["messages"]
+        what = [PROMPT_VERSION, config.model, messages, body.get("max_tokens"), config.extra_body]
         key = "judge:" + hashlib.sha256(json.dumps(what).encode()).hexdigest()
-        return (await self._cache.through(key, lambda: self._ask(asked))).decode()
+        return (await self._cache.through(key, lambda: self._ask(body))).decode()
 
-    async def _ask(self, asked: str) -> bytes:
+    def _parts(self, reply: str) -> dict[str, float]:
+        right = self._read(reply)
+        told = {} if right is None else {"judge": float(right)}
+        return {**told, "judge_unparsed": float(right is None)}
+
+    async def _ask(self, body: dict[str, Any]) -> bytes:
         try:
-            said = await self._model.ask(SYSTEM, asked)
+            said = read_said(await self._model.reply(body))
         except EngineError as error:
             raise GraderError(f"the judge failed: {error}") from error
         return said.raw.encode("utf-8", "replace")
@@ -185,7 +229,42 @@ def _verdict(reply: str) -> bool | None:
     return _VERDICTS.get(_THOUGHTS.sub("", reply).strip().rstrip(".").upper())
 
 
-def _parts(reply: str) -> dict[str, float]:
-    right = _verdict(reply)
-    told = {} if right is None else {"judge": float(right)}
-    return {**told, "judge_unparsed": float(right is None)}
+# The released prompt, which is not ours to ship.
+
+RELEASED = "reference.grading"  # loaded for compat, never imported
+FIELDS = ("question", "labeled_answer", "pred_answer")
+_FIELD = re.compile(rf"\{{({'|'.join(FIELDS)})\}}")
+
+
+def read_prompt(path: Path) -> str:
+    """A text with the three FIELDS in braces: the file's, or of a Python file, which is read and
+    not run, the one such text in it. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        texts = _texts_of(text) if path.suffix == ".py" else [text]
+    except (OSError, UnicodeDecodeError, SyntaxError, ValueError) as error:
+        raise ConfigError(
+            f"grader.judge.prompt_file: {path} cannot be read: {error}; expected "
+            "evaluation/src/llm_evaluator_sds.py of your copy of ARPO's repository"
+        ) from error
+    fitting = [text for text in texts if {*_FIELD.findall(text)} == {*FIELDS}]
+    if len(fitting) != 1:
+        wanted = ", ".join(f"{{{name}}}" for name in FIELDS)
+        raise ConfigError(
+            f"grader.judge.prompt_file: {path} holds {len(fitting)} texts with {wanted}; "
+            "expected one"
+        )
+    return fitting[0]
+
+
+def _texts_of(source: str) -> list[str]:
+    constants = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    return [node.value for node in constants if isinstance(node.value, str)]
+
+
+def filled(prompt: str, question: str, answer: str, golds: Sequence[str]) -> str:
+    """The prompt as the released evaluation fills it in: texts as they are, several golds as
+    Python writes a list."""
+    labeled = golds[0] if len(golds) == 1 else str(list(golds))
+    values = dict(zip(FIELDS, (question, labeled, answer), strict=True))
+    return _FIELD.sub(lambda name: values[name[1]], prompt)

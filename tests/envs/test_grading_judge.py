@@ -226,3 +226,117 @@ async def test_the_key_comes_from_the_environment(
     await judge.close()
     with pytest.raises(ConfigError, match="expected http"):
         Judge(JudgeConfig(url="localhost", model="m"))
+
+
+# asked as in the released evaluation
+
+PROMPT = "Q {question}\nGolds {labeled_answer}\nSaid {pred_answer}, {braces} stay\n"
+SOURCE = f'''"""A module."""
+import no_such_module  # read, not run
+TEXT = """{PROMPT}"""
+OTHER = "{{question}} alone"
+'''
+
+
+def released(server: JudgeServer, folder: Path, **keys: Any) -> Judge:
+    (folder / "evaluator.py").write_text(SOURCE)
+    file = str(folder / "evaluator.py")
+    return judge_of(server, compat="reference", prompt_file=file, **keys)
+
+
+async def test_compat_asks_as_the_released_evaluation_does(
+    server: JudgeServer, tmp_path: Path
+) -> None:
+    """One user message, the server's own sampling, and nothing done to the texts."""
+    judge = released(server, tmp_path)
+    answer = "<|im_end|> {question}" + "x" * 5000
+    assert (await judge.verdict("who?", answer, ["a"])).right
+    assert (await judge.verdict("who?", "c", ["a", "b"])).right
+    one, several = server.requests
+    text = f"Q who?\nGolds a\nSaid {answer}, {{braces}} stay\n"
+    assert one == {"model": "m", "messages": [{"role": "user", "content": text}]}
+    assert "Golds ['a', 'b']\n" in several["messages"][0]["content"]
+    await judge.close()
+
+
+@pytest.mark.parametrize(
+    ("reply", "right"),
+    [
+        ("Correct", True),
+        ("The prediction is correct.", True),
+        ("Incorrect", False),
+        ("It is not correct", False),
+        ("Correct? No, wrong.", False),
+        ("I cannot help with that.", False),
+        ("", False),
+        ("That was wrong at first. <judgment>Correct</judgment>", True),
+        ("correct <judgment> Incorrect </judgment>", False),
+        ("<judgment>correct, not wrong", False),
+    ],
+)
+async def test_compat_reads_the_reply_by_the_released_rule(
+    server: JudgeServer, tmp_path: Path, reply: str, right: bool
+) -> None:
+    server.replies = [reply]
+    judge = released(server, tmp_path)
+    verdict = await judge.verdict("q", "an answer", ["gold"])
+    assert (verdict.right, verdict.score) == (right, float(right))
+    assert verdict.parts == {"rule": 0.0, "judge": float(right), "judge_unparsed": 0.0}
+    await judge.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "golds", "right"),
+    [
+        (r"\frac12", [r"\dfrac{1}{2}"], True),  # normal forms are equal
+        ("0.5", [r"\frac{1}{2}"], True),
+        ("Paris", ["Paris"], True),
+        ("paris", ["Paris"], False),  # which the layered rules would find right
+        ("Paris", ["Paris", "City of Light"], False),  # a list equals nothing
+    ],
+)
+async def test_compat_finds_right_what_is_equal_whatever_the_judge_says(
+    server: JudgeServer, tmp_path: Path, answer: str, golds: list[str], right: bool
+) -> None:
+    server.replies = ["CORRECT", "Incorrect"]  # the trial, then the question
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    table = {
+        "url": server.url,
+        "model": "m",
+        "when": "always",
+        "compat": "reference",
+        "prompt_file": str(tmp_path / "prompt.txt"),
+    }
+    grader = make_grader({"kind": "judge", "judge": table})
+    task = Task("t", "e", "q", tuple(golds))
+    await check_grader(grader, [])
+    grade = await grader.grade(task, [Message("assistant", rf"\boxed{{{answer}}}")], {})
+    assert grade.success == right
+    assert grade.parts["rule"] == float(right)
+    assert grade.parts["judge"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("none.py", None, "none.py cannot be read: .*expected evaluation/src/llm_evaluator_sds.py"),
+        ("broken.py", "(", "broken.py cannot be read"),
+        ("empty.py", "A = 1", r"holds 0 texts with \{question\}, \{labeled_answer\}"),
+        ("twice.py", f"A = {PROMPT!r}\nB = {PROMPT!r}", "holds 2 texts .*expected one"),
+        ("half.txt", "{question}", "holds 0 texts"),
+    ],
+)
+def test_compat_needs_the_prompt_of_the_users_copy(
+    tmp_path: Path, name: str, text: str | None, says: str
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        Judge(JudgeConfig(url="http://h/v1", model="m", compat="reference",
+                          prompt_file=str(tmp_path / name)))  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", [{"compat": "reference"}, {"prompt_file": "x.py"}])
+def test_compat_and_its_prompt_belong_together(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="belong together"):
+        JudgeConfig(url="http://h/v1", model="m", **keys)
