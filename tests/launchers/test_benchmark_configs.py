@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -111,3 +112,41 @@ def test_tool_star_asks_its_four_sets_over_wikipedia_and_the_others_over_bing() 
             assert found == ("WebConfig", "summaries", 10)
             assert search.sizes.window_chars == 6_000
     assert len(sets) == 12
+
+
+def told() -> dict[str, dict[str, str]]:
+    """The table of docs/evaluation.md about the three files: cells by file and row."""
+    text = (CONFIGS.parent / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    table = text.partition("each number in them names its source:\n\n")[2].partition("\n\n")[0]
+    head, _, *rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()
+    ]
+    files = [cell.strip("`").removesuffix(".toml") for cell in head[1:]]
+    return {file: {row[0]: row[place] for row in rows} for place, file in enumerate(files, start=1)}
+
+
+@pytest.mark.parametrize("name", ["eval_reasoning", "eval_deep_search", "eval_tool_star"])
+def test_the_documentation_says_what_the_files_resolve_to(name: str) -> None:
+    config, row = load(name), told()[name]
+    one = next(iter(config.sets.values()))
+    assert one.env is not None
+    calls = [str(tool.max_calls) for tool in one.env.tools]
+    assert row["calls of search, Python"] == ", ".join(calls)
+    sampling = (one.sampling.temperature, one.sampling.top_p, one.sampling.repetition_penalty)
+    said = row["temperature, top-p, repetition penalty"].split(", ")
+    assert tuple(map(float, said)) == sampling
+    numbers = re.findall(r"[\d,]*\d", row["tokens a turn, seconds a question, at a time"])
+    limits = (one.limits.max_turn_tokens, one.limits.max_seconds, config.concurrency)
+    assert tuple(int(number.replace(",", "")) for number in numbers) == limits
+    times = {1: "once", 5: "five times"}[config.num_samples]
+    assert row["asked"].startswith(times)
+    more = {f"AIME {set_.num_samples} times" for set_ in config.sets.values()
+            if set_.num_samples != config.num_samples}  # fmt: skip
+    assert {row["asked"].removeprefix(f"{times}, ")} >= more
+    modes = {set_.search.sizes.mode for set_ in config.sets.values() if set_.search is not None}
+    assert ("browser agent" in row["search"]) == ("summaries" in modes)
+    backends = {set_.search.backend.__class__.__name__ for set_ in config.sets.values()
+                if set_.search is not None}  # fmt: skip
+    assert ("Wikipedia" in row["search"]) == ("RemoteSearchConfig" in backends)
+    assert "Bing" in row["search"]
+    assert "WebConfig" in backends
