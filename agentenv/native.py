@@ -195,16 +195,22 @@ class NativeRenderer(TextCodec):
         )
         return str(text)
 
-    def _try(self, chat: list[dict[str, Any]], *, generation: bool = False) -> str:
+    def _try(
+        self,
+        chat: list[dict[str, Any]],
+        *,
+        generation: bool = False,
+        tools: ToolSchemas = (_SAMPLE_TOOL,),
+    ) -> str:
         try:
-            return self._render(chat, [_SAMPLE_TOOL], generation=generation)
+            return self._render(chat, tools, generation=generation)
         except TEMPLATE_ERRORS as error:
             roles = [turn["role"] for turn in chat]
             raise self._refusal(f"refuses {roles}: {error}") from error
 
     def _check_tools_shown(self) -> None:
         """Tools must have a place."""
-        if self._try([_QUESTION]) == self._render([_QUESTION], [], generation=False):
+        if self._try([_QUESTION]) == self._try([_QUESTION], tools=()):
             raise self._refusal("has no place for tools")
 
     def _find_form(self) -> _CallForm:
@@ -253,20 +259,21 @@ class NativeRenderer(TextCodec):
         token up to where the next turn begins."""
         text = self._try([_QUESTION, turn, *answers], generation=True)
         roles = [answer["role"] for answer in answers]
-        self._must_start(text, self._try([_QUESTION]), f"an answer and {roles}")
+        before = self._try([_QUESTION])
+        self._must_start(text, before, f"an answer and {roles}")
         prompt = self._try([_QUESTION], generation=True)
         start = _num_common(text, prompt)
         if start < len(prompt):  # not within a tag that both begin with
-            start = max(text.rfind(mark, 0, start) for mark in "\n>") + 1
+            start = max(len(before), *(text.rfind(mark, 0, start) + 1 for mark in "\n>"))
         text = text[start:]
         ends = {end for token in self.eos_ids if (end := self.decode([token]))}
         places = [(text.find(end), -len(end)) for end in ends if end in text]
         place, size = min(places, default=(len(text), 0))
         first = text.find(_STAND_IN.format(0))
         if 0 <= first < place or not places:
-            before = text[:first] if first >= 0 else text
+            between = text[:first] if first >= 0 else text
             raise self._refusal(
-                f"writes {before[-60:]!r} between a turn and what answers it, which holds none of "
+                f"writes {between[-60:]!r} between a turn and what answers it, which holds none of "
                 f"the end tokens {sorted(ends)}; check eos_token_id in generation_config.json"
             )
         return text[:place], text[place - size :]

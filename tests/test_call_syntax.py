@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentenv.call_syntax import PARSERS
+from agentenv.native import Style
 from agentenv.types import MALFORMED_CALL, ToolCall
 
 TOOLS: list[dict[str, Any]] = [
@@ -68,6 +69,11 @@ THOUGHTS = {
     "atem": " to=self<|message|>{}<|eom|><|start|>assistant{}",
     "gemma": "<|channel>thought\n{}\n<channel|>{}",
 }
+
+
+def test_every_parser_is_a_style_and_shown_here() -> None:
+    assert {*get_args(Style)} == {"auto", *PARSERS}
+    assert {*WELL} == {*PARSERS}
 
 
 @pytest.mark.parametrize(("style", "text"), [(s, text) for s in WELL for text in WELL[s]])
