@@ -152,7 +152,6 @@ class GraderConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         Meta(
             description="layered: a wrong answer in words earns its token F1, stays wrong; none: "
             "as the environment, true of those with tools",
-            extra=ESSENTIAL,
         ),
     ] = None
     judge: Annotated[JudgeConfig | None, Meta(description="judge: the server and its model")] = None
