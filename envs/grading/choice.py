@@ -16,6 +16,11 @@ _LABELLED = re.compile(
 _LIST = re.compile(
     r"[(\[]?[A-J][)\]]?(?:\s*(?:,|;|/|&|\band\b|\s)\s*(?:and\s+)?[(\[]?[A-J][)\]]?){1,9}"
 )
+_DENIED = re.compile(
+    r"\b(?:not|never|wrong|incorrect|false|excluded|eliminated|ruled out|except)\b|n't\b",
+    re.IGNORECASE,
+)
+_EITHER = re.compile(r"[(\[]?[A-J][)\]]?(?:\s*,\s*[(\[]?[A-J][)\]]?)*,?\s+or\s+[(\[]?[A-J][)\]]?")
 _ASCENDING = re.compile(r"[A-J]{2,5}")
 
 
@@ -23,6 +28,11 @@ def is_choice(gold: str) -> bool:
     """Whether a gold is a letter, or several, of a multiple-choice question."""
     gold = gold.strip()
     return bool(_LETTER.fullmatch(gold) and gold.upper() == gold) or _several(gold) is not None
+
+
+def is_either(answer: str) -> bool:
+    """Whether an answer leaves open which of several letters it means."""
+    return _EITHER.fullmatch(answer.strip()) is not None
 
 
 def labelled(gold: str) -> tuple[str, str] | None:
@@ -46,6 +56,8 @@ def chosen(answer: str) -> frozenset[str]:
     if match is not None:
         if re.match(r"\s*(?:,|/|or|and)\s*[(\[]?[A-J][)\]]?\b", match[2]):
             return frozenset()  # hedged between two options
+        if _DENIED.search(match[2]):
+            return chosen(match[2].rpartition(";")[2]) if ";" in match[2] else frozenset()
         return frozenset(match[1].upper())
     shown = set(re.findall(r"\(([A-J])\)", answer))
     if len(shown) == 1:

@@ -1,12 +1,14 @@
 """The layered grader: cheap rules first, mathematics last.
 
-string -> choice letters -> yes and no -> numbers and units -> dates -> lists -> words
+string -> choice letters -> ranges and bounds -> yes and no -> numbers and units -> dates
+-> lists -> words
 -> math-verify in a killable worker, unless the expression is too risky to evaluate.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -14,7 +16,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from envs.grading import choice, dates
+from envs.grading import choice, dates, spans, units
 from envs.grading.math import LIMIT_S, shared_math
 from envs.grading.numbers import quantity, same_quantity
 from envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed
@@ -29,10 +31,15 @@ Compare = Callable[[str, str], bool | None]
 
 _AND = re.compile(
     "\\s*[\u3001\u548c\u4e0e\u53ca]\\s*"
-    r"|\s*(?:,|;)\s*(?:and|or)\s+|\s+(?:and|or|\\text\{and\})\s+|\s*;\s*",
+    r"|\s+&\s+|\s*(?:,|;)\s*(?:and|or)\s+|\s+(?:and|or|\\text\{and\})\s+|\s*;\s*",
     re.IGNORECASE,
 )
-_NAMED_VALUE = re.compile(r"[A-Za-z](?:_\{?\w{1,3}\}?)?(?:\([a-z]\))?\s*=\s*(.*)", re.DOTALL)
+_NAMED_VALUE = re.compile(
+    r"(?:[A-Za-z](?:_\{?\w{1,3}\}?)?(?:\([a-z]\))?|[A-Za-z]{2,}(?: [A-Za-z]+){0,3})\s*=\s*(.*)",
+    re.DOTALL,
+)
+_ITEM = re.compile(r"(?:^|\s*[,;]?\s+)(?:\(?\d{1,2}[.)]|[-*\N{BULLET}])\s+")
+_OR = re.compile(r"\bor\b", re.IGNORECASE)
 _OPEN = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -56,6 +63,8 @@ def several(text: str) -> Several | None:
     opening = closing = ""
     if len(text) > 1 and text[0] in _OPEN and text[-1] in ")]}" and _wraps(text):
         opening, closing, text = text[0], text[-1], text[1:-1]
+    if re.match(r"\(?1[.)]\s|[-*\N{BULLET}]\s+[^\W\d_]", text):  # an enumeration
+        text = _ITEM.sub(",", text).lstrip(",")
     parts = _split(_AND.sub(",", text))
     parts = [both for part in parts for both in _both_signs(part)]
     if len(parts) > MAX_ELEMENTS or not all(parts) or (len(parts) < 2 and opening != "{"):
@@ -150,15 +159,24 @@ MAX_WORDS = 60
 
 _VERB = re.compile(
     r"\b(?:is|are|was|were|be|equals?|makes?|gives?|has|had|have|went|goes|won|died|born|took"
-    r"|opened|arrived|says?|found|happened|occurred|located|called|named|hence|therefore|\w{3,}ed)\b"
+    r"|opened|arrived|says?|found|happened|occurred|located|called|named|hence|therefore|\w{3,}ed"
+    r"|began|broke|built|came|became|fell|grew|held|kept|led|left|lost|made|met|ran|rose|sank|sold"
+    r"|sang|saw|set|spoke|stood|struck|taught|told|wrote|drew|flew|knew|gave|got|hit|lies|lives"
+    r"|comes|works)\b|^(?:it|he|she|they|we|this|that)\s+\w+",
+    re.IGNORECASE,
+)
+_CORRECTED = re.compile(r"(?:.*,\s*)?not\s+(?:\S+\s+){1,4}?but\s+(?:rather\s+)?(.+)", re.IGNORECASE)
+_CONCLUDED = re.compile(
+    r".*\b(?:answer|result)\s+(?:is|was|must be|should be)\s*:?\s+(.+)", re.IGNORECASE | re.DOTALL
 )
 _CLAUSE = re.compile(
-    r".*\b(?:is|are|was|were|equals|in|on|by|to|as|of|=)\s+(?:(?:the|a|an|called|named)\s+)?(.+)",
+    r".*\b(?:is|are|was|were|equals|in|on|by|to|as|=)\s+(?:(?:the|a|an|called|named)\s+)?(.+)",
     re.DOTALL,
 )
 _NEGATION = re.compile(
     r"\b(?:not|never|no|neither|nor|or|either|unless|maybe|perhaps|possibly|instead|rather|wrong"
-    r"|incorrect|false|except|without|near|than|if)\b|n't\b",
+    r"|incorrect|false|except|without|near|than|if|whom|whose|ruled out|excluded|denied|before"
+    r"|after|unlike|contrary)\b|n't\b",
     re.IGNORECASE,
 )
 _APPOSITION = re.compile(r",\s+(?:an?|the|who|which|whose|where)\s.*", re.DOTALL)
@@ -169,10 +187,17 @@ _DATE = re.compile(r"(?:\w+ )?\d{1,2},? \w+,? \d{4}|[A-Z]\w+ \d{1,2}, \d{4}")
 
 def says(found: str, wanted: str, same: Callable[[str], bool]) -> bool:
     """Whether the last clause of `found` ends in, or names, what `same` accepts."""
+    concluded = _CONCLUDED.fullmatch(found)
+    if concluded is not None and not _NEGATION.search(concluded[1]) and same(concluded[1]):
+        return True
     found = _APPOSITION.sub("", found)
     if same(found):
         return True
     clause = re.split(r";\s+|(?<=[a-z\d])[.:]\s+", found)[-1]
+    clause = clause.replace("none other than ", "")
+    match = _CORRECTED.fullmatch(clause)
+    if match is not None and not _NEGATION.search(match[1]):
+        return same(match[1])
     if len(clause.split()) > MAX_WORDS or _NEGATION.search(clause):
         return False
     if clause != found and same(clause):
@@ -214,6 +239,7 @@ def _names(clause: str, wanted: str) -> bool:
 
 _TRUTH = {
     "yes": True, "true": True, "no": False, "false": False,
+    "yep": True, "yeah": True, "nope": False, "correct": True, "incorrect": False,
     "\u662f": True, "\u5bf9": True, "\u6b63\u786e": True, "\u5426": False, "\u9519": False,
     "\u4e0d\u662f": False, "\u9519\u8bef": False,
 }  # fmt: skip
@@ -233,6 +259,12 @@ _SPECIAL_FORMS = [(name, re.compile(form, re.IGNORECASE)) for name, form in _SPE
 _CLAIM = re.compile(r"^(?:the|this|that) (?:claim|statement|answer|proposition) is ")
 
 
+_SHORT_TRUTH = re.compile(
+    r"(?:they|it|he|she|both|we|these|those)\s+(?:are|is|was|were|did|do|does|has|have|had|can|could)"
+    r"\s*(not|n't)?|(?P<bare>not)"
+)
+
+
 def truth(text: str) -> bool | None:
     """True for yes, False for no, None for anything else."""
     return _TRUTH.get(text.lower())
@@ -243,6 +275,9 @@ def truth_of(found: str) -> bool | None:
     low = found.lower()
     if low in _TRUTH:
         return _TRUTH[low]
+    short = _SHORT_TRUTH.fullmatch(low)
+    if short is not None:
+        return short[1] is None and short["bare"] is None
     words = tokens(_CLAIM.sub("", low))
     first = _TRUTH.get(words[0]) if words else None
     if first is None or any(_TRUTH.get(word) is (not first) for word in words[1:]):
@@ -267,6 +302,13 @@ _WORD = re.compile(r"[^\W\d_]{2,}")
 _NOTE = re.compile(r"(.*\S)\s+\(([^()]{1,80})\)|(.*\S)\uff08([^()\uff08\uff09]{1,80})\uff09")
 
 
+def _load() -> None:
+    """A second's imports, now rather than on the event loop with the first answer that asks."""
+    units.load()
+    for name in ("cn2an", "dateutil.parser"):
+        importlib.import_module(name)
+
+
 class Layered:
     """The matcher of `kind = "layered"`. `math` false leaves math-verify out; `partial_credit`
     scores a wrong answer to a word question by its token F1, as ARPO does."""
@@ -278,7 +320,8 @@ class Layered:
         self._asks_math, self._limit_s = math, limit_s
 
     async def start(self) -> None:
-        """Load math-verify, if it is used."""
+        """Load what knows the units, and math-verify, if it is used."""
+        await asyncio.to_thread(_load)
         if self._asks_math:
             await shared_math(self._limit_s).start()
 
@@ -332,14 +375,15 @@ def compare(answer: str, gold: str) -> tuple[bool | None, str]:
     found, wanted = clean(answer[:MAX_ANSWER_CHARS]), clean(gold)
     if answer.strip() == gold.strip() or (wanted and squashed(found) == squashed(wanted)):
         return bool(answer.strip() or not gold.strip()), "string"
-    if not found:
+    if not found or (found.endswith("?") and not wanted.endswith("?")):
         return False, "string"
     right, layer = _compare(found, wanted)
     if right is not False:
         return right, layer
     for one, other in ((found, wanted), (wanted, found)):  # 72 (seventy-two), a note in brackets
         note = _NOTE.fullmatch(one)
-        if note is not None and not choice.is_choice(other):
+        is_hedged = note is not None and _NEGATION.search(note[2] or note[4])
+        if note is not None and not is_hedged and not choice.is_choice(other):
             texts = (
                 (note[1] or note[3], note[2] or note[4]) if one is wanted else (note[1] or note[3],)
             )
@@ -369,10 +413,15 @@ def _compare(found: str, wanted: str) -> tuple[bool | None, str]:
     by_choice = _choice(found, wanted)
     if by_choice is not None:
         return by_choice, "choice"
+    by_span = _span(found, wanted)
+    if by_span is not None:
+        return by_span
     if truth(wanted) is not None:
         return truth_of(found) is truth(wanted), "yes or no"
     if special(wanted):
         return special(found) == special(wanted), "special value"
+    if "\u5e74" in wanted and dates.dates(wanted):  # else a number of years
+        return bool(dates.dates(wanted) & dates.dates(found)), "date"
     by_number = _number(found, wanted)
     if by_number is not None:
         return by_number, "number"
@@ -411,8 +460,25 @@ def _choice(found: str, wanted: str) -> bool | None:
         return chosen == {letter} if chosen else bool(_compare(found, clean(text))[0])
     if not choice.is_choice(wanted):
         return None
+    if choice.is_either(found):
+        return False
     chosen = choice.chosen(found)
     return chosen == choice.chosen(wanted) if chosen else None
+
+
+def _span(found: str, wanted: str) -> tuple[bool | None, str] | None:
+    """By what lies between two ends, is left open on one side, or is a period of years."""
+    periods = spans.period(wanted), spans.period(found)
+    if periods[0] is not None and periods[1] is not None:
+        return periods[0] == periods[1], "period"
+    bounds = spans.bound(wanted), spans.bound(found)
+    if bounds[0] is not None and bounds[1] is not None:
+        is_same = bounds[0][0] == bounds[1][0]
+        return (is_same and _compare(bounds[1][1], bounds[0][1])[0] is True), "bound"
+    ends = spans.span(wanted), spans.span(found)
+    if ends[0] is not None and ends[1] is not None:
+        return spans.same_span(ends[1], ends[0]), "range"
+    return None
 
 
 def _number(found: str, wanted: str) -> bool | None:
@@ -439,6 +505,8 @@ def _list(found: str, wanted: str) -> bool | None:
         if answers is not None and answers.opening == "{" and len(answers.elements) == 1:
             return _element(answers.elements[0], wanted)
         return None
+    if is_wordy(wanted) and _OR.search(found) and not _OR.search(wanted):
+        return False  # one of them, not all
     same = same_list(answers, golds, _element)
     if same is False and is_wordy(wanted):
         return None  # a comma in a name or a place

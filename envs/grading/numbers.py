@@ -5,6 +5,7 @@ r"""Numbers as people write them, and quantities with units.
 
 from __future__ import annotations
 
+import importlib
 import re
 import tomllib
 from collections import Counter
@@ -13,9 +14,11 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from envs.grading.units import Dimension, Unit, unit_of
+
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 CARDINALS: dict[str, int] = _TABLES["cardinals"]
-_ORDINALS: dict[str, int] = _TABLES["ordinals"]
+ORDINALS: dict[str, int] = _TABLES["ordinals"]
 _PARTS: dict[str, int] = _TABLES["parts"]
 _SCALES: dict[str, int] = _TABLES["scales"]
 
@@ -68,9 +71,9 @@ def leading_number(text: str) -> tuple[Fraction, str] | None:
     """The number that `text` begins with, in any of the usual forms, and what follows it."""
     text = text.strip()
     sign = 1
-    match = re.match(r"([+-])\s*", text)
+    match = re.match(r"([+-]|minus\b|negative\b)\s*", text, re.IGNORECASE)
     if match is not None:
-        sign = -1 if match[1] == "-" else 1
+        sign = 1 if match[1] == "+" else -1
         text = text[match.end() :]
     found = _in_digits(text) or _in_words(text) or in_han(text)
     if found is None:
@@ -137,8 +140,8 @@ def _in_words(text: str) -> tuple[Fraction, str] | None:
         word = match[1].lower() if match else ""
         if word in CARDINALS:
             current += CARDINALS[word]
-        elif word in _ORDINALS and (not seen or current % 10 == 0):
-            current, seen, place = current + _ORDINALS[word], True, match.end() if match else place
+        elif word in ORDINALS and (not seen or current % 10 == 0):
+            current, seen, place = current + ORDINALS[word], True, match.end() if match else place
             return Fraction(total + current), " ordinal" + text[place:]
         elif word == "hundred":
             current = max(current, 1) * 100
@@ -160,38 +163,48 @@ def _in_words(text: str) -> tuple[Fraction, str] | None:
     return value, text[match.end() :]
 
 
-# Numbers in Chinese characters, up to thousands.
+# Numbers in Chinese characters.
 
-_HAN = {
-    sign: number
-    for number, sign in enumerate("\u96f6\u4e00\u4e8c\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d")
-} | {"\u4e24": 2, "\u3007": 0}
-_HAN_SCALE = {"\u5341": 10, "\u767e": 100, "\u5343": 1000}
+_HAN_DIGITS = "\u96f6\u3007\u4e00\u4e8c\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d\u4e24"
+_HAN_SCALES = "\u5341\u767e\u5343\u4e07\u4ebf\u70b9"  # ten to a hundred million, and a point
 _HAN_NUMBER = re.compile(
-    "[\u96f6\u4e00\u4e8c\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d\u4e24\u3007\u5341\u767e\u5343]{1,12}"
+    f"[{_HAN_DIGITS}][{_HAN_DIGITS}{_HAN_SCALES}]{{0,30}}|\u5341[{_HAN_DIGITS}]?"
 )
+_HAN_FRACTION = re.compile(f"({_HAN_NUMBER.pattern})\u5206\u4e4b({_HAN_NUMBER.pattern})")
 
 
 def in_han(text: str) -> tuple[Fraction, str] | None:
     """The number that the text begins with, and what follows it."""
+    sign = -1 if text.startswith("\u8d1f") else 1
+    text = text[1:] if sign < 0 else text
+    parts = _HAN_FRACTION.match(text)
+    if parts is not None:
+        bottom, top = _han(parts[1]), _han(parts[2])
+        return (sign * top / bottom, text[parts.end() :]) if top is not None and bottom else None
     match = _HAN_NUMBER.match(text)
-    if match is None:
+    value = _han(match[0]) if match is not None else None
+    return None if match is None or value is None else (sign * value, text[match.end() :])
+
+
+def han_as_digits(text: str) -> str:
+    """The text with its Chinese numbers in digits."""
+
+    def digits(match: re.Match[str]) -> str:
+        value = _han(match[0])
+        return match[0] if value is None or value.denominator != 1 else str(value)
+
+    return _HAN_NUMBER.sub(digits, text)
+
+
+def _han(number: str) -> Fraction | None:
+    cn2an = importlib.import_module("cn2an")
+    try:
+        return Fraction(str(cn2an.cn2an(number.replace("\u3007", "\u96f6"), "smart")))
+    except (LookupError, ValueError):  # characters of numbers that make none
         return None
-    total = digit = 0
-    if all(sign in _HAN for sign in match[0]):  # digits one by one, as in a year
-        return Fraction("".join(str(_HAN[sign]) for sign in match[0])), text[match.end() :]
-    for sign in match[0]:
-        if sign in _HAN:
-            digit = _HAN[sign]
-        else:
-            total, digit = total + (digit or 1) * _HAN_SCALE[sign], 0
-    return Fraction(total + digit), text[match.end() :]
 
 
 # Numbers with units: 12 cm = 0.12 m, $5 = 5 dollars, 50% = 1/2, 90 degrees, 3rd.
-
-Dimension = tuple[tuple[str, int], ...]
-
 
 MAX_CHARS = 200  # no number with its unit is longer
 
@@ -203,18 +216,18 @@ class Quantity(Struct, frozen=True):
     value: Fraction
     dimension: Dimension = ()
     factor: Fraction = Fraction(1)
+    offset: Fraction = Fraction(0)
     words: str = ""
 
     @property
     def has_unit(self) -> bool:
         return bool(self.dimension or self.words)
 
+    @property
+    def in_base_units(self) -> Fraction:
+        return self.value * self.factor + self.offset
 
-_UNITS = {
-    name: (dimension, Fraction(factor))
-    for dimension, units in _TABLES["units"].items()
-    for name, factor in units.items()
-}
+
 _SPEEDS = {"mph": "mile/hour", "kph": "km/h", "kmh": "km/h", "fps": "ft/s"}
 _CURRENCY = re.compile("([+-]?)\\s*(US\\s?\\$|USD|EUR|GBP|RMB|CNY|[$\u20ac\u00a3\u00a5])\\s*")
 _DETERMINER = re.compile(r"^(?:the\s+|an?\s+(?=hundred|thousand|million|billion))(?=\w)", re.I)
@@ -227,7 +240,7 @@ _NOT_A_NOUN = frozenset(str.split("or and to but not minus plus times if where w
 _BC: Dimension = (("era_bc", 1),)
 _POUNDS: dict[Dimension, Fraction] = {
     (("money_gbp", 1),): Fraction(1),
-    (("mass", 1),): Fraction(45359237, 100000),
+    (("kilogram", 1),): Fraction(45359237, 100000000),
 }
 _FIRST_UNIT = re.compile(r"([^\W\d_]+)\.?,?\s+(?:and\s+)?(?=\d)")
 _NOUN = re.compile(r"[^\W\d_][\w'-]*(?:\s+[^\W\d_][\w'-]*){0,3}")
@@ -237,11 +250,11 @@ def quantity(text: str) -> Quantity | None:
     """A cleaned text as a number with an optional unit; None when it is anything else."""
     if len(text) > MAX_CHARS:
         return None
-    text = _DETERMINER.sub("", text)
+    text = _DETERMINER.sub("", text).removeprefix("\u7b2c")
     currency = _CURRENCY.match(text)
     if currency is not None:
         text = currency[1] + text[currency.end() :]
-    found = leading_number(text)
+    found = leading_number(text) or _one(text)
     if found is None:
         return None
     value, rest = found
@@ -250,14 +263,15 @@ def quantity(text: str) -> Quantity | None:
         name = currency[2].replace(" ", "").lower()
         if rest.strip().lower() not in ("", "usd", "dollars", "dollar", name):
             return None
-        dimension, factor = _UNITS[name]
-        return Quantity(value * scale, ((dimension, 1),), factor)
-    rest = rest.strip().strip("{}").strip()
+        unit = unit_of(name)
+        assert unit is not None, "every sign of money is in numbers.toml"
+        return Quantity(value * scale, unit.dimension, unit.factor)
+    rest = re.sub(r"\bper cent\b", "percent", rest.strip().strip("{}").strip())
     if not rest:
         return Quantity(value)
     unit = _unit(rest)
     if unit is not None:
-        return Quantity(value, *unit)
+        return Quantity(value, unit.dimension, unit.factor, unit.offset)
     compound = _compound(value, rest)
     if compound is not None:
         return compound
@@ -265,6 +279,12 @@ def quantity(text: str) -> Quantity | None:
     if not _NOUN.fullmatch(words) or _NOT_A_NOUN & set(words.split()) or len(words) < 2:
         return None
     return Quantity(value, words=words)
+
+
+def _one(text: str) -> tuple[Fraction, str] | None:
+    """A fortnight as 1 fortnight."""
+    match = re.match(r"(?:an?|one)\s+(?=\w+$)", text, re.IGNORECASE)
+    return (Fraction(1), text[match.end() :]) if match and unit_of(text[match.end() :]) else None
 
 
 def same_quantity(answer: Quantity, gold: Quantity) -> bool:
@@ -277,15 +297,11 @@ def same_quantity(answer: Quantity, gold: Quantity) -> bool:
     if (answer.dimension == percent) != (gold.dimension == percent):
         if answer.has_unit and gold.has_unit:
             return False
-        return answer.value == gold.value or (
-            answer.value * answer.factor == gold.value * gold.factor
-        )
+        return answer.value == gold.value or (answer.in_base_units == gold.in_base_units)
     if not (answer.has_unit and gold.has_unit):
         return answer.value == gold.value
     if answer.dimension and gold.dimension:
-        return answer.dimension == gold.dimension and (
-            answer.value * answer.factor == gold.value * gold.factor
-        )
+        return answer.dimension == gold.dimension and answer.in_base_units == gold.in_base_units
     if answer.dimension or gold.dimension:  # a known unit against a noun
         return False
     found, wanted = ({_singular(word) for word in side.words.split()} for side in (answer, gold))
@@ -306,22 +322,27 @@ def _compound(value: Fraction, rest: str) -> Quantity | None:
     if match is None or unit is None:
         return None
     more = quantity(rest[match.end() :])
-    if more is None or more.dimension != unit[0] or not more.dimension:
+    if more is None or more.dimension != unit.dimension or not more.dimension:
         return None
-    return Quantity(value + more.value * more.factor / unit[1], *unit)
+    return Quantity(value + more.in_base_units / unit.factor, unit.dimension, unit.factor)
 
 
 def _singular(word: str) -> str:
     return word[:-1] if len(word) > 2 and word.endswith("s") and not word.endswith("ss") else word
 
 
-def _unit(text: str) -> tuple[Dimension, Fraction] | None:
-    """Dimension and factor of a unit such as km/h, square feet, m s^{-1}; None if unknown."""
+def _unit(text: str) -> Unit | None:
+    """The unit of a text such as km/h, square feet, m s^{-1}; None if unknown."""
+    text = text.replace("\u5e73\u65b9", "square ").replace("\u7acb\u65b9", "cubic ")
     text = " ".join(text.replace(".", "").split())
     text = re.sub(r"\bdegrees? (celsius|fahrenheit)\b", r"\1", text, flags=re.IGNORECASE)
+    alone = unit_of(text) if text.isalpha() else None
+    if alone is not None:
+        return alone
     text = _SPEEDS.get(text.lower(), text)
     dimensions: Counter[str] = Counter()
     factor, side, power, place = Fraction(1), 1, 1, 0
+    offset, num_units = Fraction(0), 0
     while place < len(text):
         match = _UNIT_TOKEN.match(text, place)
         if match is None:
@@ -335,24 +356,13 @@ def _unit(text: str) -> tuple[Dimension, Fraction] | None:
                 return None
             power = _POWERS[name.lower()]
         elif name:
-            known = _known(name)
+            known = unit_of(name)
             if known is None:
                 return None
             times = side * power * (int(exponent) if exponent else 1)
-            dimensions[known[0]] += times
-            factor, power = factor * known[1] ** times, 1
+            for base, own in known.dimension:
+                dimensions[base] += times * own
+            factor, offset, power = factor * known.factor**times, known.offset, 1
+            num_units += 1
     found = tuple(sorted((name, times) for name, times in dimensions.items() if times))
-    return (_volume(found), factor * _volume_factor(found)) if found else None
-
-
-def _known(name: str) -> tuple[str, Fraction] | None:
-    low = name.lower()
-    return _UNITS.get(low) or _UNITS.get(_singular(low)) or _UNITS.get(low.removesuffix("es"))
-
-
-def _volume(found: Dimension) -> Dimension:
-    return (("volume", 1),) if found == (("length", 3),) else found
-
-
-def _volume_factor(found: Dimension) -> Fraction:
-    return Fraction(1000) if found == (("length", 3),) else Fraction(1)
+    return Unit(found, factor, offset if num_units == 1 else Fraction(0)) if found else None

@@ -67,11 +67,12 @@ _WRAPPERS = (
     re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"),
 )
 _LEAD_IN = re.compile(
-    r"(?:in|on|at|by)\s+(?=\d)"
+    r"(?:in|on|at|by)\s+(?=(?:the year )?\d)"
     r"|(?:(?:so|thus|therefore|hence)\b,?\s*)?"
     r"(?:(?:the|my|our)\s+)?(?:final\s+|correct\s+)?(?:answer|result|solution)"
     r"\s*(?:\bis\b|\bare\b|\bequals\b|=|:)+(?:\s*:)?\s*"
     r"|(?:it\s+is|it's|that\s+is|they\s+are)\s+"
+    r"|(?:definitely|certainly|clearly|simply|exactly|precisely|indeed)\s+(?=\S)"
     r"|(?:so|thus|therefore|hence),?\s+(?=\S)"
     r"|\u6700\u7ec8\u7b54\u6848(?:\u662f|\u4e3a|:)?\s*|\u7b54\u6848?(?:\u662f|\u4e3a|:)\s*",
     re.IGNORECASE,

@@ -8,13 +8,15 @@ import unicodedata
 from collections import Counter
 from pathlib import Path
 
-from envs.grading.numbers import CARDINALS
+from envs.grading.numbers import CARDINALS, ORDINALS, han_as_digits
 from envs.grading.spelling import unify, words_of
 
 # Names that are the same but for form: titles, initials, acronyms.
 
 _NAMES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 _TITLES, _KINDS = frozenset(_NAMES["titles"]), frozenset(_NAMES["kinds"])
+_BEFORE_TITLES = frozenset(_NAMES["before_titles"])
+_SUFFIXES = frozenset({"junior", "senior", *map(str, range(1, 10))})
 _ALIASES: dict[str, str] = _NAMES["aliases"]
 _CLASSES = re.compile(
     r"(?:the\s+)?(?:(?:islamic\s+|people's\s+)?republic|state|city|town|kingdom|month|year|island"
@@ -34,13 +36,21 @@ def without_class(text: str) -> str:
 def untitled(tokens: list[str]) -> list[str]:
     """Tokens without leading titles and without the kind of thing they name."""
     start = 0
-    while start < len(tokens) - 1 and tokens[start] in _TITLES:
+    while start < len(tokens) - 1 and (
+        tokens[start] in _TITLES
+        or (tokens[start] in _BEFORE_TITLES and tokens[start + 1] in _TITLES)
+    ):
         start += 1
     return [token for token in tokens[start:] if token not in _KINDS] or tokens
 
 
 def same_person(one: list[str], other: list[str]) -> bool:
-    """First and last name agree; a middle name may be missing or be an initial."""
+    """First and last name agree; a middle name may be missing or be an initial. A junior or a
+    third must be one on both sides."""
+    if one[-1] in _SUFFIXES or other[-1] in _SUFFIXES:
+        if one[-1] != other[-1]:
+            return False
+        one, other = one[:-1], other[:-1]
     if min(len(one), len(other)) < 2 or (one[0], one[-1]) != (other[0], other[-1]):
         return False
     if not all(token.isalpha() for token in one + other):
@@ -75,15 +85,21 @@ _ROMAN = {
     )
     if numeral not in ("v", "x")
 }
-_SAME = {"&": "and", "st": "saint", "mt": "mount", "vs": "versus", **_ROMAN}
+_SAME = {"&": "and", "st": "saint", "mt": "mount", "vs": "versus", **_NAMES["short"], **_ROMAN}
+_ROMAN_LETTERS = {"i": "1", "v": "5", "x": "10"}  # numerals behind a name only: Saturn V
 _NUMBER_WORDS = {word: str(number) for word, number in CARDINALS.items() if number <= 20}
 _SPELLING = re.compile(r"our\b|(?<=\w)tre\b|ise\b|ae|oe")
 _CJK_CLAUSE = re.compile(
-    "^(?:[^,\u4e0d\u6ca1\u975e]{1,8}(?:\u662f|\u62c5\u4efb|\u4e3a|\u53eb)|\u4e2d\u56fd(?=..))"
+    "^(?:[^,\u4e0d\u6ca1\u975e]{0,8}(?:\u662f|\u62c5\u4efb|\u4e3a|\u53eb)|\u4e2d\u56fd(?=..))"
 )
 _CJK_TITLE = re.compile(
     "(?<=..)(?:\u5e02|\u7701|\u53bf|\u6559\u6388|\u5148\u751f|\u5973\u58eb|\u535a\u58eb|\u8001\u5e08)$"
 )
+_CJK_TITLES: list[str] = _NAMES["han_titles"]
+_CJK_COUNTED = re.compile(
+    "(?<=\\d)[\u4e2a\u540d\u4f4d](?!\u6708)|^\u5206\u522b(?:\u4e3a|\u662f)|\u804c\u52a1$"
+)
+_CJK_SEPARATOR = re.compile("\\s*[\u3001\u548c\u4e0e\u53ca,;]\\s*")
 _EXCLUSIVE = frozenset({"yes", "no", "noanswer"})
 
 
@@ -116,6 +132,7 @@ def tokens(text: str) -> list[str]:
     """Words in one form: no case, accents, punctuation or articles; numerals as digits."""
     text = re.sub(r"\\[a-zA-Z]+", " ", unify(text)).casefold()
     text = re.sub(r"(?<=\w)'s\b", "s", text).replace("&", " and ")
+    text = re.sub(r"(?<=\w) vs?\. (?=\w)", " versus ", text)
     text = re.sub(
         r"\b((?:[a-z]\.)+[a-z]\b\.?|(?:[a-z]\.){2,})", lambda match: match[0].replace(".", ""), text
     )
@@ -126,6 +143,12 @@ def tokens(text: str) -> list[str]:
     )
     plain = unicodedata.normalize("NFC", plain)
     found = [_SAME.get(token, token) for token in _TOKEN.findall(plain.replace("_", " "))]
+    for place in range(1, len(found)):
+        is_numeral = found[place] != "i" or place == len(found) - 1
+        if is_numeral and found[place - 1].isalpha():
+            found[place] = _ROMAN_LETTERS.get(found[place], found[place])
+    if len(found) > 1 and found[-1] in ORDINALS:  # Elizabeth the Second
+        found[-1] = str(ORDINALS[found[-1]])
     kept = [_NUMBER_WORDS.get(token, token) for token in found if token not in ("a", "an", "the")]
     return kept or found
 
@@ -145,7 +168,48 @@ def same_words(answer: str, gold: str) -> bool:
     found, wanted = _folded(untitled(found)), _folded(untitled(wanted))
     if found == wanted or same_person(found, wanted):
         return True
+    if _is_turned(answer, gold) or _is_nickname(answer, gold) or _is_nickname(gold, answer):
+        return True
     return _cjk_core(answer) == _cjk_core(gold) != ""
+
+
+def _is_turned(one: str, other: str) -> bool:
+    """The gorge of the Rhine and the Rhine Gorge; Duke Peter I of Bourbon and Peter I, Duke of
+    Bourbon; Paris is the capital and the capital is Paris."""
+    for this, that in ((one, other), (other, one)):
+        head, of, tail = this.partition(" of ")
+        if of and " of " not in tail and tokens(f"{tail} {head}") == tokens(that):
+            return True
+    if (one.count(","), other.count(",")) in ((0, 1), (1, 0)):
+        bags = sorted(_in_place(one)), sorted(_in_place(other))
+        if len(bags[0]) > 2 and bags[0] == bags[1]:
+            return True
+    sides = [_COPULA.split(text, maxsplit=1) for text in (one, other)]
+    if any(len(parts) != 3 for parts in sides) or sides[0][1] != sides[1][1]:
+        return False
+    return [tokens(part) for part in sides[0][::2]] == [tokens(part) for part in sides[1][::-2]]
+
+
+def _in_place(text: str) -> list[str]:
+    """The words, each part between commas with its numerals."""
+    return [token for part in text.split(",") for token in _numbered(part)]
+
+
+def _numbered(part: str) -> list[str]:
+    return [_ROMAN_LETTERS.get(token, token) for token in tokens(part)]
+
+
+_COPULA = re.compile(r"\s+(is|are|was|were)\s+")
+_NICKNAME = re.compile(r"(\w.*?)\s+[\"'(](\w[\w.-]*)[\"')]\s+(.+)")
+
+
+def _is_nickname(short: str, long: str) -> bool:
+    """Kimmy Schmidt, or Kimberly Schmidt, for Kimberly "Kimmy" Schmidt."""
+    match = _NICKNAME.fullmatch(long.strip())
+    if match is None:
+        return False
+    first, nick, last = map(tokens, match.groups())
+    return tokens(short) in ([*nick, *last], [*first, *last], [first[0], *last])
 
 
 def _folded(found: list[str]) -> list[str]:
@@ -170,6 +234,13 @@ def _cjk_core(text: str) -> str:
     if not has_cjk(text):
         return ""
     text = _CJK_CLAUSE.sub("", unify(text).strip(" ."))
+    text = _CJK_SEPARATOR.sub(",", _CJK_COUNTED.sub("", han_as_digits(text)))
+    for _ in range(2):
+        title = next(
+            (one for one in _CJK_TITLES if one in (text[: len(one)], text[-len(one) :])), ""
+        )
+        rest = text[len(title) :] if text.startswith(title) else text[: -len(title)]
+        text = rest if title and 1 < len(rest) <= 4 else text
     return _CJK_TITLE.sub("", text) or text
 
 

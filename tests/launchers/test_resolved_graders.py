@@ -14,6 +14,7 @@ import pytest
 
 from agentenv.config import load_config
 from agentenv.env import close_shared
+from agentenv.prompt import PromptConfig
 from agentenv.tool_env import Grade, Grader, ToolEnv
 from agentenv.types import Message, Task
 from envs.grading.judge import Judge
@@ -86,7 +87,7 @@ def graders_of(path: Path) -> Iterator[tuple[str, Grader]]:
         filled = {name: fill_roles(one, urls) for name, one in sets.items()}
         given = {name: (one, one.env) for name, one in filled.items()}
     for name, (one, env) in given.items():
-        make = EnvMaker(env, tables_of(one), _resolve, one.limits, one.prompt)
+        make = EnvMaker(env, tables_of(one), _resolve, one.limits, PromptConfig())
         made = make(Task("t", env.id, "?", ("2",)))
         assert isinstance(made, ToolEnv)
         yield f"{path.stem}: {name}", made.grader
