@@ -26,7 +26,9 @@ PUBLISHED_RL = (
     "arpo_reasoning_7b",
     "arpo_deep_search_8b",
     "arpo_deep_search_14b",
+    "arpo_relative_7b",
     "aepo_reasoning_7b",
+    "aepo_deep_search_7b",
     "aepo_deep_search_14b",
     "grpo_reasoning_7b",
     "grpo_deep_search_14b",
@@ -170,7 +172,7 @@ def test_a_step_of_the_cold_start(small: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_step_of_preferences(small: Path) -> None:
-    overrides = ("dpo.num_steps=1",)
+    overrides = ("data.dataset_info=", f"data.train={small}/pairs.jsonl", "dpo.num_steps=1")
     assert dpo.main(arguments("dpo_self_critic", small, SMALL_SUPERVISED, *overrides)) == 0
     (step,) = [row for row in rows_of(small / "runs/dpo_self_critic") if "dpo/loss" in row]
     assert step["dpo/loss"] == pytest.approx(0.6931, abs=1e-3), "ln 2 before the first step"

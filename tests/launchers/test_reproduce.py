@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launchers import dpo, evaluate, serve, sft, train
-from launchers.terminal import EXIT_MISSING
+from tests.support.released import make_folder, make_model
 from tests.support.warehouse import ROOT
 
 MAIN: dict[str, Any] = {
@@ -39,16 +39,46 @@ def test_there_is_a_command_for_each_stage() -> None:
     assert used == set(MAIN)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What its second section fetches, in small, and the models that later ones leave."""
+    made = make_folder(tmp_path_factory.mktemp("reproduce"))
+    (made / "configs").symlink_to(ROOT / "configs")
+    for line in commands():
+        if Path(line[1]).stem == "evaluate" and not (made / line[2]).exists():
+            make_model(made / line[2], made / "template")
+    return made
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("line", commands(), ids=lambda line: " ".join(line[2:])[:60])
-def test_it_can_be_typed(
-    line: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_it_can_be_typed_and_reads_every_file(
+    line: list[str],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(ROOT)
+    """A dry run of it finds nothing missing, and neither a row, a prompt, a gold nor a GPU that the
+    run itself would refuse."""
+    monkeypatch.chdir(folder)
+    for variable in ("BRIGHTDATA_API_KEY", "SERPER_API_KEY"):
+        monkeypatch.setenv(variable, "a key")
+    before = set(folder.rglob("*"))
     arguments = [word for word in line[2:] if word not in ("&", "--dry-run")]
     code = MAIN[Path(line[1]).stem]([*arguments, "--dry-run", "--gpus", "8"])
     captured = capsys.readouterr()
-    assert code in (0, EXIT_MISSING), captured.err
+    assert code == 0, captured.err + captured.out.partition("missing here:")[2]
     assert "by this estimate it fits" in captured.out
+    assert set(folder.rglob("*")) == before
+    if Path(line[1]).stem == "serve":
+        return
+    told = captured.out.partition("data that is here:")[2].partition("processes on")[0]
+    paths = re.findall(r"^  ((?:eval\.)?sets\.[\w-]+|data)\.(?:path|train) = ", captured.out, re.M)
+    assert paths
+    for key in paths:
+        assert f"  {key}: " in told
+    if "train_10k" in captured.out.partition("data.train = ")[2][:40]:
+        assert "data: 1 bad rows" in told or "1 bad rows are left out, 6 are used" in told
 
 
 def test_files_that_it_links_and_runs_exist() -> None:

@@ -55,16 +55,6 @@ def make_workspace(folder: Path) -> Path:
         write(folder / f"{name}.jsonl", asked)
     registry = {
         "final_5w4_still": {"file_name": "sharegpt.jsonl", "formatting": "sharegpt"},
-        "self_critic_dpo": {
-            "file_name": "pairs.jsonl",
-            "formatting": "sharegpt",
-            "ranking": True,
-            "columns": {
-                "messages": "conversations",
-                "chosen": "chosen",
-                "rejected": "rejected",
-            },
-        },
     }
     (folder / "dataset_info.json").write_text(json.dumps(registry), encoding="utf-8")
     config = folder / "cold.toml"

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as arrow
 from pyarrow import parquet
 
+from launchers.evaluation.benchmarks import BENCHMARKS
 from launchers.planning.memory import KNOWN
 from launchers.quickstart import build_model
 from tests.launchers.benchmark_files import encrypted
@@ -24,6 +25,7 @@ CHAIN = (
     "<think>done</think><answer>The answer is \\boxed{42}</answer>"
 )
 BROKEN_CHAIN = "<think>a sum</think><python>print(6 * 7)</python><result>42<answer>42</answer>"
+STAR = "sft-tool-star/final.jsonl"
 MODELS = (
     "Qwen2.5-3B-Instruct",
     "Qwen2.5-7B-Instruct",
@@ -126,22 +128,29 @@ def make_data(folder: Path) -> None:
     write_rows(data / "sft" / "final.jsonl", [*dialogues, sharegpt_row(0, BROKEN_CHAIN)])
     columns = {"messages": "conversations", "system": "system"}
     entry = {"file_name": "sft/final.jsonl", "formatting": "sharegpt", "columns": columns}
-    registry = {"final_5w4_still": entry}
+    (data / "sft-tool-star").mkdir()
+    write_rows(data / "sft-tool-star" / "final.jsonl", dialogues)
+    registry = {"final_5w4_still": entry, "tool_star": entry | {"file_name": STAR}}
     (data / "dataset_info.json").write_text(json.dumps(registry), encoding="utf-8")
     found = json.dumps({ASKED[1][0]: "Page 1: A play by William Shakespeare."})
     (data / "search_cache.json").write_text(found, encoding="utf-8")
+    for name in BENCHMARKS:
+        write_rows(data / "eval" / f"{name}.jsonl", benchmark_rows(name))
+    pairs = folder / "runs" / "tool_star_critic" / "pairs"
+    pairs.mkdir(parents=True)
+    write_rows(pairs / "round-000001.jsonl", [preference_row(place) for place in range(NUM_ROWS)])
     page = {"id": "1", "title": "Hamlet", "text": "A play by William Shakespeare."}
     write_rows(data / "wiki.jsonl", [page])
 
 
-def make_model(path: Path, template: Path) -> None:
-    """The tokenizer of `template` and the shape that the path's name has, with no weights."""
+def make_model(path: Path, template: Path, shape_of: str = "") -> None:
+    """The tokenizer of `template` and the shape of a public model, by default the one that the
+    path names, with no weights."""
     path.mkdir(parents=True)
     for file in template.iterdir():
         if file.name not in ("config.json", "model.safetensors"):
             (path / file.name).symlink_to(file)
-    name = max((name for name in KNOWN if name in path.name), key=len)
-    shape = KNOWN[name]
+    shape = KNOWN[shape_of or max((name for name in KNOWN if name in path.name), key=len)]
     config = {
         "model_type": "qwen3" if shape.qk_norm else "qwen2",
         "hidden_size": shape.hidden,
@@ -161,7 +170,7 @@ def make_model(path: Path, template: Path) -> None:
 
 
 def make_folder(folder: Path) -> Path:
-    """The whole folder; models are made by `make_model` where a command names them."""
+    """The whole folder, and the models that its first steps leave."""
     make_data(folder)
     build_model(folder / "template", seed=0)
     for engine in ("vllm", "sglang"):
@@ -170,4 +179,7 @@ def make_folder(folder: Path) -> Path:
         python.touch()
     for name in MODELS:
         make_model(folder / "models" / name, folder / "template")
+        made = name.removesuffix("-Instruct") + "-sft"
+        make_model(folder / "runs" / made, folder / "template")
+    make_model(folder / "runs" / "tool_star_rl_3b", folder / "template", "Qwen2.5-3B")
     return folder
