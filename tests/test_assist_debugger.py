@@ -46,7 +46,7 @@ class Session:
     def __init__(self, server: ScriptedEndpoint, env: ToolEnv | None = None, **keys: Any) -> None:
         config = DebuggerConfig(url=server.url, **{"num_retries": 0, **keys})
         self.model = HelperModel("debugger", config)
-        self.env = env or CodeInterpreterEnv(TASK, python={"preload": []})
+        self.env = env or CodeInterpreterEnv(TASK, python={"preload": []}, grader={"kind": "exact"})
         debugged(self.env, config, self.model)
 
     async def __aenter__(self) -> Session:
@@ -126,7 +126,9 @@ async def test_without_help_the_policy_reads_its_own_error(
     server: ScriptedEndpoint, answer: Answer, problem: str
 ) -> None:
     server.script = lambda body, number: answer
-    env = CodeInterpreterEnv(TASK, python={"preload": [], "timeout_s": 1.0})
+    env = CodeInterpreterEnv(
+        TASK, python={"preload": [], "timeout_s": 1.0}, grader={"kind": "exact"}
+    )
     async with Session(server, env, timeout_s=0.3 if answer == 30.0 else 20.0) as session:
         text, record = await session.run(WRONG)
         told = record["info"]["debugger"]
@@ -168,7 +170,7 @@ async def test_machinery_that_fails_under_the_new_code_repeats_nothing(
 async def test_a_call_without_code_or_beyond_its_limit_is_not_debugged(
     server: ScriptedEndpoint,
 ) -> None:
-    env = CodeInterpreterEnv(TASK, python={"preload": []})
+    env = CodeInterpreterEnv(TASK, python={"preload": []}, grader={"kind": "exact"})
     env.configure(max_tool_calls=1, on_limit="result")
     async with Session(server, env) as session:
         assert "Expected `str`" in (await session.run(7))[0]

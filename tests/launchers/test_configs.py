@@ -146,10 +146,12 @@ def test_published_ones_use_eight_gpus(name: str, capsys: pytest.CaptureFixture[
 def test_a_step_of_reinforcement_learning(
     name: str, small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sets = tomllib.loads((CONFIGS / f"{name}.toml").read_text(encoding="utf-8"))["eval"]["sets"]
-    held_out = [f"eval.sets.{one}.path={small}/rl.jsonl" for one in sets]
-    held_out += [f"eval.sets.{one}.max_tasks=2" for one in sets]
-    assert train.main(arguments(name, small, SMALL_RL, *held_out)) == 0
+    values = tomllib.loads((CONFIGS / f"{name}.toml").read_text(encoding="utf-8"))
+    own = [f"eval.sets.{one}.path={small}/rl.jsonl" for one in values["eval"]["sets"]]
+    own += [f"eval.sets.{one}.max_tasks=2" for one in values["eval"]["sets"]]
+    if "prompt" in values:  # taken from another training file
+        own.append(f"prompt.template={small}/rl.jsonl")
+    assert train.main(arguments(name, small, SMALL_RL, *own)) == 0
     (step,) = [row for row in rows_of(small / "runs" / name) if "trees/offered" in row]
     assert step["trees/trained"] >= 1
     assert step["learner/num_steps"] >= 1
