@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from math import prod
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -67,7 +68,10 @@ async def test_two_ranks_equal_one(backend: str, model_dir: Path, tmp_path: Path
         await _an_optimizer_set_aside_keeps_its_state(learner, sequences, tmp_path)
         await learner.reset_optimizer(OptimizerConfig(optimizer="adamw", learning_rate=1e-4))
         assert (await learner.imitate(sequences[:1]))["num_tokens"] == 3
-        assert (await learner.imitate(sequences))["num_steps"] == 1
+        logprobs = [value for score in await learner.score(sequences) for value in score.logprobs]
+        metrics = await learner.imitate(sequences)
+        assert (metrics["num_steps"], metrics["num_tokens"]) == (1, 15)
+        assert metrics["loss"] == pytest.approx(-fmean(logprobs), rel=1e-4)
     finally:
         await learner.close()
 
