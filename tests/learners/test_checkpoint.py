@@ -8,11 +8,15 @@ import pytest
 import torch
 
 from agentenv.disk import finished_folder
-from agentenv.errors import ConfigError, DataError
+from agentenv.errors import ConfigError, DataError, LearnerError
 from launchers.rundir import Checkpoints
+from learners import ranks as wire
 from learners.checkpoint import META, Checkpoint, Meta, restore, save
 from learners.trainer import Trainer
+from learners.worker import Rank
 from tests.learners.ranks import (
+    ALGORITHM,
+    encoded,
     plain_torch,
     train,
     two_ranks,
@@ -55,6 +59,26 @@ def test_going_on_equals_not_having_stopped_to_the_bit(model_dir: Path, tmp_path
         train(trainer, uneven_trees(6), 3)
     for name, weight in weights_of(whole).items():
         assert torch.equal(weights_of(resumed)[name], weight)
+
+
+def test_a_resumed_rank_knows_whether_its_weights_are_the_published_ones(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """Else it takes the engine's log-probs for its own, or hands out weights under another's
+    version."""
+    init = wire.Init.of(two_ranks(num_ranks=1, backend="torch"), ALGORITHM, str(model_dir), seed=0)
+    rank, resumed = Rank(init), Rank(init)
+    published = wire.WriteModel(str(tmp_path / "copy"), publish=False, unmoved=True)
+    rank.run(wire.Update([encoded(uneven_trees(4))], 1.0))
+    for moved in (True, False):
+        rank.save(tmp_path / f"moved-{moved}")
+        resumed.load(tmp_path / f"moved-{moved}")
+        if moved:
+            with pytest.raises(LearnerError, match="gone on to other weights"):
+                resumed.run(published)
+        else:
+            resumed.run(published)
+        rank.count_version()
 
 
 @pytest.mark.slow
