@@ -31,6 +31,11 @@ _ZSCORE = (
 
 _ALWAYS = "the key is gone, the value is always"
 
+_CASSETTE = (
+    "search.snapshot holds results and pages in place of raw replies; record it with "
+    'search.snapshot = FILE and search.snapshot_mode = "record"'
+)
+
 _CHAT_TAGS = ("role", "content", "user", "assistant", "observation", "function", "system")
 
 # By the name of the struct that had the key, in the order of the structs' names.
@@ -119,6 +124,8 @@ DROPPED: dict[str, dict[str, Dropped]] = {
     },
     "SandboxLimits": {"max_open_files": Dropped(64, f"{_ALWAYS} 64")},
     "SearchConfig": {
+        "cassette": Dropped("", _CASSETTE),
+        "cassette_mode": Dropped("replay", _CASSETTE),
         "language": Dropped("auto", 'search.market says it too, with the country: "zh-CN"'),
     },
     "SelfCriticConfig": {

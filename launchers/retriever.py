@@ -165,7 +165,7 @@ def _row(hit: Hit, with_score: bool) -> dict[str, object]:
 async def serve(config: RetrieverConfig, stop: asyncio.Event) -> None:
     """Load the index, listen, and serve until `stop` is set; raises ConfigError, DataError."""
     cache = ResultCache()
-    backend = build_backend(SearchConfig(backend=config.backend), cache, None)
+    backend = build_backend(SearchConfig(backend=config.backend), cache)
     runner = web.AppRunner(Retriever(config, backend).app(), access_log=None)
     try:
         logger.info("loading the index ...")

@@ -22,7 +22,6 @@ from envs.search.corpus import (
     wanted,
     words,
 )
-from envs.search.upstream import Cassette
 
 NUM_THREADS = 2
 MAX_ON_LOOP = 2_000  # passages; more take too long to search on the event loop
@@ -36,7 +35,7 @@ class BM25Config(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="bm
         str, Meta(description='JSONL file; "" is the shipped Wikipedia sample', extra=PATH)
     ] = ""
 
-    def build(self, cassette: Cassette | None) -> BM25Backend:
+    def build(self) -> BM25Backend:
         """The index over the corpus."""
         return BM25Backend(corpus_path(self.corpus))
 

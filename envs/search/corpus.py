@@ -123,8 +123,8 @@ class BackendConfig(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
         """What the cache keeps the results under; empty: searching is cheaper than a cache."""
         return ""
 
-    def build(self, cassette: Any) -> Backend:
-        """The backend, not yet started. `cassette`: recorded replies of the network, or None."""
+    def build(self) -> Backend:
+        """The backend, not yet started."""
         raise NotImplementedError
 
 

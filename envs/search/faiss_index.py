@@ -19,7 +19,6 @@ from envs.search.corpus import (
     needed,
 )
 from envs.search.corpus_file import CorpusFile
-from envs.search.upstream import Cassette
 
 MAX_BATCH = 64  # queries that are encoded together
 MAX_TOKENS = 256  # of a query
@@ -44,7 +43,7 @@ class FaissConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="f
     def cache_name(self) -> str:
         return f"faiss {self.index} {self.encoder}"
 
-    def build(self, cassette: Cassette | None) -> FaissBackend:
+    def build(self) -> FaissBackend:
         """The index with the encoder of its queries."""
         return FaissBackend(self)
 

@@ -27,7 +27,7 @@ from agentenv.errors import ConfigError, InfraError, ToolError
 from envs.search.cache import ResultCache
 from envs.search.corpus import words
 from envs.search.page_text import TextExtractor
-from envs.search.upstream import Cassette, HttpRequest, Reply, TrafficConfig, Upstream
+from envs.search.upstream import HttpRequest, Reply, TrafficConfig, Upstream
 
 # Which network addresses a page may come from: public ones, and networks that are named.
 
@@ -132,11 +132,9 @@ class PageFetcher:
     def __init__(
         self,
         config: FetchConfig,
-        cassette: Cassette | None = None,
         resolver: AbstractResolver | None = None,
     ) -> None:
         self.config = config
-        self._cassette = cassette
         self._rule = AddressRule(config.allow_networks)
         self._resolver = GuardedResolver(self._rule, resolver)
         self._slots = asyncio.Semaphore(MAX_CONCURRENCY)
@@ -148,11 +146,6 @@ class PageFetcher:
         Raises ToolError for what is a fact of the address (refused, unknown, 404, too slow, not a
         text), and InfraError when it still answers 429 or 5xx after the retries.
         """
-        if self._cassette is not None:
-            reply = await self._cassette.through(f"page {url}", lambda: self._recorded(url))
-            if reply.status != 200:
-                raise ToolError(reply.body.decode())
-            return reply
         return await self._fetch(url)
 
     async def close(self) -> None:
@@ -160,13 +153,6 @@ class PageFetcher:
         if self._session is not None:
             await self._session.close()
             self._session = None
-
-    async def _recorded(self, url: str) -> Reply:
-        """What the policy would read about a page that cannot be had is recorded too."""
-        try:
-            return await self._fetch(url)
-        except ToolError as error:
-            return Reply(404, str(error).encode("utf-8", "replace"))
 
     async def _fetch(self, url: str) -> Reply:
         status = 0
@@ -282,14 +268,13 @@ class PageReader:
         self,
         config: PagesConfig,
         cache: ResultCache,
-        cassette: Cassette | None = None,
         resolver: AbstractResolver | None = None,
     ) -> None:
         self.config = config
         self._cache = cache
-        self._fetcher = PageFetcher(config.fetch, cassette, resolver)
+        self._fetcher = PageFetcher(config.fetch, resolver)
         self._extractor = TextExtractor(config.extract_timeout_s)
-        self._jina = Upstream("jina", config.jina_traffic, cassette)
+        self._jina = Upstream("jina", config.jina_traffic)
 
     async def text(self, url: str) -> str:
         """The page's text, at most MAX_PAGE_CHARS. Raises ToolError or InfraError."""

@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from agentenv.config import ESSENTIAL
 from agentenv.errors import ConfigError, InfraError
 from envs.search.corpus import BackendConfig, Hit, Query, split_contents
-from envs.search.upstream import Cassette, HttpRequest, Reply, TrafficConfig, Upstream
+from envs.search.upstream import HttpRequest, Reply, TrafficConfig, Upstream
 
 ProviderName = Literal["brightdata", "serper", "serpapi", "tavily", "brave", "searxng"]
 
@@ -45,9 +45,9 @@ class WebConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="web
     def cache_name(self) -> str:
         return self.provider
 
-    def build(self, cassette: Cassette | None) -> WebBackend:
+    def build(self) -> WebBackend:
         """The provider, asked by the account of this environment."""
-        return WebBackend(self, cassette)
+        return WebBackend(self)
 
 
 def api_key(variable: str, needed_by: str) -> str:
@@ -88,13 +88,13 @@ class HttpBackend:
 class WebBackend(HttpBackend):
     """A web search provider."""
 
-    def __init__(self, config: WebConfig, cassette: Cassette | None = None) -> None:
+    def __init__(self, config: WebConfig) -> None:
         self._config = config
         self._provider = provider = PROVIDERS[config.provider]
         hint = "expected an instance with json among search.formats in its settings.yml"
         if provider.key_variable:
             hint = f"check the key in {provider.key_variable}, and what the account may do"
-        super().__init__(Upstream(config.provider, config.traffic, cassette, refused_hint=hint))
+        super().__init__(Upstream(config.provider, config.traffic, refused_hint=hint))
         self._url = (config.url or provider.url).rstrip("/")
         if not self._url:
             raise ConfigError(
@@ -102,8 +102,7 @@ class WebBackend(HttpBackend):
                 'expected the address of your instance, e.g. "http://localhost:8080"'
             )
         needed_by = f"search.backend.provider = {config.provider!r}"
-        replayed = cassette is not None and cassette.mode == "replay"
-        self._key = "" if replayed else api_key(provider.key_variable, needed_by)
+        self._key = api_key(provider.key_variable, needed_by)
 
     async def search(self, query: Query) -> list[Hit]:
         """Ask the provider."""
@@ -256,9 +255,9 @@ class RemoteSearchConfig(BackendConfig, frozen=True, forbid_unknown_fields=True,
     def cache_name(self) -> str:
         return f"remote {self.url}"
 
-    def build(self, cassette: Cassette | None) -> RemoteBackend:
+    def build(self) -> RemoteBackend:
         """The retriever at the address."""
-        return RemoteBackend(self, cassette)
+        return RemoteBackend(self)
 
 
 class _Found(Struct):
@@ -282,8 +281,8 @@ _Batch = tuple[list[list[_Contents]], list[list[float]]]
 class RemoteBackend(HttpBackend):
     """A retriever in one of the dialects: the two of /retrieve, and Tool-Star's /batch_search."""
 
-    def __init__(self, config: RemoteSearchConfig, cassette: Cassette | None = None) -> None:
-        super().__init__(Upstream(f"retriever {config.url}", config.traffic, cassette))
+    def __init__(self, config: RemoteSearchConfig) -> None:
+        super().__init__(Upstream(f"retriever {config.url}", config.traffic))
         path = "/batch_search" if config.dialect == "tool_star" else "/retrieve"
         self._url = config.url.rstrip("/").removesuffix(path) + path
         self._dialect = config.dialect

@@ -34,9 +34,9 @@ from envs.search.corpus import (
 from envs.search.faiss_index import FaissConfig
 from envs.search.pages import PageReader, PagesConfig, passages, window
 from envs.search.providers import RemoteSearchConfig, WebConfig
+from envs.search.snapshot import Nobody, OnMiss, Snapshot, SnapshotMode
 from envs.search.summary import Summarizer, SummarizerConfig
 from envs.search.tantivy_index import TantivyConfig
-from envs.search.upstream import Cassette, CassetteMode
 
 Mode = Literal["snippets", "pages", "summaries"]
 Repeated = Literal["search", "tell"]
@@ -125,8 +125,23 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     arpo_cache: Annotated[
         str, Meta(description="ARPO's search_cache.json to take in", extra=PATH)
     ] = ""
-    cassette: Annotated[str, Meta(description="file with the recorded replies")] = ""
-    cassette_mode: Annotated[CassetteMode, Meta(description="record or replay")] = "replay"
+    snapshot: Annotated[
+        str, Meta(description="file of results and pages, the frozen web of this run")
+    ] = ""
+    snapshot_mode: Annotated[
+        SnapshotMode,
+        Meta(description="record: ask and keep what is not there yet; replay: ask nobody"),
+    ] = "replay"
+    snapshot_sha256: Annotated[
+        str, Meta(description="the hash that the snapshot must have; empty: any")
+    ] = ""
+    on_miss: Annotated[
+        OnMiss,
+        Meta(
+            description="what the snapshot does not hold: fail: the rollout fails and is replaced; "
+            "tell: the policy reads that it cannot be reached"
+        ),
+    ] = "fail"
     pages: Annotated[PagesConfig, Meta(description="how pages are read")] = PagesConfig()
     summarizer: Annotated[
         SummarizerConfig | None, Meta(description="the model that summarises")
@@ -153,10 +168,10 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
-def build_backend(config: SearchConfig, cache: ResultCache, cassette: Cassette | None) -> Backend:
+def build_backend(config: SearchConfig, cache: ResultCache) -> Backend:
     """The backend of the configuration; one that has a `cache_name` is behind the cache."""
     chosen = config.backend
-    backend: Backend = chosen.build(cassette)
+    backend: Backend = chosen.build()
     if not chosen.cache_name:
         return backend
     arpo_cache = Path(config.arpo_cache) if config.arpo_cache else None
@@ -188,24 +203,21 @@ class SearchService:
     def __init__(self, config: SearchConfig) -> None:
         config.check()
         self.config = config
-        self.cassette = (
-            Cassette(Path(config.cassette), config.cassette_mode) if config.cassette else None
-        )
+        self.snapshot = _snapshot(config) if config.snapshot else None
         self.cache = ResultCache(
             Path(config.cache) if config.cache else None, max_age_s=config.cache_max_age_s
         )
-        self.backend = build_backend(config, self.cache, self.cassette)
-        self.reader = PageReader(config.pages, self.cache, self.cassette)
+        replayed = self.snapshot is not None and self.snapshot.mode == "replay"
+        self.backend: Backend = Nobody() if replayed else build_backend(config, self.cache)
+        self.reader = PageReader(config.pages, self.cache)
         self.summarizer = (
-            Summarizer(config.summarizer, self.cache, self.cassette)
-            if config.summarizer is not None
-            else None
+            Summarizer(config.summarizer, self.cache) if config.summarizer is not None else None
         )
 
     async def start(self) -> None:
-        """Build or load the backend and the cassette; raises ConfigError or DataError."""
-        if self.cassette is not None:
-            await self.cassette.start()
+        """Build or load the backend and the snapshot; raises ConfigError or DataError."""
+        if self.snapshot is not None:
+            await self.snapshot.start()
         await self.backend.start()
 
     async def search(self, text: str, episode: Episode) -> ToolResult:
@@ -223,9 +235,10 @@ class SearchService:
         config, sizes = self.config, self.config.sizes
         market = market_of(text, config.market)
         query, info = Query(text, config.max_results, market), Info()
-        if isinstance(self.backend, CachedBackend):
-            info["cached"] = self.backend.knows(query)
-        hits = _distinct(await self.backend.search(query))
+        for keeper in (self.snapshot, self.backend):
+            if isinstance(keeper, Snapshot | CachedBackend):
+                info["cached"] = info.get("cached", False) or keeper.knows(query)
+        hits = _distinct(await self._hits(query))
         info["ids"] = [hit.id or hit.url for hit in hits]
         if not hits:
             return ToolResult(NO_RESULTS, info)
@@ -244,13 +257,7 @@ class SearchService:
     async def open_page(self, url: str, query: str, episode: Episode) -> ToolResult:
         """The passages of a page that fit the query, or a model's summary of them."""
         config = self.config.pages
-        if url.startswith(CORPUS_SCHEME):
-            document = await self.backend.document(url)
-            if document is None:
-                raise ToolError(f"There is no document {url}.")
-            text = f"{document.title}\n{document.text}" if document.title else document.text
-        else:
-            text = await self.reader.text(url)
+        text = await self._page(url)
         asked = query.strip()[:MAX_QUERY_CHARS] or episode.question
         room = self.config.sizes.max_page_chars if config.summarize else config.max_chars
         chosen = await asyncio.to_thread(passages, text, asked, room)
@@ -260,8 +267,9 @@ class SearchService:
         return ToolResult(chosen, info)
 
     def stats(self) -> dict[str, float]:
-        """What cache, backend, reader and summariser count."""
-        return summed_stats([self.cache, self.backend, self.reader, self.summarizer])
+        """What snapshot, cache, backend, reader and summariser count."""
+        parts = (self.snapshot, self.cache, self.backend, self.reader, self.summarizer)
+        return summed_stats(parts)
 
     async def close(self) -> None:
         """Stop what is in the air and close everything; idempotent."""
@@ -270,8 +278,28 @@ class SearchService:
         await self.backend.close()
         if self.summarizer is not None:
             await self.summarizer.close()
-        if self.cassette is not None:
-            self.cassette.close()
+        if self.snapshot is not None:
+            self.snapshot.close()
+
+    async def _hits(self, query: Query) -> list[Hit]:
+        """The results, by way of the snapshot if there is one."""
+        if self.snapshot is None:
+            return await self.backend.search(query)
+        return await self.snapshot.hits(query, lambda: self.backend.search(query))
+
+    async def _page(self, url: str) -> str:
+        """The text of a page or document, by way of the snapshot if there is one."""
+        if self.snapshot is None:
+            return await self._read(url)
+        return await self.snapshot.page(url, lambda: self._read(url))
+
+    async def _read(self, url: str) -> str:
+        if not url.startswith(CORPUS_SCHEME):
+            return await self.reader.text(url)
+        document = await self.backend.document(url)
+        if document is None:
+            raise ToolError(f"There is no document {url}.")
+        return f"{document.title}\n{document.text}" if document.title else document.text
 
     async def _window(self, hit: Hit, info: Info) -> str:
         """The page round the snippet; the snippet where the page cannot be had."""
@@ -279,7 +307,7 @@ class SearchService:
         if not hit.url.startswith(("http://", "https://")):
             return hit.text[: sizes.window_chars]
         try:
-            page = await self.reader.text(hit.url)
+            page = await self._page(hit.url)
         except (ToolError, InfraError) as error:
             info.setdefault("pages_failed", []).append(str(error))
             return hit.text[: sizes.window_chars]
@@ -305,6 +333,18 @@ class SearchService:
             link = f"[{hit.title}]({hit.url}) " if self.config.show_links and hit.url else ""
             lines.append(f"Page {number}: {link}{part}")
         return "\n".join(lines)
+
+
+def _snapshot(config: SearchConfig) -> Snapshot:
+    kind = config.backend
+    return Snapshot(
+        Path(config.snapshot),
+        config.snapshot_mode,
+        backend=kind.cache_name or str(kind.__struct_config__.tag),
+        reader=config.pages.reader,
+        sha256=config.snapshot_sha256,
+        on_miss=config.on_miss,
+    )
 
 
 def shared_service(config: SearchConfig) -> SearchService:

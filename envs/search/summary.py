@@ -1,6 +1,6 @@
 """Summaries of pages by a model behind an OpenAI-compatible address.
 
-The cache and the cassette of the search tables hold for the summarizer too.
+The cache of the search tables holds for the summarizer too.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ import hashlib
 import re
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
-from msgspec.structs import replace
 
 from agentenv.engines.client import RefusedError
 from agentenv.engines.endpoint import CHAT_PATH, ChatModel, ChatModelConfig, fenced, read_said
 from agentenv.errors import ConfigError, EngineError, InfraError
 from envs.search.cache import ResultCache
-from envs.search.upstream import Cassette, HttpRequest, Reply, recorded
+from envs.search.upstream import HttpRequest
 
 MARK = "**Final Information**"
 _TOOL_STEP = re.compile("</?(?:search|python|result|open_page)>")
@@ -70,14 +68,9 @@ class Summarizer:
     """Asks the model; shared by all episodes. Equal requests get the same summary, so that a fork
     reads what its parent reads."""
 
-    def __init__(
-        self, config: SummarizerConfig, cache: ResultCache, cassette: Cassette | None = None
-    ) -> None:
+    def __init__(self, config: SummarizerConfig, cache: ResultCache) -> None:
         self.config = config
         self._cache = cache
-        self._cassette = cassette
-        if cassette is not None and cassette.mode == "replay":  # nobody is asked
-            config = replace(config, api_key_env="")
         self._model = ChatModel(
             config, "search.summarizer", temperature=config.temperature, top_p=config.top_p
         )
@@ -100,13 +93,10 @@ class Summarizer:
         request = HttpRequest("POST", url, json=body).key
         num_tokens = 0
 
-        async def reply() -> Reply:
-            return Reply(200, msgspec.json.encode(await self._model.reply(body)))
-
         async def ask() -> bytes:
             nonlocal num_tokens
             try:
-                said = read_said((await recorded(self._cassette, request, reply)).body)
+                said = read_said(await self._model.reply(body))
             except EngineError as error:
                 refused = isinstance(error, RefusedError) and error.status in (401, 403, 407)
                 kind = ConfigError if refused else InfraError

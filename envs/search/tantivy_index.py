@@ -21,7 +21,6 @@ from envs.search.corpus import (
     needed,
     words,
 )
-from envs.search.upstream import Cassette
 
 NUM_THREADS = 2
 DONE = "agentenv_complete"  # a file that says the index was built to its end
@@ -35,7 +34,7 @@ class TantivyConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag=
         str, Meta(description='JSONL file; "" is the shipped Wikipedia sample', extra=PATH)
     ] = ""
 
-    def build(self, cassette: Cassette | None) -> TantivyBackend:
+    def build(self) -> TantivyBackend:
         """The index in the directory."""
         return TantivyBackend(corpus_path(self.corpus), Path(self.directory))
 

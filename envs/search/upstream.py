@@ -1,4 +1,4 @@
-"""An HTTP service that others run: rate limit, retries, circuit breaker, recorded replies.
+"""An HTTP service that others run: rate limit, retries, circuit breaker.
 
 429 and 5xx, broken connections and time-outs are failures of infrastructure: they are retried,
 then raised as InfraError, and never come back as a reply.
@@ -7,10 +7,8 @@ then raised as InfraError, and never come back as a reply.
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import IO, Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import aiohttp
 import msgspec
@@ -18,13 +16,7 @@ from msgspec import Meta, Struct, field
 
 from agentenv.backoff import backoff_s
 from agentenv.engines.client import retry_after_s
-from agentenv.errors import ConfigError, DataError, InfraError
-
-# Cassettes: replies of the outside world, recorded once and replayed without a network.
-#
-# A cassette is a JSONL file of {"key", "status", "body"}. Keys never hold a secret.
-
-CassetteMode = Literal["record", "replay"]
+from agentenv.errors import ConfigError, InfraError
 
 
 class Reply(Struct, frozen=True, omit_defaults=True):
@@ -34,101 +26,6 @@ class Reply(Struct, frozen=True, omit_defaults=True):
     body: bytes
     content_type: str = ""
     url: str = ""
-
-
-class _Row(Struct, omit_defaults=True):
-    key: str
-    status: int
-    body: str
-    base64: bool = False
-    content_type: str = ""
-    url: str = ""
-
-
-class Cassette:
-    """`record` fetches what is not on the cassette yet and appends it; `replay` fetches nothing.
-
-    In replay, what was not recorded is an InfraError: it can never look like "no results". The
-    file is read by `start`, or by the first call, in a thread.
-    """
-
-    def __init__(self, path: Path, mode: CassetteMode) -> None:
-        self.path = path
-        self.mode = mode
-        self._replies: dict[str, Reply] = {}
-        self._file: IO[bytes] | None = None
-        self._loading: asyncio.Task[None] | None = None
-        if mode == "replay" and not path.is_file():
-            raise DataError(f"cassette {path} cannot be read: there is no such file")
-
-    async def start(self) -> None:
-        """Read the file, once. Raises DataError."""
-        if self._loading is None:
-            self._loading = asyncio.ensure_future(asyncio.to_thread(self._load))
-        await asyncio.shield(self._loading)
-
-    async def through(self, key: str, fetch: Callable[[], Awaitable[Reply]]) -> Reply:
-        """The recorded reply, else (in record mode) the fetched one, which is recorded."""
-        await self.start()
-        reply = self._replies.get(key)
-        if reply is not None:
-            return reply
-        if self.mode == "replay":
-            raise InfraError(f"cassette {self.path} holds no reply for {key[:200]}")
-        reply = await fetch()
-        if key not in self._replies:
-            self._append(key, reply)
-        return reply
-
-    def close(self) -> None:
-        """Close the file; idempotent."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _load(self) -> None:
-        if self.mode == "record" and not self.path.exists():
-            return
-        decoder = msgspec.json.Decoder(_Row)
-        try:
-            lines = self.path.read_bytes().splitlines()
-        except OSError as error:
-            raise DataError(f"cassette {self.path} cannot be read: {error.strerror}") from error
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = decoder.decode(line)
-                body = base64.b64decode(row.body) if row.base64 else row.body.encode()
-            except (msgspec.DecodeError, ValueError) as error:
-                raise DataError(
-                    f"cassette {self.path}, row {number}: {error}; expected "
-                    '{"key": text, "status": number, "body": text}'
-                ) from error
-            self._replies[row.key] = Reply(row.status, body, row.content_type, row.url)
-
-    def _append(self, key: str, reply: Reply) -> None:
-        self._replies[key] = reply
-        try:
-            text, encoded = reply.body.decode(), False
-        except UnicodeDecodeError:
-            text, encoded = base64.b64encode(reply.body).decode(), True
-        row = _Row(key, reply.status, text, encoded, reply.content_type, reply.url)
-        try:
-            if self._file is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self.path.open("ab")
-            self._file.write(msgspec.json.encode(row) + b"\n")
-            self._file.flush()
-        except OSError as error:
-            raise ConfigError(
-                f"search.cassette: {self.path} cannot be written: {error.strerror}"
-            ) from error
-
-
-async def recorded(
-    cassette: Cassette | None, key: str, fetch: Callable[[], Awaitable[Reply]]
-) -> Reply:
-    """The reply of `fetch`, by way of the cassette if there is one."""
-    return await fetch() if cassette is None else await cassette.through(key, fetch)
 
 
 # Single flight: equal calls that are in the air at once share one fetch.
@@ -262,7 +159,7 @@ class TrafficConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HttpRequest(Struct, frozen=True):
-    """A request. What is secret is kept apart: it enters no key, no message and no cassette."""
+    """A request. What is secret is kept apart: it enters no key and no message."""
 
     method: str
     url: str
@@ -289,7 +186,6 @@ class Upstream:
         self,
         name: str,
         config: TrafficConfig,
-        cassette: Cassette | None = None,
         *,
         refused_hint: str = "check the key in the environment and the address",
     ) -> None:
@@ -298,7 +194,6 @@ class Upstream:
         self.config = config
         self.num_requests = 0
         self.num_retries = 0
-        self._cassette = cassette
         self._bucket = TokenBucket(config.rate_per_s, BURST)
         self._breaker = CircuitBreaker(name, MAX_FAILURES, COOL_DOWN_S)
         self._slots = asyncio.Semaphore(config.max_concurrency)
@@ -309,22 +204,6 @@ class Upstream:
 
         Raises InfraError when all attempts failed and ConfigError when the key is refused.
         """
-        return await recorded(self._cassette, request.key, lambda: self._send(request))
-
-    def stats(self) -> dict[str, float]:
-        """Requests that were really sent, and those of them that were not the first try."""
-        return {
-            "upstream/num_requests": self.num_requests,
-            "upstream/num_retries": self.num_retries,
-        }
-
-    async def close(self) -> None:
-        """Close the connections; idempotent."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    async def _send(self, request: HttpRequest) -> Reply:
         problem = ""
         async with self._slots:
             for attempt in range(self.config.num_retries + 1):
@@ -351,6 +230,19 @@ class Upstream:
                     )
         self._breaker.failed()
         raise InfraError(f"{self.name}: {self.config.num_retries + 1} attempts failed: {problem}")
+
+    def stats(self) -> dict[str, float]:
+        """Requests that were really sent, and those of them that were not the first try."""
+        return {
+            "upstream/num_requests": self.num_requests,
+            "upstream/num_retries": self.num_retries,
+        }
+
+    async def close(self) -> None:
+        """Close the connections; idempotent."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
 
     async def _attempt(self, request: HttpRequest) -> Reply | tuple[str, float | None]:
         """A reply, or what went wrong and the wait that the service asks for in seconds."""

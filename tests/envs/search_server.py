@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from envs.search.upstream import Cassette, HttpRequest, Reply, TrafficConfig, Upstream
+from envs.search.upstream import HttpRequest, Reply, TrafficConfig, Upstream
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -46,8 +46,8 @@ class Scripted:
         return web.Response(status=status, text="fine", headers=self.headers)
 
 
-async def send(url: str, config: TrafficConfig = QUICK, cassette: Cassette | None = None) -> Reply:
-    upstream = Upstream("service", config, cassette)
+async def send(url: str, config: TrafficConfig = QUICK) -> Reply:
+    upstream = Upstream("service", config)
     try:
         return await upstream.send(HttpRequest("GET", url))
     finally:

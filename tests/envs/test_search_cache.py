@@ -1,12 +1,10 @@
-"""What is kept of the traffic: the shared cache, and cassettes for offline runs."""
+"""What is kept of the traffic: the shared cache."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,8 +12,6 @@ from agentenv.errors import ConfigError, DataError, InfraError
 from envs.search.cache import CachedBackend, ResultCache, hits_of_arpo
 from envs.search.corpus import Hit, Query
 from envs.search.providers import HttpBackend
-from envs.search.upstream import Cassette, Reply
-from tests.envs.search_server import Scripted, send, serving
 
 # cache
 
@@ -129,68 +125,3 @@ async def test_a_bad_cache_of_arpo_is_refused(tmp_path: Path, text: str) -> None
     path.write_text(text)
     with pytest.raises(DataError, match=r"search_cache\.json.*expected one JSON object"):
         await ResultCache().import_arpo(path)
-
-
-# cassettes
-
-
-async def test_a_cassette_replays_without_a_network(tmp_path: Path) -> None:
-    path = tmp_path / "tape" / "a.jsonl"
-    service = Scripted(429)
-    async with serving(service) as url:
-        for _ in range(2):  # a second recording adds nothing
-            tape = Cassette(path, "record")
-            assert await send(url, cassette=tape) == Reply(200, b"fine")
-            tape.close()
-    assert service.num_requests == 2
-    assert len(path.read_text().splitlines()) == 1
-    tape = Cassette(path, "replay")
-    assert await send(url, cassette=tape) == Reply(200, b"fine")
-    with pytest.raises(InfraError, match="holds no reply"):
-        await send(url + "/other", cassette=tape)
-
-
-async def test_a_cassette_keeps_bytes_that_are_no_text(tmp_path: Path) -> None:
-    reply = Reply(200, b"\xff\x00\n", "text/html", "http://x/")
-
-    async def fetch() -> Reply:
-        return reply
-
-    tape = Cassette(tmp_path / "a.jsonl", "record")
-    await tape.through("k", fetch)
-    tape.close()
-    assert await Cassette(tmp_path / "a.jsonl", "replay").through("k", fetch) == reply
-
-
-async def test_a_cassette_is_read_once_and_off_the_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"key": "k", "status": 200, "body": "x"}')
-    threads = []
-    load = Cassette._load
-
-    def loaded(tape: Cassette) -> None:
-        threads.append(threading.current_thread())
-        load(tape)
-
-    monkeypatch.setattr(Cassette, "_load", loaded)
-    tape = Cassette(path, "replay")
-    replies = await asyncio.gather(*(tape.through("k", never) for _ in range(5)))
-    assert {reply.body for reply in replies} == {b"x"}
-    (thread,) = threads
-    assert thread is not threading.main_thread()
-
-
-async def never() -> Reply:
-    raise AssertionError("a recorded reply was fetched")
-
-
-@pytest.mark.parametrize("row", ["{", '{"key": "a"}', '{"key": "a", "status": 1, "body": 1}'])
-async def test_a_bad_cassette_is_refused(tmp_path: Path, row: Any) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(row)
-    with pytest.raises(DataError, match=r"a\.jsonl, row 1: .*expected"):
-        await Cassette(path, "replay").start()
-    with pytest.raises(DataError, match="nowhere"):
-        Cassette(tmp_path / "nowhere", "replay")

@@ -149,16 +149,6 @@ def test_no_configuration_holds_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(service.close())
 
 
-async def test_a_run_is_recorded_and_replayed_offline(site: Web, tmp_path: Path) -> None:
-    tape = str(tmp_path / "tape.jsonl")
-    keys = {"mode": "pages", "cassette": tape}
-    recorded = await search(site.config(cassette_mode="record", **keys), "lima")
-    num_searches = site.num_searches
-    replayed = await search(site.config(**keys), "lima")
-    assert replayed.text == recorded.text
-    assert site.num_searches == num_searches
-
-
 async def test_processes_share_a_cache(site: Web, tmp_path: Path) -> None:
     config = site.config(cache=str(tmp_path / "cache.db"))
     first = await search(config, "lima")

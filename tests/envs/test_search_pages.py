@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -12,7 +11,7 @@ from agentenv.errors import ToolError
 from envs.search.cache import ResultCache
 from envs.search.page_text import TextExtractor, page_text
 from envs.search.pages import FetchConfig, PageReader, PagesConfig, passages, window
-from envs.search.upstream import Cassette, Reply, TrafficConfig
+from envs.search.upstream import Reply, TrafficConfig
 from tests.envs.search_server import serving
 
 PAGE = """<html><head><title>Lima</title><script>track()</script></head><body>
@@ -71,7 +70,7 @@ async def test_a_page_that_makes_its_worker_hang_or_die_cannot_be_read() -> None
 # reading
 
 
-async def test_a_page_is_read_once_and_replayed_offline(tmp_path: Path) -> None:
+async def test_a_page_is_read_once() -> None:
     num_requests = 0
 
     async def answer(request: web.Request) -> web.Response:
@@ -83,21 +82,14 @@ async def test_a_page_is_read_once_and_replayed_offline(tmp_path: Path) -> None:
 
     config = PagesConfig(fetch=ONLY_127_0_0_1, extract_timeout_s=60)
     async with serving(answer) as url:
-        tape = Cassette(tmp_path / "tape", "record")
-        reader = PageReader(config, ResultCache(), tape)
+        reader = PageReader(config, ResultCache())
         texts = await asyncio.gather(*(reader.text(url) for _ in range(5)))
         assert await reader.text(url) == texts[0]
         with pytest.raises(ToolError, match="answered with status 404"):
             await reader.text(f"{url}/gone")
         await reader.close()
-        tape.close()
     assert num_requests == 2
     assert "founded in 1535" in texts[0]
-    replaying = PageReader(config, ResultCache(), Cassette(tmp_path / "tape", "replay"))
-    assert await replaying.text(url) == texts[0]
-    with pytest.raises(ToolError, match="answered with status 404"):
-        await replaying.text(f"{url}/gone")
-    await replaying.close()
 
 
 async def test_jinas_reader(monkeypatch: pytest.MonkeyPatch) -> None:

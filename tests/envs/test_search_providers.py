@@ -6,7 +6,6 @@ The replies are synthetic: made by hand after the providers' documentation.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -25,7 +24,7 @@ from envs.search.providers import (
     provider_hits,
     retrieved_hits,
 )
-from envs.search.upstream import Cassette, Reply, TrafficConfig
+from envs.search.upstream import Reply, TrafficConfig
 from tests.envs.search_server import serving
 
 QUICK = TrafficConfig(rate_per_s=0, num_retries=1)
@@ -163,17 +162,6 @@ async def test_no_error_names_the_key(name: ProviderName) -> None:
         with pytest.raises((InfraError, ConfigError)) as raised:
             await ask(Service({"error": KEY}, *statuses), name, Query("x"))
         assert KEY not in str(raised.value)
-
-
-@pytest.mark.parametrize("name", [name for name in PROVIDERS if PROVIDERS[name].key_variable])
-async def test_no_cassette_holds_the_key(name: ProviderName, tmp_path: Path) -> None:
-    tape = Cassette(tmp_path / "tape", "record")
-    async with serving(Service(REPLIES[name])) as url:
-        backend = WebBackend(WebConfig(name, url=url, traffic=QUICK), tape)
-        await backend.search(Query("peru"))
-        await backend.close()
-    tape.close()
-    assert KEY not in (tmp_path / "tape").read_text()
 
 
 async def test_a_refusal_says_what_to_check() -> None:

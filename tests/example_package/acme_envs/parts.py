@@ -59,7 +59,7 @@ class ShelfConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="a
 
     num_books: Annotated[int, Meta(ge=1, description="books on the shelf")] = 3
 
-    def build(self, cassette: object) -> Shelf:
+    def build(self) -> Shelf:
         return Shelf(self.num_books)
 
 
