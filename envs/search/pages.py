@@ -23,7 +23,7 @@ from yarl import URL
 
 from agentenv.backoff import backoff_s
 from agentenv.env import summed_stats
-from agentenv.errors import ConfigError, InfraError, ToolError
+from agentenv.errors import ConfigError, ToolError
 from envs.search.cache import ResultCache
 from envs.search.corpus import words
 from envs.search.page_text import TextExtractor
@@ -143,40 +143,35 @@ class PageFetcher:
     async def fetch(self, url: str) -> Reply:
         """The page, after redirects, cut at MAX_BYTES.
 
-        Raises ToolError for what is a fact of the address (refused, unknown, 404, too slow, not a
-        text), and InfraError when it still answers 429 or 5xx after the retries.
+        Raises ToolError for what is a fact of the address: refused, unknown, too slow, not a text,
+        or a status other than 200; after 429 and 5xx it is asked again first.
         """
-        return await self._fetch(url)
+        status = 0
+        for attempt in range(NUM_RETRIES + 1):
+            if attempt:
+                await asyncio.sleep(
+                    backoff_s(attempt - 1, url, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S)
+                )
+            try:
+                async with self._slots, asyncio.timeout(self.config.timeout_s):
+                    reply = await self._follow(url)
+            except TimeoutError:
+                limit = self.config.timeout_s
+                raise ToolError(f"{url} did not answer within {limit:g} seconds.") from None
+            except (aiohttp.ClientError, OSError, UnicodeError) as error:
+                raise ToolError(_problem(url, error)) from error
+            status = reply.status
+            if status == 200:
+                return reply
+            if status != 429 and status < 500:
+                break
+        raise ToolError(f"{url} answered with status {status}.")
 
     async def close(self) -> None:
         """Close the connections; idempotent."""
         if self._session is not None:
             await self._session.close()
             self._session = None
-
-    async def _fetch(self, url: str) -> Reply:
-        status = 0
-        async with self._slots:
-            for attempt in range(NUM_RETRIES + 1):
-                if attempt:
-                    await asyncio.sleep(
-                        backoff_s(attempt - 1, url, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S)
-                    )
-                try:
-                    async with asyncio.timeout(self.config.timeout_s):
-                        reply = await self._follow(url)
-                except TimeoutError:
-                    limit = self.config.timeout_s
-                    raise ToolError(f"{url} did not answer within {limit:g} seconds.") from None
-                except (aiohttp.ClientError, OSError, UnicodeError) as error:
-                    raise ToolError(_problem(url, error)) from error
-                status = reply.status
-                if status == 429 or status >= 500:
-                    continue
-                if status != 200:
-                    raise ToolError(f"{url} answered with status {status}.")
-                return reply
-        raise InfraError(f"page {url}: status {status} after {NUM_RETRIES} retries")
 
     async def _follow(self, url: str) -> Reply:
         """One try, through the redirects; each address on the way is checked."""

@@ -105,10 +105,10 @@ class TokenBucket:
 
 
 class CircuitBreaker:
-    """After `max_failures` failures in a row calls fail at once for `cool_down_s`.
+    """After `max_failures` failures in a row nobody is let through for `cool_down_s`; calls wait.
 
-    Then one call is let through as a probe: its success closes the circuit, its failure opens it
-    for another `cool_down_s`.
+    Then one of them is a probe. Its success closes the circuit, and those who wait go on. Its
+    failure opens it for another `cool_down_s`, and is theirs too: nobody waits for two probes.
     """
 
     def __init__(self, name: str, max_failures: int, cool_down_s: float) -> None:
@@ -117,28 +117,52 @@ class CircuitBreaker:
         self._cool_down_s = cool_down_s
         self._num_failures = 0
         self._open_until: float | None = None
+        self._probe: asyncio.Future[bool | None] | None = None  # None: it was given up
 
-    def check(self) -> None:
-        """Raises InfraError while the circuit is open."""
-        if self._open_until is None:
-            return
-        now = asyncio.get_running_loop().time()
-        if now < self._open_until:
-            raise InfraError(
-                f"{self._name}: not called for {self._open_until - now:.1f} s more, after "
-                f"{self._num_failures} failures in a row"
-            )
-        self._open_until = now + self._cool_down_s  # this caller is the probe
+    async def admit(self) -> bool:
+        """Wait while the circuit is open; whether the caller is the probe. It says how its call
+        ended by `succeeded`, `failed` or `left`.
+
+        Raises InfraError when the probe that it waited for has failed.
+        """
+        loop = asyncio.get_running_loop()
+        while self._open_until is not None:
+            if self._probe is not None:
+                if await asyncio.shield(self._probe) is False:
+                    raise InfraError(
+                        f"{self._name}: failed {self._num_failures} times in a row, and still does "
+                        f"after {self._cool_down_s:g} s"
+                    )
+            elif loop.time() < self._open_until:
+                await asyncio.sleep(self._open_until - loop.time())
+            else:
+                self._probe = loop.create_future()
+                return True
+        return False
 
     def succeeded(self) -> None:
         """Close the circuit."""
         self._num_failures, self._open_until = 0, None
+        self._settle(True)
 
-    def failed(self) -> None:
+    def failed(self, is_probe: bool) -> None:
         """Count a failure, and open the circuit if there are too many."""
         self._num_failures += 1
         if self._num_failures >= self._max_failures:
             self._open_until = asyncio.get_running_loop().time() + self._cool_down_s
+        if is_probe:
+            self._settle(False)
+
+    def left(self, is_probe: bool) -> None:
+        """The call ended otherwise, by its caller's deadline say: if it was the probe, the next
+        one is."""
+        if is_probe:
+            self._settle(None)
+
+    def _settle(self, outcome: bool | None) -> None:
+        if self._probe is not None:
+            self._probe.set_result(outcome)
+            self._probe = None
 
 
 MAX_REPLY_BYTES = 8_000_000
@@ -204,32 +228,40 @@ class Upstream:
 
         Raises InfraError when all attempts failed and ConfigError when the key is refused.
         """
-        problem = ""
-        async with self._slots:
-            for attempt in range(self.config.num_retries + 1):
-                self._breaker.check()
-                await self._bucket.take()
-                self.num_requests += 1
-                self.num_retries += attempt > 0
-                outcome = await self._attempt(request)
-                if isinstance(outcome, Reply):
-                    self._breaker.succeeded()
-                    return outcome
-                problem, wanted_s = outcome
-                if wanted_s:  # the service speaks to all of us
-                    self._bucket.pause(min(wanted_s, MAX_DELAY_S))
-                if attempt < self.config.num_retries:
-                    await asyncio.sleep(
-                        backoff_s(
-                            attempt,
-                            f"{self.name} {request.key}",
-                            first_s=FIRST_DELAY_S,
-                            max_s=MAX_DELAY_S,
-                            at_least_s=wanted_s or 0.0,
-                        )
+        problem, is_probe = "", False
+        wanted_s: float | None = None
+        for attempt in range(self.config.num_retries + 1):
+            if attempt:
+                await asyncio.sleep(
+                    backoff_s(
+                        attempt - 1,
+                        f"{self.name} {request.key}",
+                        first_s=FIRST_DELAY_S,
+                        max_s=MAX_DELAY_S,
+                        at_least_s=wanted_s or 0.0,
                     )
-        self._breaker.failed()
-        raise InfraError(f"{self.name}: {self.config.num_retries + 1} attempts failed: {problem}")
+                )
+            is_probe = await self._breaker.admit()
+            outcome = None
+            try:
+                await self._bucket.take()
+                async with self._slots:  # only while the request is in the air
+                    self.num_requests += 1
+                    self.num_retries += attempt > 0
+                    outcome = await self._attempt(request)
+            finally:
+                if outcome is None:
+                    self._breaker.left(is_probe)
+            if isinstance(outcome, Reply):
+                self._breaker.succeeded()
+                return outcome
+            problem, wanted_s = outcome
+            if wanted_s:  # the service speaks to all of us
+                self._bucket.pause(min(wanted_s, MAX_DELAY_S))
+            if is_probe:
+                break
+        self._breaker.failed(is_probe)
+        raise InfraError(f"{self.name}: {attempt + 1} attempts failed: {problem}")
 
     def stats(self) -> dict[str, float]:
         """Requests that were really sent, and those of them that were not the first try."""

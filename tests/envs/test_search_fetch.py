@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from agentenv.errors import ConfigError, InfraError, ToolError
+from agentenv.errors import ConfigError, ToolError
 from envs.search.pages import AddressRule, FetchConfig, PageFetcher, RefusedAddress
-from tests.envs.search_server import Handler, serving
+from tests.envs.search_server import Handler, Scripted, serving
 
 PAGE = """<html><head><title>Lima</title><script>track()</script></head><body>
 <nav><a href="/">Home</a></nav><article><h1>Lima</h1>
@@ -217,18 +217,46 @@ async def test_a_page_that_takes_too_long_is_given_up() -> None:
             await fetcher.fetch(url)
 
 
-async def test_facts_of_an_address_are_told_and_infrastructure_is_not() -> None:
+@pytest.mark.parametrize(("status", "num_requests"), [(404, 1), (403, 1), (429, 3), (503, 3)])
+async def test_the_status_of_a_page_is_a_fact(status: int, num_requests: int) -> None:
+    service = Scripted(*[status] * 9)
+    async with serving(service) as url, fetching() as fetcher:
+        with pytest.raises(ToolError, match=f"{url} answered with status {status}"):
+            await fetcher.fetch(url)
+    assert service.num_requests == num_requests
+
+
+async def test_a_page_that_is_busy_for_a_moment_is_asked_again() -> None:
+    async with serving(Scripted(503, 429)) as url, fetching() as fetcher:
+        assert (await fetcher.fetch(url)).body == b"fine"
+
+
+async def test_what_cannot_be_reached_is_a_fact() -> None:
     async with fetching(resolver=Names()) as fetcher:
-        async with serving(answering(404)) as url:
-            with pytest.raises(ToolError, match="answered with status 404"):
-                await fetcher.fetch(url)
-        async with serving(answering(503)) as url:
-            with pytest.raises(InfraError, match="status 503"):
-                await fetcher.fetch(url)
         with pytest.raises(ToolError, match=r"http://no\.test/ could not be reached"):
             await fetcher.fetch("http://no.test/")
         with pytest.raises(ToolError, match="could not be reached"):
             await fetcher.fetch("http://127.0.0.1:9/")
+
+
+async def test_pages_that_are_asked_again_leave_their_places_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("envs.search.pages.MAX_CONCURRENCY", 1)
+    monkeypatch.setattr("envs.search.pages.FIRST_DELAY_S", 60.0)
+    asked = asyncio.Event()
+
+    async def busy(request: web.Request) -> web.Response:
+        asked.set()
+        return web.Response(status=503)
+
+    async with serving(busy) as url, serving(Scripted()) as other, fetching() as fetcher:
+        waiting = asyncio.ensure_future(fetcher.fetch(url))
+        await asked.wait()
+        async with asyncio.timeout(30):
+            assert (await fetcher.fetch(other)).body == b"fine"
+        assert not waiting.done()
+        waiting.cancel()
 
 
 async def test_what_is_no_text_is_refused() -> None:

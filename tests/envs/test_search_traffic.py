@@ -12,7 +12,6 @@ from envs.search.cache import CachedBackend, ResultCache
 from envs.search.corpus import Query
 from envs.search.providers import WebBackend, WebConfig
 from envs.search.upstream import (
-    CircuitBreaker,
     HttpRequest,
     Reply,
     SingleFlight,
@@ -209,33 +208,96 @@ async def test_the_wait_that_a_service_asks_for_holds_for_all_calls() -> None:
     assert pauses == [0.002, 0.002]  # capped by MAX_DELAY_S
 
 
-def test_the_circuit_opens_probes_and_closes() -> None:
+OPEN_S = 30.0  # how long an open circuit lets nobody through
+
+
+class Service(Upstream):
+    """A service on a virtual clock: down until `up_at`, and each request takes a second."""
+
+    def __init__(self, up_at: float, config: TrafficConfig) -> None:
+        super().__init__("service", config)
+        self.up_at = up_at
+        self.times: list[float] = []
+
+    async def _attempt(self, request: HttpRequest) -> Reply | tuple[str, float | None]:
+        self.times.append(now())
+        await asyncio.sleep(1)
+        return Reply(200, b"fine") if now() > self.up_at else ("status 503", None)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def asked(service: Service, count: int) -> list[str]:
+    """What became of so many calls at once."""
+    calls = (service.send(HttpRequest("GET", f"http://a.test/{n}")) for n in range(count))
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    return [str(getattr(one, "status", one)) for one in found]
+
+
+@pytest.fixture
+def _two_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envs.search.upstream.MAX_FAILURES", 2)
+
+
+@pytest.mark.usefixtures("_two_failures")
+def test_after_an_outage_nobody_fails_who_asks_once_it_is_over() -> None:
     async def run() -> None:
-        breaker = CircuitBreaker("service", max_failures=2, cool_down_s=10)
-        breaker.failed()
-        breaker.check()
-        breaker.failed()
-        with pytest.raises(InfraError, match=r"service: not called for 10\.0 s more"):
-            breaker.check()
-        await asyncio.sleep(11)
-        breaker.check()  # the probe
-        with pytest.raises(InfraError):
-            breaker.check()  # only one
-        breaker.succeeded()
-        breaker.check()
-        breaker.check()  # closed: whoever asks, not a probe alone
+        service = Service(up_at=10, config=TrafficConfig(num_retries=0))
+        assert await asked(service, 4) == ["service: 1 attempts failed: status 503"] * 4
+        await asyncio.sleep(10)  # it answers again, and the circuit is open
+        assert await asked(service, 50) == ["200"] * 50
+        probe, *others = service.times[4:]
+        assert probe == pytest.approx(1 + OPEN_S)
+        assert min(others) == pytest.approx(probe + 1)
 
     run_virtual(run())
 
 
-async def test_an_open_circuit_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("envs.search.upstream.MAX_FAILURES", 2)
-    service = Scripted(*[500] * 10)
-    config = TrafficConfig(num_retries=0)
-    async with serving(service) as url:
-        upstream = Upstream("service", config)
-        for _ in range(5):
-            with pytest.raises(InfraError):
-                await upstream.send(HttpRequest("GET", url))
-        await upstream.close()
-    assert service.num_requests == 2
+@pytest.mark.usefixtures("_two_failures")
+def test_while_it_is_down_one_call_in_a_cool_down_is_sent() -> None:
+    async def run() -> None:
+        service = Service(up_at=100, config=TrafficConfig(num_retries=3))
+        await asked(service, 2)
+        sent, start = len(service.times), now()
+        said = await asked(service, 50)
+        assert len(service.times) == sent + 1  # nobody waits for a second probe, not the probe
+        assert now() == pytest.approx(start + OPEN_S + 1)
+        told = "service: failed 3 times in a row, and still does after 30 s"
+        assert sorted(set(said)) == ["service: 1 attempts failed: status 503", told]
+        await asyncio.sleep(100)
+        assert await asked(service, 50) == ["200"] * 50
+
+    run_virtual(run())
+
+
+@pytest.mark.usefixtures("_two_failures")
+def test_when_the_probe_is_given_up_the_next_call_is_it() -> None:
+    async def run() -> None:
+        service = Service(up_at=10, config=TrafficConfig(num_retries=0))
+        await asked(service, 2)
+        probe = asyncio.ensure_future(asked(service, 1))
+        await asyncio.sleep(1)
+        others = asyncio.ensure_future(asked(service, 5))
+        await asyncio.sleep(OPEN_S - 0.5)  # the probe is in the air
+        probe.cancel()
+        assert await others == ["200"] * 5
+
+    run_virtual(run())
+
+
+def test_who_waits_to_try_again_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envs.search.upstream.FIRST_DELAY_S", 20.0)
+    monkeypatch.setattr("envs.search.upstream.MAX_DELAY_S", 30.0)
+
+    async def run() -> None:
+        service = Service(up_at=1.5, config=TrafficConfig(max_concurrency=1, num_retries=1))
+        first = asyncio.ensure_future(asked(service, 1))
+        await asyncio.sleep(2)
+        assert await asked(service, 2) == ["200"] * 2
+        assert now() == pytest.approx(4)
+        assert await first == ["200"]
+        assert service.times[-1] > 20
+
+    run_virtual(run())
