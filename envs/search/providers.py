@@ -6,7 +6,9 @@ read beside its documentation.
 
 from __future__ import annotations
 
+import html
 import os
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
@@ -15,15 +17,27 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agentenv.config import ESSENTIAL
-from agentenv.errors import ConfigError, InfraError
+from agentenv.errors import ConfigError, InfraError, ToolError
 from envs.search.corpus import BackendConfig, Hit, Query, split_contents
 from envs.search.upstream import HttpRequest, Reply, TrafficConfig, Upstream
 
 ProviderName = Literal["brightdata", "serper", "serpapi", "tavily", "brave", "searxng"]
 
 
+MAX_REASON_CHARS = 300  # of a provider's own words that the policy reads
+MAX_REFUSED = 20  # searches that are refused in a row; then it is not the searches
+
+# what a provider says of an account or a key, where its status does not
+_OF_ACCOUNT = re.compile(
+    r"credits|run out of|usage limit|insufficient balance|billing|api.?key|subscription|unauthori"
+    r"|\bzone\b",
+    re.IGNORECASE,
+)
+
+
 class Provider(Struct, frozen=True):
-    """One provider. `request(url, key, zone, query)`; `results` finds the list in the reply."""
+    """One provider. `request(url, key, zone, query)`; `results` finds the list in the reply, and
+    `failure` says why an empty one means nothing, if it does."""
 
     url: str
     key_variable: str
@@ -31,6 +45,10 @@ class Provider(Struct, frozen=True):
     results: Callable[[dict[str, Any]], Any]
     text_field: str
     url_field: str = "link"
+    failure: Callable[[dict[str, Any]], Any] = lambda reply: reply.get("error")
+    max_chars: int = 2000  # of a query
+    max_words: int = 1000
+    is_html: bool = False  # texts hold references to characters, and tags
 
 
 class WebConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="web"):
@@ -103,11 +121,41 @@ class WebBackend(HttpBackend):
             )
         needed_by = f"search.backend.provider = {config.provider!r}"
         self._key = api_key(provider.key_variable, needed_by)
+        self._num_refused = 0  # in a row
 
     async def search(self, query: Query) -> list[Hit]:
-        """Ask the provider."""
-        request = self._provider.request(self._url, self._key, self._config.zone, query)
-        return provider_hits(self._config, await self.upstream.send(request), query.max_results)
+        """Ask the provider. A search that it refuses, or that is longer than it takes, is a
+        ToolError; an account or a key that it refuses a ConfigError."""
+        provider = self._provider
+        for found, most, what in (
+            (len(query.text), provider.max_chars, "characters"),
+            (len(query.text.split()), provider.max_words, "words"),
+        ):
+            if found > most:
+                raise ToolError(f"The query has {found} {what}; at most {most} are searched for.")
+        request = provider.request(self._url, self._key, self._config.zone, query)
+        reply = await self.upstream.send(request)
+        if reply.status in (400, 414, 422):
+            raise self._refusal(reply, query)
+        self._num_refused = 0
+        return provider_hits(self._config, reply, query.max_results)
+
+    def _refusal(self, reply: Reply, query: Query) -> ToolError | ConfigError:
+        """What it means that the provider does not take a request."""
+        self._num_refused += 1
+        text = reply.body[:10_000].decode("utf-8", "replace")
+        if self._key:
+            text = text.replace(self._key, "...")
+        name, text = self._config.provider, " ".join(text.split())
+        reason = f"status {reply.status}: {text[:MAX_REASON_CHARS]}"
+        if _OF_ACCOUNT.search(text.replace(query.text, "")):
+            return ConfigError(f"{name} refuses the account or the key, {reason}")
+        if self._num_refused >= MAX_REFUSED:
+            return ConfigError(
+                f"{name} refused {self._num_refused} searches in a row, the last with {reason}; "
+                "check the keys of search.backend and search.market"
+            )
+        return ToolError(f"The search was refused with {reason}")
 
 
 def provider_hits(config: WebConfig, reply: Reply, max_results: int) -> list[Hit]:
@@ -116,6 +164,7 @@ def provider_hits(config: WebConfig, reply: Reply, max_results: int) -> list[Hit
     A reply without a list of results means "no results"; one that is no JSON object does not.
     """
     provider = PROVIDERS[config.provider]
+    clean = _plain if provider.is_html else str.strip
     if reply.status != 200:
         raise InfraError(f"{config.provider}: status {reply.status}, expected 200")
     try:
@@ -123,13 +172,24 @@ def provider_hits(config: WebConfig, reply: Reply, max_results: int) -> list[Hit
         rows = msgspec.convert(provider.results(content) or [], list[dict[str, Any]])
     except (msgspec.DecodeError, UnicodeDecodeError, AttributeError) as error:
         raise InfraError(f"{config.provider}: the reply has another form: {error}") from error
+    if not rows and (failure := provider.failure(content)) and not _NOTHING.search(str(failure)):
+        raise InfraError(f"{config.provider}: no results, but {str(failure)[:MAX_REASON_CHARS]}")
     hits: list[Hit] = []
     for row in rows:
-        text = str(row.get(provider.text_field) or "").strip()
-        title = str(row.get("title") or "").strip()
+        text = clean(str(row.get(provider.text_field) or ""))
+        title = clean(str(row.get("title") or ""))
         if text or title:
             hits.append(Hit(text or title, title, str(row.get(provider.url_field) or "")))
     return hits[:max_results]
+
+
+_NOTHING = re.compile("hasn't returned any results")  # SerpAPI's error where there are none
+_TAG = re.compile(r"</?[a-z]+>")
+
+
+def _plain(text: str) -> str:
+    """Text of a piece of HTML."""
+    return html.unescape(_TAG.sub("", text)).strip()
 
 
 def _bright_data(url: str, key: str, zone: str, query: Query) -> HttpRequest:
@@ -175,13 +235,38 @@ def _tavily(url: str, key: str, zone: str, query: Query) -> HttpRequest:
     return HttpRequest("POST", f"{url}/search", json=body, secret_headers=secret)
 
 
+# Brave's languages and countries; it refuses others. It has codes of its own for some languages.
+_BRAVE_CODES = {
+    "ja": "jp",
+    "no": "nb",
+    "zh": "zh-hans",
+    "zh-HK": "zh-hant",
+    "zh-TW": "zh-hant",
+    "pt": "pt-pt",
+    "pt-BR": "pt-br",
+    "en-GB": "en-gb",
+}
+_BRAVE_LANGUAGES = re.compile(
+    "ar|bg|bn|ca|cs|da|de|el|en|en-gb|es|et|eu|fi|fr|gl|gu|he|hi|hr|hu|is|it|jp|kn|ko|lt|lv|ml|mr"
+    "|ms|nb|nl|pa|pl|pt-br|pt-pt|ro|ru|sk|sl|sr|sv|ta|te|th|tr|uk|vi|zh-hans|zh-hant"
+)
+_BRAVE_COUNTRIES = re.compile(
+    "AR|AT|AU|BE|BR|CA|CH|CL|CN|DE|DK|ES|FI|FR|GB|HK|ID|IN|IT|JP|KR|MX|MY|NL|NO|NZ|PH|PL|PT|RU|SA"
+    "|SE|TR|TW|US|ZA"
+)
+
+
 def _brave(url: str, key: str, zone: str, query: Query) -> HttpRequest:
+    country, language = query.country.upper(), query.language
+    code = _BRAVE_CODES.get(query.market) or _BRAVE_CODES.get(language, language)
     params = {
         "q": query.text,
         "count": str(min(20, query.max_results)),
-        "country": query.country,
-        "search_lang": "zh-hans" if query.market == "zh-CN" else query.language,
+        "country": country if _BRAVE_COUNTRIES.fullmatch(country) else "ALL",
+        "text_decorations": "false",
     }
+    if _BRAVE_LANGUAGES.fullmatch(code):
+        params["search_lang"] = code
     secret = {"X-Subscription-Token": key}
     return HttpRequest("GET", f"{url}/res/v1/web/search", params, secret_headers=secret)
 
@@ -221,6 +306,7 @@ PROVIDERS: dict[ProviderName, Provider] = {
         lambda reply: reply.get("results"),
         "content",
         "url",
+        max_chars=400,
     ),
     "brave": Provider(
         "https://api.search.brave.com",
@@ -229,8 +315,19 @@ PROVIDERS: dict[ProviderName, Provider] = {
         lambda reply: (reply.get("web") or {}).get("results"),
         "description",
         "url",
+        max_chars=400,
+        max_words=50,
+        is_html=True,
     ),
-    "searxng": Provider("", "", _searxng, lambda reply: reply.get("results"), "content", "url"),
+    "searxng": Provider(
+        "",
+        "",
+        _searxng,
+        lambda reply: reply.get("results"),
+        "content",
+        "url",
+        failure=lambda reply: reply.get("unresponsive_engines"),
+    ),
 }
 
 

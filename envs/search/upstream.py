@@ -7,6 +7,7 @@ then raised as InfraError, and never come back as a reply.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -173,6 +174,15 @@ MAX_FAILURES = 20  # calls that fail in a row until the service is left alone
 COOL_DOWN_S = 30.0  # how long the service is left alone; then one call is a probe
 
 
+# A wrong key, one that may not do this, or a plan that is used up: Tavily says 432 and 433.
+_REFUSED = (401, 402, 403, 407, 432, 433)
+# What some, as SerpAPI, say with 429 when a plan is used up, which no retry mends.
+_SPENT = re.compile(
+    r"run out of|not enough credits|out of credits|insufficient (?:credit|balance|quota)",
+    re.IGNORECASE,
+)
+
+
 class TrafficConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How a service is called. The limits hold for each process."""
 
@@ -224,9 +234,10 @@ class Upstream:
         self._session: aiohttp.ClientSession | None = None
 
     async def send(self, request: HttpRequest) -> Reply:
-        """The reply, of a status below 500 and not 401, 403, 407 or 429.
+        """The reply, of a status below 500 and none that means a key or an account, nor 429.
 
-        Raises InfraError when all attempts failed and ConfigError when the key is refused.
+        Raises InfraError when all attempts failed, and ConfigError when the key is refused or the
+        plan is used up.
         """
         problem, is_probe = "", False
         wanted_s: float | None = None
@@ -294,19 +305,25 @@ class Upstream:
                 ) as response,
             ):
                 status = response.status
+                if status in _REFUSED:
+                    raise self._refusal(status)
+                if status == 429:
+                    text = (await response.content.read(10_000)).decode("utf-8", "replace")
+                    if _SPENT.search(text):
+                        raise self._refusal(status)
                 if status == 429 or status >= 500:
                     return f"status {status}", retry_after_s(response.headers)
-                if status in (401, 403, 407):
-                    raise ConfigError(
-                        f"{self.name} refused the request with status {status}; "
-                        f"{self._refused_hint}"
-                    )
                 return Reply(status, await _read(response, self.name))
         except TimeoutError:
             return f"no reply within {self.config.timeout_s:g} s", None
         except (aiohttp.ClientError, OSError) as error:
             # the text of the error may hold the address, and so a key
             return f"{type(error).__name__}", None
+
+    def _refusal(self, status: int) -> ConfigError:
+        return ConfigError(
+            f"{self.name} refused the request with status {status}; {self._refused_hint}"
+        )
 
 
 async def _read(response: aiohttp.ClientResponse, name: str) -> bytes:

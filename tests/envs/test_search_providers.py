@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from aiohttp import web
 
-from agentenv.errors import ConfigError, InfraError
+from agentenv.errors import ConfigError, InfraError, ToolError
 from envs.search.corpus import Hit, Query
 from envs.search.providers import (
     PROVIDERS,
@@ -127,6 +127,135 @@ async def test_another_form_is_a_failure_and_not_no_results(
 ) -> None:
     with pytest.raises(InfraError, match=f"{name}: the reply has another form"):
         await ask(Service(content), name, Query("x"))
+
+
+# what a provider refuses, and what it only seems to answer
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "content", "says"),
+    [
+        ("tavily", 400, {"detail": {"error": "Query is too long."}}, "Query is too long"),
+        ("searxng", 414, "Request-URI Too Large", "status 414: Request-URI Too Large"),
+        ("brave", 422, {"error": {"detail": f"bad q for {KEY}"}}, r"bad q for \.\.\."),
+    ],
+)
+async def test_a_search_that_is_refused_is_a_fact(
+    name: ProviderName, status: int, content: Any, says: str
+) -> None:
+    service = Service(content, status, status)
+    with pytest.raises(ToolError, match=f"refused with .*{says}"):
+        await ask(service, name, Query("x"))
+    assert len(service.statuses) == 1  # not asked again
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "content"),
+    [
+        ("tavily", 432, {}),  # the plan is used up
+        ("tavily", 433, {}),
+        ("brave", 402, {}),
+        ("brave", 422, {"error": {"code": "SUBSCRIPTION_TOKEN_INVALID"}}),
+        ("serper", 400, {"message": "Not enough credits", "statusCode": 400}),
+        ("serpapi", 429, {"error": "Your account has run out of searches."}),
+        ("brightdata", 400, "zone serp_api not found"),
+    ],
+)
+async def test_a_spent_plan_or_a_wrong_key_is_no_fact(
+    name: ProviderName, status: int, content: Any
+) -> None:
+    service = Service(content, status, status)
+    with pytest.raises(ConfigError, match=f"{name} refuse.*status {status}"):
+        await ask(service, name, Query("x"))
+    assert len(service.statuses) == 1  # paid for once
+
+
+async def test_a_query_that_speaks_of_keys_is_still_only_a_query() -> None:
+    content = {"error": "Query is too long: where is my api key"}
+    with pytest.raises(ToolError):
+        await ask(Service(content, 400), "serper", Query("where is my api key"))
+
+
+async def test_a_provider_that_refuses_every_search_is_configured_wrongly() -> None:
+    service = Service({"error": "unknown parameter"}, *[400] * 99)
+    async with serving(service) as url:
+        backend = WebBackend(WebConfig("serper", url=url, traffic=QUICK))
+        for _ in range(19):
+            with pytest.raises(ToolError):
+                await backend.search(Query("x"))
+        with pytest.raises(ConfigError, match=r"serper refused 20 searches in a row.*unknown par"):
+            await backend.search(Query("x"))
+        await backend.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "query", "says"),
+    [
+        ("tavily", "x" * 401, "401 characters; at most 400"),
+        ("brave", "x" * 401, "401 characters; at most 400"),
+        ("brave", "x " * 51, "51 words; at most 50"),
+    ],
+)
+async def test_a_query_longer_than_a_provider_takes_is_not_sent(
+    name: ProviderName, query: str, says: str
+) -> None:
+    service = Service(REPLIES[name])
+    with pytest.raises(ToolError, match=says):
+        await ask(service, name, Query(query))
+    assert not hasattr(service, "request")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("searxng", {"results": [], "unresponsive_engines": [["google", "CAPTCHA"]]}),
+        ("serpapi", {"error": "Google is blocked", "organic_results": []}),
+    ],
+)
+async def test_an_empty_answer_of_a_blocked_engine_is_no_fact(
+    name: ProviderName, content: Any
+) -> None:
+    with pytest.raises(InfraError, match=f"{name}: no results, but .*(CAPTCHA|blocked)"):
+        await ask(Service(content), name, Query("x"))
+
+
+async def test_what_some_engines_found_is_an_answer() -> None:
+    content = REPLIES["searxng"] | {"unresponsive_engines": [["google", "CAPTCHA"]]}
+    assert await ask(Service(content), "searxng", Query("x")) == EXPECTED
+    nothing = {"error": "Google hasn't returned any results for this query."}
+    assert await ask(Service(nothing), "serpapi", Query("x")) == []
+
+
+@pytest.mark.parametrize(
+    ("market", "language", "country"),
+    [
+        ("ja-JP", "jp", "JP"),
+        ("zh-CN", "zh-hans", "CN"),
+        ("zh-TW", "zh-hant", "TW"),
+        ("pt-BR", "pt-br", "BR"),
+        ("ko-KR", "ko", "KR"),
+        ("en-US", "en", "US"),
+        ("eo-XX", None, "ALL"),
+    ],
+)
+async def test_brave_is_asked_in_its_own_codes(
+    market: str, language: str | None, country: str
+) -> None:
+    service = Service(REPLIES["brave"])
+    await ask(service, "brave", Query("x", market=market))
+    assert service.request.query.get("search_lang") == language
+    assert service.request.query["country"] == country
+
+
+async def test_braves_texts_are_no_html() -> None:
+    row = {
+        "title": "A &amp; B",
+        "url": "http://a.test/?x=1&amp",
+        "description": "<strong>Li</strong>ma &lt;3 &#x27;",
+    }
+    service = Service({"web": {"results": [row]}})
+    assert await ask(service, "brave", Query("x")) == [Hit("Lima <3 '", "A & B", row["url"])]
+    assert service.request.query["text_decorations"] == "false"
 
 
 async def test_chinese_is_searched_in_the_chinese_market() -> None:
