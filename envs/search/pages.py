@@ -11,7 +11,7 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import log
 from typing import Annotated, Literal
 
@@ -32,14 +32,38 @@ from envs.search.upstream import HttpRequest, Reply, TrafficConfig, Upstream
 # Which network addresses a page may come from: public ones, and networks that are named.
 
 
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
 class RefusedAddress(OSError):
-    """The address is private, loopback, or otherwise not of the public internet."""
+    """The address is private, loopback, or otherwise not of the public internet; the text says
+    what it is."""
+
+
+# What Python 3.11 takes for public and is not: the metadata services of Azure and Oracle, relays of
+# 6to4, networks of a site, IPv4 in IPv6 of the old form and of local translators, documentation.
+_NOT_PUBLIC = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        "168.63.129.16/32",
+        "192.0.0.0/24",
+        "192.88.99.0/24",
+        "fec0::/10",
+        "::/96",
+        "64:ff9b:1::/48",
+        "3fff::/20",
+        "5f00::/16",
+    )
+)
+PORTS = (80, 443)
 
 
 class AddressRule:
-    """Lets public addresses through, and those of `allow_networks` (e.g. "10.1.0.0/16")."""
+    """Lets public addresses through, on these ports, and those of `allow_networks` (e.g.
+    "10.1.0.0/16") on any."""
 
-    def __init__(self, allow_networks: Sequence[str] = ()) -> None:
+    def __init__(self, allow_networks: Sequence[str] = (), ports: Sequence[int] = PORTS) -> None:
+        self._ports = ports
         try:
             self._allowed = [ipaddress.ip_network(network) for network in allow_networks]
         except ValueError as error:
@@ -49,20 +73,35 @@ class AddressRule:
 
     def check(self, address: str) -> None:
         """Raises RefusedAddress. IPv4 inside IPv6 (mapped, 6to4, NAT64, Teredo) counts as IPv4."""
-        try:
-            found = ipaddress.ip_address(address.partition("%")[0])
-        except ValueError:  # an unusual spelling hides where it leads
-            raise RefusedAddress(f"{address} is not in the usual form") from None
-        if any(found in network for network in self._allowed):
+        if self._is_allowed(address):
             return
+        found = _usual(address)
         inner = _embedded(found)
-        if not found.is_global or found.is_multicast or (inner and not inner.is_global):
-            raise RefusedAddress(f"{address} is not a public address")
+        if not _is_public(found) or (inner and not _is_public(inner)):
+            raise RefusedAddress("it is not a public address")
+
+    def check_port(self, port: int, addresses: Iterable[str]) -> None:
+        """Raises RefusedAddress for other ports, unless all these addresses are allowed."""
+        if port not in self._ports and not all(map(self._is_allowed, addresses)):
+            raise RefusedAddress(f"its port is none of {', '.join(map(str, self._ports))}")
+
+    def _is_allowed(self, address: str) -> bool:
+        return any(_usual(address) in network for network in self._allowed)
 
 
-def _embedded(
-    address: ipaddress.IPv4Address | ipaddress.IPv6Address,
-) -> ipaddress.IPv4Address | None:
+def _usual(address: str) -> _Address:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:  # an unusual spelling hides where it leads
+        raise RefusedAddress("it is not a public address") from None
+
+
+def _is_public(address: _Address) -> bool:
+    special = any(address in network for network in _NOT_PUBLIC)
+    return address.is_global and not address.is_multicast and not special
+
+
+def _embedded(address: _Address) -> ipaddress.IPv4Address | None:
     if isinstance(address, ipaddress.IPv4Address):
         return None
     if address in ipaddress.ip_network("64:ff9b::/96"):
@@ -88,8 +127,10 @@ class GuardedResolver(AbstractResolver):
         if self._inner is None:
             self._inner = ThreadedResolver()
         found = await self._inner.resolve(host, port, family)
-        for result in found:
-            self._rule.check(result["host"])
+        addresses = [result["host"] for result in found]
+        for address in addresses:
+            self._rule.check(address)
+        self._rule.check_port(port, addresses)
         return found
 
     async def close(self) -> None:
@@ -121,6 +162,9 @@ class FetchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     allow_networks: Annotated[
         tuple[str, ...], Meta(description='networks to allow though private, as "10.1.0.0/16"')
     ] = ()
+    ports: Annotated[
+        tuple[int, ...], Meta(description="from which pages may come; of allowed networks: any")
+    ] = PORTS
     user_agent: Annotated[str, Meta(description="how the fetcher names itself")] = (
         "Mozilla/5.0 (compatible; agentenv)"
     )
@@ -135,7 +179,7 @@ class PageFetcher:
         resolver: AbstractResolver | None = None,
     ) -> None:
         self.config = config
-        self._rule = AddressRule(config.allow_networks)
+        self._rule = AddressRule(config.allow_networks, config.ports)
         self._resolver = GuardedResolver(self._rule, resolver)
         self._slots = asyncio.Semaphore(MAX_CONCURRENCY)
         self._session: aiohttp.ClientSession | None = None
@@ -166,6 +210,19 @@ class PageFetcher:
             if status != 429 and status < 500:
                 break
         raise ToolError(f"{url} answered with status {status}.")
+
+    async def checked(self, url: str) -> str:
+        """The address in its usual form, once it is known to be one that may be opened: for
+        somebody else to fetch. Raises ToolError."""
+        try:
+            target = self._checked(url, url).with_fragment(None)
+            async with asyncio.timeout(self.config.timeout_s):
+                await self._resolver.resolve(target.raw_host or "", target.port or 0)
+        except TimeoutError:
+            raise ToolError(f"{url} could not be reached.") from None
+        except (OSError, UnicodeError) as error:
+            raise ToolError(_problem(url, error)) from error
+        return str(target)
 
     async def close(self) -> None:
         """Close the connections; idempotent."""
@@ -205,6 +262,7 @@ class PageFetcher:
             raise ToolError(f"{asked} is not an http or https address.")
         if ":" in host or _ENDS_IN_NUMBER.search(host):
             self._rule.check(host)
+            self._rule.check_port(port, [host])
         return url.with_user(None)
 
     def _client(self) -> aiohttp.ClientSession:
@@ -230,11 +288,13 @@ def _problem(url: str, error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, RefusedAddress):
-            return f"{url} may not be opened: it is not a public address."
+            return f"{url} may not be opened: {cause}."
         cause = cause.__cause__ or cause.__context__
     return f"{url} could not be reached."
 
 
+# how Jina's reader says, above the text, that it has only an error page
+_TARGET_FAILED = re.compile(r"^Warning: Target URL returned error (\d{3})", re.MULTILINE)
 JINA_KEY = "JINA_API_KEY"  # optional: without one the reader is slower
 
 
@@ -296,15 +356,18 @@ class PageReader:
         return text.encode("utf-8", "replace")
 
     async def _read_by_jina(self, url: str) -> str:
-        if not url.startswith(("http://", "https://")):
-            raise ToolError(f"{url} is not an http or https address.")
+        target = await self._fetcher.checked(url)
         secret_key = os.environ.get(JINA_KEY, "").strip()
         secret = {"Authorization": f"Bearer {secret_key}"} if secret_key else {}
-        address = f"{self.config.jina_url.rstrip('/')}/{url}"
+        address = f"{self.config.jina_url.rstrip('/')}/{target}"  # it holds no way up
         reply = await self._jina.send(HttpRequest("GET", address, secret_headers=secret))
         if reply.status != 200:
             raise ToolError(f"{url} could not be read: status {reply.status}.")
-        return reply.body.decode("utf-8", "replace")
+        text = reply.body.decode("utf-8", "replace")
+        failed = _TARGET_FAILED.search(text.partition("\nMarkdown Content:")[0])
+        if failed is not None:
+            raise ToolError(f"{url} answered with status {failed[1]}.")
+        return text
 
 
 # Parts of a long page: around the snippet that led to it, or around the words of a query.

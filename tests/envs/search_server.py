@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from aiohttp import web
+from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.test_utils import TestServer
 
 from envs.search.upstream import HttpRequest, Reply, TrafficConfig, Upstream
@@ -52,3 +54,30 @@ async def send(url: str, config: TrafficConfig = QUICK) -> Reply:
         return await upstream.send(HttpRequest("GET", url))
     finally:
         await upstream.close()
+
+
+class Names(AbstractResolver):
+    """Resolves the names that it knows."""
+
+    def __init__(self, **names: list[str]) -> None:
+        self.names = {name.replace("_", "."): addresses for name, addresses in names.items()}
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        if host not in self.names:
+            raise OSError("unknown name")
+        return [
+            ResolveResult(
+                hostname=host,
+                host=address,
+                port=port,
+                family=socket.AF_INET,
+                proto=0,
+                flags=socket.AI_NUMERICHOST,
+            )
+            for address in self.names[host]
+        ]
+
+    async def close(self) -> None:
+        pass

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
-from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.abc import AbstractResolver
 
 from agentenv.errors import ConfigError, ToolError
 from envs.search.pages import AddressRule, FetchConfig, PageFetcher, RefusedAddress
-from tests.envs.search_server import Handler, Scripted, serving
+from tests.envs.search_server import Handler, Names, Scripted, serving
 
 PAGE = """<html><head><title>Lima</title><script>track()</script></head><body>
 <nav><a href="/">Home</a></nav><article><h1>Lima</h1>
@@ -22,33 +21,6 @@ PAGE = """<html><head><title>Lima</title><script>track()</script></head><body>
 <p>Today some ten million people live there, a third of all people of the country.</p>
 </article><footer>All rights reserved</footer></body></html>"""
 ONLY_127_0_0_1 = FetchConfig(allow_networks=("127.0.0.1/32",))
-
-
-class Names(AbstractResolver):
-    """Resolves the names that it knows."""
-
-    def __init__(self, **names: list[str]) -> None:
-        self.names = {name.replace("_", "."): addresses for name, addresses in names.items()}
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[ResolveResult]:
-        if host not in self.names:
-            raise OSError("unknown name")
-        return [
-            ResolveResult(
-                hostname=host,
-                host=address,
-                port=port,
-                family=socket.AF_INET,
-                proto=0,
-                flags=socket.AI_NUMERICHOST,
-            )
-            for address in self.names[host]
-        ]
-
-    async def close(self) -> None:
-        pass
 
 
 @asynccontextmanager
@@ -94,6 +66,15 @@ def answering(status: int = 200, text: str = PAGE, **headers: str) -> Handler:
         "::ffff:10.0.0.1",
         "64:ff9b::7f00:1",
         "2002:7f00:1::",
+        "168.63.129.16",  # metadata of Azure
+        "192.0.0.192",  # and of Oracle
+        "::ffff:168.63.129.16",
+        "192.88.99.1",
+        "fec0::1",
+        "::127.0.0.1",
+        "64:ff9b:1::7f00:1",
+        "3fff::1",
+        "5f00::1",
     ],
 )
 def test_private_addresses_are_refused(address: str) -> None:
@@ -113,6 +94,23 @@ def test_networks_can_be_allowed() -> None:
         rule.check("10.2.2.3")
     with pytest.raises(ConfigError, match=r"pages\.allow_networks.*expected networks"):
         AddressRule(["10.1.0.0/99"])
+
+
+def test_only_the_usual_ports_are_opened_but_in_allowed_networks() -> None:
+    rule = AddressRule(["10.1.0.0/16"])
+    rule.check_port(443, ["93.184.216.34"])
+    rule.check_port(8080, ["10.1.2.3"])
+    for addresses in (["93.184.216.34"], ["10.1.2.3", "93.184.216.34"]):
+        with pytest.raises(RefusedAddress, match="its port is none of 80, 443"):
+            rule.check_port(8080, addresses)
+    AddressRule(ports=(8080,)).check_port(8080, ["93.184.216.34"])
+
+
+@pytest.mark.parametrize("url", ["http://93.184.216.34:22/", "http://public.test:8080/"])
+async def test_no_other_port_of_a_public_address_is_reached(url: str) -> None:
+    async with fetching(FetchConfig(), Names(public_test=["93.184.216.34"])) as fetcher:
+        with pytest.raises(ToolError, match=r"may not be opened: its port is none of 80, 443\."):
+            await fetcher.fetch(url)
 
 
 # fetching

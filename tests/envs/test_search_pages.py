@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
 
-from agentenv.errors import ToolError
+from agentenv.errors import ConfigError, ToolError
 from envs.search.cache import ResultCache
 from envs.search.page_text import TextExtractor, page_text
 from envs.search.pages import FetchConfig, PageReader, PagesConfig, passages, window
 from envs.search.upstream import Reply, TrafficConfig
-from tests.envs.search_server import serving
+from tests.envs.search_server import Names, serving
 
 PAGE = """<html><head><title>Lima</title><script>track()</script></head><body>
 <nav><a href="/">Home</a></nav><article><h1>Lima</h1>
@@ -92,27 +93,76 @@ async def test_a_page_is_read_once() -> None:
     assert "founded in 1535" in texts[0]
 
 
-async def test_jinas_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JINA_API_KEY", "synthetic-key")
-    seen: list[str] = []
+class Jina:
+    """Jina's reader; keeps the paths that were asked, with what came as a key."""
 
-    async def answer(request: web.Request) -> web.Response:
-        seen.append(request.headers["Authorization"])
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        self.asked.append((request.raw_path, request.headers.get("Authorization", "")))
         if "missing" in request.path:
             return web.Response(status=422)
-        return web.Response(text=f"Title: Lima\n\n{request.path}")
+        if "spent" in request.path:
+            return web.Response(status=402)
+        said = f"Title: Lima\n\n{request.path}"
+        if "blocked" in request.path:
+            said = "Warning: Target URL returned error 403: Forbidden\n\nMarkdown Content:\n"
+        return web.Response(text=said)
 
-    traffic = TrafficConfig(num_retries=0)
-    async with serving(answer) as url:
-        config = PagesConfig(reader="jina", jina_url=url, jina_traffic=traffic)
-        reader = PageReader(config, ResultCache())
-        assert await reader.text("https://a.test/lima") == "Title: Lima\n\n/https://a.test/lima"
-        with pytest.raises(ToolError, match="could not be read: status 422"):
-            await reader.text("https://a.test/missing")
-        with pytest.raises(ToolError, match="is not an http"):
-            await reader.text("file:///etc/passwd")
+
+@pytest.fixture
+async def jina() -> AsyncIterator[tuple[Jina, PageReader]]:
+    service = Jina()
+    async with serving(service) as url:
+        config = PagesConfig("jina", url, TrafficConfig(num_retries=0))
+        names = Names(a_test=["93.184.216.34"], intern_test=["10.0.0.1"])
+        reader = PageReader(config, ResultCache(), names)
+        yield service, reader
         await reader.close()
-    assert seen == ["Bearer synthetic-key"] * 2
+
+
+async def test_jinas_reader(jina: tuple[Jina, PageReader], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JINA_API_KEY", "synthetic-key")
+    service, reader = jina
+    assert await reader.text("https://a.test/lima#x") == "Title: Lima\n\n/https://a.test/lima"
+    assert service.asked == [("/https://a.test/lima", "Bearer synthetic-key")]
+    with pytest.raises(ToolError, match="could not be read: status 422"):
+        await reader.text("https://a.test/missing")
+    with pytest.raises(ToolError, match="blocked answered with status 403"):
+        await reader.text("https://a.test/blocked")
+    with pytest.raises(ConfigError, match="jina refused the request with status 402"):
+        await reader.text("https://a.test/spent")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "file:///etc/passwd",
+        "http://169.254.169.254/latest/meta-data",
+        "http://intern.test/",
+        "http://unknown.test/",
+        "http://a.test:22/",
+        "http://2130706433/",
+        "http://[::1]/",
+    ],
+)
+async def test_jinas_reader_is_asked_for_no_private_address(
+    jina: tuple[Jina, PageReader], url: str
+) -> None:
+    service, reader = jina
+    with pytest.raises(ToolError):
+        await reader.text(url)
+    assert service.asked == []
+
+
+@pytest.mark.parametrize("path", ["../../../y", "%2e%2e/%2E%2e/y", "a/../../y", "./../y"])
+async def test_no_address_leads_to_another_door_of_jinas(
+    jina: tuple[Jina, PageReader], path: str
+) -> None:
+    service, reader = jina
+    await reader.text(f"https://a.test/{path}")
+    assert [asked for asked, _ in service.asked] == ["/https://a.test/y"]
 
 
 # parts of a page
