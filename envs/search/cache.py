@@ -24,6 +24,8 @@ from envs.search.upstream import SingleFlight
 
 ARPO_PREFIX = "arpo:"  # keys of entries that came from ARPO's search_cache.json
 BUSY_TIMEOUT_S = 10.0
+# An answer without results may be an engine's bad hour, so it is not believed for longer.
+EMPTY, EMPTY_MAX_AGE_S = b"[]", 3600.0
 _TABLE = (
     "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value BLOB, written_at REAL) "
     "WITHOUT ROWID"
@@ -90,22 +92,24 @@ class ResultCache:
         """How often `get` found something, and how often nothing."""
         return {"cache/num_hits": self.num_hits, "cache/num_misses": self.num_misses}
 
-    def put(self, key: str, value: bytes) -> None:
-        """Remember at once, and write to the file soon."""
+    def put(self, key: str, value: bytes, *, lasts: bool = True) -> None:
+        """Remember at once, and write to the file soon; one that does not last is not written."""
         self._remember(key, value)
-        if self._reader is None:
+        if self._reader is None or not lasts:
             return
         self._pending[key] = value
         if self._flushing is None or self._flushing.done():
             self._flushing = asyncio.get_running_loop().create_task(self._flush())
 
-    async def through(self, key: str, fetch: Callable[[], Awaitable[bytes]]) -> bytes:
+    async def through(
+        self, key: str, fetch: Callable[[], Awaitable[bytes]], *, lasts: bool = True
+    ) -> bytes:
         """The value of `key`, else what `fetch` gives, which is kept. Equal calls that are in the
         air at once share one fetch; a failure is everybody's, and not kept."""
 
         async def fetched() -> bytes:
             value = await fetch()
-            self.put(key, value)
+            self.put(key, value, lasts=lasts)
             return value
 
         known = self.get(key)
@@ -135,24 +139,29 @@ class ResultCache:
         if known is None:
             return None
         value, written_at = known
-        if self.max_age_s < math.inf and _now() - written_at > self.max_age_s:
+        limit_s = self._limit_s(value)
+        if limit_s < math.inf and _now() - written_at > limit_s:
             del self._memory[key]
             return None
         self._memory.move_to_end(key)
         return value
 
     def _remember(self, key: str, value: bytes, age_s: float = 0.0) -> None:
-        written_at = _now() - age_s if self.max_age_s < math.inf else 0.0
+        written_at = _now() - age_s if self._limit_s(value) < math.inf else 0.0
         self._memory[key] = (value, written_at)
         self._memory.move_to_end(key)
         if len(self._memory) > self._max_memory_entries:
             self._memory.popitem(last=False)
 
+    def _limit_s(self, value: bytes) -> float:
+        """The age up to which the value is believed."""
+        return min(self.max_age_s, EMPTY_MAX_AGE_S) if value == EMPTY else self.max_age_s
+
     def _read(self, key: str) -> tuple[bytes | None, float]:
         """The value and its age in seconds; another process's clock may be ahead."""
         assert self._reader is not None
         row = self._reader.execute(_READ, (key,)).fetchone()
-        if row is None or row[1] > self.max_age_s:
+        if row is None or row[1] > self._limit_s(bytes(row[0])):
             return None, 0.0
         return bytes(row[0]), max(0.0, float(row[1]))
 
@@ -227,16 +236,24 @@ _ARPO_NOTHING = "No search results found."
 class CachedBackend:
     """Equal queries cost one call of `backend`, in this process and in all that share the cache.
 
-    `name` tells backends in one cache apart. Only answers are cached, "no results" included;
-    failures never are. Entries of ARPO's cache answer any backend's query of the same text.
+    `name` tells backends in one cache apart, `lasts` says whether it will mean the same in another
+    run. Only answers are cached, "no results" included; failures never are. Entries of ARPO's
+    cache answer any backend's query of the same text.
     """
 
     def __init__(
-        self, name: str, backend: Backend, cache: ResultCache, arpo_cache: Path | None = None
+        self,
+        name: str,
+        backend: Backend,
+        cache: ResultCache,
+        arpo_cache: Path | None = None,
+        *,
+        lasts: bool = True,
     ) -> None:
         self.backend = backend
         self.cache = cache
         self._name = name
+        self._lasts = lasts
         self._arpo_cache = arpo_cache
 
     async def start(self) -> None:
@@ -252,7 +269,7 @@ class CachedBackend:
         imported = None if self.cache.holds(key) else self.cache.get(ARPO_PREFIX + query.text)
         if imported is not None:
             return hits_of_arpo(imported.decode())[: query.max_results]
-        found = await self.cache.through(key, lambda: self._fetch(query))
+        found = await self.cache.through(key, lambda: self._fetch(query), lasts=self._lasts)
         return msgspec.json.decode(found, type=list[Hit])
 
     def knows(self, query: Query) -> bool:

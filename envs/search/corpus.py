@@ -120,8 +120,14 @@ class BackendConfig(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
     @property
     def cache_name(self) -> str:
-        """What the cache keeps the results under; empty: searching is cheaper than a cache."""
+        """What the cache keeps the results under: all that they depend on, and no secret. Empty:
+        searching is cheaper than a cache."""
         return ""
+
+    @property
+    def cache_lasts(self) -> bool:
+        """Whether the name will mean the same results in another run."""
+        return True
 
     def build(self) -> Backend:
         """The backend, not yet started."""

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 
 from agentenv.config import PATH
@@ -41,7 +42,15 @@ class FaissConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="f
 
     @property
     def cache_name(self) -> str:
-        return f"faiss {self.index} {self.encoder}"
+        """Index, corpus and encoder, and how queries are encoded; the index file by its date."""
+        try:
+            state = Path(self.index).stat()
+            index = f"{Path(self.index).resolve()} {state.st_size} {state.st_mtime_ns}"
+        except OSError:  # which is told when it is opened
+            index = self.index
+        found_by = [index, self.corpus, self.encoder]
+        encoded_by = [self.pooling, self.prefix, self.normalize, MAX_TOKENS]
+        return "faiss " + msgspec.json.encode([*found_by, *encoded_by]).decode()
 
     def build(self) -> FaissBackend:
         """The index with the encoder of its queries."""

@@ -61,11 +61,16 @@ class WebConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="web
 
     @property
     def cache_name(self) -> str:
-        return self.provider
+        return f"{self.provider} {_public(self.url)}" if self.url else self.provider
 
     def build(self) -> WebBackend:
         """The provider, asked by the account of this environment."""
         return WebBackend(self)
+
+
+def _public(url: str) -> str:
+    """The address without the user and password that it may hold."""
+    return re.sub("//[^/@]*@", "//", url)
 
 
 def api_key(variable: str, needed_by: str) -> str:
@@ -348,9 +353,21 @@ class RemoteSearchConfig(BackendConfig, frozen=True, forbid_unknown_fields=True,
         rate_per_s=0
     )
 
+    corpus: Annotated[
+        str,
+        Meta(
+            description="a name for what it serves, under which search.cache keeps the results; "
+            "empty: they are kept in memory, for this run"
+        ),
+    ] = ""
+
     @property
     def cache_name(self) -> str:
-        return f"remote {self.url}"
+        return f"remote {_public(self.url)} {self.dialect} {self.corpus}"
+
+    @property
+    def cache_lasts(self) -> bool:
+        return bool(self.corpus)
 
     def build(self) -> RemoteBackend:
         """The retriever at the address."""

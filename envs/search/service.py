@@ -175,7 +175,7 @@ def build_backend(config: SearchConfig, cache: ResultCache) -> Backend:
     if not chosen.cache_name:
         return backend
     arpo_cache = Path(config.arpo_cache) if config.arpo_cache else None
-    return CachedBackend(chosen.cache_name, backend, cache, arpo_cache)
+    return CachedBackend(chosen.cache_name, backend, cache, arpo_cache, lasts=chosen.cache_lasts)
 
 
 NO_RESULTS = "No search results found."

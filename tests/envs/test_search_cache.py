@@ -12,6 +12,7 @@ from agentenv.errors import ConfigError, DataError, InfraError
 from envs.search.cache import CachedBackend, ResultCache, hits_of_arpo
 from envs.search.corpus import Hit, Query
 from envs.search.providers import HttpBackend
+from envs.web_search import search_config
 
 # cache
 
@@ -86,11 +87,60 @@ async def test_answers_are_cached_and_failures_are_not() -> None:
     await cached.close()
 
 
-async def test_no_results_is_an_answer_too() -> None:
+async def test_no_results_is_an_answer_too_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = Counting([])
-    cached = CachedBackend("test", backend, ResultCache())
+    cached = CachedBackend("test", backend, ResultCache(tmp_path / "c.db"))
     assert await cached.search(Query("x")) == await cached.search(Query("x")) == []
     assert backend.num_calls == 1
+    await cached.cache.close()
+    monkeypatch.setattr("envs.search.cache.EMPTY_MAX_AGE_S", 0.05)
+    await asyncio.sleep(0.1)
+    again = CachedBackend("test", backend, ResultCache(tmp_path / "c.db"))
+    assert not again.knows(Query("x"))
+    assert await again.search(Query("x")) == []
+    assert backend.num_calls == 2
+    await asyncio.sleep(0.1)  # in memory, too
+    backend.hits = [Hit("found")]
+    assert await again.search(Query("x")) == await again.search(Query("x")) == [Hit("found")]
+    assert backend.num_calls == 3
+    await asyncio.sleep(0.1)
+    assert again.knows(Query("x"))
+    await again.cache.close()
+
+
+def name_of(**keys: object) -> tuple[str, bool]:
+    config = search_config({"backend": keys}).backend
+    return config.cache_name, config.cache_lasts
+
+
+def test_what_changes_the_results_changes_their_name(tmp_path: Path) -> None:
+    index = tmp_path / "index"
+    faiss = {"name": "faiss", "index": str(index), "corpus": "c.jsonl", "encoder": "e5"}
+    names = [name_of(**faiss)]
+    index.write_bytes(b"1")
+    names += [name_of(**faiss), name_of(**faiss, normalize=False), name_of(**faiss, prefix="")]
+    names += [name_of(**faiss, pooling="cls"), name_of(**faiss | {"corpus": "d.jsonl"})]
+    index.write_bytes(b"12")
+    names += [name_of(**faiss)]
+    one = {"name": "web", "provider": "searxng", "url": "http://me:s3cret@one.test"}
+    names += [name_of(**one), name_of(**one | {"url": "http://two.test"})]
+    remote = {"name": "remote", "url": "http://me:s3cret@one.test"}
+    names += [name_of(**remote), name_of(**remote, corpus="wiki"), name_of(**remote, corpus="x")]
+    names += [name_of(**remote, dialect="skyrl")]
+    assert len(set(names)) == len(names)
+    assert "s3cret" not in str(names)
+    assert [name for name, lasts in names if not lasts] == [names[-4][0], names[-1][0]]
+
+
+async def test_results_of_a_corpus_without_a_name_stay_in_memory(tmp_path: Path) -> None:
+    backend = Counting([Hit("Lima")])
+    for _ in range(2):
+        cached = CachedBackend("test", backend, ResultCache(tmp_path / "c.db"), lasts=False)
+        assert await cached.search(Query("x")) == await cached.search(Query("x")) == backend.hits
+        await cached.cache.close()
+    assert backend.num_calls == 2
 
 
 async def test_arpos_cache_is_taken_in(tmp_path: Path) -> None:
