@@ -20,20 +20,20 @@ reads what is wrong. Calls within thoughts do not count.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
+from agentenv.errors import ForeignError
+from agentenv.foreign import decode
 from agentenv.types import MALFORMED_CALL, ToolCall
 
 THOUGHT_CLOSE = "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 EXPECTED = 'expected {"name": "...", "arguments": {...}}'
-UNREADABLE = (msgspec.DecodeError, RecursionError)
 
 Parser = Callable[[str, Sequence[dict[str, Any]]], tuple[ToolCall, ...]]
 
@@ -89,8 +89,8 @@ def gemma_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, .
 
 def _json_call(body: str) -> ToolCall:
     try:
-        raw = msgspec.json.decode(body)
-    except UNREADABLE as error:
+        raw = decode(body)
+    except ForeignError as error:
         raise _Malformed(f"not valid JSON ({error}); {EXPECTED}") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("name"), str):
         raise _Malformed(f"no name; {EXPECTED}")
@@ -101,8 +101,8 @@ def _object(value: object) -> dict[str, Any]:
     """Arguments; some models write them as a text of JSON."""
     if isinstance(value, str):
         try:
-            value = msgspec.json.decode(value)
-        except UNREADABLE as error:
+            value = decode(value)
+        except ForeignError as error:
             raise _Malformed(f"the arguments are not an object; {EXPECTED}") from error
     if not isinstance(value, dict):
         raise _Malformed(f"the arguments are not an object; {EXPECTED}")
@@ -116,8 +116,8 @@ def _harmony_call(written: tuple[str, str]) -> ToolCall:
     if prefix != "functions" or not name:
         raise _Malformed(f"the message goes to {address[:60]!r}; {expected}")
     try:
-        arguments = msgspec.json.decode(body)
-    except UNREADABLE as error:
+        arguments = decode(body)
+    except ForeignError as error:
         raise _Malformed(f"the arguments are not valid JSON ({error}); {expected}") from error
     if not isinstance(arguments, dict):
         raise _Malformed(f"the arguments are not an object; {expected}")
@@ -137,10 +137,10 @@ def _gemma_call(body: str) -> ToolCall:
     parts = found[2].split(_GEMMA_QUOTE)
     # texts are at odd places; what stands between them is the structure
     parts[::2] = [_BARE_KEY.sub(r'\1"\2"', part) for part in parts[::2]]
-    parts[1::2] = [msgspec.json.encode(part).decode() for part in parts[1::2]]
+    parts[1::2] = [json.dumps(part) for part in parts[1::2]]
     try:
-        arguments = msgspec.json.decode("".join(parts))
-    except UNREADABLE as error:
+        arguments = decode("".join(parts))
+    except ForeignError as error:
         raise _Malformed(f"the arguments cannot be read ({error}); {expected}") from error
     return ToolCall(found[1], _object(arguments))
 
@@ -247,8 +247,8 @@ def _typed(text: str, schema: Any) -> Any:
     if types == {"string"}:
         return text
     try:
-        value = msgspec.json.decode(_PYTHON_NAMES.get(text.strip(), text))
-    except UNREADABLE:
+        value = decode(_PYTHON_NAMES.get(text.strip(), text))
+    except ForeignError:
         return text
     if isinstance(value, float) and value.is_integer() and "integer" in types:
         return int(value)

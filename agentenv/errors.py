@@ -10,6 +10,7 @@
     |   +-- EngineDeadError   no engine is left; the run ends with the reason
     +-- GraderError    a grader could not give a verdict
     +-- LearnerError   the learner process failed or died
+    +-- ForeignError   what we did not write cannot be read; whoever asked for it raises another
 
 Anything that is not an AgentEnvError is a bug: it stops the run with its traceback.
 """
@@ -60,3 +61,7 @@ class GraderError(AgentEnvError):
 
 class LearnerError(AgentEnvError):
     """The learner reported a failure or its process is gone."""
+
+
+class ForeignError(AgentEnvError):
+    """What others wrote is not of the form that was asked for; see agentenv/foreign.py."""

@@ -5,18 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from agentenv.errors import DataError, ForeignError
+from agentenv.foreign import decode
 
-from agentenv.errors import DataError
+
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """The object in a JSON file. DataError: the file is no readable `what`."""
+    try:
+        return decode(path.read_bytes(), dict[str, Any])
+    except (OSError, ForeignError) as error:
+        raise DataError(f"{path}: not a readable {what}: {error}") from error
 
 
 def read_model_config(model: Path) -> dict[str, Any]:
     """config.json of a Hugging Face directory."""
-    path = model / "config.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
-        raise DataError(f"{path}: not a readable model configuration: {error}") from error
+    return read_object(model / "config.json", "model configuration")
 
 
 def vocab_size(model: Path) -> int:
@@ -48,10 +51,7 @@ def read_eos_ids(model: Path, tokenizer: Any) -> frozenset[int]:
     path = model / "generation_config.json"
     found: Any = None
     if path.is_file():
-        try:
-            found = msgspec.json.decode(path.read_bytes()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise DataError(f"{path}: not a readable generation configuration: {error}") from error
+        found = read_object(path, "generation configuration").get("eos_token_id")
     ids = found if isinstance(found, list) else [found]
     own = getattr(tokenizer, "eos_token_id", None)
     return frozenset(token for token in [*ids, own] if isinstance(token, int))

@@ -24,6 +24,7 @@ from msgspec import Struct
 from agentenv.deadline import uncancelled
 from agentenv.env import ForkMode, StepResult, shared
 from agentenv.errors import AgentEnvError, EnvError, InfraError, ToolError
+from agentenv.foreign import printable
 from agentenv.prompt import Instruction
 from agentenv.tools import (
     CallBudget,
@@ -273,7 +274,7 @@ class ToolEnv:
             text = record["error"] = str(error)
             record |= {"info": error.info} if error.info else {}
         record["duration_s"] = loop.time() - start
-        return text, record
+        return printable(text), record
 
     async def _call(self, call: ToolCall, state: Any, record: Info) -> str:
         """The text of one call's result; facts that the tool reports go to record["info"].

@@ -32,7 +32,8 @@ from msgspec.structs import replace
 
 from agentenv.config import substituted
 from agentenv.env import ForkMode
-from agentenv.errors import AgentEnvError, ConfigError, ToolError
+from agentenv.errors import AgentEnvError, ConfigError, ForeignError, ToolError
+from agentenv.foreign import convert
 from agentenv.types import ToolResult
 
 T = TypeVar("T")
@@ -133,8 +134,8 @@ def tool(function: Callable[..., Any]) -> FunctionTool:
 def read_arguments(name: str, arguments: dict[str, Any], kind: type[T], strict: bool = True) -> T:
     """The arguments of a call of the tool `name` as a struct. Raises ToolError."""
     try:
-        return msgspec.convert(arguments, kind, strict=strict)
-    except msgspec.ValidationError as error:
+        return convert(arguments, kind, strict=strict)
+    except ForeignError as error:
         raise ToolError(f"{name}: {error}") from error
 
 

@@ -70,6 +70,12 @@ class MCPTools:
         unknown = sorted(set(self.only or ()) - set(names))
         if unknown:
             raise ConfigError(f"MCPTools: {self.connection.place} has no tools {unknown}: {names}")
+        for tool in offered:
+            if not isinstance(tool.input_schema.get("properties", {}), dict):
+                raise ConfigError(
+                    f"MCPTools: {self.connection.place} gives {tool.name!r} a schema whose "
+                    "properties are no object"
+                )
         return [
             MCPTool(self, tool.name, tool.description or "", dict(tool.input_schema))
             for tool in offered
@@ -140,9 +146,10 @@ class Connection:
             raise InfraError(
                 f"MCP server {self.place}: no result of {name} within {timeout_s:g} s"
             ) from error
-        except OSError as error:
-            self._break(owner)
-            raise InfraError(f"MCP server {self.place}: {error}") from error
+        except Exception as error:  # the process boundary: whatever comes of a server's bytes
+            if not isinstance(error, ValueError | RuntimeError):  # these: of one result
+                self._break(owner)
+            raise InfraError(f"MCP server {self.place}: {_reason(error)}") from error
 
     async def close(self) -> None:
         """End the session and the server that was started for it; idempotent."""

@@ -28,11 +28,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, cast
 
 import msgspec
 
-from agentenv.errors import ConfigError, InfraError
+from agentenv.errors import ConfigError, ForeignError, InfraError
+from agentenv.foreign import decode
 
 START_TIMEOUT_S = 120.0  # to import a handler, from a cold disk and on a busy machine
 MAX_ASLEEP_S = 60.0  # of a job that only computes: it waits for the disk at most
@@ -286,6 +287,15 @@ class Used(NamedTuple):
     is_runnable: bool
 
 
+class _Said(TypedDict, total=False):
+    """What a worker may say."""
+
+    pid: int
+    failed: str
+    result: Any
+    error: str
+
+
 class _Worker:
     """The host's end of one worker: a stream of frames, and a handle that outlives the pid."""
 
@@ -307,8 +317,8 @@ class _Worker:
         try:
             (size,) = struct.unpack("!I", await self._read(4))
             data = await self._read(size) if size <= MAX_ANSWER_BYTES else b""
-            return msgspec.msgpack.decode(data, type=dict[str, Any])
-        except (OSError, EOFError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return cast(dict[str, Any], decode(data, _Said, packed=True))
+        except (OSError, EOFError, ForeignError):
             return {}
 
     def used(self) -> Used:
@@ -406,18 +416,21 @@ def _frame(message: dict[str, Any]) -> bytes:
     """Length and MessagePack; values that MessagePack does not know become text."""
     try:
         data = msgspec.msgpack.encode(message, enc_hook=str)
-    except UnicodeEncodeError:
-        data = msgspec.msgpack.encode(_without_surrogates(message), enc_hook=str)
+    except (UnicodeEncodeError, OverflowError):
+        data = msgspec.msgpack.encode(_packable(message), enc_hook=str)
     return struct.pack("!I", len(data)) + data
 
 
-def _without_surrogates(value: Any) -> Any:
-    """The value with lone surrogates, which are no characters, written as escapes."""
+def _packable(value: Any) -> Any:
+    """The value with lone surrogates, which are no characters, written as escapes, and integers
+    of over 64 bits as text."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, int) and value.bit_length() > 63:
+        return str(value)
     if isinstance(value, dict):
-        return {_without_surrogates(key): _without_surrogates(one) for key, one in value.items()}
-    return [*map(_without_surrogates, value)] if isinstance(value, list | tuple) else value
+        return {_packable(key): _packable(one) for key, one in value.items()}
+    return [*map(_packable, value)] if isinstance(value, list | tuple) else value
 
 
 def _received(sock: socket.socket, size: int) -> bytes:

@@ -29,7 +29,8 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from agentenv.config import apply_overrides, build_config, load_config
-from agentenv.errors import AgentEnvError, InfraError
+from agentenv.errors import AgentEnvError, ForeignError, InfraError
+from agentenv.foreign import decode
 from envs.search.bm25 import BM25Config
 from envs.search.cache import ResultCache
 from envs.search.corpus import Backend, Hit, Query, joined_contents
@@ -92,9 +93,9 @@ class Retriever:
     async def retrieve(self, request: web.Request) -> web.Response:
         """Both dialects; a wrong request is answered with 400 and what was expected."""
         try:
-            asked = msgspec.json.decode(await request.read(), type=_Request)
+            asked = decode(await request.read(), _Request)
             queries = self._queries(asked)
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        except (ForeignError, ValueError) as error:
             expected = 'expected {"queries": [text, ...]} or {"query": text}, with "topk" up to 100'
             return web.json_response({"error": f"{error}; {expected}"}, status=400)
         try:
@@ -109,9 +110,9 @@ class Retriever:
         """Tool-Star's dialects: /search has one query, /batch_search a list of them."""
         many = request.path == "/batch_search"
         try:
-            asked = msgspec.json.decode(await request.read(), type=_Asked)
+            asked = decode(await request.read(), _Asked)
             queries = self._texts(asked.query, many)
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        except (ForeignError, ValueError) as error:
             query = "[text, ...]" if many else "text"
             expected = f'expected {{"query": {query}}}, with "top_n" up to 100'
             return web.json_response({"error": f"{error}; {expected}"}, status=400)

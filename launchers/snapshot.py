@@ -14,10 +14,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
-from agentenv.errors import DataError
+from agentenv.errors import DataError, ForeignError
+from agentenv.foreign import decode
 from envs.search.snapshot import Snapshot
 from launchers.terminal import EXIT_MISSING, View, to_its_end
 
@@ -94,8 +94,8 @@ def _calls(run: Path) -> Iterator[_Call]:
             raise DataError(f"{path} cannot be read: {error.strerror}") from error
         for number, line in enumerate(lines, start=1):
             try:
-                yield from msgspec.json.decode(line, type=_Row).tool_calls
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                yield from decode(line, _Row).tool_calls
+            except ForeignError as error:
                 raise DataError(f"{path}, row {number}: {error}; expected a JSON object") from error
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
-from agentenv.errors import ConfigError
+from agentenv.errors import ConfigError, ForeignError
+from agentenv.foreign import decode_loose
 from learners.learner import LearnerConfig
 
 Settings = dict[str, Any]
@@ -136,10 +136,10 @@ def _is_off(value: Any) -> bool:
 
 def _read(path: Path) -> Settings:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = decode_loose(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"learner.deepspeed_config = {path}: {error.strerror}") from error
-    except ValueError as error:
+    except ForeignError as error:
         raise ConfigError(f"learner.deepspeed_config = {path}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"learner.deepspeed_config = {path}: expected a JSON object")

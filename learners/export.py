@@ -31,6 +31,7 @@ from torch import Tensor, dtype
 
 from agentenv.disk import sync, write_whole
 from agentenv.errors import DataError
+from agentenv.model_files import read_object
 from learners.checkpoint import MASTER, Checkpoint
 from learners.lora import (
     ADAPTER,
@@ -221,7 +222,7 @@ def copy_files(source: Path, directory: Path, dtype: str) -> None:
 
 
 def _config_with(path: Path, dtype: str) -> str:
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_object(path, "model configuration")
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = dtype
@@ -239,8 +240,10 @@ class Weights:
     def __init__(self, directory: Path) -> None:
         index = directory / INDEX
         if index.is_file():
-            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = {name: directory / file for name, file in places.items()}
+            places = read_object(index, "index of weights").get("weight_map")
+            if not isinstance(places, dict):
+                raise DataError(f"{index}: has no weight_map")
+            files = {name: directory / str(file) for name, file in places.items()}
         elif (directory / WEIGHTS).is_file():
             with safe_open(directory / WEIGHTS, "pt") as file:
                 files = dict.fromkeys(file.keys(), directory / WEIGHTS)

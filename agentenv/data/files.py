@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import glob
 import importlib
-import json
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,8 @@ from itertools import islice, starmap
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from agentenv.errors import ConfigError, DataError
+from agentenv.errors import ConfigError, DataError, ForeignError
+from agentenv.foreign import decode_loose
 
 Row = dict[str, Any]
 ARROW = (".parquet", ".arrow")
@@ -128,8 +128,8 @@ def _saved(path: Path) -> Row | None:
     if not path.is_file():
         return None
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        value = decode_loose(path.read_bytes())
+    except (OSError, ForeignError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
     return value if isinstance(value, dict) else None
 
@@ -139,8 +139,8 @@ def _read_jsonl(path: Path, ends: int = 0) -> Iterator[RawRow]:
         lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
         for number, line in of_both_ends(lines, ends):
             try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except (ValueError, RecursionError) as error:
+                row = decode_loose(line)
+            except ForeignError as error:
                 yield RawRow(path, number, {}, f"not valid JSON: {error}")
                 continue
             yield _checked(path, number, row)
@@ -149,14 +149,12 @@ def _read_jsonl(path: Path, ends: int = 0) -> Iterator[RawRow]:
 def _read_json(path: Path) -> Iterator[RawRow]:
     """A list of rows, SQuAD's {"data": [{"paragraphs": ..}]}, or JSONL under another name."""
     try:
-        whole = json.loads(path.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as error:
-        if error.msg != "Extra data":
+        whole = decode_loose(path.read_bytes())
+    except ForeignError as error:
+        if not str(error).startswith("Extra data"):
             raise DataError(f"{path}: not valid JSON: {error}") from error
         yield from _read_jsonl(path)
         return
-    except RecursionError as error:
-        raise DataError(f"{path}: not valid JSON: {error}") from error
     if isinstance(whole, dict) and isinstance(whole.get("data"), list):
         whole = whole["data"]
         if all(isinstance(article, dict) and "paragraphs" in article for article in whole):

@@ -14,7 +14,6 @@ metadata too; nulls are left out.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -24,7 +23,8 @@ from msgspec import Meta, Struct, field
 
 from agentenv.config import ROWS
 from agentenv.data.files import RawRow, Row, read_rows
-from agentenv.errors import DataError
+from agentenv.errors import DataError, ForeignError
+from agentenv.foreign import decode_loose
 from agentenv.types import SYSTEM_KEY, Task
 
 Overlong = Literal["error", "skip", "cut"]
@@ -319,8 +319,8 @@ def _unfold(value: Any) -> list[Any]:
         return golds
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            golds = json.loads(value)
-        except (ValueError, RecursionError):
+            golds = decode_loose(value)
+        except ForeignError:
             return [value]
         if isinstance(golds, list) and golds and all(isinstance(gold, str) for gold in golds):
             return golds  # [0, 1] stays a text: an interval, not two answers

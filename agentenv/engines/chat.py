@@ -14,18 +14,22 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from agentenv.engines.client import NOT_JSON
+from agentenv.engines.client import MalformedReplyError
 from agentenv.engines.endpoint import (
     CHAT_PATH,
+    ChatCall,
     ChatChoice,
+    ChatEvent,
+    ChatFunction,
+    ChatMessage,
     ChatReply,
     ChatUsage,
     Json,
-    MalformedReplyError,
     read_chat,
 )
 from agentenv.engines.openai import EndpointEngine, OpenAIConfig, unmeasured
-from agentenv.errors import EngineError
+from agentenv.errors import EngineError, ForeignError
+from agentenv.foreign import decode
 from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN, TextCodec, ToolSchemas, tagged_call
 from agentenv.types import (
     MALFORMED_CALL,
@@ -151,8 +155,8 @@ def native_call(raw: dict[str, Any]) -> ToolCall:
     function = raw.get("function") or {}
     name, text = function.get("name"), function.get("arguments")
     try:
-        arguments = msgspec.json.decode(text) if isinstance(text, str) and text else text or {}
-    except NOT_JSON as error:
+        arguments = decode(text) if isinstance(text, str) and text else text or {}
+    except ForeignError as error:
         return ToolCall(MALFORMED_CALL, {"problem": f"the arguments are not valid JSON ({error})"})
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return ToolCall(MALFORMED_CALL, {"problem": "expected a name and an object of arguments"})
@@ -177,7 +181,6 @@ ENDS = {"stop", "length", "tool_calls", "function_call"}
 # sampling parameters beyond the standard, sent only where they change something
 EXTRA = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 KEEP_STOP = {"vllm": "include_stop_str_in_output", "sglang": "no_stop_trim"}
-TOLD = ("stop_reason", "matched_stop")  # what ended a turn, in the words of the two
 
 
 class ChatEngine(EndpointEngine):
@@ -272,22 +275,19 @@ class ChatEngine(EndpointEngine):
 
     async def _stream(self, body: Json, on_tokens: Callable[[Chunk], None]) -> ChatReply:
         """The events of a stream, put together as the reply without one."""
-        message: Json = {"content": "", "reasoning_content": "", "refusal": "", "tool_calls": []}
-        choice: Json = {"message": message}
-        reply: Json = {"choices": [choice]}
+        choice = ChatChoice(ChatMessage())
+        reply = ChatReply([choice])
         options = {"stream_options": {"include_usage": True}}
-        async for event in self.endpoint.events(CHAT_PATH, body | options):
-            try:
-                reply["usage"] = event.get("usage") or reply.get("usage")
-                for one in event.get("choices") or ():
-                    text = _extend(message, one.get("delta") or {})
-                    for key in ("finish_reason", *TOLD):
-                        choice[key] = one.get(key) or choice.get(key)
-                    if text:
-                        ids = self.pieces.add(Piece(text=text), 1)
-                        on_tokens(Chunk(ids, [nan], [nan]))
-            except (AttributeError, LookupError, TypeError, ValueError) as error:
-                raise MalformedReplyError(f"a malformed event: {event}"[:200]) from error
+        async for event in self.endpoint.events(CHAT_PATH, body | options, ChatEvent):
+            reply.usage = event.usage or reply.usage
+            for one in event.choices or ():
+                text = _extend(choice.message, one.delta or ChatMessage())
+                choice.finish_reason = one.finish_reason or choice.finish_reason
+                choice.stop_reason = one.stop_reason or choice.stop_reason
+                choice.matched_stop = one.matched_stop or choice.matched_stop
+                if text:
+                    ids = self.pieces.add(Piece(text=text), 1)
+                    on_tokens(Chunk(ids, [nan], [nan]))
         return _ended(reply)
 
     # replies
@@ -298,8 +298,8 @@ class ChatEngine(EndpointEngine):
         if reason not in ENDS:
             raise EngineError(f"{self.endpoint.api.name} ended a turn with {reason!r}")
         calls = tuple(
-            {"id": call.get("id") or f"call_{number}", "type": "function",
-             "function": call.get("function")}
+            {"id": call.id or f"call_{number}", "type": "function",
+             "function": msgspec.to_builtins(call.function)}
             for number, call in enumerate(message.tool_calls or ())
         )  # fmt: skip
         content = message.content or message.refusal or ""
@@ -339,27 +339,35 @@ class ChatEngine(EndpointEngine):
 
 def _ended(reply: Any) -> ChatReply:
     """The reply, if it says why it ended. Raises MalformedReplyError."""
-    found = read_chat(reply)
+    found = reply if isinstance(reply, ChatReply) else read_chat(reply)
     if found.choices[0].finish_reason is None:
         raise MalformedReplyError("no chat completion: it has no finish_reason")
     return found
 
 
-def _extend(message: Json, delta: Json) -> str:
+def _extend(message: ChatMessage, delta: ChatMessage) -> str:
     """Take a part of a message; the text that it adds."""
-    text = ""
-    for key in ("reasoning_content", "content", "refusal"):
-        new = delta.get(key) or (delta.get("reasoning") if key == "reasoning_content" else "") or ""
-        message[key] += new
-        text += new
-    for part in delta.get("tool_calls") or ():
-        calls, index = message["tool_calls"], int(part.get("index") or 0)
-        while len(calls) <= index:
-            calls.append({"id": "", "function": {"name": "", "arguments": ""}})
-        calls[index]["id"] = part.get("id") or calls[index]["id"]
-        for key in ("name", "arguments"):
-            calls[index]["function"][key] += (part.get("function") or {}).get(key) or ""
-    return text
+    thought, content = delta.reasoning_content or delta.reasoning or "", delta.content or ""
+    refusal = delta.refusal or ""
+    message.reasoning_content = (message.reasoning_content or "") + thought
+    message.content = (message.content or "") + content
+    message.refusal = (message.refusal or "") + refusal
+    calls = message.tool_calls = message.tool_calls or []
+    for part in delta.tool_calls or ():
+        while len(calls) <= (part.index or 0):
+            calls.append(ChatCall("", ChatFunction("", "")))
+        call, new = calls[part.index or 0], part.function or ChatFunction()
+        call.id = part.id or call.id
+        assert call.function is not None
+        call.function.name += _text(new.name)
+        call.function.arguments += _text(new.arguments)
+    return thought + content + refusal
+
+
+def _text(part: Any) -> str:
+    if part is not None and not isinstance(part, str):
+        raise MalformedReplyError(f"a part of a tool call is no text: {part!r:.200}")
+    return part or ""
 
 
 def _shown(call: Json) -> str:

@@ -11,14 +11,16 @@ import email.utils
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from math import isfinite
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import aiohttp
 import msgspec
+from msgspec import Meta, Struct
 from yarl import URL
 
 from agentenv.engines.server import ServerLostError
-from agentenv.errors import ConfigError, EngineError
+from agentenv.errors import ConfigError, EngineError, ForeignError
+from agentenv.foreign import decode
 from agentenv.types import SamplingParams
 
 # uvicorn closes an idle connection after 5 s; one that we reuse at that moment would be lost
@@ -26,9 +28,11 @@ KEEP_ALIVE_S = 3.0
 CONNECT_S = 10.0
 MAX_REASON = 500  # characters of a server's own words in our messages
 DONE = b"[DONE]"
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoding raises
 
 T = TypeVar("T")
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Logprob = Annotated[float, Meta(le=1.0)]  # with some room for rounding
+Count = Annotated[int, Meta(ge=0)]
 
 
 class RefusedError(EngineError):
@@ -46,6 +50,14 @@ class FailedError(ServerLostError):
     def __init__(self, text: str, status: int, reason: str, retry_after_s: float = 0.0) -> None:
         super().__init__(text)
         self.status, self.reason, self.retry_after_s = status, reason, retry_after_s
+
+
+class _Schema(Struct):
+    paths: dict[str, dict[str, msgspec.Raw]]
+
+
+class MalformedReplyError(EngineError):
+    """A reply with status 200 that is not what was asked for."""
 
 
 class HttpClient:
@@ -89,13 +101,32 @@ class HttpClient:
         params: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """Like `call`, decoded; None for an empty body. EngineError if it is not JSON."""
+        """Like `call`, decoded; None for an empty body. MalformedReplyError if it is no JSON."""
         body = await self.call(method, path, json, params, timeout_s)
         try:
-            return msgspec.json.decode(body) if body else None
-        except NOT_JSON as error:
-            raise EngineError(
+            return decode(body) if body else None
+        except ForeignError as error:
+            raise MalformedReplyError(
                 f"{self.name}{path} answered no JSON: {_shorten(body)!r}; is this an engine?"
+            ) from error
+
+    async def call_as(
+        self,
+        kind: type[T],
+        method: str,
+        path: str,
+        json: Any = None,
+        params: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> T:
+        """Like `call`, decoded as `kind`. MalformedReplyError if it is something else."""
+        body = await self.call(method, path, json, params, timeout_s)
+        try:
+            return decode(body, kind)
+        except ForeignError as error:
+            raise MalformedReplyError(
+                f"{self.name}{path} answered something else than an engine that is known "
+                f"({error}): {_shorten(body)!r}"
             ) from error
 
     @asynccontextmanager
@@ -112,17 +143,16 @@ class HttpClient:
     async def routes(self) -> frozenset[str]:
         """What it serves by its own /openapi.json, as "POST /path". ConfigError if it hides it."""
         try:
-            found = await self.call_json("GET", "/openapi.json")
+            schema = await self.call_as(_Schema, "GET", "/openapi.json")
         except RefusedError as error:
             raise ConfigError(
                 f"{self.name} answers {error.status} to GET /openapi.json, where its routes are "
                 "read: it is no engine, or it was started with --disable-fastapi-docs"
             ) from error
-        paths = found.get("paths") if isinstance(found, dict) else None
-        if not isinstance(paths, dict):
-            raise ConfigError(f"{self.name}/openapi.json lists no paths; is this an engine?")
+        except MalformedReplyError as error:
+            raise ConfigError(f"{error}; expected the routes of an engine") from error
         return frozenset(
-            f"{verb.upper()} {path}" for path, verbs in paths.items() for verb in verbs
+            f"{verb.upper()} {path}" for path, verbs in schema.paths.items() for verb in verbs
         )
 
     async def close(self) -> None:
@@ -210,8 +240,8 @@ async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
 def _reason(body: bytes) -> str:
     """What an error body says: {"error": {"message"}}, {"message"}, {"detail"}, or its text."""
     try:
-        found = msgspec.json.decode(body)
-    except NOT_JSON:
+        found = decode(body)
+    except ForeignError:
         return _shorten(body)
     for key in ("error", "message", "detail"):
         if isinstance(found, dict) and found.get(key):
@@ -228,7 +258,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
         until = email.utils.parsedate_to_datetime(text)
         now = email.utils.parsedate_to_datetime(headers.get("Date", ""))
         return max(0.0, (until - now).total_seconds())
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return None
 
 

@@ -20,8 +20,15 @@ from yarl import URL
 
 from agentenv.backoff import backoff_s
 from agentenv.call_syntax import after_thoughts
-from agentenv.engines.client import NOT_JSON, FailedError, HttpClient, RefusedError
-from agentenv.errors import ConfigError, EngineDeadError, EngineError
+from agentenv.engines.client import (
+    Count,
+    FailedError,
+    HttpClient,
+    MalformedReplyError,
+    RefusedError,
+)
+from agentenv.errors import ConfigError, EngineDeadError, EngineError, ForeignError
+from agentenv.foreign import convert, decode
 
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 60.0  # also where a server asks for more
@@ -31,10 +38,6 @@ GAP = "\n...\n"
 
 T = TypeVar("T")
 Json = dict[str, Any]
-
-
-class MalformedReplyError(EngineError):
-    """A reply with status 200 that is not what was asked for."""
 
 
 class Endpoint:
@@ -80,13 +83,13 @@ class Endpoint:
     async def start(self) -> None:
         """Raises ConfigError if the endpoint is not there, or does not have the model."""
         try:
-            found = await self.api.call_json("GET", "/models", timeout_s=30.0)
-            models = {str(one["id"]): one for one in found["data"]}
+            found = await self.api.call_as(_Models, "GET", "/models", timeout_s=30.0)
+            models = {one.id: one for one in found.data}
         except RefusedError as error:
             if error.status in (401, 403) or not self.model:
                 raise ConfigError(f"{self._table}: {error}") from error
             models = {}  # some endpoints list nothing
-        except (EngineError, LookupError, TypeError) as error:
+        except EngineError as error:
             raise ConfigError(
                 f"{self._table}.url: {self.api.name} does not list its models ({error}); expected "
                 "an OpenAI-compatible endpoint"
@@ -103,10 +106,9 @@ class Endpoint:
                 f"{self._table}.model: {self.api.name} has no {self.model!r}; it has "
                 f"{sorted(models)[:20]}"
             )
-        own = models.get(self.model, {})
-        self.owner = str(own.get("owned_by") or "")
-        self.served_from = str(own.get("root") or "")
-        self.max_model_len = int(own.get("max_model_len") or 0)
+        own = models.get(self.model, _Model(self.model))
+        self.owner, self.served_from = own.owned_by or "", own.root or ""
+        self.max_model_len = own.max_model_len or 0
 
     @property
     def known(self) -> bool:
@@ -141,7 +143,7 @@ class Endpoint:
         assert problem is not None
         raise problem
 
-    async def events(self, path: str, body: Json) -> AsyncIterator[Json]:
+    async def events(self, path: str, body: Json, kind: type[T]) -> AsyncIterator[T]:
         """The same as a stream of events, asked once."""
         self._check_open()
         async with self._slots:
@@ -149,9 +151,11 @@ class Endpoint:
             async with self._client(path).stream(path, {**body, "stream": True}) as events:
                 async for event in events:
                     try:
-                        yield msgspec.json.decode(event, type=Json)
-                    except NOT_JSON as error:
-                        raise MalformedReplyError(f"a malformed event: {event[:200]!r}") from error
+                        yield decode(event, kind)
+                    except ForeignError as error:
+                        raise MalformedReplyError(
+                            f"a malformed event ({error}): {event[:200]!r}"
+                        ) from error
 
     async def close(self) -> None:
         """Idempotent; what comes later raises EngineDeadError."""
@@ -167,7 +171,37 @@ class Endpoint:
             raise EngineDeadError(f"the connection to {self.api.name} is closed")
 
 
-# Chat completions, as far as we read them.
+# Replies, as far as we read them.
+
+MAX_TOKENS = 1 << 20  # of a turn, by its server's own count
+MAX_CALLS = 1000  # of a turn
+
+
+class _Model(Struct):
+    id: str
+    owned_by: str | None = None
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(Struct):
+    data: list[_Model]
+
+
+class ChatFunction(Struct):
+    """What a tool call calls, in the model's own words: they are checked when it is called.
+    `arguments` are JSON as a text, or as it is."""
+
+    name: Any = None
+    arguments: Any = None
+
+
+class ChatCall(Struct):
+    """A tool call; in a stream the part of one, whose place `index` tells."""
+
+    id: str | None = None
+    function: ChatFunction | None = None
+    index: Annotated[int, Meta(ge=0, lt=MAX_CALLS)] | None = None
 
 
 class ChatMessage(Struct):
@@ -177,7 +211,7 @@ class ChatMessage(Struct):
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[Json] | None = None
+    tool_calls: list[ChatCall] | None = None
 
 
 class ChatChoice(Struct):
@@ -192,14 +226,30 @@ class ChatChoice(Struct):
 class ChatUsage(Struct):
     """In tokens."""
 
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
 
 
 class ChatReply(Struct):
     """A reply to /chat/completions."""
 
     choices: Annotated[list[ChatChoice], Meta(min_length=1)]
+    usage: ChatUsage | None = None
+
+
+class ChatDelta(Struct):
+    """A choice of an event of such a reply as a stream: what is new."""
+
+    delta: ChatMessage | None = None
+    finish_reason: str | None = None
+    stop_reason: Any = None
+    matched_stop: Any = None
+
+
+class ChatEvent(Struct):
+    """An event."""
+
+    choices: list[ChatDelta] | None = None
     usage: ChatUsage | None = None
 
 
@@ -216,10 +266,8 @@ class Said(Struct, frozen=True):
 def read_chat(reply: Any) -> ChatReply:
     """A reply, as bytes or decoded, in our types. Raises MalformedReplyError."""
     try:
-        if isinstance(reply, bytes):
-            reply = msgspec.json.decode(reply)
-        return msgspec.convert(reply, ChatReply)
-    except NOT_JSON as error:  # a ValidationError is a DecodeError
+        return decode(reply, ChatReply) if isinstance(reply, bytes) else convert(reply, ChatReply)
+    except ForeignError as error:
         shown = reply if isinstance(reply, bytes) else msgspec.json.encode(reply)
         text = shown[:200].decode(errors="replace")
         raise MalformedReplyError(f"no chat completion ({error}): {text}") from error

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta, field
+from msgspec import Meta, Struct, field
 
 from agentenv.engine import EngineConfig
-from agentenv.engines.client import RefusedError
-from agentenv.engines.endpoint import Endpoint, MalformedReplyError
+from agentenv.engines.client import MalformedReplyError, RefusedError, TokenId
+from agentenv.engines.endpoint import Endpoint
 from agentenv.engines.server import ServerLostError
-from agentenv.errors import ConfigError, EngineDeadError, EngineError
+from agentenv.errors import ConfigError, EngineDeadError, EngineError, ForeignError
+from agentenv.foreign import convert
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 
@@ -198,18 +199,15 @@ class TokensEngine(EndpointEngine):
 
     async def _stream(self, body: dict[str, Any], on_tokens: Callable[[Chunk], None]) -> Completion:
         ids: list[int] = []
-        last: dict[str, Any] = {}
-        async for event in self.endpoint.events("/completions", body):
-            try:
-                (choice,) = event.get("choices") or [{}]
-                new = choice.get("token_ids") or []
+        last = _Choice()
+        async for event in self.endpoint.events("/completions", body, _Event):
+            for choice in event.choices or ():
+                new = choice.token_ids or []
                 ids += new
-                last = choice if choice.get("finish_reason") else last
-            except (AttributeError, TypeError, ValueError) as error:
-                raise MalformedReplyError(f"a malformed event: {event}"[:200]) from error
-            if new:
-                on_tokens(_chunk(new))
-        return _read({"choices": [{**last, "token_ids": ids}]})
+                last = choice if choice.finish_reason else last
+                if new:
+                    on_tokens(_chunk(new))
+        return _completion(ids, last.finish_reason, last.stop_reason)
 
 
 def _sglang_body(prompt_ids: Sequence[int], sampling: SamplingParams) -> dict[str, Any]:
@@ -230,27 +228,64 @@ def _sglang_body(prompt_ids: Sequence[int], sampling: SamplingParams) -> dict[st
     return {"input_ids": list(prompt_ids), "sampling_params": params}
 
 
+class _Choice(Struct):
+    """Of /completions; in a stream what is new, and the reason with the last."""
+
+    token_ids: list[TokenId] | None = None
+    finish_reason: str | None = None
+    stop_reason: Any = None
+
+
+class _Event(Struct):
+    choices: Annotated[list[_Choice], Meta(max_length=1)] | None = None
+
+
+class _Reply(Struct):
+    choices: Annotated[list[_Choice], Meta(min_length=1)]
+
+
+class _Reason(Struct):
+    type: str
+    matched: Any = None
+
+
+class _Meta(Struct):
+    finish_reason: _Reason
+
+
+class _Generated(Struct):
+    """Of SGLang's /generate."""
+
+    output_ids: list[TokenId]
+    meta_info: _Meta
+
+
 def _read(reply: Any) -> Completion:
     try:
-        choice = reply["choices"][0]
-        ids, reason, stop = choice["token_ids"], choice["finish_reason"], choice.get("stop_reason")
-    except (LookupError, TypeError) as error:
+        choice = convert(reply, _Reply).choices[0]
+    except ForeignError as error:
+        raise MalformedReplyError(f"no completion ({error}): {_shown(reply)}") from error
+    if choice.token_ids is None:
         raise MalformedReplyError(
-            f"no completion with token_ids: {msgspec.json.encode(reply)[:200]!r}; it takes vLLM "
-            "0.11 or newer"
-        ) from error
-    return _completion(ids, reason, stop)
+            f"no completion with token_ids: {_shown(reply)}; it takes vLLM 0.11 or newer"
+        )
+    return _completion(choice.token_ids, choice.finish_reason, choice.stop_reason)
 
 
 def _read_sglang(reply: Any) -> Completion:
     try:
-        ids, why = reply["output_ids"], reply["meta_info"]["finish_reason"]
-        return _completion(ids, why["type"], why.get("matched"))
-    except (LookupError, TypeError) as error:
-        raise MalformedReplyError(f"no output_ids: {msgspec.json.encode(reply)[:200]!r}") from error
+        found = convert(reply, _Generated)
+    except ForeignError as error:
+        raise MalformedReplyError(f"no output_ids ({error}): {_shown(reply)}") from error
+    why = found.meta_info.finish_reason
+    return _completion(found.output_ids, why.type, why.matched)
 
 
-def _completion(ids: list[int], reason: str, stop: Any) -> Completion:
+def _shown(reply: Any) -> str:
+    return repr(msgspec.json.encode(reply)[:200])
+
+
+def _completion(ids: list[int], reason: str | None, stop: Any) -> Completion:
     if reason not in ("stop", "length") or not ids:
         raise EngineError(f"the server ended a turn of {len(ids)} tokens with {reason!r}")
     kind: Literal["stop", "length"] = "stop" if reason == "stop" else "length"

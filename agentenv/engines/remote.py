@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from math import exp, log
+from math import exp, isfinite, log, nan
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar, cast
 
@@ -105,9 +105,10 @@ class Answer:
         server: str,
         entropy_kind: Literal["exact", "top_k"],
         name_span: Callable[[str, int, int], VersionSpan],
+        vocab_size: int,
     ) -> None:
         """`name_span` turns the label of weights into their version; see RemoteServer."""
-        self._server, self._name_span = server, name_span
+        self._server, self._name_span, self._vocab_size = server, name_span, vocab_size
         self._reason: str | None = None  # why the turn ended
         self._spans: list[LabelledSpan] = []
         self.completion = Completion([], [], [], "abort", [], entropy_kind=entropy_kind)
@@ -128,6 +129,11 @@ class Answer:
 
     def _take(self, token_ids: list[int], logprobs: list[float], entropies: list[float]) -> Chunk:
         """The turn goes on by these tokens."""
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            raise EngineError(
+                f"{self._server} sampled the token {max(token_ids)}, the vocabulary has "
+                f"{self._vocab_size}"
+            )
         self.completion.token_ids += token_ids
         self.completion.logprobs += logprobs
         self.completion.entropies += entropies
@@ -463,6 +469,17 @@ async def post(
     if isinstance(answer, dict) and answer.get("success") is False:
         raise RefusedError(f"{server.name}{path} failed: {answer}", 200, str(answer))
     return answer
+
+
+def metric(line: str) -> float:
+    """The value of a line of Prometheus text. Raises EngineError unless it is a finite number."""
+    try:
+        value = float(line.rpartition(" ")[2])
+    except ValueError:
+        value = nan
+    if not isfinite(value):
+        raise EngineError(f"the metrics of a server hold no number: {line[:200]!r}")
+    return value
 
 
 def vocabulary(name: str, given: int | None, layout: Layout | None, model: str) -> int:

@@ -17,10 +17,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
 from msgspec import Struct
 
-from agentenv.engines.client import HttpClient, RefusedError, check_request
+from agentenv.engines.client import (
+    Count,
+    HttpClient,
+    Logprob,
+    MalformedReplyError,
+    RefusedError,
+    check_request,
+)
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.remote import (
     HEALTH_S,
@@ -29,6 +35,7 @@ from agentenv.engines.remote import (
     LabelledSpan,
     RemoteServer,
     TransferRoutes,
+    metric,
     top_k_entropy,
     vocabulary,
 )
@@ -39,7 +46,8 @@ from agentenv.engines.server import (
     ServerLostError,
 )
 from agentenv.engines.weights import Bucket, Group, Layout, Manifest, find_layout
-from agentenv.errors import ConfigError, EngineError
+from agentenv.errors import ConfigError, EngineError, ForeignError
+from agentenv.foreign import decode
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 logger = logging.getLogger(__name__)
@@ -51,7 +59,7 @@ NOTHING_DONE = "Failed to get weights iterator"  # a refusal before any weight w
 
 MAX_STOPS = 32  # of one request, in SGLang
 
-TokenLogprob = tuple[float | None, int, str | None]
+TokenLogprob = tuple[Logprob | None, int, str | None]
 
 
 class SGLangFacts(Facts, frozen=True):
@@ -63,17 +71,33 @@ class SGLangFacts(Facts, frozen=True):
     use_seed: bool
 
 
+class Reason(Struct, frozen=True):
+    """Why a turn ended; `message` and `status_code` are of a request that was refused."""
+
+    type: str | None = None
+    matched: int | str | list[int] | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+class Failure(Struct, frozen=True):
+    """An error in place of tokens."""
+
+    message: str | None = None
+    code: int | None = None
+
+
 class Meta(Struct, frozen=True):
     """The part of `meta_info` that is read."""
 
-    completion_tokens: int
-    finish_reason: dict[str, Any] | None = None
+    completion_tokens: Count
+    finish_reason: Reason | None = None
     output_token_logprobs: list[TokenLogprob] = []
     output_top_logprobs: list[list[TokenLogprob] | None] = []
     output_token_sampling_mask: list[list[int]] = []
-    output_token_sampling_logprobs: list[list[float]] = []
+    output_token_sampling_logprobs: list[list[Logprob]] = []
     weight_versions: list[LabelledSpan] = []
-    cached_tokens: int = 0
+    cached_tokens: Count = 0
 
 
 class Event(Struct, frozen=True):
@@ -81,10 +105,7 @@ class Event(Struct, frozen=True):
 
     output_ids: list[int] = []
     meta_info: Meta | None = None
-    error: Any = None
-
-
-DECODER = msgspec.json.Decoder(Event)
+    error: Failure | str | None = None
 
 
 def is_truncated(sampling: SamplingParams) -> bool:
@@ -173,40 +194,40 @@ class SGLangAnswer(Answer):
         request: Request,
         entropy_top_k: int,
         name_span: Callable[[str, int, int], VersionSpan],
+        vocab_size: int,
     ) -> None:
         self._truncated = is_truncated(request.sampling)
         exact = entropy_top_k == -1 or self._truncated
-        super().__init__(server, "exact" if exact else "top_k", name_span)
+        super().__init__(server, "exact" if exact else "top_k", name_span, vocab_size)
         self._max_tokens = request.sampling.max_tokens
 
     def add(self, data: bytes) -> Chunk | None:
         """The tokens that are new in an event."""
         try:
-            event = DECODER.decode(data)
-        except msgspec.DecodeError as error:
+            event = decode(data, Event)
+        except ForeignError as error:
             raise ServerLostError(
                 f"{self._server}/generate: cannot read an event: {error}"
             ) from error
-        if event.error is not None or event.meta_info is None:
-            self._refuse(event.error)
         meta = event.meta_info
-        assert meta is not None
+        if event.error is not None or meta is None:
+            failure = event.error if isinstance(event.error, Failure) else Failure(event.error)
+            raise self._refusal(failure.message, failure.code)
         if meta.finish_reason is not None:
             self._end(meta, meta.finish_reason)
         num_new = meta.completion_tokens - len(self.completion.token_ids)
         if num_new <= 0:
             return None
         chunk = self._chunk(event.output_ids[-num_new:], meta, num_new)
-        if len(chunk.token_ids) < num_new or len(chunk.logprobs) < num_new:
+        if {len(chunk.token_ids), len(chunk.logprobs), len(chunk.entropies)} != {num_new}:
             raise ServerLostError(f"{self._server}/generate: tokens are missing from the stream")
         return self._take(chunk.token_ids, chunk.logprobs, chunk.entropies)
 
-    def _end(self, meta: Meta, reason: dict[str, Any]) -> None:
-        if reason.get("type") == "abort" and "status_code" in reason:
-            self._refuse({"message": reason.get("message"), "code": reason["status_code"]})
-        self._reason, self._spans = reason.get("type"), meta.weight_versions
-        matched = reason.get("matched")
-        self.completion.stop = matched if isinstance(matched, str) else None
+    def _end(self, meta: Meta, reason: Reason) -> None:
+        if reason.type == "abort" and reason.status_code is not None:
+            raise self._refusal(reason.message, reason.status_code)
+        self._reason, self._spans = reason.type, meta.weight_versions
+        self.completion.stop = reason.matched if isinstance(reason.matched, str) else None
         self.completion.num_cached_tokens = meta.cached_tokens
 
     def finish(self) -> Completion:
@@ -224,8 +245,12 @@ class SGLangAnswer(Answer):
             masks = meta.output_token_sampling_mask[-num_new:]
             supports = meta.output_token_sampling_logprobs[-num_new:]
             rows = list(zip(token_ids, masks, supports, strict=False))
-            logprobs = [support[mask.index(token)] for token, mask, support in rows]
-            return Chunk(token_ids, logprobs, [top_k_entropy(support) for support in supports])
+            known = [
+                support[mask.index(token)]
+                for token, mask, support in rows
+                if token in mask[: len(support)]
+            ]
+            return Chunk(token_ids, known, [top_k_entropy(support) for support in supports])
         sampled = meta.output_token_logprobs[-num_new:]
         tops = meta.output_top_logprobs[-num_new:]
         return Chunk(
@@ -234,13 +259,10 @@ class SGLangAnswer(Answer):
             [top_k_entropy(p for p, _, _ in top or () if p is not None) for top in tops],
         )
 
-    def _refuse(self, error: Any) -> None:
-        details = error if isinstance(error, dict) else {"message": error}
-        code = details.get("code")
-        text = f"{self._server}/generate: {details.get('message') or 'no reason given'}"
-        if isinstance(code, int) and (code >= 500 or code == 429):
-            raise ServerLostError(text)
-        raise EngineError(text)
+    def _refusal(self, message: str | None, code: int | None) -> EngineError:
+        text = f"{self._server}/generate: {message or 'no reason given'}"
+        lost = code is not None and (code >= 500 or code == 429)
+        return ServerLostError(text) if lost else EngineError(text)
 
 
 # Load figures.
@@ -251,8 +273,8 @@ RETRACTED = b"sglang:num_retracted_requests_total"
 class RankLoad(Struct, frozen=True):
     """One data-parallel rank in the answer to GET /v1/loads."""
 
-    num_running_reqs: int
-    num_waiting_reqs: int
+    num_running_reqs: Count
+    num_waiting_reqs: Count
     token_usage: float
 
 
@@ -267,11 +289,8 @@ async def read_load(workers: Iterable[HttpClient]) -> ServerLoad:
     ranks: list[RankLoad] = []
     num_preemptions = 0
     for worker in workers:
-        body = await worker.call("GET", "/v1/loads", params={"include": "core"})
-        try:
-            ranks += msgspec.json.decode(body, type=Loads).loads
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{worker.name}/v1/loads: unknown answer: {error}") from error
+        params = {"include": "core"}
+        ranks += (await worker.call_as(Loads, "GET", "/v1/loads", params=params)).loads
         num_preemptions += await _count_preemptions(worker)
     return ServerLoad(
         num_running=sum(rank.num_running_reqs for rank in ranks),
@@ -287,7 +306,7 @@ async def _count_preemptions(worker: HttpClient) -> int:
     except RefusedError:  # without --enable-metrics
         return 0
     lines = (line for line in text.splitlines() if line.startswith(RETRACTED))
-    return sum(int(float(line.rsplit(b" ", 1)[1])) for line in lines)
+    return sum(int(metric(line.decode(errors="replace"))) for line in lines)
 
 
 # What an SGLang server is and can do, asked once when the client connects.
@@ -334,6 +353,20 @@ class ServerArgs(Struct, frozen=True):
     enable_memory_saver: bool = False
     enable_metrics: bool = False
     preferred_sampling_params: Any = None
+    tp_size: int = 1
+    dp_size: int = 1
+    pp_size: int = 1
+
+
+class ModelInfo(Struct, frozen=True):
+    """The part of /model_info that is read. `model_path` follows updates, whose directories are
+    often gone; `tokenizer_path` does not."""
+
+    served_model_name: str
+    model_path: str
+    tokenizer_path: str
+    is_generation: bool = True
+    weight_version: str | None = None
 
 
 async def probe(http: HttpClient, vocab_size: int | None, layout: Layout | None) -> SGLangFacts:
@@ -346,17 +379,12 @@ async def probe(http: HttpClient, vocab_size: int | None, layout: Layout | None)
         raise ConfigError(
             f"{http.name} lacks {', '.join(missing)}; expected SGLang {TRIED} or newer"
         )
-    model: dict[str, Any] = await http.call_json("GET", "/model_info")
     try:
-        args = msgspec.convert(await http.call_json("GET", "/server_info"), ServerArgs)
-        served_name = str(model["served_model_name"])
-        # The first follows updates, whose directories are often gone; the second does not.
-        places = [Path(model["model_path"]), Path(model["tokenizer_path"])]
-    except (msgspec.ValidationError, LookupError) as error:
-        raise ConfigError(
-            f"{http.name}: cannot read /server_info or /model_info ({error}); expected SGLang "
-            f"{TRIED} or newer"
-        ) from error
+        model = await http.call_as(ModelInfo, "GET", "/model_info")
+        args = await http.call_as(ServerArgs, "GET", "/server_info")
+    except MalformedReplyError as error:
+        raise ConfigError(f"{error}; expected SGLang {TRIED} or newer") from error
+    places = [Path(model.model_path), Path(model.tokenizer_path)]
     await _check_fields(http, args)
     _check_args(http.name, args, model)
     layout = layout or await asyncio.to_thread(find_layout, places)
@@ -365,7 +393,7 @@ async def probe(http: HttpClient, vocab_size: int | None, layout: Layout | None)
         features.add("sleep")  # without the flag these routes end the server
     max_len = args.max_req_input_len + MODEL_SLACK
     return SGLangFacts(
-        ServerInfo("sglang", args.version, served_name, max_len, frozenset(features)),
+        ServerInfo("sglang", args.version, model.served_model_name, max_len, frozenset(features)),
         vocabulary(http.name, vocab_size, layout, str(places[0])),
         layout,
         max_prompt=args.max_req_input_len - 1,
@@ -389,8 +417,8 @@ async def _check_fields(http: HttpClient, args: ServerArgs) -> None:
         )
 
 
-def _check_args(name: str, args: ServerArgs, model: dict[str, Any]) -> None:
-    if not model.get("is_generation", True):
+def _check_args(name: str, args: ServerArgs, model: ModelInfo) -> None:
+    if not model.is_generation:
         raise ConfigError(f"{name} serves an embedding model, which samples nothing")
     if args.skip_tokenizer_init:
         raise ConfigError(f"{name} finds no stop strings; start it without --skip-tokenizer-init")
@@ -424,6 +452,8 @@ async def check_logprobs(http: HttpClient, vocab_size: int) -> None:
     plain = await _ask(http, 0.0, vocab_size)
     scaled = await _ask(http, PROBE_TEMPERATURE, vocab_size)
     both = plain.keys() & scaled.keys()
+    if not both:
+        raise ConfigError(f"{http.name}/generate tells other tokens at another temperature")
     top, low = max(both, key=plain.__getitem__), min(both, key=plain.__getitem__)
     gap = plain[top] - plain[low]
     if gap < LEAST_GAP:
@@ -439,6 +469,10 @@ async def check_logprobs(http: HttpClient, vocab_size: int) -> None:
         )
 
 
+class _Probed(Struct, frozen=True):
+    meta_info: Meta
+
+
 async def _ask(http: HttpClient, temperature: float, vocab_size: int) -> dict[int, float]:
     """The largest log-probs behind a fixed prompt, by token id."""
     body = {
@@ -448,11 +482,11 @@ async def _ask(http: HttpClient, temperature: float, vocab_size: int) -> dict[in
         "top_logprobs_num": PROBE_TOP_K,
     }
     try:
-        answer = await http.call_json("POST", "/generate", body)
-        top = answer["meta_info"]["output_top_logprobs"][0]
-        return {token: logprob for logprob, token, _ in top}
-    except (RefusedError, LookupError, TypeError, ValueError) as error:
+        answer = await http.call_as(_Probed, "POST", "/generate", body)
+        top = answer.meta_info.output_top_logprobs[0] or []
+    except (RefusedError, MalformedReplyError, IndexError) as error:
         raise ConfigError(f"{http.name}/generate tells no log-probs: {error}") from error
+    return {token: logprob for logprob, token, _ in top if logprob is not None}
 
 
 class SGLangServer(RemoteServer[SGLangFacts]):
@@ -488,7 +522,7 @@ class SGLangServer(RemoteServer[SGLangFacts]):
         facts = self._connected()
         check_turn(request, facts)
         body = request_body(request, facts, self._top_k, self._label)
-        answer = SGLangAnswer(self.name, request, self._top_k, self._span)
+        answer = SGLangAnswer(self.name, request, self._top_k, self._span, facts.vocab_size)
         complete = False
         try:
             async with self._http.stream("/generate", body) as events:
@@ -561,7 +595,7 @@ class SGLangServer(RemoteServer[SGLangFacts]):
         await self._post("/update_weight_version", body)
 
     async def _read_label(self, server: HttpClient) -> str:
-        return str((await server.call_json("GET", "/model_info")).get("weight_version"))
+        return (await server.call_as(ModelInfo, "GET", "/model_info")).weight_version or ""
 
     async def _resume(self) -> None:
         await self._post("/continue_generation", {})
@@ -579,14 +613,14 @@ class SGLangServer(RemoteServer[SGLangFacts]):
 
     async def _num_workers(self, server: HttpClient) -> int:
         """Raises EngineError where SGLang's own workers would take the same rank."""
-        info = await server.call_json("GET", "/server_info")
-        for name in ("dp_size", "pp_size"):
-            if int(info.get(name, 1)) > 1:
+        info = await server.call_as(ServerArgs, "GET", "/server_info")
+        for name, size in (("dp_size", info.dp_size), ("pp_size", info.pp_size)):
+            if size > 1:
                 raise EngineError(
-                    f"{server.name}: SGLang takes no broadcast with {name} = {info[name]}; use "
+                    f"{server.name}: SGLang takes no broadcast with {name} = {size}; use "
                     'engine.weights = "directory"'
                 )
-        return int(info["tp_size"])
+        return info.tp_size
 
     def _join_body(self, group: Group, first_rank: int) -> dict[str, Any]:
         return {

@@ -14,12 +14,20 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from agentenv.engines.client import FailedError, HttpClient, RefusedError, all_of, check_request
+from agentenv.engines.client import (
+    Count,
+    FailedError,
+    HttpClient,
+    Logprob,
+    MalformedReplyError,
+    RefusedError,
+    all_of,
+    check_request,
+)
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.remote import (
     Answer,
@@ -27,6 +35,7 @@ from agentenv.engines.remote import (
     LabelledSpan,
     RemoteServer,
     TransferRoutes,
+    metric,
     top_k_entropy,
     vocabulary,
 )
@@ -46,7 +55,8 @@ from agentenv.engines.weights import (
     find_layout,
     is_adapter,
 )
-from agentenv.errors import ConfigError, EngineError
+from agentenv.errors import ConfigError, EngineError, ForeignError
+from agentenv.foreign import decode
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 TRIED = "0.32"  # version of vLLM that this client was tested with
@@ -57,11 +67,11 @@ NO_LOGPROB = -9999.0  # what vLLM writes for minus infinity, NaN, and for "not k
 
 
 class _Top(Struct):
-    logprob: float
+    logprob: Logprob
 
 
 class _Position(Struct):
-    logprob: float
+    logprob: Logprob
     top_logprobs: list[_Top] = []
 
 
@@ -78,7 +88,7 @@ class _Choice(Struct):
 
 
 class _Details(Struct):
-    cached_tokens: int | None = None
+    cached_tokens: Count | None = None
 
 
 class _Usage(Struct):
@@ -94,9 +104,6 @@ class _Event(Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: _Failure | None = None
-
-
-_decode = msgspec.json.Decoder(_Event).decode
 
 
 def request_body(
@@ -160,8 +167,8 @@ class VLLMAnswer(Answer):
         tokens without a log-prob.
         """
         try:
-            found = _decode(event)
-        except msgspec.DecodeError as error:
+            found = decode(event, _Event)
+        except ForeignError as error:
             text = f"{self._server} streamed what vLLM {TRIED} does not: {error}"
             raise ServerLostError(text) from None
         if found.error is not None:
@@ -243,41 +250,90 @@ class VLLMFacts(Facts, frozen=True):
     routes: frozenset[str]
 
 
+class _Version(Struct):
+    version: str
+
+
+class _Model(Struct):
+    id: str
+    max_model_len: Count | None = None  # None: of an adapter
+    root: str | None = None
+
+
+class _Models(Struct):
+    data: Annotated[list[_Model], Meta(min_length=1)]
+
+
+class _ModelSettings(Struct):
+    logprobs_mode: str = ""
+    max_logprobs: int = 20
+    enable_sleep_mode: bool = False
+
+
+class _Settings(Struct):
+    """What vLLM was started with, as far as it is read."""
+
+    device_config: dict[str, Any]
+    model_config: _ModelSettings
+    scheduler_config: dict[str, Any]
+    parallel_config: dict[str, Any]
+    weight_transfer_config: dict[str, Any] | None = None
+
+
+class _Told(Struct):
+    vllm_config: _Settings
+
+
+class _Label(Struct):
+    weight_version: str | None = None
+
+
+class _Paused(Struct):
+    is_paused: bool
+
+
+class _Ranks(Struct):
+    world_size: Count
+
+
 async def probe(http: HttpClient, vocab_size: int | None, entropy_top_k: int) -> VLLMFacts:
     """Ask the server. Raises ConfigError if it lacks something, ServerLostError if it is gone."""
     routes = await http.routes()
     for route, cure in NEEDED.items():
         if route not in routes:
             raise ConfigError(f"{http.name} has no route {route}: {cure}")
-    version = str((await http.call_json("GET", "/version"))["version"])
-    model = (await http.call_json("GET", "/v1/models"))["data"][0]
-    # The first answer takes seconds: vLLM looks at the packages of its whole environment.
-    info = (
-        await http.call_json("GET", "/server_info", params={"config_format": "json"}, timeout_s=120)
-    )["vllm_config"]
-    cpu = "cpu" in str(info["device_config"].get("device", ""))
-    _check_settings(http.name, info["model_config"], entropy_top_k)
+    try:
+        version = (await http.call_as(_Version, "GET", "/version")).version
+        model = (await http.call_as(_Models, "GET", "/v1/models")).data[0]
+        # The first answer takes seconds: vLLM looks at the packages of its whole environment.
+        params = {"config_format": "json"}
+        told = await http.call_as(_Told, "GET", "/server_info", params=params, timeout_s=120)
+    except MalformedReplyError as error:
+        raise ConfigError(f"{error}; {_NEWER}") from error
+    info = told.vllm_config
+    cpu = "cpu" in str(info.device_config.get("device", ""))
+    _check_settings(http.name, info.model_config, entropy_top_k)
     if cpu:
-        _check_prefill(http.name, info["scheduler_config"])
-    root = str(model.get("root", ""))
+        _check_prefill(http.name, info.scheduler_config)
+    root = model.root or ""
     layout = await asyncio.to_thread(find_layout, [Path(root)])
-    extension = info["parallel_config"].get("worker_extension_cls") or ""
+    extension = str(info.parallel_config.get("worker_extension_cls") or "")
     if cpu and layout is not None and layout.tied and not extension:
         raise ConfigError(
             f"{http.name} runs a model with tied embeddings on the CPU, where vLLM {version} "
             "keeps the old output head when weights are loaded: start it with "
             f"--worker-extension-cls {EXTENSION}, or use an untied model"
         )
-    transfer = str((info.get("weight_transfer_config") or {}).get("backend"))
+    transfer = str((info.weight_transfer_config or {}).get("backend"))
     able = {
         "broadcast": transfer in WIRES,
         "adapters": True,
         # On the CPU no memory is given back, but a server takes part in every other way.
-        "sleep": cpu or bool(info["model_config"].get("enable_sleep_mode")),
+        "sleep": cpu or info.model_config.enable_sleep_mode,
     }
     features = {name for name, wanted in ROUTES.items() if able[name] and routes >= wanted}
     return VLLMFacts(
-        ServerInfo("vllm", version, model["id"], model["max_model_len"], frozenset(features)),
+        ServerInfo("vllm", version, model.id, model.max_model_len or 0, frozenset(features)),
         vocabulary(http.name, vocab_size, layout, root),
         layout,
         transfer,
@@ -302,14 +358,14 @@ def check_trial(name: str, answer: VLLMAnswer, policy_version: int) -> None:
         )
 
 
-def _check_settings(name: str, settings: dict[str, Any], entropy_top_k: int) -> None:
-    mode = settings.get("logprobs_mode")
+def _check_settings(name: str, settings: _ModelSettings, entropy_top_k: int) -> None:
+    mode = settings.logprobs_mode
     if mode != "processed_logprobs":
         raise ConfigError(
             f"{name} reports log-probs of the mode {mode!r}, not those of the distribution it "
             "samples from: start it with --logprobs-mode processed_logprobs"
         )
-    most = settings.get("max_logprobs", 20)
+    most = settings.max_logprobs
     if most != -1 and (entropy_top_k == -1 or entropy_top_k > most):
         raise ConfigError(
             f"{name} gives at most {most} log-probs a token, entropy_top_k is {entropy_top_k}: "
@@ -400,7 +456,8 @@ class VLLMServer(RemoteServer[VLLMFacts]):
         self, request_id: str, request: Request, vocab_size: int, on_chunk: Callable[[Chunk], None]
     ) -> VLLMAnswer | None:
         """One request to the server; None if other weights came before its first token."""
-        answer = VLLMAnswer(self.name, entropy_kind(self._top_k, vocab_size), self._span)
+        kind = entropy_kind(self._top_k, vocab_size)
+        answer = VLLMAnswer(self.name, kind, self._span, vocab_size)
         body = request_body(request_id, request, self._top_k, self._label, self._adapter)
         whole, sent = False, Sent()
         self._running[request_id] = sent
@@ -501,8 +558,8 @@ class VLLMServer(RemoteServer[VLLMFacts]):
                 body = {"lora_name": new, "lora_path": str(directory)}
                 await all_of(s.call("POST", "/v1/load_lora_adapter", body) for s in self._controls)
                 for server in self._controls:
-                    models = (await server.call_json("GET", "/v1/models"))["data"]
-                    if not any(m["id"] == new and m["root"] == str(directory) for m in models):
+                    models = (await server.call_as(_Models, "GET", "/v1/models")).data
+                    if not any(m.id == new and m.root == str(directory) for m in models):
                         raise ServerLostError(f"{server.name} does not list the adapter {new}")
             await self._break_off_all(on_purpose=True)
             self._adapter = new
@@ -556,7 +613,7 @@ class VLLMServer(RemoteServer[VLLMFacts]):
         await self._post("/update_weight_version", {"new_version": label})
 
     async def _read_label(self, server: HttpClient) -> str:
-        return str((await server.call_json("GET", "/weight_info"))["weight_version"])
+        return (await server.call_as(_Label, "GET", "/weight_info")).weight_version or ""
 
     async def _resume(self) -> None:
         await self._post("/resume")
@@ -571,14 +628,14 @@ class VLLMServer(RemoteServer[VLLMFacts]):
         paths = [path for path in ("/wake_up", "/resume") if f"POST {path}" in routes]
         for server in self._controls:
             for path in paths:
-                if (await server.call_json("GET", "/is_paused"))["is_paused"]:
+                if (await server.call_as(_Paused, "GET", "/is_paused")).is_paused:
                     await server.call("POST", path, timeout_s=self._load_s)
 
     # weights by broadcast
 
     async def _num_workers(self, server: HttpClient) -> int:
-        found = await server.call_json("GET", "/get_world_size", params={"include_dp": "true"})
-        return int(found["world_size"])
+        params = {"include_dp": "true"}
+        return (await server.call_as(_Ranks, "GET", "/get_world_size", params=params)).world_size
 
     @property
     def wire(self) -> Wire:
@@ -609,12 +666,12 @@ class VLLMServer(RemoteServer[VLLMFacts]):
 
 
 def _read_metrics(body: bytes, found: dict[str, list[float]]) -> None:
-    """Prometheus text: a line is NAME{LABELS} VALUE."""
-    for line in body.decode().splitlines():
+    """Prometheus text: a line is NAME{LABELS} VALUE. Raises EngineError for what is no number."""
+    for line in body.decode(errors="replace").splitlines():
         if line.startswith("vllm:"):
             name = line.partition("{")[0]
             if name in found:
-                found[name].append(float(line.rpartition(" ")[2]))
+                found[name].append(metric(line))
 
 
 class VLLMConfig(

@@ -16,10 +16,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import msgspec
 from msgspec import Struct
 
-from agentenv.errors import EngineError
+from agentenv.errors import EngineError, ForeignError
+from agentenv.foreign import decode
 
 
 class TransferError(EngineError):
@@ -257,7 +257,7 @@ def read_header(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            header = msgspec.json.decode(file.read(min(size, MAX_HEADER)))
+            header = decode(file.read(min(size, MAX_HEADER)))
         data_size = path.stat().st_size - 8 - size
         shapes: dict[str, tuple[int, ...]] = {}
         end = 0
@@ -269,7 +269,7 @@ def read_header(path: Path) -> dict[str, tuple[int, ...]]:
                 width = BYTES.get(entry["dtype"])
                 if width is not None and stop - start != width * prod(shapes[name]):
                     raise EngineError(f"{path}: the sizes of {name} contradict each other")
-    except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, ForeignError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise EngineError(f"{path}: cannot be read as safetensors: {error}") from error
     if end != data_size:
         raise EngineError(f"{path}: {data_size} bytes of data, its header says {end}; incomplete?")
@@ -279,8 +279,8 @@ def read_header(path: Path) -> dict[str, tuple[int, ...]]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises EngineError."""
     try:
-        found = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
+        found = decode(path.read_bytes())
+    except (OSError, ForeignError) as error:
         raise EngineError(f"{path}: cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise EngineError(f"{path}: expected a JSON object")

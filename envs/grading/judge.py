@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from agentenv.config import ESSENTIAL, PATH
 from agentenv.engines.endpoint import ChatModel, ChatModelConfig, fenced, read_said, shortened
 from agentenv.errors import ConfigError, EngineError, GraderError
+from agentenv.foreign import decode_text
 from envs.grading.verdict import Matcher, Verdict, shown
 from envs.search.cache import ResultCache
 
@@ -192,7 +193,7 @@ class Judge:
         messages = body["messages"]
         what = [PROMPT_VERSION, config.model, messages, body.get("max_tokens"), config.extra_body]
         key = "judge:" + hashlib.sha256(json.dumps(what).encode()).hexdigest()
-        return (await self._cache.through(key, lambda: self._ask(body))).decode()
+        return await self._cache.through(key, lambda: self._ask(body), decode_text)
 
     def _parts(self, reply: str) -> dict[str, float]:
         right = self._read(reply)

@@ -11,6 +11,7 @@ from typing import Any
 
 from agentenv.env import shared
 from agentenv.errors import ConfigError, GraderError, InfraError
+from agentenv.foreign import decode
 from envs.search.cache import ResultCache
 from envs.workers import JobError, JobStoppedError, WorkerPool
 
@@ -115,8 +116,7 @@ class MathEquivalence:
         async def ask() -> bytes:
             return json.dumps(await self._ask(answer, gold, plain)).encode()
 
-        equal, why = json.loads(await self._cache.through(json.dumps([answer, gold, plain]), ask))
-        return equal, why
+        return await self._cache.through(json.dumps([answer, gold, plain]), ask, _read)
 
     async def _ask(self, answer: str, gold: str, plain: bool) -> tuple[bool, str]:
         for side, text in (("answer", answer), ("gold", gold)):
@@ -152,6 +152,10 @@ def shared_math(limit_s: float = LIMIT_S) -> MathEquivalence:
 
 _ROOT = re.compile(r"\\sqrt\s*\{\s*-\s*1\s*\}")
 _DECIMAL = re.compile(r"(?<![\w.])(\d{0,40})\.(\d{1,40})(?![\w.])")
+
+
+def _read(verdict: bytes) -> tuple[bool, str]:
+    return decode(verdict, tuple[bool, str])
 
 
 class MathVerify:

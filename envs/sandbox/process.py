@@ -24,7 +24,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from agentenv.errors import ConfigError, InfraError
+from agentenv.errors import ConfigError, ForeignError, InfraError
+from agentenv.foreign import decode
 from envs.sandbox import confine
 
 UNUSED_ID = 1_948_000_000  # uid and gid of model-written code when the host runs as root
@@ -118,14 +119,14 @@ async def find_interpreter(where: str | None) -> Interpreter:
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             output, errors = await process.communicate()
-        prefix, base_prefix, version, _ = msgspec.json.decode(output)
-    except (TimeoutError, msgspec.DecodeError) as error:
+        prefix, base_prefix, version, _ = decode(output, tuple[str, str, tuple[int, int], str])
+    except (TimeoutError, ForeignError) as error:
         raise ConfigError(f"python.interpreter: {program} does not work as a Python") from error
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if version < [3, 11]:
+    if version < (3, 11):
         raise ConfigError(
             f"python.interpreter: {program} is Python {version[0]}.{version[1]}, "
             f"3.11 or newer is needed; {errors.decode(errors='replace')[:200]}".rstrip("; ")
@@ -273,14 +274,18 @@ class CellAnswer(Struct):
     lost: bool = False
 
 
+class _Report(Struct):
+    """What a zygote says when it is ready: the modules to preload that are not there."""
+
+    missing: list[str]
+
+
 class ChannelClosedError(Exception):
     """The session is gone, or its answer is none that a session gives."""
 
 
 class Channel:
     """A non-blocking stream to one session; a cancelled call leaves it unusable."""
-
-    _decoder = msgspec.json.Decoder(CellAnswer)
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -301,8 +306,8 @@ class Channel:
         if size > MAX_FRAME_BYTES:
             raise ChannelClosedError(f"an answer of {size} bytes")
         try:
-            return self._decoder.decode(await self._read(size))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return decode(await self._read(size), CellAnswer)
+        except ForeignError as error:
             raise ChannelClosedError(f"not an answer: {error}") from error
 
     def close(self) -> None:
@@ -371,10 +376,12 @@ class ZygoteProcess:
                 report = await asyncio.get_running_loop().sock_recv(ours, 1 << 16)
             if not report:
                 await zygote._refuse()
-            check_missing(msgspec.json.decode(report)["missing"], python)
+            check_missing(decode(report, _Report).missing, python)
             started = True
         except TimeoutError as error:
             raise InfraError(f"the sandbox did not start in {START_TIMEOUT_S:g} s") from error
+        except ForeignError as error:  # a module that is preloaded may do anything
+            raise InfraError(f"the sandbox did not start: {error}: {report[:200]!r}") from error
         finally:
             if not started:
                 await zygote.stop()

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from agentenv.errors import ConfigError, EnvError, InfraError
+from agentenv.errors import ConfigError, EnvError, ForeignError, InfraError
+from agentenv.foreign import decode
 from envs.sandbox.process import SandboxLimits
 from envs.sandbox.sandbox import CODE_TOO_LONG, MAX_CODE_CHARS, RunResult, SandboxCounters
 
@@ -61,11 +61,12 @@ HTTP_PATIENCE_S = 15.0  # beside the time that the code may take
 START_TIMEOUT_S = 30.0
 MAX_REPLY_BYTES = 4 << 20
 MAX_ERROR_CHARS = 300
+MAX_SECONDS = 1e6  # that a program there may have run
 
 
 class _RunOutcome(Struct):
     status: str = ""
-    execution_time: float | None = None
+    execution_time: Annotated[float, Meta(ge=0, le=MAX_SECONDS)] | None = None
     stdout: str | None = None
     stderr: str | None = None
 
@@ -157,8 +158,8 @@ class RemoteSandbox:
             "fetch_files": [],
         }
         try:
-            reply = msgspec.json.decode(await self._request(body, run_timeout_s), type=_Reply)
-        except msgspec.DecodeError as error:
+            reply = decode(await self._request(body, run_timeout_s), _Reply)
+        except ForeignError as error:
             raise InfraError(f"{self.url}: not a reply of SandboxFusion: {error}") from error
         outcome = reply.run_result
         if reply.status == "SandboxError" or outcome is None:
@@ -171,8 +172,8 @@ class RemoteSandbox:
             return RunResult("", False, "timed_out"), ""
         _, mark, text = (outcome.stdout or "").rpartition(MARK)
         try:
-            answer = msgspec.json.decode(text.strip(), type=_Answer) if mark else None
-        except msgspec.DecodeError:
+            answer = decode(text.strip(), _Answer) if mark else None
+        except ForeignError:
             answer = None
         if answer is None:
             return RunResult("The interpreter died.", False, "died"), ""
@@ -182,7 +183,8 @@ class RemoteSandbox:
                 f"an interpreter session cannot be replayed: cell {answer.differs + 1} said "
                 f"something else than the first time: {answer.output[:100]!r}"
             )
-        output, problem = answer.output, answer.problem
+        most = self.limits.max_output_chars  # which the program may have said something beside
+        output, problem = answer.output[: 2 * most], answer.problem[: 2 * most]
         joined = f"{output}\n{problem}".strip("\n") if problem else output
         end = "raised" if problem else "done"
         return RunResult(joined, not problem, end, problem), answer.digest
@@ -203,10 +205,10 @@ class RemoteSandbox:
                         if len(data) > MAX_REPLY_BYTES:
                             raise InfraError(f"{self.url}: a reply over {MAX_REPLY_BYTES} bytes")
                     return bytes(data)
-        except aiohttp.ClientError as error:
-            raise InfraError(f"{self.url}: {error}") from error
         except TimeoutError as error:
             raise InfraError(f"{self.url}: no reply in time") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise InfraError(f"{self.url}: {type(error).__name__}: {error}") from error
 
 
 class RemoteSession:

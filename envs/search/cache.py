@@ -2,6 +2,9 @@
 
 Many processes may share one file. Reads take some 0.1 ms and never wait for writers; writes are
 collected and done by a thread. The age of an entry is told by SQLite's clock.
+
+What a file gives back may be damaged, or of another version of this program: that is a miss, and
+said once in a warning. It never ends a run.
 """
 
 from __future__ import annotations
@@ -14,14 +17,19 @@ import sqlite3
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from agentenv.env import summed_stats
-from agentenv.errors import ConfigError, DataError
+from agentenv.errors import ConfigError, DataError, ForeignError
+from agentenv.foreign import decode, decode_text
 from envs.search.corpus import Backend, Hit, Query
 from envs.search.upstream import SingleFlight
 
+T = TypeVar("T")
+
+VERSION = 1  # of the table and of what its values mean; files from before it was written have 0
 ARPO_PREFIX = "arpo:"  # keys of entries that came from ARPO's search_cache.json
 BUSY_TIMEOUT_S = 10.0
 # An answer without results may be an engine's bad hour, so it is not believed for longer.
@@ -63,12 +71,25 @@ class ResultCache:
         self._flushing: asyncio.Task[None] | None = None
         self._flight: SingleFlight[bytes] = SingleFlight()
         self._reader: sqlite3.Connection | None = None
+        self._warned = False  # of entries that cannot be read
         if path is not None:
             self._reader = _open(path, key)
 
     def get(self, key: str) -> bytes | None:
         """The value of `key`, or None."""
-        value = self._find(key)
+        return self.get_as(bytes, key)
+
+    def get_as(self, read: Callable[[bytes], T], key: str) -> T | None:
+        """The value of `key` as `read` makes it, or None. A ForeignError of `read` means that the
+        entry is damaged."""
+        found = self._find(key)
+        value = None
+        if found is not None:
+            try:
+                value = read(found)
+            except ForeignError as error:
+                del self._memory[key]
+                self._damaged(str(error))
         self.num_hits += value is not None
         self.num_misses += value is None
         return value
@@ -102,18 +123,23 @@ class ResultCache:
             self._flushing = asyncio.get_running_loop().create_task(self._flush())
 
     async def through(
-        self, key: str, fetch: Callable[[], Awaitable[bytes]], *, lasts: bool = True
-    ) -> bytes:
-        """The value of `key`, else what `fetch` gives, which is kept. Equal calls that are in the
-        air at once share one fetch; a failure is everybody's, and not kept."""
+        self,
+        key: str,
+        fetch: Callable[[], Awaitable[bytes]],
+        read: Callable[[bytes], T],
+        *,
+        lasts: bool = True,
+    ) -> T:
+        """The value of `key` as by `get_as`, else what `fetch` gives, which is kept. Equal calls
+        that are in the air at once share one fetch; a failure is everybody's, and not kept."""
 
         async def fetched() -> bytes:
             value = await fetch()
             self.put(key, value, lasts=lasts)
             return value
 
-        known = self.get(key)
-        return await self._flight.run(key, fetched) if known is None else known
+        known = self.get_as(read, key)
+        return read(await self._flight.run(key, fetched)) if known is None else known
 
     async def close(self) -> None:
         """Cancel what is in the air, write what is pending and close the file; idempotent."""
@@ -130,7 +156,7 @@ class ResultCache:
         rows = {ARPO_PREFIX + query: text.encode() for query, text in entries.items()}
         for key, value in rows.items():
             self._remember(key, value)
-        if self.path is not None:
+        if self.path is not None and self._reader is not None:
             await asyncio.to_thread(_write, self.path, rows)
         return len(rows)
 
@@ -160,10 +186,30 @@ class ResultCache:
     def _read(self, key: str) -> tuple[bytes | None, float]:
         """The value and its age in seconds; another process's clock may be ahead."""
         assert self._reader is not None
-        row = self._reader.execute(_READ, (key,)).fetchone()
-        if row is None or row[1] > self._limit_s(bytes(row[0])):
+        try:
+            row = self._reader.execute(_READ, (key,)).fetchone()
+        except sqlite3.Error as error:
+            self._damaged(str(error))
             return None, 0.0
-        return bytes(row[0]), max(0.0, float(row[1]))
+        if row is None:
+            return None, 0.0
+        value, age_s = row
+        if not isinstance(value, bytes) or not isinstance(age_s, float):
+            self._damaged(f"an entry holds {value!r:.40} and {age_s!r:.40}")
+            return None, 0.0
+        return (value, max(0.0, age_s)) if age_s <= self._limit_s(value) else (None, 0.0)
+
+    def _damaged(self, problem: str) -> None:
+        """Say so, once."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s: %s is damaged (%s); what cannot be read counts as missing. Remove the file, "
+                "or restore it, when no run uses it",
+                self._key,
+                self.path,
+                problem,
+            )
 
     async def _flush(self) -> None:
         while self._pending:
@@ -183,10 +229,10 @@ class ResultCache:
 def read_arpo_cache(path: Path) -> dict[str, str]:
     """The entries of ARPO's search_cache.json; a DataError names the file."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        return decode(path.read_bytes(), dict[str, str])
     except OSError as error:
         raise DataError(f"search cache {path} cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except ForeignError as error:
         raise DataError(
             f"search cache {path}: {error}; expected one JSON object, query -> result text"
         ) from error
@@ -196,7 +242,9 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _open(path: Path, key: str) -> sqlite3.Connection:
+def _open(path: Path, key: str) -> sqlite3.Connection | None:
+    """A connection, and None for a file that is damaged or of another version. ConfigError: it
+    cannot be opened, or is no SQLite file."""
     connection = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -205,14 +253,39 @@ def _open(path: Path, key: str) -> sqlite3.Connection:
         )
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
         connection.execute(_TABLE)
+        connection.execute(_READ, ("",))  # of our columns?
+        if version == 0:
+            connection.execute(f"PRAGMA user_version = {VERSION}")
+        known = version in (0, VERSION)
+        problem = "" if known else f"it is of version {version}, not {VERSION}"
     except (OSError, sqlite3.Error) as error:
-        if connection is not None:
-            connection.close()
-        raise ConfigError(
-            f"{key}: {path}: {error}; expected a writable SQLite file or a new path"
-        ) from error
+        if not _is_damage(error):
+            if connection is not None:
+                connection.close()
+            raise ConfigError(
+                f"{key}: {path}: {error}; expected a writable SQLite file or a new path"
+            ) from error
+        problem = str(error)
+    if problem:
+        assert connection is not None
+        connection.close()
+        logger.warning(
+            "%s: %s cannot be used: %s; results are kept in memory only. Remove the file, or name "
+            "another",
+            key,
+            path,
+            problem,
+        )
+        return None
     return connection
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether a SQLite file can be opened, but not used."""
+    code = getattr(error, "sqlite_errorcode", 0)
+    return code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_ERROR) if code else False
 
 
 def _write(path: Path, rows: Mapping[str, bytes]) -> None:
@@ -265,12 +338,12 @@ class CachedBackend:
 
     async def search(self, query: Query) -> list[Hit]:
         """From the cache, from an equal call in the air, or from the backend."""
-        key = self._key(query)
-        imported = None if self.cache.holds(key) else self.cache.get(ARPO_PREFIX + query.text)
-        if imported is not None:
-            return hits_of_arpo(imported.decode())[: query.max_results]
-        found = await self.cache.through(key, lambda: self._fetch(query), lasts=self._lasts)
-        return msgspec.json.decode(found, type=list[Hit])
+        key, imported = self._key(query), ARPO_PREFIX + query.text
+        if not self.cache.holds(key) and self.cache.holds(imported):
+            text = self.cache.get_as(decode_text, imported)
+            if text is not None:
+                return hits_of_arpo(text)[: query.max_results]
+        return await self.cache.through(key, lambda: self._fetch(query), _hits, lasts=self._lasts)
 
     def knows(self, query: Query) -> bool:
         """Whether the answer is in the cache."""
@@ -293,6 +366,10 @@ class CachedBackend:
 
     async def _fetch(self, query: Query) -> bytes:
         return msgspec.json.encode(await self.backend.search(query))
+
+
+def _hits(data: bytes) -> list[Hit]:
+    return decode(data, list[Hit])
 
 
 def hits_of_arpo(text: str) -> list[Hit]:

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-import msgspec
 from msgspec import Struct
 
-from agentenv.errors import ConfigError, DataError
+from agentenv.errors import ConfigError, DataError, ForeignError
+from agentenv.foreign import convert, decode
 
 _MARKETS = (  # by script, kana first: Japanese holds Chinese characters too
     ("ja-JP", re.compile("[\u3040-\u30ff]")),
@@ -234,17 +234,14 @@ def _rows(path: Path) -> Iterator[tuple[int, Passage]]:
         raise DataError(f"corpus {path} cannot be read: {error.strerror}") from error
 
 
-_decoder = msgspec.json.Decoder()
-
-
 def read_passage(line: bytes, where: str) -> Passage:
     """The passage of one line; a DataError begins with `where`."""
     try:
-        row = _decoder.decode(line)
+        row = decode(line)
         if not (isinstance(row, dict) and "contents" in row and "text" not in row):
-            return msgspec.convert(row, Passage)
-        flash = msgspec.convert(row, _FlashRagRow)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return convert(row, Passage)
+        flash = convert(row, _FlashRagRow)
+    except ForeignError as error:
         raise DataError(f"{where}: {error}; {_EXPECTED}") from error
     title, text = split_contents(flash.contents)
     return Passage(str(flash.id), flash.title or title, text)

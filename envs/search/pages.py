@@ -24,6 +24,7 @@ from yarl import URL
 from agentenv.backoff import backoff_s
 from agentenv.env import summed_stats
 from agentenv.errors import ConfigError, ToolError
+from agentenv.foreign import decode_text, printable
 from envs.search.cache import ResultCache
 from envs.search.corpus import words
 from envs.search.page_text import TextExtractor
@@ -202,7 +203,7 @@ class PageFetcher:
             except TimeoutError:
                 limit = self.config.timeout_s
                 raise ToolError(f"{url} did not answer within {limit:g} seconds.") from None
-            except (aiohttp.ClientError, OSError, UnicodeError) as error:
+            except (aiohttp.ClientError, OSError, ValueError) as error:
                 raise ToolError(_problem(url, error)) from error
             status = reply.status
             if status == 200:
@@ -215,12 +216,12 @@ class PageFetcher:
         """The address in its usual form, once it is known to be one that may be opened: for
         somebody else to fetch. Raises ToolError."""
         try:
-            target = self._checked(url, url).with_fragment(None)
+            target = self._checked(url, asked=url).with_fragment(None)
             async with asyncio.timeout(self.config.timeout_s):
                 await self._resolver.resolve(target.raw_host or "", target.port or 0)
         except TimeoutError:
             raise ToolError(f"{url} could not be reached.") from None
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:
             raise ToolError(_problem(url, error)) from error
         return str(target)
 
@@ -232,7 +233,7 @@ class PageFetcher:
 
     async def _follow(self, url: str) -> Reply:
         """One try, through the redirects; each address on the way is checked."""
-        target = self._checked(url, url)
+        target = self._checked(url, asked=url)
         for _ in range(MAX_REDIRECTS + 1):
             headers = {"User-Agent": self.config.user_agent, "Accept": "text/html,text/*;q=0.9"}
             async with self._client().get(
@@ -240,26 +241,30 @@ class PageFetcher:
             ) as response:
                 location = response.headers.get("Location")
                 if response.status in _REDIRECTS and location:
-                    target = self._checked(str(target.join(URL(location))), url)
+                    target = self._checked(location, asked=url, base=target)
                     continue
                 if response.status != 200:
                     return Reply(response.status, b"")
-                kind = response.content_type
+                kind = printable(response.content_type)
                 if not kind.startswith(_TEXT_TYPES):
                     raise ToolError(f"{url} is not a text but {kind}.")
                 body = await self._read(response)
-                return Reply(200, body, response.headers.get("Content-Type", ""), str(target))
+                kind = printable(response.headers.get("Content-Type", ""))
+                return Reply(200, body, kind, str(target))
         raise ToolError(f"{url} redirects more than {MAX_REDIRECTS} times.")
 
-    def _checked(self, address: str, asked: str) -> URL:
-        """The address as a URL; literal addresses are checked here, since no name is resolved."""
+    def _checked(self, address: str, *, asked: str, base: URL | None = None) -> URL:
+        """The address, or that of a redirect from `base`, as a URL; literal addresses are checked
+        here, since no name is resolved."""
+        to = printable(address)[:200]
+        wrong = asked if base is None else f"{asked} redirects to {to}, which"
         try:
-            url = URL(address)
+            url = URL(address) if base is None else base.join(URL(address))
             host, port = url.raw_host or "", url.port
         except ValueError as error:
-            raise ToolError(f"{asked} is not an address: {error}.") from error
+            raise ToolError(f"{wrong} is not an address: {error}.") from error
         if url.scheme not in ("http", "https") or not host or port is None:
-            raise ToolError(f"{asked} is not an http or https address.")
+            raise ToolError(f"{wrong} is not an http or https address.")
         if ":" in host or _ENDS_IN_NUMBER.search(host):
             self._rule.check(host)
             self._rule.check_port(port, [host])
@@ -334,7 +339,7 @@ class PageReader:
     async def text(self, url: str) -> str:
         """The page's text, at most MAX_PAGE_CHARS. Raises ToolError or InfraError."""
         key = f"page:{self.config.reader}:{url}"
-        return (await self._cache.through(key, lambda: self._read(url))).decode()
+        return await self._cache.through(key, lambda: self._read(url), decode_text)
 
     def stats(self) -> dict[str, float]:
         """Requests of Jina's reader, and pages whose text was extracted."""

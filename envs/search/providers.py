@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
 
-import msgspec
 from msgspec import Meta, Struct
 
 from agentenv.config import ESSENTIAL
-from agentenv.errors import ConfigError, InfraError, ToolError
+from agentenv.errors import ConfigError, ForeignError, InfraError, ToolError
+from agentenv.foreign import convert, decode
 from envs.search.corpus import BackendConfig, Hit, Query, split_contents
 from envs.search.upstream import HttpRequest, Reply, TrafficConfig, Upstream
 
@@ -173,9 +173,9 @@ def provider_hits(config: WebConfig, reply: Reply, max_results: int) -> list[Hit
     if reply.status != 200:
         raise InfraError(f"{config.provider}: status {reply.status}, expected 200")
     try:
-        content = msgspec.json.decode(reply.body, type=dict[str, Any])
-        rows = msgspec.convert(provider.results(content) or [], list[dict[str, Any]])
-    except (msgspec.DecodeError, UnicodeDecodeError, AttributeError) as error:
+        content = decode(reply.body, dict[str, Any])
+        rows = convert(provider.results(content) or [], list[dict[str, Any]])
+    except (ForeignError, AttributeError) as error:
         raise InfraError(f"{config.provider}: the reply has another form: {error}") from error
     if not rows and (failure := provider.failure(content)) and not _NOTHING.search(str(failure)):
         raise InfraError(f"{config.provider}: no results, but {str(failure)[:MAX_REASON_CHARS]}")
@@ -388,8 +388,11 @@ class _Contents(Struct):
     contents: str
 
 
-# What /batch_search answers, with scores: documents and scores of each query.
-_Batch = tuple[list[list[_Contents]], list[list[float]]]
+class _Batch(Struct, array_like=True):
+    """What /batch_search answers, with scores: documents and scores of each query."""
+
+    documents: list[list[_Contents]]
+    scores: list[list[float]]
 
 
 class RemoteBackend(HttpBackend):
@@ -418,11 +421,11 @@ def retrieved_hits(reply: Reply, url: str) -> list[Hit]:
     if reply.status != 200:
         raise InfraError(f"retriever {url}: status {reply.status}, expected 200")
     try:
-        rows = msgspec.json.decode(reply.body, type=_Retrieved).result
+        rows = decode(reply.body, _Retrieved).result
         if rows and isinstance(rows[0], list):
             rows = rows[0]
         return [_retrieved_hit(row) for row in rows]
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except ForeignError as error:
         raise InfraError(
             f"retriever {url}: {error}; expected "
             '{"result": [[{"document": {"contents": text}, "score": number}]]}'
@@ -434,8 +437,9 @@ def batch_hits(reply: Reply, url: str) -> list[Hit]:
     if reply.status != 200:
         raise InfraError(f"retriever {url}: status {reply.status}, expected 200")
     try:
-        (rows,), (scores,) = msgspec.json.decode(reply.body, type=_Batch)
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        found = decode(reply.body, _Batch)
+        (rows,), (scores,) = found.documents, found.scores
+    except (ForeignError, ValueError) as error:  # the second: not one list each
         raise InfraError(
             f"retriever {url}: {error}; expected "
             '[[[{"id": text, "contents": text}, ..]], [[score, ..]]]'
@@ -450,7 +454,7 @@ def batch_hits(reply: Reply, url: str) -> list[Hit]:
 def _retrieved_hit(row: Any) -> Hit:
     if isinstance(row, dict) and "document" not in row:
         row = {"document": row}
-    found = msgspec.convert(row, _Found)
+    found = convert(row, _Found)
     document = found.document
     title, text = split_contents(str(document.get("contents") or ""))
     return Hit(

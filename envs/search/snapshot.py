@@ -19,7 +19,8 @@ from typing import BinaryIO, Literal, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from agentenv.errors import ConfigError, DataError, InfraError, ToolError
+from agentenv.errors import ConfigError, DataError, ForeignError, InfraError, ToolError
+from agentenv.foreign import decode, printable
 from envs.search.corpus import Hit, Query
 
 FORMAT = 1
@@ -68,7 +69,6 @@ class _Place(NamedTuple):
 
 
 _AnyRow = Head | _Search | _Page
-_decoder: msgspec.json.Decoder[_AnyRow] = msgspec.json.Decoder(_AnyRow)
 
 
 class Snapshot:
@@ -124,14 +124,14 @@ class Snapshot:
     async def hits(self, query: Query, fetch: Callable[[], Awaitable[list[Hit]]]) -> list[Hit]:
         """The results of a search: those kept, else in record mode the fetched ones."""
         await self.start()
-        text = _clean(query.text)
+        text = printable(query.text)
         place = self._search_place(query)
         if place is None:
             self._miss(f"search {text!r} ({query.market})")
             try:
                 row = _Search(text, query.market, query.max_results, await fetch())
             except ToolError as error:
-                row = _Search(text, query.market, query.max_results, problem=_clean(str(error)))
+                row = _Search(text, query.market, query.max_results, problem=printable(str(error)))
             if self._search_place(query) is None:
                 self._searches.setdefault(text, {})[query.market] = self._append(row)
         else:
@@ -146,7 +146,7 @@ class Snapshot:
     async def page(self, url: str, fetch: Callable[[], Awaitable[str]]) -> str:
         """The text of a page: the one kept, else in record mode the fetched one."""
         await self.start()
-        url = _clean(url)
+        url = printable(url)
         if url in self._pages:
             self.num_found += 1
             row = self._read(self._pages[url])
@@ -154,9 +154,9 @@ class Snapshot:
         else:
             self._miss(f"page {url}")
             try:
-                row = _Page(url, _clean(await fetch()))
+                row = _Page(url, printable(await fetch()))
             except ToolError as error:
-                row = _Page(url, problem=_clean(str(error)))
+                row = _Page(url, problem=printable(str(error)))
             if url not in self._pages:
                 self._pages[url] = self._append(row)
         if row.problem:
@@ -170,13 +170,13 @@ class Snapshot:
     def covers(self, text: str) -> list[str] | None:
         """The addresses of what a search of this text found, in whatever market; None if there is
         no such search."""
-        found = self._searches.get(_clean(text), {}).values()
+        found = self._searches.get(printable(text), {}).values()
         rows = [row for row in map(self._read, found) if isinstance(row, _Search)]
         return [hit.url for row in rows for hit in row.hits if hit.url] if rows else None
 
     def has_page(self, url: str) -> bool:
         """Whether the file says what a page holds, or that it cannot be had."""
-        return _clean(url) in self._pages
+        return printable(url) in self._pages
 
     @property
     def num_searches(self) -> int:
@@ -275,8 +275,8 @@ class Snapshot:
 
     def _decoded(self, line: bytes, number: int) -> _AnyRow:
         try:
-            row = _decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            row: _AnyRow = decode(line, _AnyRow)
+        except ForeignError as error:
             raise DataError(
                 f"search.snapshot: {self.path}, row {number}: {error}; expected a row of a "
                 'snapshot, {"row": "search" or "page", ...}'
@@ -305,7 +305,7 @@ class Snapshot:
         self.head = head
 
     def _search_place(self, query: Query) -> _Place | None:
-        place = self._searches.get(_clean(query.text), {}).get(query.market)
+        place = self._searches.get(printable(query.text), {}).get(query.market)
         return place if place is not None and query.max_results <= place.max_results else None
 
     def _miss(self, what: str) -> None:
@@ -363,11 +363,6 @@ def _drop_cut_row(file: BinaryIO) -> None:
         end = start
     if end != size:
         os.ftruncate(file.fileno(), end)
-
-
-def _clean(text: str) -> str:
-    """Without the halves of characters that JSON cannot hold."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 class Nobody:

@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from agentenv.engines.client import RefusedError
 from agentenv.engines.endpoint import CHAT_PATH, ChatModel, ChatModelConfig, fenced, read_said
 from agentenv.errors import ConfigError, EngineError, InfraError
+from agentenv.foreign import decode_text
 from envs.search.cache import ResultCache
 from envs.search.upstream import HttpRequest
 
@@ -106,7 +107,7 @@ class Summarizer:
             return after.strip(" \n:*").encode("utf-8", "replace") if marked else b""
 
         key = "summary:" + hashlib.sha256(request.encode()).hexdigest()
-        text = (await self._cache.through(key, ask)).decode()
+        text = await self._cache.through(key, ask, decode_text)
         return Summary(text[: self.config.max_chars], num_tokens)
 
     def stats(self) -> dict[str, float]:

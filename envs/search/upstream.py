@@ -316,7 +316,7 @@ class Upstream:
                 return Reply(status, await _read(response, self.name))
         except TimeoutError:
             return f"no reply within {self.config.timeout_s:g} s", None
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             # the text of the error may hold the address, and so a key
             return f"{type(error).__name__}", None
 

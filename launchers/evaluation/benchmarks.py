@@ -9,7 +9,6 @@ scores are split by, and of the rest of a row only a system prompt and GSM8K's s
 
 from __future__ import annotations
 
-import ast
 import base64
 import binascii
 import difflib
@@ -30,7 +29,8 @@ from agentenv.config import build_config, read_toml
 from agentenv.data.dataset import Paths, load_tasks
 from agentenv.data.files import Row, find_files
 from agentenv.data.rows import ANSWERS, QUESTIONS, ColumnsConfig, RowsConfig, look_up
-from agentenv.errors import ConfigError, DataError
+from agentenv.errors import ConfigError, DataError, ForeignError
+from agentenv.foreign import decode_python
 from agentenv.types import SYSTEM_KEY, Task
 from envs.grading.verdict import last_boxed
 
@@ -302,8 +302,8 @@ def _unpacked(row: Row, column: str) -> Row:
     if not isinstance(text, str) or not text.lstrip().startswith("{"):
         return row
     try:
-        return {**row, column: ast.literal_eval(text)}
-    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        return {**row, column: decode_python(text)}
+    except ForeignError as error:
         raise DataError(f"column {column!r}: not a readable object: {text!r:.80}") from error
 
 

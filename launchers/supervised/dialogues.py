@@ -13,7 +13,6 @@ begin with.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -23,7 +22,8 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from agentenv.data.files import Row, find_files
-from agentenv.errors import DataError
+from agentenv.errors import DataError, ForeignError
+from agentenv.foreign import convert, decode_loose
 from agentenv.types import Message, ToolCall
 from launchers.supervised.config import ChatColumns, ChatDataConfig, Format
 
@@ -75,8 +75,8 @@ def converted(raw: Any, kind: type[T], where: str = "") -> T:
     """What a file holds as the type that it should be. DataError says what in it is not, and
     begins with `where`."""
     try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
+        return convert(raw, kind)
+    except ForeignError as error:
         raise DataError(f"{where}: {error}" if where else str(error)) from error
 
 
@@ -87,8 +87,8 @@ def read_messages(row: Row, column: str, form: RowFormat) -> list[Message]:
     value = row.get(column)
     if isinstance(value, str):  # CSV and some parquet files keep the list as a text
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            value = decode_loose(value)
+        except ForeignError as error:
             raise DataError(f"key {column!r}: not a list of messages: {error}") from error
     if not isinstance(value, list) or not value:
         raise DataError(
@@ -150,12 +150,12 @@ def _content(value: Any, key: str, may_be_empty: bool) -> str:
 def _call(raw: Any, key: str) -> ToolCall:
     """A call as an object or as its JSON, in {"function": ..} or by itself."""
     try:
-        call = json.loads(raw) if isinstance(raw, str) else raw
+        call = decode_loose(raw) if isinstance(raw, str) else raw
         call = call.get("function", call)
         arguments = call.get("arguments", call.get("parameters", {}))
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return msgspec.convert({"name": call["name"], "arguments": arguments}, ToolCall)
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        arguments = decode_loose(arguments) if isinstance(arguments, str) else arguments
+        return convert({"name": call["name"], "arguments": arguments}, ToolCall)
+    except (ForeignError, AttributeError, KeyError, TypeError) as error:
         raise DataError(
             f'key \'{key}\': expected a call {{"name": .., "arguments": {{..}}}}, got {raw!r:.60}'
         ) from error
@@ -295,11 +295,11 @@ def _with_system(messages: Sequence[Message], row: Row, form: RowFormat) -> list
 def _tools(row: Row, form: RowFormat) -> list[dict[str, Any]]:
     value = row.get(form.columns.tools) if form.columns.tools else None
     try:
-        schemas = json.loads(value) if isinstance(value, str) and value.strip() else value
+        schemas = decode_loose(value) if isinstance(value, str) and value.strip() else value
         tools = [schema.get("function", schema) for schema in schemas or ()]
         if all(isinstance(tool["name"], str) for tool in tools):
             return tools
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+    except (ForeignError, AttributeError, KeyError, TypeError):
         pass
     raise DataError(
         f"key {form.columns.tools!r}: expected a list of tools, each with a name, got {value!r:.60}"
@@ -438,8 +438,8 @@ def _source(registry: Path, name: str, *, ranking: bool) -> Source:
 
 def _entry(registry: Path, name: str) -> _Entry:
     try:
-        known = json.loads(registry.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        known = decode_loose(registry.read_bytes())
+    except (OSError, ForeignError) as error:
         raise DataError(f"{registry}: not a readable dataset_info.json: {error}") from error
     raw = known.get(name) if isinstance(known, dict) else None
     if not isinstance(raw, dict):

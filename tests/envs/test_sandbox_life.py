@@ -13,6 +13,7 @@ import pytest
 from agentenv.errors import EnvError, InfraError
 from envs.sandbox import Sandbox
 from envs.sandbox import process as zygote_process
+from envs.sandbox.sandbox import SandboxSession
 from tests.support.sandboxes import (
     said,
     until_gone,
@@ -104,6 +105,17 @@ asyncio.run(main())
     await host.wait()
     for process in inside:
         await until_gone(process)
+
+
+async def test_a_frame_that_a_cell_forges_is_no_answer(session: SandboxSession) -> None:
+    """Whatever it is: the interpreter counts as dead, and the next one starts anew."""
+    deep = b'{"output": "x", "y":' + b"[" * 5000
+    for frame in (deep, b"\xff", b'{"output": 3}', b'{"output": "\\ud800"}', b""):
+        code = f"import os\nframe = {frame!r}\n"
+        code += "os.write(3, len(frame).to_bytes(4, 'big') + frame)"
+        result = await session.run(code, 10.0)
+        assert (result.end, result.output) == ("died", "The interpreter died.")
+        assert (await session.run("6 * 7", 10.0)).output.endswith("42")
 
 
 async def test_a_stopped_zygote_does_not_block_closing(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +58,82 @@ async def test_a_cache_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
     path.write_text("this is no database" * 100)
     with pytest.raises(ConfigError, match=r"search\.cache: .*cache\.db: .*expected"):
         ResultCache(path)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+async def test_damaged_pages_are_misses_and_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "cache.db"
+    cache = ResultCache(path)
+    for number in range(300):
+        cache.put(str(number), b"%d" % number * 200)
+    await cache.close()
+    data = bytearray(path.read_bytes())
+    for start in range(3 * 4096, len(data), 7 * 4096):
+        data[start : start + 4096] = b"\xa5" * 4096
+    path.write_bytes(data)
+    cache = ResultCache(path)
+    found = [cache.get(str(number)) for number in range(300)]
+    assert {value for value in found if value is not None} < {b"%d" % n * 200 for n in range(300)}
+    assert 0 < found.count(None) < 300
+    (said,) = warnings(caplog)
+    assert "search.cache" in said
+    assert "cache.db is damaged" in said
+    cache.put("0", b"new")
+    assert cache.get("0") == b"new"
+    await cache.close()
+
+
+@pytest.mark.parametrize("value", [b'[{"another": "form"}]', b"\xff", b"[" * 5000, "text", 5, None])
+async def test_an_entry_of_another_form_is_fetched_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: Any
+) -> None:
+    path, backend = tmp_path / "cache.db", Counting([Hit("Lima")])
+    first = CachedBackend("test", backend, ResultCache(path))
+    await first.search(Query("peru"))
+    await first.cache.close()
+    with sqlite3.connect(path) as file:
+        file.execute("UPDATE entries SET value = ?", (value,))
+    file.close()
+    again = CachedBackend("test", backend, ResultCache(path))
+    assert await again.search(Query("peru")) == [Hit("Lima")] == await again.search(Query("peru"))
+    assert backend.num_calls == 2
+    assert again.cache.stats() == {"cache/num_hits": 1, "cache/num_misses": 1}
+    assert len(warnings(caplog)) == 1
+    await again.cache.close()
+
+
+@pytest.mark.parametrize(
+    ("statement", "problem"),
+    [
+        ("PRAGMA user_version = 99", "of version 99, not 1"),
+        ("ALTER TABLE entries RENAME COLUMN value TO content", "no such column: value"),
+    ],
+)
+async def test_a_file_of_another_version_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, statement: str, problem: str
+) -> None:
+    path = tmp_path / "cache.db"
+    cache = ResultCache(path)
+    cache.put("a", b"1")
+    await cache.close()
+    with sqlite3.connect(path) as file:
+        assert file.execute("PRAGMA user_version").fetchone() == (1,)
+        file.execute(statement)
+    file.close()
+    cache = ResultCache(path)
+    assert cache.get("a") is None
+    cache.put("a", b"2")
+    assert cache.get("a") == b"2"
+    await cache.close()
+    assert problem in warnings(caplog)[0]
+    with sqlite3.connect(path) as file:
+        assert file.execute("SELECT * FROM entries").fetchone()[1] == b"1"
+    file.close()
 
 
 class Counting(HttpBackend):

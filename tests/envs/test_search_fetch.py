@@ -23,6 +23,10 @@ PAGE = """<html><head><title>Lima</title><script>track()</script></head><body>
 ONLY_127_0_0_1 = FetchConfig(allow_networks=("127.0.0.1/32",))
 
 
+MALFORMED = ["http://[bad", "http://a:99999/", "//[x", "http://:80", "http://\u2100.com/",
+             "http://a:b/", "http://\udcff/"]  # fmt: skip
+
+
 @asynccontextmanager
 async def fetching(
     config: FetchConfig = ONLY_127_0_0_1, resolver: AbstractResolver | None = None
@@ -264,3 +268,19 @@ async def test_what_is_no_text_is_refused() -> None:
     async with serving(answer) as url, fetching() as fetcher:
         with pytest.raises(ToolError, match="is not a text but application/pdf"):
             await fetcher.fetch(url)
+
+
+@pytest.mark.parametrize("location", MALFORMED)
+async def test_a_malformed_redirect_is_a_fact_of_the_page(location: str) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 302 Found\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n"
+        writer.write(head.encode("utf-8", "surrogateescape"))
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, fetching() as fetcher:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        with pytest.raises(ToolError, match=r"redirects to .* is not an") as caught:
+            await fetcher.fetch(url)
+        str(caught.value).encode()

@@ -1,0 +1,126 @@
+"""What we did not write, decoded in one place: replies of servers, frames of processes, arguments
+of tool calls, files that others made.
+
+    try:
+        rows = decode(reply.body, list[Row])
+    except ForeignError as error:
+        raise InfraError(f"{name}: {error}; expected a list of rows") from error
+
+Who asked gives the failure its name: a ToolError that the policy reads, infrastructure, or a
+mistake in a file or a configuration. One that is left as it is fails a rollout and ends no run.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from functools import cache
+from itertools import accumulate
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+from agentenv.errors import ForeignError
+
+# Levels of nesting. Deeper values could be decoded, and then end whatever walks them by recursion
+# (an encoder, a template, `repr`), depending on how deep its own stack is.
+MAX_DEPTH = 100
+
+T = TypeVar("T")
+
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+_OTHERS = bytes(set(range(256)) - set(b'[]{}"'))
+
+
+@overload
+def decode(data: bytes | bytearray | str, *, packed: bool = ...) -> Any: ...
+@overload
+def decode(data: bytes | bytearray | str, kind: type[T], *, packed: bool = ...) -> T: ...
+@overload
+def decode(data: bytes | bytearray | str, kind: Any, *, packed: bool = ...) -> Any: ...
+def decode(data: bytes | bytearray | str, kind: Any = Any, *, packed: bool = False) -> Any:
+    """JSON, or MessagePack if `packed`, as a value of `kind`. Raises ForeignError, and nothing
+    else, whatever the data are."""
+    try:
+        if isinstance(data, str):
+            data = data.encode()
+        value = _decoder(kind, packed).decode(data)
+        if not packed and _is_open(kind):
+            _check_depth(data)
+        return value
+    except (ValueError, RecursionError, OverflowError) as error:  # msgspec's own are ValueErrors
+        raise ForeignError(_reason(error)) from error
+
+
+def decode_loose(text: bytes | str) -> Any:
+    """JSON as Python's own encoder writes it, with NaN, for files of others. Raises
+    ForeignError."""
+    try:
+        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        value = json.loads(text)
+        if "\\ud" in text or "\\uD" in text:  # which may be half of a surrogate pair
+            json.dumps(value, ensure_ascii=False).encode()
+        _check_depth(text.encode())
+        return value
+    except (ValueError, RecursionError) as error:
+        raise ForeignError(_reason(error)) from error
+
+
+def decode_python(text: str) -> Any:
+    """A literal of Python. Raises ForeignError."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        raise ForeignError(_reason(error)) from error
+
+
+def convert(value: Any, kind: type[T], *, strict: bool = True) -> T:
+    """A value that was decoded before, as one of `kind`. Raises ForeignError."""
+    try:
+        return msgspec.convert(value, kind, strict=strict)
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise ForeignError(_reason(error)) from error
+
+
+def decode_text(data: bytes) -> str:
+    """Text in UTF-8. Raises ForeignError."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ForeignError(_reason(error)) from error
+
+
+def printable(text: str) -> str:
+    """The text with a question mark for each half of a surrogate pair, which no encoder and no
+    tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
+    return text
+
+
+@cache
+def _decoder(kind: Any, packed: bool) -> msgspec.json.Decoder[Any] | msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind) if packed else msgspec.json.Decoder(kind)
+
+
+@cache
+def _is_open(kind: Any) -> bool:
+    """Whether there is a place in the type where anything may stand, nested as it likes."""
+    return "AnyType()" in repr(msgspec.inspect.type_info(kind))
+
+
+def _check_depth(data: bytes | bytearray) -> None:
+    """Raises ValueError for JSON that is nested too deeply."""
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+        return
+    # every second piece between quotes is a text, once the quotes within texts are gone
+    bare = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHERS)
+    brackets = b"".join(bare.split(b'"')[::2]).translate(_STEPS)
+    if max(accumulate(memoryview(brackets).cast("b")), default=0) > MAX_DEPTH:
+        raise ValueError(f"nested over {MAX_DEPTH} levels deep")
+
+
+def _reason(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)

@@ -1,0 +1,173 @@
+"""What we did not write is decoded in one place, where every failure is an error of ours."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import Struct
+
+from agentenv.errors import AgentEnvError, ForeignError
+from agentenv.foreign import (
+    MAX_DEPTH,
+    convert,
+    decode,
+    decode_loose,
+    decode_python,
+    decode_text,
+    printable,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+DECODERS = re.compile(
+    r"json\.(loads?|JSONDecoder)|msgspec\.(json|msgpack|yaml)\.(decode|Decoder)"
+    r"|msgspec\.convert|ast\.literal_eval|(pickle|marshal|yaml)\.\w*loads?"
+    r"|(response|request|reply)\.json"
+)
+# What these decode was written by this program, or is the configuration, which has errors of its
+# own, or they run where agentenv is not.
+OURS = {
+    "agentenv/config.py": "configuration",
+    "agentenv/kinds.py": "configuration",
+    "agentenv/foreign.py": "the one place",
+    "envs/grading/custom.py": "in a worker, a payload of ours",
+    "envs/sandbox/cells.py": "in a session, a request of the host",
+    "envs/sandbox/zygote.py": "in the zygote, a request of the host",
+    "envs/workers.py": "in a worker, a job of the host",
+    "launchers/bench.py": "a file of the package",
+    "launchers/data.py": "configuration",
+    "launchers/evaluation/store.py": "a result directory of ours",
+    "launchers/evaluation/subject.py": "a run directory",
+    "launchers/monitors.py": "a run directory",
+    "launchers/rl/evaluations.py": "what was encoded before",
+    "launchers/rl/report.py": "a run directory",
+    "launchers/rundir.py": "a run directory",
+    "launchers/serving/roles.py": "configuration",
+    "launchers/supervised/run.py": "a run directory",
+    "launchers/synthesis/output.py": "a result directory of ours",
+    "learners/checkpoint.py": "a checkpoint of ours",
+    "learners/lora.py": "a checkpoint of ours",
+    "learners/ranks.py": "a process of ours",
+}
+
+
+class Point(Struct):
+    x: float
+    rest: Any = None
+
+
+class Flat(Struct):
+    x: float
+
+
+def decoding(path: Path) -> list[int]:
+    """Lines of a file that decode without agentenv.foreign."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    found = [call.lineno for call in calls if DECODERS.fullmatch(ast.unparse(call.func))]
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    found += [one.lineno for one in imports if one.module in ("json", "pickle", "msgspec.json")]
+    return found
+
+
+def test_nothing_foreign_is_decoded_elsewhere() -> None:
+    found = {}
+    for package in ("agentenv", "envs", "launchers", "learners"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = str(path.relative_to(ROOT))
+            if lines := decoding(path):
+                found[name] = lines
+    strange = {name: lines for name, lines in found.items() if name not in OURS}
+    assert not strange, f"use agentenv.foreign, or say in OURS who wrote it: {strange}"
+    assert found.keys() == OURS.keys()
+
+
+def test_the_walk_finds_a_decoder(tmp_path: Path) -> None:
+    code = tmp_path / "x.py"
+    code.write_text("import json\n\nprint(json.loads('1'))\nfrom json import loads\n")
+    assert decoding(code) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[" * 100_000,
+        b"[" * 500 + b"]" * 500,
+        b'{"a":' * 5000,
+        b"\xff",
+        b'"\xff"',
+        b'"\\ud800"',
+        "\ud800",
+        b"1" * 5000,
+        b"1e999",
+        b"NaN",
+        b"{} x",
+        b"\x00",
+    ],
+)
+def test_every_failure_is_one_error(data: bytes | str) -> None:
+    with pytest.raises(ForeignError, match=r"\S"):
+        decode(data)
+    with pytest.raises(ForeignError):
+        decode(data, Point)
+    assert issubclass(ForeignError, AgentEnvError)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x91" * 100_000, b"\xa1\xff", b"\xd5\xff" * 20])
+def test_messagepack_too(data: bytes) -> None:
+    with pytest.raises(ForeignError):
+        decode(data, packed=True)
+
+
+def test_what_is_as_asked_comes_back() -> None:
+    assert decode(b'{"x": 1, "rest": [1, {}]}', Point) == Point(1.0, [1, {}])
+    assert decode('{"x": "\\u00e9"}') == {"x": "é"}
+    assert decode(msgspec.msgpack.encode({"x": 2}), Point, packed=True) == Point(2.0)
+    assert convert({"x": "3"}, Point, strict=False) == Point(3.0)
+    with pytest.raises(ForeignError, match=r"Expected `float`, got `str` - at `\$\.x`"):
+        decode(b'{"x": "3"}', Point)
+    with pytest.raises(ForeignError, match="float"):
+        convert({"x": "3"}, Point)
+    assert decode_text("é".encode()) == "é"
+    with pytest.raises(ForeignError):
+        decode_text(b"\xff")
+
+
+def nested(depth: int) -> bytes:
+    return b'[{"a":' * (depth // 2) + b"1" + b"}]" * (depth // 2)
+
+
+def test_only_so_deep() -> None:
+    """Also between texts that look like structure, and beside what is flat and long."""
+    decode(nested(MAX_DEPTH))
+    with pytest.raises(ForeignError, match="nested over 100 levels"):
+        decode(nested(MAX_DEPTH + 2))
+    with pytest.raises(ForeignError, match="nested over 100 levels"):
+        decode(b'{"x": 1, "rest": %s}' % nested(MAX_DEPTH + 2), Point)
+    decode(b'{"x": 1, "other": %s}' % nested(MAX_DEPTH + 2), Flat)  # which is left out
+    flat = b"[" + b'"[[\\"[{\\\\", [], {"]": {}}, ' * 5000 + b"1]"
+    assert len(decode(flat)) == 15_001
+    with pytest.raises(ForeignError, match="levels"):
+        decode(flat[:-2] + b'"\\\\", ' + nested(MAX_DEPTH) + b"]")
+
+
+def test_files_of_others_may_hold_nan_and_no_half_characters() -> None:
+    assert decode_loose(b'\xef\xbb\xbf{"a": NaN}')["a"] != 0
+    assert decode_loose('"\\ud83d\\ude00"') == "😀"
+    for data in ('"\\ud83d"', b"\xff", "[" * 100_000, nested(MAX_DEPTH + 2), "{}{}"):
+        with pytest.raises(ForeignError):
+            decode_loose(data)
+    assert decode_python("{'a': (1, None)}") == {"a": (1, None)}
+    for text in ("f()", "(" * 5000, "1 +", "\x00", "9" * 5000):
+        with pytest.raises(ForeignError):
+            decode_python(text)
+
+
+def test_what_no_encoder_takes_is_replaced() -> None:
+    assert printable("é😀") == "é😀"
+    assert printable("a\ud800b") == "a?b"
