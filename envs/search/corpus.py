@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import re
+import unicodedata
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -152,11 +153,15 @@ def corpus_path(path: str) -> Path:
     return Path(path).resolve() if path else SHIPPED_CORPUS
 
 
+WORDS_VERSION = 2  # of what `words` makes of a text; an index on disk holds it
 _WORD = re.compile(r"\w+")
-# Han and kana are written without spaces, so each run becomes its characters and bigrams
+# Han and kana are written without spaces, and Hangul with particles at its words, so each run
+# becomes its characters and bigrams
 _UNSPACED = re.compile(
-    "[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]+"
+    "[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]+"
 )
+# accents of Latin and Greek letters; in other scripts such marks make another letter
+_ACCENTS = re.compile("(?<=[a-z\u0370-\u03ff])[\u0300-\u036f]+")
 _EXPECTED = 'expected {"id": text, "title": text, "text": text} or {"id": ..., "contents": text}'
 
 
@@ -179,12 +184,17 @@ class _FlashRagRow(Struct):
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words of any script; no stemming, no stop words.
+    """Lower-case words of any script, in the usual forms of their characters and without accents;
+    no stemming, no stop words.
 
-    Chinese and Japanese, which have no spaces, give their characters and pairs of characters.
+    Chinese, Japanese and Korean give their characters and pairs of characters.
     """
-    found = _WORD.findall(text.lower())
-    if text.isascii() or not _UNSPACED.search(text):
+    if text.isascii():
+        return _WORD.findall(text.lower())
+    text = _ACCENTS.sub("", unicodedata.normalize("NFKD", text.casefold()))
+    text = unicodedata.normalize("NFKC", text)
+    found = _WORD.findall(text)
+    if not _UNSPACED.search(text):
         return found
     return [part for word in found for part in _segments(word)]
 

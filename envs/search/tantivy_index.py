@@ -11,6 +11,7 @@ from agentenv.config import PATH
 from agentenv.errors import ConfigError, DataError
 from envs.search.corpus import (
     CORPUS_SCHEME,
+    WORDS_VERSION,
     BackendConfig,
     Hit,
     LocalBackend,
@@ -67,14 +68,15 @@ class TantivyBackend(LocalBackend[Any]):
         return builder.build()
 
     def _open(self) -> Any:
-        stamp = f"{self._corpus.resolve()} {self._corpus_state()}"
+        stamp = f"{self._corpus.resolve()} {self._corpus_state()} words {WORDS_VERSION}"
         marker = self._directory / DONE
         try:
             if marker.exists():
                 if marker.read_text(encoding="utf-8") != stamp:
                     raise ConfigError(
                         f"search.backend.directory: {self._directory} holds the index of another "
-                        f"corpus than {self._corpus}; expected another or an empty directory"
+                        f"corpus than {self._corpus}, or of an earlier version of this program; "
+                        "expected another or an empty directory"
                     )
                 return self._tantivy.Index.open(str(self._directory))
             self._directory.mkdir(parents=True, exist_ok=True)

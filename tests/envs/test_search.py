@@ -80,9 +80,47 @@ def test_words_of_any_script() -> None:
         "the",
         "zorvex",
         "labs",
-        "\u00e9t\u00e9",
+        "ete",
         *("\u6771", "\u4eac", "\u6771\u4eac", "_1"),  # no spaces: characters and pairs
     ]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("\uff21\uff22\uff23 \uff11", "abc 1"),  # full width
+        ("na\u00efve", "NAIVE"),
+        ("nai\u0308ve", "na\u00efve"),  # the accent as a character of its own
+        ("Vi\u1ec7t Nam", "viet nam"),
+        ("\u0395\u03bb\u03bb\u03ac\u03b4\u03b1", "\u03b5\u03bb\u03bb\u03b1\u03b4\u03b1"),
+        ("Stra\u00dfe", "STRASSE"),
+        ("\ufb01ne", "fine"),
+        ("\uff76\uff9e\uff97\uff7d", "\u30ac\u30e9\u30b9"),  # half width kana
+        ("\u1112\u1161\u11ab", "\ud55c"),  # Hangul in parts
+    ],
+)
+def test_spellings_of_one_word(one: str, other: str) -> None:
+    assert words(one) == words(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("\u30ac", "\u30ab"),  # ga and ka
+        ("\u0439", "\u0438"),  # Russian i short and i
+    ],
+)
+def test_marks_that_make_another_letter_stay(one: str, other: str) -> None:
+    assert words(one) != words(other)
+
+
+async def test_korean_is_found_without_its_particles(tmp_path: Path) -> None:
+    """ "Korea capital" in "Korea's capital is Seoul", which hangs particles at both words."""
+    seoul = "\ub300\ud55c\ubbfc\uad6d\uc758 \uc218\ub3c4\ub294 \uc11c\uc6b8\uc774\ub2e4"
+    other = "\ubbf8\uad6d\uc758 \ub300\ud1b5\ub839"  # "America's president"
+    rows = [{"id": text, "title": "", "text": text} for text in (other, seoul)]
+    tool = SearchTool(write(tmp_path, rows))
+    assert await search(tool, "\ub300\ud55c\ubbfc\uad6d \uc218\ub3c4") == seoul
 
 
 @pytest.mark.parametrize(
