@@ -327,6 +327,14 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float,
         Meta(gt=0, description="warn when engine and learner differ more, nats at the worst token"),
     ] = 0.01
+    stop_logprob_gap: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="end the run when they differ by more on average, nats: then one of them "
+            "computes another model; 100 goes on regardless",
+        ),
+    ] = 0.1
 
     def __post_init__(self) -> None:
         if (self.num_steps is None) == (self.num_epochs is None):

@@ -9,11 +9,16 @@ to compute that:
     blocked   on the CPU: blocks of visible pairs without a masked one, `BlockPlan`
     flex      on a GPU: FlexAttention, whose mask of blocks follows from `end`
     dense     elsewhere: a [tokens, tokens] mask
+
+A layer that looks through a window of w tokens sees k only if fewer than w tokens of the path lie
+between: `WindowPlan` gathers what each stretch of a path sees. A window that no path exceeds is
+none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -294,7 +299,80 @@ def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(1).int()[None, None], order.int()[None, None]
 
 
+# Windows. The keys of a stretch of tokens are those before it on its path, gathered, and its own.
+
+MIN_STRETCH = 128  # queries of a call, for small windows
+
+
+class Stretch(NamedTuple):
+    """Queries [first, last), the keys that any of them sees, int64 [keys], in the order of their
+    path, and which: bool [queries, keys]."""
+
+    first: int
+    last: int
+    keys: Tensor
+    mask: Tensor
+
+
+class WindowPlan:
+    """Stretches of all paths of a layout for one window.
+
+    A query q sees the last `window` tokens of its path, itself among them.
+    """
+
+    def __init__(self, end: NDArray[np.int64], window: int, device: torch.device) -> None:
+        self.stretches = [
+            self._stretch(path, first, last, window, device)
+            for path, first, last in _stretches(end, max(window, MIN_STRETCH))
+        ]
+
+    @staticmethod
+    def _stretch(
+        path: NDArray[np.int64], first: int, last: int, window: int, device: torch.device
+    ) -> Stretch:
+        before = path[max(0, len(path) - window + 1) :]
+        keys = np.concatenate([before, np.arange(first, last)])
+        far = np.arange(last - first)[:, None] + len(before) - np.arange(len(keys))
+        mask = torch.from_numpy((far >= 0) & (far < window))
+        return Stretch(first, last, torch.from_numpy(keys).to(device), mask.to(device))
+
+
+def _stretches(end: NDArray[np.int64], size: int) -> Iterator[tuple[NDArray[np.int64], int, int]]:
+    """Tokens [first, last) between two forks, at most `size` of them, and those above them on
+    their path, from its first token on."""
+    starts = [0, *(np.flatnonzero(np.diff(end)) + 1).tolist(), len(end)]
+    path: list[tuple[int, int, int]] = []  # first and last token of the segments above, their end
+    for start, stop in itertools.pairwise(starts):
+        while path and path[-1][2] <= start:
+            path.pop()
+        above = [np.arange(first, last) for first, last, _ in path]
+        for first in range(start, stop, size):
+            own = np.arange(start, first)
+            yield np.concatenate([*above, own]), first, min(first + size, stop)
+        path.append((start, stop, int(end[start])))
+
+
+def windowed_attention(
+    query: Tensor, key: Tensor, value: Tensor, plan: WindowPlan, scale: float
+) -> Tensor:
+    """softmax(scale q k^T) v over what the window shows; shapes as in `blocked_attention`."""
+    parts = [
+        scaled_dot_product_attention(
+            query[:, :, one.first : one.last],
+            key.index_select(2, one.keys),
+            value.index_select(2, one.keys),
+            attn_mask=one.mask,
+            scale=scale,
+            enable_gqa=True,
+        )
+        for one in plan.stretches
+    ]
+    return torch.cat(parts, 2).transpose(1, 2).contiguous()
+
+
 NAME = "agentenv_tree"
+# What layers pass on to any attention and this one need not read: dropout is refused before.
+_HARMLESS = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions"}
 Form = Literal["blocked", "flex", "dense"]
 
 # Transformers hands a four-dimensional mask on as it is. Without one it would take the positions
@@ -314,6 +392,7 @@ class TreeLayout:
         self.end = end
         self.device = device
         self.form = form or default_form(device)
+        self._windows: dict[int, WindowPlan] = {}
 
     @cached_property
     def blocks(self) -> BlockPlan:
@@ -327,6 +406,17 @@ class TreeLayout:
     def mask(self) -> Tensor:
         return visible(torch.from_numpy(self.end).to(self.device))
 
+    @cached_property
+    def longest_path(self) -> int:
+        """In tokens."""
+        return max(len(path) + last - first for path, first, last in _stretches(self.end, 1 << 30))
+
+    def window(self, size: int) -> WindowPlan:
+        """What a window of so many tokens shows."""
+        if size not in self._windows:
+            self._windows[size] = WindowPlan(self.end, size, self.device)
+        return self._windows[size]
+
 
 def default_form(device: torch.device) -> Form:
     """The fastest form that trains on the device."""
@@ -338,12 +428,9 @@ def default_form(device: torch.device) -> Form:
 def use_tree_attention(model: Any) -> None:
     """Let the model's attention read tree layouts.
 
-    Raises ConfigError for models whose attention cannot be replaced or looks through a window,
-    which no layout describes, and for attention dropout.
+    Raises ConfigError for models whose attention cannot be replaced, and for attention dropout.
     """
     config, name = model.config, type(model).__name__
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise ConfigError(f"{name} has sliding-window attention; trees need full attention")
     if getattr(config, "attention_dropout", 0.0):
         raise ConfigError(
             f"{name}: attention_dropout = {config.attention_dropout}, expected 0 in config.json"
@@ -366,6 +453,7 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     tree_layout: TreeLayout | None = None,
+    sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in each layer; query, key, value: [rows, heads, tokens, width]."""
@@ -380,7 +468,16 @@ def _attention(
         raise ValueError("a tree_layout needs attention_mask = NO_MASK")
     if query.shape[0] != 1 or query.shape[2] != len(tree_layout.end):
         raise ValueError(f"a layout of {len(tree_layout.end)} tokens for {tuple(query.shape)}")
+    unknown = [name for name in others if name not in _HARMLESS and others[name] is not None]
+    if unknown:
+        raise ConfigError(
+            f"{type(module).__name__}: attention with {', '.join(sorted(unknown))}, which is not "
+            "computed over trees"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if sliding_window is not None and sliding_window < tree_layout.longest_path:
+        plan = tree_layout.window(sliding_window)
+        return windowed_attention(query, key, value, plan, scale), None
     if tree_layout.form == "blocked":
         return blocked_attention(query, key, value, tree_layout.blocks, scale), None
     if tree_layout.form == "flex":

@@ -1,7 +1,8 @@
 """Log-probs of trained tokens from a Hugging Face causal language model on packed trees.
 
 `LogprobHead` gives log-probs, entropies and arg-max of given tokens without logits of the whole
-batch. For a token with logits z = (W h + b) / T, target y, p = softmax(z), H = -sum p log p:
+batch. For a token with logits z (W h + b, scaled and capped as the model does), target y,
+p = softmax(z), H = -sum p log p:
 
     d log p(y) / dz = onehot(y) - p          d H / dz = -p (log p + H)
 
@@ -11,7 +12,7 @@ chunk, which keeps its probabilities.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,42 @@ CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of one [tokens, vocabulary
 TILE_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}  # of a float32 copy of some of the weight's rows
 
 
+class LogitShape(NamedTuple):
+    """What a model does to the product z of its head: cap tanh(scale z / cap), or scale z."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> LogitShape:
+        """As the families' configurations name it: Granite and MiniCPM divide, Cohere and Falcon-H1
+        multiply, Gemma caps."""
+        scale = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+        for name in ("logit_scale", "lm_head_multiplier"):
+            scale *= getattr(config, name, None) or 1.0
+        return cls(scale, getattr(config, "final_logit_softcapping", None))
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        """In place."""
+        if self.scale != 1.0:
+            logits *= self.scale
+        if self.cap is not None:
+            logits.div_(self.cap).tanh_().mul_(self.cap)
+        return logits
+
+    def back_(self, grad: Tensor, logits: Tensor | None) -> Tensor:
+        """The gradient of the product, in place, from that of the shaped logits."""
+        if self.cap is not None:
+            assert logits is not None
+            grad *= 1.0 - (logits / self.cap).square_()
+        if self.scale != 1.0:
+            grad *= self.scale
+        return grad
+
+
+PLAIN = LogitShape()
+
+
 class LogprobHead(nn.Linear):
     """An output head that can also answer with figures of chosen tokens.
 
@@ -32,18 +69,21 @@ class LogprobHead(nn.Linear):
     hooks of the module, which gather the weight under ZeRO-3, see every use of it.
     """
 
+    shape = PLAIN
+
     @classmethod
-    def of(cls, linear: nn.Linear) -> LogprobHead:
+    def of(cls, linear: nn.Linear, shape: LogitShape = PLAIN) -> LogprobHead:
         """A head with the same parameters."""
         has_bias = linear.bias is not None
         head = cls(linear.in_features, linear.out_features, has_bias, device="meta")
-        head.weight, head.bias = linear.weight, linear.bias
+        head.weight, head.bias, head.shape = linear.weight, linear.bias, shape
         return head.train(linear.training)
 
     def forward(  # type: ignore[override]
         self, hidden: Tensor, targets: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Logits; with targets log-probs, entropies and likeliest ids, each [tokens].
+        """The product, which the model shapes; with targets log-probs, entropies and likeliest
+        ids of the shaped logits, each [tokens].
 
         hidden: [tokens, width], targets: int64 [tokens]. Log-probs and entropies (nats) are at
         least float32 and both differentiable; a gradient that nobody asks for costs nothing.
@@ -51,7 +91,7 @@ class LogprobHead(nn.Linear):
         if targets is None:
             return super().forward(hidden)
         figures: tuple[Tensor, Tensor, Tensor] = SelectedLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, self.weight, self.bias, targets
+            hidden, self.weight, self.bias, targets, self.shape
         )
         return figures
 
@@ -66,6 +106,7 @@ class SelectedLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
+        shape: LogitShape = PLAIN,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_tokens, dtype = len(targets), torch.promote_types(hidden.dtype, torch.float32)
         chunks = torch.split(hidden, chunk_tokens(weight, dtype))
@@ -75,7 +116,7 @@ class SelectedLogprobs(torch.autograd.Function):
         start = 0
         for chunk in chunks:
             span = slice(start, start + len(chunk))
-            logits = _logits(chunk, weight, bias, dtype)
+            logits = shape.apply_(_logits(chunk, weight, bias, dtype))
             highest, likeliest[span] = logits.max(-1)
             chosen = logits.gather(-1, targets[span, None])[:, 0]
             probabilities = torch.softmax(logits, -1)
@@ -83,9 +124,9 @@ class SelectedLogprobs(torch.autograd.Function):
             log_total[span] = highest - top.log()
             logprobs[span] = chosen - log_total[span]
             entropy[span] = log_total[span] - torch.linalg.vecdot(probabilities, logits)
-            kept = probabilities if len(chunks) == 1 else None
+            kept = probabilities if len(chunks) == 1 and shape.cap is None else None
             start = span.stop
-        ctx.dtype = dtype
+        ctx.dtype, ctx.shape = dtype, shape
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(likeliest)
         ctx.save_for_backward(hidden, weight, bias, targets, log_total, entropy, kept)
@@ -98,7 +139,7 @@ class SelectedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_total, entropy, kept = ctx.saved_tensors
         if grad is None and grad_entropy is None:
-            return None, None, None, None
+            return None, None, None, None, None
         grad_hidden = torch.empty_like(hidden)
         # Sums over chunks are float32 at least, whatever the weight is.
         grad_weight = torch.zeros_like(weight, dtype=ctx.dtype) if ctx.needs_input_grad[1] else None
@@ -107,9 +148,10 @@ class SelectedLogprobs(torch.autograd.Function):
         for chunk in torch.split(hidden, chunk_tokens(weight, ctx.dtype)):
             span = slice(start, start + len(chunk))
             start = span.stop
-            probabilities = kept
+            probabilities, logits = kept, None
             if probabilities is None:
-                probabilities = _logits(chunk, weight, bias, ctx.dtype)
+                probabilities = ctx.shape.apply_(_logits(chunk, weight, bias, ctx.dtype))
+                logits = probabilities.clone() if ctx.shape.cap is not None else None
                 probabilities.sub_(log_total[span, None]).exp_()
             of_logits = torch.zeros_like(probabilities)
             if grad is not None:
@@ -119,6 +161,7 @@ class SelectedLogprobs(torch.autograd.Function):
                 rise = torch.special.xlogy(probabilities, probabilities)
                 rise.addcmul_(probabilities, entropy[span, None])
                 of_logits.addcmul_(rise, grad_entropy[span, None], value=-1.0)
+            ctx.shape.back_(of_logits, logits)
             if grad_bias is not None:
                 grad_bias += of_logits.sum(0)
             grad_hidden[span] = _back(of_logits, chunk, weight, grad_weight)
@@ -126,7 +169,7 @@ class SelectedLogprobs(torch.autograd.Function):
             None if one is None else one.to(hidden.dtype)
             for one in (grad_hidden, grad_weight, grad_bias)
         )
-        return *found, None
+        return *found, None, None
 
 
 def chunk_tokens(weight: Tensor, dtype: torch.dtype) -> int:
@@ -197,7 +240,8 @@ class Policy(nn.Module):
                     f"the output head is a {type(head).__name__}, not a linear layer; adapters "
                     "belong on the other layers"
                 )
-            causal.set_output_embeddings(LogprobHead.of(head))
+            shape = LogitShape.of(causal.config.get_text_config())
+            causal.set_output_embeddings(LogprobHead.of(head, shape))
         if checkpointing:
             _checkpoint_layers(causal)
 

@@ -42,6 +42,7 @@ from learners.checkpoint import restore
 from learners.dpo import prefer
 from learners.export import write_adapter_only, write_model
 from learners.lora import add_adapters
+from learners.model_check import check_model
 from learners.policy import Policy
 from learners.trainer import Trainer
 
@@ -277,9 +278,11 @@ class Rank:
 
 
 def make_backend(init: wire.Init) -> DeepSpeedBackend | TorchBackend:
-    """Load the model and start the backend that the configuration names."""
+    """Load the model and start the backend that the configuration names. Raises ConfigError for a
+    model that is not computed here as it should be."""
     config = init.config
     transformers_logging.disable_progress_bar()
+    check_model(Path(init.model_dir))
     model = AutoModelForCausalLM.from_pretrained(
         init.model_dir, dtype=getattr(torch, config.dtype), attn_implementation="sdpa"
     ).eval()

@@ -62,6 +62,10 @@ async def read_what_is_here(
         assembly = _assembly(config, folder, model, stack, say)
         assembly.ends, assembly.has_weights = ENDS, False
         assembly.built |= {"model": model, "endpoint": None}
+        if model is not None and not isinstance(config, EvaluateConfig):
+            from learners.model_check import check_model  # slow to load
+
+            await asyncio.to_thread(check_model, model)
         if isinstance(assembly, AskingAssembly):
             await _read_sets(assembly, model, absent, say)
         else:

@@ -19,7 +19,7 @@ from pathlib import Path
 from agentenv.data.dataset import TaskStream
 from agentenv.deadline import uncancelled
 from agentenv.env import shared_stats
-from agentenv.errors import ConfigError, EnvError
+from agentenv.errors import ConfigError, EnvError, LearnerError
 from agentenv.metrics import (
     LoopLag,
     Throughput,
@@ -89,11 +89,19 @@ class StepAccounts:
         return trained
 
     async def parity(self, parts: Parts) -> Metrics:
-        """The gap that the probe found since the last call; a warning if it is too wide."""
+        """The gap that the probe found since the last call; a warning if it is too wide, and a
+        LearnerError if it is so wide that one of them computes another model."""
         gap = await parts.probe.finish()
         if gap is None:
             return {}
         self.state.parity.add(gap)
+        if gap.mean > self.config.train.stop_logprob_gap:
+            raise LearnerError(
+                f"{gap.worst or 'the engine'} and the learner disagree by {gap.mean:.2g} nats a "
+                f"token at policy version {parts.learner.policy_version}, more than "
+                f"train.stop_logprob_gap = {self.config.train.stop_logprob_gap:g}: they do not "
+                "compute the same model; look for another dtype, quantization or model path"
+            )
         if gap.max > self.config.train.max_logprob_gap:
             logger.warning(
                 "%s and learner disagree by up to %.4f nats at policy version %d "

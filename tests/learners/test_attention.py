@@ -17,6 +17,8 @@ from learners.attention import (
     NO_MASK,
     BlockPlan,
     TreeLayout,
+    WindowPlan,
+    _attention,
     block_mask,
     blocked_attention,
     chain_blocks,
@@ -24,6 +26,7 @@ from learners.attention import (
     use_tree_attention,
     visible_blocks,
     visible_pairs,
+    windowed_attention,
 )
 from tests.learners.trees import MODELS, tiny_model
 
@@ -211,11 +214,35 @@ def test_a_layout_and_its_mask_go_together() -> None:
             model.base_model(input_ids=ids, use_cache=False, **wrong)
 
 
+@pytest.mark.parametrize("window", [1, 3, 40, 150, 10_000])
+def test_a_window_shows_the_last_tokens_of_the_path(window: int) -> None:
+    """Against one mask over all tokens, with the gradients of query, key and value."""
+    end = random_end(7, 300)
+    place = np.arange(len(end))
+    seen = (place <= place[:, None]) & (place[:, None] < end)
+    far = seen.cumsum(1)  # of q's path, the k-th token sees 1 + k; q itself comes last
+    near = torch.from_numpy(seen & (far > far[place, place][:, None] - window))
+    inputs = [torch.randn(1, heads, len(end), 16, requires_grad=True) for heads in (4, 2, 2)]
+    plan = WindowPlan(end, window, CPU)
+    found = windowed_attention(*inputs, plan, 0.25)
+    expected = scaled_dot_product_attention(*inputs, attn_mask=near, scale=0.25, enable_gqa=True)
+    expected = expected.transpose(1, 2)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    weights = torch.randn_like(found)
+    gradients = [torch.autograd.grad((one * weights).sum(), inputs) for one in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_not_computed_over_trees_is_refused() -> None:
+    model = tiny_model()
+    use_tree_attention(model)
+    layout = TreeLayout(np.array([3, 3, 3]), CPU)
+    heads = torch.randn(1, 4, 3, 8)
+    with pytest.raises(ConfigError, match="attention with s_aux"):
+        _attention(model, heads, heads, heads, NO_MASK, tree_layout=layout, s_aux=torch.zeros(4))
+
+
 def test_models_that_a_layout_does_not_describe_are_refused() -> None:
-    model = tiny_model("qwen2")
-    model.config.layer_types = ["sliding_attention", "full_attention"]
-    with pytest.raises(ConfigError, match="sliding-window"):
-        use_tree_attention(model)
     model = tiny_model("llama")
     model.config.attention_dropout = 0.1
     with pytest.raises(ConfigError, match="attention_dropout"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from learners import policy as logprob_head
-from learners.policy import LogprobHead, chunk_tokens
+from learners.policy import PLAIN, LogitShape, LogprobHead, chunk_tokens
 from tests.learners.trees import tiny_model
 
 TOKENS, WIDTH, VOCABULARY = 11, 6, 19
@@ -24,24 +24,31 @@ def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setitem(logprob_head.TILE_BYTES, "cpu", 4 * WIDTH * 8)
 
 
-def example(dtype: torch.dtype, bias: bool = True) -> tuple[LogprobHead, Tensor, Tensor]:
+def example(
+    dtype: torch.dtype, bias: bool = True, shape: LogitShape = PLAIN
+) -> tuple[LogprobHead, Tensor, Tensor]:
     torch.manual_seed(0)
-    head = LogprobHead.of(nn.Linear(WIDTH, VOCABULARY, bias=bias).to(dtype))
+    head = LogprobHead.of(nn.Linear(WIDTH, VOCABULARY, bias=bias).to(dtype), shape)
     hidden = (3 * torch.randn(TOKENS, WIDTH)).to(dtype).requires_grad_()
     return head, hidden, torch.randint(VOCABULARY, (TOKENS,))
 
 
-def reference(head: nn.Linear, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits = nn.functional.linear(hidden, head.weight, head.bias)
+def reference(head: LogprobHead, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = head.shape.scale * nn.functional.linear(hidden, head.weight, head.bias)
+    if head.shape.cap is not None:
+        logits = head.shape.cap * torch.tanh(logits / head.shape.cap)
     logprobs = logits.log_softmax(-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(-1, targets[:, None])[:, 0], entropy, logits.argmax(-1)
 
 
 @pytest.mark.usefixtures("_chunks")
-@pytest.mark.parametrize("bias", [True, False])
-def test_values_and_gradients_equal_those_of_whole_logits(bias: bool) -> None:
-    head, hidden, targets = example(torch.float64, bias)
+@pytest.mark.parametrize(
+    ("bias", "shape"),
+    [(True, PLAIN), (False, PLAIN), (True, LogitShape(0.25)), (False, LogitShape(2.0, cap=3.0))],
+)
+def test_values_and_gradients_equal_those_of_whole_logits(bias: bool, shape: LogitShape) -> None:
+    head, hidden, targets = example(torch.float64, bias, shape)
     found = head(hidden, targets)
     expected = reference(head, hidden, targets)
     assert torch.equal(found[2], expected[2])

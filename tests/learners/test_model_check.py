@@ -1,0 +1,91 @@
+"""Which families of models are computed over packed trees as transformers computes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from agentenv.errors import ConfigError
+from learners.model_check import TOLERANCE, check_model, distance, small
+
+MLA_AND_EXPERTS = ("deepseek_v2", "deepseek_v3")
+LONG = {"original_max_position_embeddings": 4096, "max_position_embeddings": 131_072}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.1 * n for n in range(48)],
+    "long_factor": [2.0 + n for n in range(48)],
+}
+RIGHT = [
+    *((name, {}) for name in (
+        "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "olmo2", "olmoe", "glm4", "glm4_moe",
+        "smollm3", "ernie4_5", "gemma", "phi", "ministral3", "internlm3", *MLA_AND_EXPERTS,
+    )),
+    ("hunyuan_v1_dense", {"head_dim": 128}),
+    # windows, with and without a list of the layers that have them
+    ("mistral", {"sliding_window": 4096}),
+    ("mixtral", {"sliding_window": 4096}),
+    ("phi3", {"sliding_window": 2047}),
+    ("starcoder2", {"sliding_window": 4096}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2}),
+    ("gemma3_text", {}),
+    ("cohere2", {}),
+    ("olmo3", {}),
+    ("exaone4", {}),
+    # scaled logits
+    ("granite", {"logits_scaling": 8.0}),
+    ("granitemoe", {"logits_scaling": 6.0}),
+    ("cohere", {"logit_scale": 0.0625}),
+    ("minicpm3", {}),
+    # positions that are scaled alike at every length
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}),
+    ("qwen2", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+     "original_max_position_embeddings": 32768}}),
+]  # fmt: skip
+REFUSED = [
+    ("lfm2", {"layer_types": ["conv", "conv", "full_attention"] * 4, "num_hidden_layers": 12},
+     "layers of type conv"),
+    ("minimax", {}, "layers of type linear_attention"),
+    ("granitemoehybrid", {}, "layers of type"),
+    ("qwen3_next", {}, "its attention cannot be replaced"),
+    ("qwen3_5_text", {}, "its attention cannot be replaced"),
+    ("gpt_oss", {}, "attention with s_aux"),
+    ("gemma2", {}, "attention with softcap"),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type = dynamic"),
+    ("phi3", {"rope_scaling": LONGROPE, **LONG}, "rope_type = longrope"),
+    ("nemotron", {}, "its forward pass"),
+    ("llama4_text", {}, "its forward pass"),
+]  # fmt: skip
+
+
+def name_of(value: Any) -> str:
+    return str(value)[:40]
+
+
+@pytest.mark.parametrize(("family", "changes"), RIGHT, ids=name_of)
+def test_the_log_probs_are_those_of_transformers(family: str, changes: dict[str, Any]) -> None:
+    assert distance(small(CONFIG_MAPPING[family](**changes))) < TOLERANCE / 50
+
+
+@pytest.mark.parametrize(("family", "changes", "why"), REFUSED, ids=name_of)
+def test_another_model_is_refused_by_its_family_and_the_reason(
+    family: str, changes: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    CONFIG_MAPPING[family](**changes).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"the family {family} is not supported: .*{why}"):
+        check_model(tmp_path)
+
+
+def test_a_small_model_keeps_one_layer_of_each_kind() -> None:
+    kinds = ["full_attention", "sliding_attention"] * 12
+    config = CONFIG_MAPPING["qwen2"](
+        num_hidden_layers=24, layer_types=kinds, use_sliding_window=True, sliding_window=4096
+    )
+    made = small(config)
+    assert made.layer_types == ["full_attention", "sliding_attention"]
+    assert (made.num_hidden_layers, made.sliding_window) == (2, 5)
+    assert (config.num_hidden_layers, config.sliding_window) == (24, 4096), "the original is kept"
+    assert small(CONFIG_MAPPING["deepseek_v3"]()).first_k_dense_replace == 1
