@@ -128,6 +128,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = 0
 
     has_weights: ClassVar[bool] = True  # False: it is only asked, whatever weights it has
+    is_exact: ClassVar[bool] = False  # its log-probs and entropies are those of the learner's model
     can_sleep: ClassVar[bool] = False  # its memory can be given back while the learner works
     _reserved: ClassVar[int] = 0  # tokens of the context that are never filled
 

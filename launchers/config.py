@@ -332,7 +332,7 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(
             gt=0,
             description="end the run when they differ by more on average, nats: then one of them "
-            "computes another model; 100 goes on regardless",
+            "computes another model; a wider max_logprob_gap allows it",
         ),
     ] = 0.1
 

@@ -101,7 +101,8 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
         min(rho, cap) * l(r, A),   r = current / proximal,   rho = proximal / behaviour
 
-    rho is detached. The tree form is l(r, adv_pos) + l(r, adv_neg), which equals the sum over the
+    rho is detached; importance_cap = "none" leaves the weight out, as the released code and plain
+    PPO do. The tree form is l(r, adv_pos) + l(r, adv_neg), which equals the sum over the
     flat trajectories; how tokens become a mean is `aggregation`, see `learners.minibatch`.
     Options, off by default: kl_loss * KL(policy || reference) and -entropy_bonus * H join the
     loss, kl_reward * (log-ratio to the reference) leaves the return; without either KL no
@@ -135,15 +136,24 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         int, Meta(ge=1, description="tokens before overlong_tokens over which the penalty grows")
     ] = 512
     importance_cap: Annotated[
-        float, Meta(gt=0, description="upper bound of the proximal / behaviour weight of a token")
+        Annotated[float, Meta(gt=0)] | Literal["none"],
+        Meta(
+            description="upper bound of the proximal / behaviour weight of a token; none: weight 1"
+        ),
     ] = 2.0
     token_mask: Annotated[
         Band | None,
-        Meta(description="leave out tokens whose proximal / behaviour ratio is outside the band"),
+        Meta(
+            description="leave out tokens whose proximal / behaviour ratio is outside the band; "
+            "proximal log-probs are then always computed"
+        ),
     ] = None
     sequence_mask: Annotated[
         Band | None,
-        Meta(description="leave out trajectories whose mean ratio (geometric) is outside the band"),
+        Meta(
+            description="leave out trajectories whose mean ratio (geometric) is outside the band; "
+            "proximal log-probs are then always computed"
+        ),
     ] = None
     kl_loss: Annotated[
         float,

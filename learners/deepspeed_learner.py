@@ -23,7 +23,14 @@ from learners.algorithm import Algorithm
 from learners.batch import EncodedTree, encode
 from learners.credit import CreditedTree
 from learners.deepspeed_settings import deepspeed_settings
-from learners.learner import LearnerConfig, Metrics, OptimizerConfig, Score, optimizer_of
+from learners.learner import (
+    Agreement,
+    LearnerConfig,
+    Metrics,
+    OptimizerConfig,
+    Score,
+    optimizer_of,
+)
 from learners.lora import check_installed
 from learners.ranks import RankGroup
 
@@ -165,7 +172,12 @@ class DeepSpeedLearner:
     def policy_version(self) -> int:
         return self._policy_version
 
-    async def update(self, groups: Sequence[CreditedTree], lr_scale: float = 1.0) -> Metrics:
+    async def update(
+        self,
+        groups: Sequence[CreditedTree],
+        lr_scale: float = 1.0,
+        agreement: Agreement = "exact",
+    ) -> Metrics:
         """Train on whole groups, which are dealt evenly to as few mini-batches as
         groups_per_minibatch allows; without one no step is taken."""
         if not groups:
@@ -178,7 +190,7 @@ class DeepSpeedLearner:
             hands = deal(encoded[first:last], self.config.num_ranks)
             for part, hand in zip(parts, hands, strict=True):
                 part.append([encoded[first + place] for place in hand])
-        replies = await self._call([wire.Update(part, lr_scale) for part in parts])
+        replies = await self._call([wire.Update(part, lr_scale, agreement) for part in parts])
         for step in replies[0].steps:
             span = slice(*cuts[int(step["minibatch"])])
             trees = [tree for tree, _ in groups[span]]

@@ -116,6 +116,11 @@ def lr_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
 Metrics = dict[str, float]
 
 
+# What is known of an engine's figures of fresh tokens: they are the learner's own up to rounding;
+# its log-probs are close by measurement, its entropies may be bounds; or nothing.
+Agreement = Literal["exact", "close", "unknown"]
+
+
 class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the learner's ranks run and how an update is cut into optimizer steps."""
 
@@ -182,7 +187,8 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         Literal["stale", "always"],
         Meta(
             description="when to compute proximal log-probs: for trees with tokens of an older "
-            "policy, or for all (an engine whose log-probs are not the learner's)"
+            "policy, and for all while the engine's are not known to be the learner's (another "
+            "process, and no parity gap below train.max_logprob_gap); or always"
         ),
     ] = "stale"
     groups_per_minibatch: Annotated[
@@ -283,7 +289,12 @@ class Learner(Protocol):
         """Number of updates published; the version of the weights published last."""
         ...
 
-    async def update(self, groups: Sequence[CreditedTree], lr_scale: float = 1.0) -> Metrics:
+    async def update(
+        self,
+        groups: Sequence[CreditedTree],
+        lr_scale: float = 1.0,
+        agreement: Agreement = "exact",
+    ) -> Metrics:
         """Train on whole groups, each a tree with its credit: one optimizer step per mini-batch."""
         ...
 

@@ -7,6 +7,7 @@ log-ratios stay within +-20.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -187,10 +188,11 @@ def _metrics(
     algorithm: Algorithm, batch: LossBatch, logprobs: Tensor, ratio: Tensor, part: Tensor
 ) -> dict[str, Tensor]:
     behaviour = ratio_of(batch.proximal, batch.behaviour)
+    cap = math.inf if algorithm.importance_cap == "none" else algorithm.importance_cap
     metrics = {
         "ratio_mean": (part * ratio).sum(),
         "ratio_max": ratio.max() if len(ratio) else ratio.new_tensor(0.0),
-        "importance_capped": (part * (behaviour > algorithm.importance_cap)).sum(),
+        "importance_capped": (part * (behaviour > cap)).sum(),
         "kl_to_proximal": (part * (batch.proximal - logprobs)).sum(),
     }
     if algorithm.clips_sequences:

@@ -33,9 +33,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agentenv.errors import DataError
@@ -53,14 +55,16 @@ WIDE = (0.5, 2.0)  # the band whose outside is reported when no mask is set
 class MiniBatch:
     """Figures per trained token in the order of `ActionTokens`, float64, of this rank's trees.
 
-    proximal, entropies, reference (None without one): see LossBatch. adv_pos, adv_neg and weight
-    already hold the aggregation's coefficients and the sequence mask; importance holds truncation
-    and token mask. leaf_advantages, leaf_weights: [leaves], where sequences matter.
+    proximal, entropies, reference (None without one): see LossBatch; is_measured, bool: whose
+    proximal log-prob was computed. adv_pos, adv_neg and weight already hold the aggregation's
+    coefficients and the sequence mask; importance holds truncation and token mask.
+    leaf_advantages, leaf_weights: [leaves], where sequences matter.
     """
 
     trees: Sequence[EncodedTree]
     tokens: ActionTokens
     proximal: Floats
+    is_measured: NDArray[np.bool_]
     entropies: Floats
     reference: Floats | None
     adv_pos: Floats
@@ -126,12 +130,16 @@ def prepare(
     reference: Floats | None,
     algorithm: Algorithm,
     sum_over_ranks: SumOverRanks,
+    is_measured: NDArray[np.bool_] | None = None,
 ) -> MiniBatch:
-    """Credit, weights and batch statistics of one mini-batch.
+    """Credit, weights and batch statistics of one mini-batch. `is_measured`, bool [tokens]: whose
+    proximal log-prob was computed (None: all); the others have that of the engine.
 
     `sum_over_ranks` adds an array over all ranks, each of which calls `prepare` with its share.
     Raises DataError if the algorithm needs entropies or groups that the trees do not carry.
     """
+    if is_measured is None:
+        is_measured = np.ones(len(proximal), np.bool_)
     if algorithm.needs_entropies and np.isnan(entropies).any():
         raise DataError("the algorithm needs entropies and the engine gave none")
     leaves = LeafMap.of(trees) if algorithm.needs_leaves else None
@@ -151,7 +159,7 @@ def prepare(
         share = denominator(algorithm.aggregation, leaves.lengths, algorithm.norm_length)
     ratio = ratios(proximal, tokens.behaviour)
     band = algorithm.token_mask
-    moments = ratio_moments(ratio, tokens.weight, band)
+    moments = ratio_moments(ratio, tokens.weight * is_measured, band)
     kept = leaf_weights > 0
     counts = np.array([share, weight.sum(), kept.sum(), len(kept)])
     known = np.where(np.isnan(entropies), 0.0, entropies)
@@ -167,6 +175,7 @@ def prepare(
         trees=trees,
         tokens=tokens,
         proximal=proximal,
+        is_measured=is_measured,
         entropies=entropies,
         reference=reference,
         adv_pos=adv_pos,
@@ -224,10 +233,10 @@ def ratios(proximal: Floats, behaviour: Floats) -> Floats:
     return clamped
 
 
-def token_importance(ratio: Floats, cap: float, mask: Band | None) -> Floats:
-    """min(rho, cap), 0 outside the mask's band; float64 [tokens]."""
+def token_importance(ratio: Floats, cap: float | Literal["none"], mask: Band | None) -> Floats:
+    """min(rho, cap), or 1 without a cap, and 0 outside the mask's band; float64 [tokens]."""
     kept = np.ones_like(ratio) if mask is None else mask.holds(ratio).astype(np.float64)
-    weight: Floats = np.minimum(ratio, cap) * kept
+    weight: Floats = kept if cap == "none" else np.minimum(ratio, cap) * kept
     return weight
 
 
@@ -258,10 +267,11 @@ def ratio_moments(ratio: Floats, weight: Floats, mask: Band | None) -> Floats:
 def ratio_metrics(moments: Floats) -> Metrics:
     """Share of tokens with rho out of band, and effective sample size as a share of the tokens:
     (sum w rho)^2 / (sum w * sum w rho^2), Kish's figure: 1 on-policy, towards 0 when few tokens
-    carry the estimate. Without tokens: 0 and 1."""
+    carry the estimate. Empty where no token's proximal log-prob was computed: without it the ratio
+    is 1 by assumption, which is no measurement."""
     total, first, second, outside = moments.tolist()
     if total == 0.0:
-        return {"ratio_out_of_band": 0.0, "effective_sample_size": 1.0}
+        return {}
     return {
         "ratio_out_of_band": outside / total,
         "effective_sample_size": first**2 / (total * second),
@@ -272,12 +282,13 @@ def over_steps(steps: Sequence[Metrics]) -> Metrics:
     """Counts add up, maxima stay maxima, the rest is averaged over the steps."""
 
     def reduce(name: str) -> float:
-        values = [step[name] for step in steps]
+        values = [step[name] for step in steps if name in step]
         if name.startswith("num_"):
             return sum(values)
         return max(values) if name.endswith("_max") else sum(values) / len(values)
 
-    return {name: reduce(name) for name in steps[0]} if steps else {}
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: reduce(name) for name in names}
 
 
 def over_ranks(
@@ -300,13 +311,13 @@ def means(parts: Sequence[dict[str, tuple[float, int]]]) -> Metrics:
 
 
 def behaviour_ratios(
-    tokens: Sequence[ActionTokens], proximal: Sequence[Floats]
+    minibatches: Sequence[MiniBatch],
 ) -> dict[str, tuple[float, int]]:
-    """Sum of proximal / behaviour over trained tokens, and their number, by staleness in
-    published updates."""
-    staleness = np.concatenate([part.staleness for part in tokens])
+    """Sum of proximal / behaviour over the trained tokens whose proximal log-prob was computed, and
+    their number, by staleness in published updates."""
+    staleness = np.concatenate([one.tokens.staleness[one.is_measured] for one in minibatches])
     ratio = np.concatenate(
-        [ratios(ours, part.behaviour) for part, ours in zip(tokens, proximal, strict=True)]
+        [ratios(one.proximal, one.tokens.behaviour)[one.is_measured] for one in minibatches]
     )
     return {
         f"behaviour_ratio/staleness_{age}": (

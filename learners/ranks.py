@@ -33,7 +33,7 @@ from agentenv.engines.weights import Address, Bucket, Group, Wire
 from agentenv.errors import ConfigError, LearnerError
 from learners.algorithm import Algorithm
 from learners.batch import EncodedTree
-from learners.learner import LearnerConfig, OptimizerConfig, Score
+from learners.learner import Agreement, LearnerConfig, OptimizerConfig, Score
 
 ADDRESS_VARIABLE = "AGENTENV_LEARNER_ADDRESS"  # host:port of the controller
 TOKEN_VARIABLE = "AGENTENV_LEARNER_TOKEN"
@@ -97,6 +97,7 @@ class Update(Message):
 
     minibatches: list[list[EncodedTree]]
     lr_scale: float
+    agreement: Agreement = "exact"
 
 
 class Imitate(Message):

@@ -21,7 +21,7 @@ from learners.backend import RankBackend
 from learners.batch import ActionTokens, EncodedTree, MicroBatch, pack
 from learners.checkpoint import REFERENCE, Checkpoint, Held, changing, held
 from learners.credit import Floats
-from learners.learner import LearnerConfig, Metrics, Score
+from learners.learner import Agreement, LearnerConfig, Metrics, Score
 from learners.minibatch import MiniBatch, behaviour_ratios, means, over_ranks, over_steps, prepare
 
 
@@ -88,12 +88,20 @@ class Trainer:
         self.config = config
         self.optimizer_step = 0
         self.moved = False
+        self.agreement: Agreement = "exact"  # of the engine's figures, in the update that runs
         self.skipped_steps: list[Metrics] = []  # of the last update, as evidence
         self.reference = Reference(backend, algorithm.reference_every)
 
-    def update(self, minibatches: Sequence[Sequence[EncodedTree]], lr_scale: float) -> Metrics:
-        """One optimizer step per mini-batch; log-probs of stale tokens are recomputed before."""
+    def update(
+        self,
+        minibatches: Sequence[Sequence[EncodedTree]],
+        lr_scale: float,
+        agreement: Agreement = "exact",
+    ) -> Metrics:
+        """One optimizer step per mini-batch; log-probs of stale tokens are recomputed before, and
+        of all where the engine's are not the learner's."""
         start_wall, start_cpu = time.perf_counter(), time.process_time()
+        self.agreement = agreement
         prepared = self._prepare_all(minibatches)
         steps = []
         for epoch in range(self.config.num_epochs_per_batch):
@@ -103,8 +111,7 @@ class Trainer:
         self.skipped_steps = [place | step for place, step in steps if step["num_skipped"]]
         tokens = [minibatch.tokens for minibatch in prepared]
         metrics = over_steps([step for _, step in steps])
-        ratios = behaviour_ratios(tokens, [minibatch.proximal for minibatch in prepared])
-        metrics |= means(self.backend.gather(ratios))
+        metrics |= means(self.backend.gather(behaviour_ratios(prepared)))
         counts = [[len(part.weight), part.weight.sum()] for part in tokens]
         num_tokens, num_flat_tokens = self._sum_over_ranks(np.sum(counts, axis=0)).tolist()
         metrics |= {"num_tokens": float(num_tokens), "num_flat_tokens": float(num_flat_tokens)}
@@ -170,11 +177,11 @@ class Trainer:
         tokens = ActionTokens.of(trees)
         proximal, entropies = tokens.behaviour.copy(), tokens.entropies.copy()
         needed = [tree for tree in trees if self._needs_proximal(tree)]
+        is_needed = np.repeat(
+            [self._needs_proximal(tree) for tree in trees],
+            [tree.num_action_tokens for tree in trees],
+        ).astype(np.bool_)
         if any(self.backend.gather(bool(needed))):
-            is_needed = np.repeat(
-                [self._needs_proximal(tree) for tree in trees],
-                [tree.num_action_tokens for tree in trees],
-            ).astype(np.bool_)
             proximal[is_needed], entropies[is_needed], _ = self.figures(needed)
         return prepare(
             trees,
@@ -184,14 +191,20 @@ class Trainer:
             reference,
             self.algorithm,
             self._sum_over_ranks,
+            is_needed,
         )
 
     def _needs_proximal(self, tree: EncodedTree) -> bool:
+        algorithm = self.algorithm
+        has_entropies = bool(tree.entropies) and self.agreement == "exact"
         return (
             self.moved
             or self.config.proximal == "always"
+            or self.agreement == "unknown"
             or tree.max_staleness > 0
-            or (self.algorithm.needs_entropies and not tree.entropies)
+            or algorithm.token_mask is not None  # which would find every ratio to be 1
+            or algorithm.sequence_mask is not None
+            or (algorithm.needs_entropies and not has_entropies)
         )
 
     def _policy_step(self, minibatch: MiniBatch, lr_scale: float) -> Metrics:

@@ -184,7 +184,9 @@ class Rank:
             case wire.Nap():
                 self._nap(asleep=command.asleep)
             case wire.Update():
-                done.metrics = self.trainer.update(command.minibatches, command.lr_scale)
+                done.metrics = self.trainer.update(
+                    command.minibatches, command.lr_scale, command.agreement
+                )
                 done.steps = list(self.trainer.skipped_steps)
             case wire.Imitate():
                 done.metrics = self.trainer.imitate(command.sequences, command.lr_scale)

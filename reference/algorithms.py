@@ -135,7 +135,8 @@ RELEASED: dict[type[Algorithm], type[Algorithm]] = {
 
 
 def released(algorithm: Algorithm) -> Algorithm:
-    """The released form of an algorithm with compat = "reference"; any other as it is.
+    """The released form of an algorithm with compat = "reference", which has no importance weight;
+    any other as it is.
 
     Raises ConfigError for a kind of algorithm without a released form.
     """
@@ -147,4 +148,5 @@ def released(algorithm: Algorithm) -> Algorithm:
             f'algorithm.compat = "reference": {kind.__name__} has no released form, only '
             "grpo, arpo and aepo have; leave compat out"
         )
-    return RELEASED[kind](**{name: getattr(algorithm, name) for name in kind.__struct_fields__})
+    values = {name: getattr(algorithm, name) for name in kind.__struct_fields__}
+    return RELEASED[kind](**values | {"importance_cap": "none"})

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
@@ -34,6 +34,8 @@ class ScriptedConfig(
     tag_field="name",
 ):
     """Configuration of the scripted engine."""
+
+    is_exact: ClassVar[bool] = True  # it has no model that could differ
 
     script: Annotated[
         str,

@@ -41,7 +41,7 @@ from launchers.rl.state import RunState, Saver
 from launchers.rundir import RunDirectory, load_state
 from launchers.terminal import View
 from learners.credit import CreditedTree, TreeCredit
-from learners.learner import Metrics, lr_factor, optimizer_of
+from learners.learner import Agreement, Metrics, lr_factor, optimizer_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class StepAccounts:
     def __init__(self, config: TrainConfig, state: RunState) -> None:
         self.config = config
         self.state = state
+        self.agreement: Agreement = "exact" if config.engine.is_exact else "unknown"
         self._credits: dict[int, TreeCredit | None] = {}  # by the tree's index, until it settles
 
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
@@ -95,11 +96,15 @@ class StepAccounts:
         if gap is None:
             return {}
         self.state.parity.add(gap)
-        if gap.mean > self.config.train.stop_logprob_gap:
+        if not self.config.engine.is_exact:
+            is_close = gap.max <= self.config.train.max_logprob_gap
+            self.agreement = "close" if is_close else "unknown"
+        allowed = max(self.config.train.stop_logprob_gap, self.config.train.max_logprob_gap)
+        if gap.mean > allowed:
             raise LearnerError(
                 f"{gap.worst or 'the engine'} and the learner disagree by {gap.mean:.2g} nats a "
                 f"token at policy version {parts.learner.policy_version}, more than "
-                f"train.stop_logprob_gap = {self.config.train.stop_logprob_gap:g}: they do not "
+                f"train.stop_logprob_gap = {allowed:g}: they do not "
                 "compute the same model; look for another dtype, quantization or model path"
             )
         if gap.max > self.config.train.max_logprob_gap:
@@ -322,7 +327,8 @@ class Training:
     async def _update(self, groups: list[CreditedTree]) -> Metrics:
         scale = lr_factor(self.config.learner, self.state.step, self.parts.num_steps)
         with self.watch.part("update"):
-            update = await self.parts.learner.update(groups, scale)
+            agreement = self.accounts.agreement
+            update = await self.parts.learner.update(groups, scale, agreement)
         self.state.totals.trained_tokens += int(update["num_tokens"])
         return {
             "learner/lr_scale": scale,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agentenv.types import Completion
+from launchers import train
 from launchers.rl.publishing import ParityProbe
 from learners.batch import EncodedTree
 from learners.learner import Score
@@ -68,3 +69,15 @@ def test_each_server_is_asked_and_the_worst_is_named(tmp_path: Path, num_lost: i
             assert gap.mean == pytest.approx(0.75 / (3 - num_lost))
 
     run_virtual(main())
+
+
+@pytest.mark.usefixtures("here")
+def test_an_engine_of_another_model_ends_the_run(
+    warehouse: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whose log-probs are made up; a wider train.max_logprob_gap, as in other tests, allows it."""
+    changed = ["run.name=apart", "train.max_logprob_gap=0.01", "train.num_steps=3"]
+    assert train.main([str(warehouse), *changed]) == 1
+    told = capsys.readouterr().err
+    assert "the engine and the learner disagree by" in told
+    assert "more than train.stop_logprob_gap = 0.1" in told

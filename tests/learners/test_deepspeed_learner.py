@@ -82,7 +82,7 @@ async def test_update_equals_plain_torch(
     trees = some_trees(4)
     metrics = await learner.update(credited(trees, learner.algorithm), lr_scale=0.5)
     assert metrics["num_steps"] == 2
-    assert metrics["behaviour_ratio/staleness_0"] == 1.0
+    assert "behaviour_ratio/staleness_0" not in metrics, "no fresh token was measured"
 
     plain = plain_torch(model_dir, CONFIG, torch.float32, ALGORITHM)
     encoded = encode_trees(trees, ALGORITHM)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from learners.aepo import AEPO
 from learners.algorithm import Algorithm, Band
@@ -12,7 +13,7 @@ from learners.arpo import ARPO
 from learners.backend import TorchBackend
 from learners.baselines import GRPO, GSPO
 from learners.batch import ActionTokens, EncodedTree, encode, encode_sequence
-from learners.learner import LearnerConfig
+from learners.learner import Agreement, LearnerConfig
 from learners.policy import Policy
 from learners.trainer import Trainer
 from tests.learners.flat import grown
@@ -95,10 +96,56 @@ def test_off_policy_figures_are_reported() -> None:
     assert 0.0 < metrics["effective_sample_size"] < 1.0
     assert 0.0 < metrics["ratio_out_of_band"] <= 1.0
     fresh = trainer(ARPO(group_size=2)).update([encoded()], 1.0)
-    assert fresh["effective_sample_size"] == pytest.approx(1.0)
-    assert fresh["ratio_out_of_band"] == 0.0
-    masked = trainer(ARPO(group_size=2, sequence_mask=Band(low=0.9, high=1.1)), proximal="always")
-    assert 0.0 < masked.update([encoded()], 1.0)["sequences_masked"] <= 1.0
+    of_ratios = {"effective_sample_size", "ratio_out_of_band", "behaviour_ratio/staleness_0"}
+    assert of_ratios <= metrics.keys()
+    assert not of_ratios & fresh.keys(), "what was not measured is not reported"
+
+
+@pytest.mark.parametrize("mask", ["token_mask", "sequence_mask"])
+def test_a_mask_acts_on_fresh_trees_too(mask: str) -> None:
+    """The engine's log-probs are far from the learner's: a band leaves nearly all out."""
+    algorithm = ARPO(group_size=2, **{mask: Band(low=0.9, high=1.1)})
+    metrics = trainer(algorithm).update([encoded()], 1.0)
+    assert metrics == pytest.approx(
+        trainer(algorithm, proximal="always").update([encoded()], 1.0)
+        | {name: metrics[name] for name in ("wall_s", "cpu_s")}
+    )
+    assert metrics["ratio_out_of_band"] > 0.5
+    if mask == "sequence_mask":
+        assert metrics["sequences_masked"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "agreement", "is_computed"),
+    [
+        (ARPO(group_size=2), "exact", False),
+        (ARPO(group_size=2), "close", False),
+        (ARPO(group_size=2), "unknown", True),
+        (AEPO(group_size=2), "exact", False),
+        (AEPO(group_size=2), "close", True),  # entropies of the likeliest tokens are bounds
+    ],
+)
+def test_figures_of_an_engine_are_taken_as_far_as_they_are_known_to_be_the_learners(
+    algorithm: ARPO, agreement: Agreement, is_computed: bool
+) -> None:
+    metrics = trainer(algorithm).update([encoded()], 1.0, agreement)
+    assert ("effective_sample_size" in metrics) == is_computed
+
+
+def test_without_a_cap_there_is_no_importance_weight() -> None:
+    """PPO against the learner's own log-probs, whatever the engine's were: only they differ."""
+    updates = []
+    for shift in (0.0, 0.7):
+        trees = [
+            replace(tree, behaviour=(tree.floats("behaviour") + shift).tobytes())
+            for tree in encoded()
+        ]
+        plain = trainer(ARPO(group_size=2, importance_cap="none"), proximal="always")
+        metrics = plain.update([trees], 1.0)
+        updates.append((metrics["loss"], metrics["grad_norm"]))
+    assert updates[0] == updates[1]
+    capped = trainer(ARPO(group_size=2), proximal="always").update([encoded()], 1.0)
+    assert capped["grad_norm"] != updates[0][1]
 
 
 def test_gspo_reports_clipped_trajectories() -> None:

@@ -38,6 +38,7 @@ class EmbeddedConfig(
         Literal["float32", "bfloat16"], msgspec.Meta(description="Of weights, keys and values.")
     ] = "float32"
 
+    is_exact: ClassVar[bool] = True
     can_sleep: ClassVar[bool] = True
 
     @property
