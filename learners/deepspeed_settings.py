@@ -15,8 +15,6 @@ Settings = dict[str, Any]
 # What a JSON may say beside our keys. DeepSpeed ignores unknown names silently, and others of its
 # parts (pipelines, data loaders, schedulers, quantisation) do not take part in this learner.
 FREE = {
-    "activation_checkpointing",
-    "aio",
     "comms_logger",
     "communication_data_type",
     "dump_state",
@@ -26,6 +24,11 @@ FREE = {
     "prescale_gradients",
     "timers",
     "wall_clock_breakdown",
+}
+INERT = {  # DeepSpeed reads them, and in this learner nothing follows
+    "activation_checkpointing": "layers keep nothing by learner.activation_checkpointing; moving "
+    "or sharing what they keep is not supported",
+    "aio": "it is for offloading to NVMe, which is not supported; see learner.offload",
 }
 OURS = {  # setting of DeepSpeed -> where it is chosen here
     "optimizer": "learner.optimizer and learner.learning_rate",
@@ -41,7 +44,7 @@ def deepspeed_settings(config: LearnerConfig) -> Settings:
     """The dict for deepspeed.initialize.
 
     Raises ConfigError if learner.deepspeed_config cannot be read, has a name that DeepSpeed or
-    this learner does not read, or contradicts one of our keys.
+    this learner does not read or that would do nothing, or contradicts one of our keys.
     """
     ours = _our_settings(config)
     if not config.deepspeed_config:
@@ -55,6 +58,11 @@ def deepspeed_settings(config: LearnerConfig) -> Settings:
                     f"learner.deepspeed_config = {path}: {name!r} is set with {OURS[name]} here; "
                     "remove it from the file"
                 )
+        elif name in INERT:
+            raise ConfigError(
+                f"learner.deepspeed_config = {path}: {name!r} would do nothing: {INERT[name]}; "
+                "remove it from the file"
+            )
         elif name not in FREE and name not in ours:
             raise ConfigError(f"learner.deepspeed_config = {path}: {name!r} is not read here")
     merged = copy.deepcopy(ours)

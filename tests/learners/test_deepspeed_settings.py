@@ -58,6 +58,12 @@ def test_a_file_adds_what_ours_leaves_open(tmp_path: Path) -> None:
             r"device = 'nvme' contradicts learner\.offload",
         ),
         ({"zero_optimisation": {}}, {}, r"'zero_optimisation' is not read"),
+        (
+            {"activation_checkpointing": {"cpu_checkpointing": True}},
+            {},
+            r"'activation_checkpointing' would do nothing: .*learner\.activation_checkpointing",
+        ),
+        ({"aio": {"block_size": 1}}, {}, r"'aio' would do nothing: .*learner\.offload"),
         ("{", {}, "not JSON"),
         ("[]", {}, "expected a JSON object"),
     ],
