@@ -135,17 +135,9 @@ class PythonTool:
         return ToolResult(result.output or NO_OUTPUT)
 
     async def fork(self, state: InterpreterSession) -> InterpreterSession:
-        """A session in which the cells of `state` were run again. Refused with an EnvError when
-        one says something else than the first time; the sandbox counts these."""
-        child = state.fork()
-        complete = False
-        try:
-            await child.prepare()
-            complete = True
-        finally:
-            if not complete:
-                child.close()
-        return child
+        """A session that holds the variables of `state`. Refused with an EnvError where it would
+        hold others; the sandbox counts these."""
+        return await state.fork()
 
     async def close(self, state: InterpreterSession) -> None:
         """Kill the session's interpreter."""

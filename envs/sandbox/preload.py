@@ -37,16 +37,6 @@ def preload(names: Sequence[str], optional: Sequence[str]) -> list[str]:
     return missing
 
 
-def reseed(seed: int) -> None:
-    """The generators that code uses without a seed of its own."""
-    import random
-    import sys
-
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-
-
 def import_without_stat() -> None:
     """Where files can be opened but not asked about by path, importing opens them."""
     machinery: Any = importlib.import_module("importlib._bootstrap_external")

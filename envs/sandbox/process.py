@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import shutil
 import signal
 import socket
-import stat
 import struct
 import subprocess
-import sys
 from collections import deque
 from contextlib import suppress
 from itertools import count
@@ -27,6 +26,7 @@ from msgspec import Meta, Struct
 from agentenv.errors import ConfigError, ForeignError, InfraError
 from agentenv.foreign import decode
 from envs.sandbox import confine
+from envs.sandbox.interpreter import Interpreter, find_interpreter
 
 UNUSED_ID = 1_948_000_000  # uid and gid of model-written code when the host runs as root
 
@@ -45,20 +45,27 @@ LANDLOCK_ADVICE = (
 
 
 class SandboxLimits(Struct, frozen=True, forbid_unknown_fields=True):
-    """Bounds of one session."""
+    """Bounds of one session, and of all together."""
 
     memory_bytes: Annotated[
         int, Meta(ge=1 << 20, description="what it may add to what is preloaded")
     ] = 512 << 20
     cpu_s: Annotated[int, Meta(ge=1, description="CPU time of all its calls, seconds")] = 600
     max_threads: Annotated[
-        int, Meta(ge=1, description="the interpreter's own counts: with 1, nothing outlives a call")
+        int, Meta(ge=1, description="of a session, its own counts; live forks need 1")
     ] = 1
     max_open_files: ClassVar[int] = 64  # no key: tools that need more open files were never seen
     tmp_bytes: Annotated[int, Meta(ge=4096, description="its files in all")] = 16 << 20
     max_output_chars: Annotated[
         int, Meta(ge=16, description="of one call; head and tail are kept")
     ] = 8000
+    max_sessions: Annotated[
+        int, Meta(ge=1, description="live at once; beyond, the longest idle one is replayed later")
+    ] = 2000
+    max_total_bytes: Annotated[
+        Annotated[int, Meta(ge=1 << 20)] | None,
+        Meta(description="of all sessions; beyond, the largest dies; none: half of RAM"),
+    ] = None
 
 
 class SandboxSetup(Struct, frozen=True):
@@ -70,95 +77,17 @@ class SandboxSetup(Struct, frozen=True):
     preload: tuple[str, ...] | None = None
 
 
-# Which Python the model's code runs on, and the folders it needs to be seen.
-
-PROBE_TIMEOUT_S = 30.0
-_PROBE = (
-    "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix, sys.version_info[:2],"
-    " sys.platform]))"
-)
-
-
-class Interpreter(Struct, frozen=True):
-    """`program` is what to start; without `folders`, which are outside /usr, no Python runs."""
-
-    program: str
-    folders: tuple[str, ...]
-
-    def open_to_all(self) -> bool:
-        """Whether a user without any rights could read all folders."""
-        for folder in self.folders:
-            if not os.stat(folder).st_mode & stat.S_IROTH:
-                return False
-            places = (Path(folder), *Path(folder).parents)
-            if not all(os.stat(place).st_mode & stat.S_IXOTH for place in places):
-                return False
-        return True
-
-
-async def find_interpreter(where: str | None) -> Interpreter:
-    """The interpreter of a virtual or conda environment, or of this process when None.
-
-    `where` is the environment's folder, or the program in it. Raises ConfigError.
-    """
-    if where is None:
-        return _interpreter(sys.executable, sys.prefix, sys.base_prefix)
-    program = _program(where)
-    try:
-        process = await asyncio.create_subprocess_exec(
-            program,
-            "-I",
-            "-c",
-            _PROBE,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-    except OSError as error:
-        raise ConfigError(f"python.interpreter: {program} cannot be started: {error}") from error
-    try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            output, errors = await process.communicate()
-        prefix, base_prefix, version, _ = decode(output, tuple[str, str, tuple[int, int], str])
-    except (TimeoutError, ForeignError) as error:
-        raise ConfigError(f"python.interpreter: {program} does not work as a Python") from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if version < (3, 11):
-        raise ConfigError(
-            f"python.interpreter: {program} is Python {version[0]}.{version[1]}, "
-            f"3.11 or newer is needed; {errors.decode(errors='replace')[:200]}".rstrip("; ")
-        )
-    return _interpreter(program, prefix, base_prefix)
-
-
-def _interpreter(program: str, prefix: str, base_prefix: str) -> Interpreter:
-    """Links on the way to the program are followed inside too, so each end must be there."""
-    base = str(Path(os.path.realpath(program)).parents[1])
-    found: list[str] = []
-    for folder in (prefix, base_prefix, os.path.realpath(base_prefix), base):
-        if not Path(folder).is_relative_to("/usr") and folder not in found:
-            found.append(folder)
-    return Interpreter(program, tuple(found))
-
-
-def _program(where: str) -> str:
-    path = Path(where).expanduser().absolute()
-    for program in (path / "bin/python", path / "bin/python3", path):
-        if program.is_file():
-            return str(program)
-    raise ConfigError(
-        f"python.interpreter: {where!r} is neither a virtual or conda environment (a folder "
-        "with bin/python) nor a Python program; make one with: python -m venv FOLDER"
-    )
-
-
 # The command line that puts the zygote into bubblewrap.
 
 HERE = Path(__file__).resolve().parent
-_INSIDE = ("zygote.py", "cells.py", "confine.py", "preload.py", "seccomp.py")
+_INSIDE = (
+    "zygote.py",
+    "cells.py",
+    "confine.py",
+    "determinism.py",
+    "preload.py",
+    "seccomp.py",
+)
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 NAMESPACES_ADVICE = (
     "Unprivileged user namespaces must be allowed: sysctl kernel.unprivileged_userns_clone=1 "
@@ -245,6 +174,7 @@ def settings_of(setup: SandboxSetup, python: Interpreter, rung: Rung, control_fd
         "below_tmp": [path for path in python.folders if path.startswith("/tmp/")],
         "tmp_bytes": limits.tmp_bytes,
         "max_output_chars": limits.max_output_chars,
+        "max_total_bytes": limits.max_total_bytes or _machine_bytes() // 2,
         "rlimits": {
             "AS": limits.memory_bytes,
             "CPU": limits.cpu_s,
@@ -256,28 +186,41 @@ def settings_of(setup: SandboxSetup, python: Interpreter, rung: Rung, control_fd
     return msgspec.json.encode(config).decode()
 
 
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 # One session, and the process behind all of them.
 
 MAX_FRAME_BYTES = 1 << 20
 
 
 class CellAnswer(Struct):
-    """What a session may say: that it is ready, why it is not, or how a cell went.
+    """What a session may say: that it is ready, why it is not, how a cell went, or the digest of
+    its variables. `number` is that of the request.
 
     `lost`: its variables fill the memory, so it cannot go on.
     """
 
+    number: int = 0
     ready: bool = False
     error: str = ""
     output: str = ""
     problem: str = ""
     lost: bool = False
+    digest: str = ""
 
 
 class _Report(Struct):
     """What a zygote says when it is ready: the modules to preload that are not there."""
 
     missing: list[str]
+
+
+class _News(Struct):
+    """What a zygote says of one session: the attached descriptor is its process."""
+
+    born: int
 
 
 class ChannelClosedError(Exception):
@@ -290,6 +233,26 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._socket = sock
+
+    async def ask(self, request: dict[str, Any]) -> CellAnswer:
+        """Send a request, and read the answer to it.
+
+        Whatever else was said, before or instead, is nothing that a session says: it is closed.
+        """
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise ChannelClosedError(str(error)) from error
+        else:
+            raise ChannelClosedError("it ended, or spoke without being asked")
+        number = secrets.randbits(53)  # so that none can be answered before it is asked
+        await self.send({**request, "number": number})
+        answer = await self.receive()
+        if answer.number != number:
+            raise ChannelClosedError("the answer to another request")
+        return answer
 
     async def send(self, message: dict[str, Any]) -> None:
         """Write one frame."""
@@ -328,6 +291,51 @@ class Channel:
         return data
 
 
+class SessionProcess:
+    """The process of one session, which is stopped but while it answers: whatever a cell leaves
+    behind (timers, signals, threads, an answer that came too early) runs only within calls."""
+
+    def __init__(self, zygote: ZygoteProcess, channel: Channel, pidfd: int) -> None:
+        self.zygote = zygote
+        self._channel = channel
+        self._pidfd = pidfd
+
+    async def ask(self, request: dict[str, Any]) -> CellAnswer:
+        """One request and its answer. Raises ChannelClosedError; then, and when cancelled, the
+        process can only be killed."""
+        send_signal(self._pidfd, signal.SIGCONT)
+        answer = await self._channel.ask(request)
+        send_signal(self._pidfd, signal.SIGSTOP)
+        return answer
+
+    def kill(self) -> None:
+        """End it, whatever its cell is doing; never waits; idempotent."""
+        if self._pidfd >= 0:
+            self._channel.close()
+            kill(self._pidfd)
+            self._pidfd = -1
+
+
+def send_signal(pidfd: int, number: signal.Signals) -> None:
+    """To a process that may be gone. Raises InfraError when it is not ours to signal."""
+    try:
+        signal.pidfd_send_signal(pidfd, number)
+    except ProcessLookupError:
+        pass
+    except OSError as error:
+        raise InfraError(
+            f"a sandbox session cannot be sent signals: {error}; a host that is root needs CAP_KILL"
+        ) from error
+
+
+def kill(pidfd: int) -> None:
+    """End the process, and close the descriptor."""
+    try:
+        send_signal(pidfd, signal.SIGKILL)
+    finally:
+        os.close(pidfd)
+
+
 START_TIMEOUT_S = 60.0  # imports what is preloaded, perhaps from a cold disk
 STOP_TIMEOUT_S = 5.0
 
@@ -342,7 +350,8 @@ class ZygoteProcess:
         self._process = process
         self._control = control
         self._numbers = count(1)
-        self._outgoing: deque[tuple[bytes, socket.socket | None]] = deque()
+        self._outgoing: deque[tuple[bytes, socket.socket]] = deque()
+        self._born: dict[int, asyncio.Future[int]] = {}  # by number: descriptor of the process
 
     @classmethod
     async def launch(cls, setup: SandboxSetup, rung: Rung) -> ZygoteProcess:
@@ -377,6 +386,7 @@ class ZygoteProcess:
             if not report:
                 await zygote._refuse()
             check_missing(decode(report, _Report).missing, python)
+            asyncio.get_running_loop().add_reader(ours, zygote._hear)
             started = True
         except TimeoutError as error:
             raise InfraError(f"the sandbox did not start in {START_TIMEOUT_S:g} s") from error
@@ -396,37 +406,41 @@ class ZygoteProcess:
         except OSError:
             return False
 
-    async def spawn(self, seed: int) -> tuple[int, Channel]:
+    async def spawn(self, seed: int) -> SessionProcess:
         """A new session, ready to run cells. Raises InfraError."""
         number = next(self._numbers)
         ours, theirs = socket.socketpair()
         channel = Channel(ours)
+        born = self._born[number] = asyncio.get_running_loop().create_future()
         self._post({"spawn": number, "seed": seed}, theirs)
-        ready = False
+        process = None
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 answer = await channel.receive()
-            ready = answer.ready
-            if not ready:
-                raise InfraError(f"a sandbox session did not start: {answer.error}")
+                if not answer.ready:
+                    raise InfraError(f"a sandbox session did not start: {answer.error}")
+                process = SessionProcess(self, channel, await born)
         except TimeoutError as error:
             raise InfraError(f"no sandbox session within {START_TIMEOUT_S:g} s") from error
         except ChannelClosedError as error:
             raise InfraError(f"a sandbox session died at its start: {error}") from error
         finally:
-            if not ready:
-                self.kill(number, channel)
-        return number, channel
+            if process is None:
+                channel.close()
+                self._disown(number, born)
+        return process
 
-    def kill(self, number: int, channel: Channel) -> None:
-        """End a session, whatever its cell is doing; never waits."""
-        channel.close()
-        self._post({"kill": number}, None)
+    def _disown(self, number: int, born: asyncio.Future[int]) -> None:
+        """Nobody waits for this session any more; it is killed, now or when it is born."""
+        self._born.pop(number, None)
+        if born.done() and not born.cancelled() and not born.exception():
+            kill(born.result())
 
     async def stop(self) -> None:
         """End the zygote and all its sessions, and wait until the processes are gone."""
         loop = asyncio.get_running_loop()
         loop.remove_writer(self._control)
+        self._deaf()
         while self._outgoing:
             self._drop_first()
         self._control.close()
@@ -443,21 +457,45 @@ class ZygoteProcess:
 
     # inner workings
 
-    def _post(self, request: dict[str, int], attached: socket.socket | None) -> None:
+    def _post(self, request: dict[str, int], attached: socket.socket) -> None:
         if self._control.fileno() < 0:  # stopped: there is nobody to tell
-            if attached is not None:
-                attached.close()
+            attached.close()
             return
         self._outgoing.append((msgspec.json.encode(request), attached))
         self._flush()
+
+    def _hear(self) -> None:
+        """The zygote tells which process a session is."""
+        try:
+            packet, fds, _, _ = socket.recv_fds(self._control, 4096, 1, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet, fds = b"", []
+        if not packet:
+            self._deaf()
+            return
+        born = self._born.pop(decode(packet, _News).born, None)
+        if born is None or born.done():  # who asked for it has turned away
+            kill(fds[0])
+        else:
+            born.set_result(fds[0])
+
+    def _deaf(self) -> None:
+        if self._control.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._control)
+        for born in self._born.values():
+            if not born.done():
+                born.set_exception(ChannelClosedError("the sandbox died"))
+                born.exception()  # whether or not anybody still waits for it
+        self._born.clear()
 
     def _flush(self) -> None:
         loop = asyncio.get_running_loop()
         while self._outgoing:
             packet, attached = self._outgoing[0]
-            fds = [] if attached is None else [attached.fileno()]
             try:
-                socket.send_fds(self._control, [packet], fds)
+                socket.send_fds(self._control, [packet], [attached.fileno()])
             except BlockingIOError:
                 loop.add_writer(self._control, self._flush)
                 return
@@ -467,9 +505,7 @@ class ZygoteProcess:
         loop.remove_writer(self._control)
 
     def _drop_first(self) -> None:
-        _, attached = self._outgoing.popleft()
-        if attached is not None:
-            attached.close()
+        self._outgoing.popleft()[1].close()
 
     def _bury(self) -> None:
         """Blocks until the process is gone, then sees that nothing of its group is left."""

@@ -1,8 +1,9 @@
 """Sessions on another machine, by the HTTP interface of SandboxFusion.
 
 The service keeps nothing between calls, so each call carries the cells before it and runs them
-again first. One request: POST {url}/run_code with {"code", "language", "run_timeout", ...}; its
-reply: {"status", "message", "run_result": {"status", "execution_time", "stdout", "stderr"}}.
+again first; whether they then say the same is asked only of a fork. One request: POST
+{url}/run_code with {"code", "language", "run_timeout", ...}; its reply: {"status", "message",
+"run_result": {"status", "execution_time", "stdout", "stderr"}}.
 """
 
 from __future__ import annotations
@@ -26,32 +27,41 @@ if TYPE_CHECKING:
 # The program that a session on another machine sends with each call.
 
 MARK = "\n@@agentenv-answer@@"
-RUNNER = Path(__file__).with_name("cells.py")
-# What runs there: the cells before, whose words must not have changed, then the new one.
+SOURCES = {name: Path(__file__).with_name(f"{name}.py") for name in ("determinism", "cells")}
+# The order in which sets of strings are gone through must not change from call to call. The
+# program can be too long for an argument.
+RESTART = """
+import os, sys, tempfile
+file = tempfile.TemporaryFile()
+file.write({program!r}.encode())
+file.seek(0)
+os.dup2(file.fileno(), 0)
+os.execve(sys.executable, [sys.executable, "-"], {{**os.environ, "PYTHONHASHSEED": "0"}})
+"""
+# What runs there: the cells before, then the new one.
 SCRIPT = """
-import hashlib, json, random, sys, types
+import hashlib, json, sys, types
 request = json.loads({request!r})
-cells = types.ModuleType("cells")
-exec(compile(request["runner"], "cells.py", "exec"), cells.__dict__)
-random.seed(request["seed"])
+for name, source in request["sources"].items():
+    sys.modules[name] = types.ModuleType(name)
+    exec(compile(source, name + ".py", "exec"), sys.modules[name].__dict__)
+cells, determinism = sys.modules["cells"], sys.modules["determinism"]
 if any("numpy" in code for code in request["codes"]):
     try:
         import numpy
-        numpy.random.seed(request["seed"] % 2**32)
     except ImportError:
         pass
+determinism.seed_all(request["seed"])
 stdout = sys.stdout
 main = types.ModuleType("__main__")
 sys.modules["__main__"] = main
-answer = {{}}
+answer, digests = {{}}, []
 for number, code in enumerate(request["codes"]):
     output, problem = cells.run_cell(code, main.__dict__, number + 1, request["max_chars"])
     said = [cells._printable(output), cells._printable(problem)]
-    digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
-    answer = {{"output": said[0], "problem": said[1], "digest": digest, "differs": -1}}
-    if number < len(request["digests"]) and digest != request["digests"][number]:
-        answer["differs"] = number
-        break
+    digests.append(hashlib.sha256(json.dumps(said).encode()).hexdigest())
+    answer = {{"output": said[0], "problem": said[1]}}
+answer["digests"] = [*digests, determinism.digest(main.__dict__, None)]
 stdout.write({mark!r} + json.dumps(answer))
 stdout.flush()
 """
@@ -59,6 +69,7 @@ stdout.flush()
 
 HTTP_PATIENCE_S = 15.0  # beside the time that the code may take
 START_TIMEOUT_S = 30.0
+FORK_TIMEOUT_S = 10.0  # beside twice what the cells took before
 MAX_REPLY_BYTES = 4 << 20
 MAX_ERROR_CHARS = 300
 MAX_SECONDS = 1e6  # that a program there may have run
@@ -80,8 +91,7 @@ class _Reply(Struct):
 class _Answer(Struct):
     output: str = ""
     problem: str = ""
-    digest: str = ""
-    differs: int = -1
+    digests: list[str] = []
 
 
 class RemoteSandbox:
@@ -111,7 +121,7 @@ class RemoteSandbox:
             if self._proven:
                 return
             try:
-                result, *_ = await self.post(0, ["6 * 7"], [], START_TIMEOUT_S)
+                result, *_ = await self.post(0, ["6 * 7"], START_TIMEOUT_S)
             except InfraError as error:
                 raise ConfigError(
                     f"python.remote_url: {self.url} does not work: {error}"
@@ -133,22 +143,20 @@ class RemoteSandbox:
             await http.close()
 
     async def post(
-        self, seed: int, codes: list[str], digests: list[str], run_timeout_s: float
-    ) -> tuple[RunResult, str, float]:
-        """Run cells in a fresh interpreter there: how the last one went, its digest for later,
-        and the seconds that all took.
-
-        Raises InfraError, or EnvError when a cell said something else than `digests` record.
+        self, seed: int, codes: list[str], run_timeout_s: float
+    ) -> tuple[RunResult, list[str], float]:
+        """Run cells in a fresh interpreter there: how the last one went, digests of what each
+        said and of the variables at the end, and the seconds that all took. Raises InfraError.
         """
         request = {
-            "runner": RUNNER.read_text(),
+            "sources": {name: path.read_text() for name, path in SOURCES.items()},
             "seed": seed,
             "codes": codes,
-            "digests": digests,
             "max_chars": self.limits.max_output_chars,
         }
+        program = SCRIPT.format(request=json.dumps(request), mark=MARK)
         body = {
-            "code": SCRIPT.format(request=json.dumps(request), mark=MARK),
+            "code": RESTART.format(program=program),
             "language": "python",
             "compile_timeout": run_timeout_s,
             "run_timeout": run_timeout_s,
@@ -167,27 +175,21 @@ class RemoteSandbox:
             raise InfraError(f"{self.url}: {reply.status or 'no status'}: {message}")
         return *self._read(outcome), outcome.execution_time or 0.0
 
-    def _read(self, outcome: _RunOutcome) -> tuple[RunResult, str]:
+    def _read(self, outcome: _RunOutcome) -> tuple[RunResult, list[str]]:
         if outcome.status == "TimeLimitExceeded":
-            return RunResult("", False, "timed_out"), ""
+            return RunResult("", False, "timed_out"), []
         _, mark, text = (outcome.stdout or "").rpartition(MARK)
         try:
             answer = decode(text.strip(), _Answer) if mark else None
         except ForeignError:
             answer = None
         if answer is None:
-            return RunResult("The interpreter died.", False, "died"), ""
-        if answer.differs >= 0:
-            self.counters.num_replays_refused += 1
-            raise EnvError(
-                f"an interpreter session cannot be replayed: cell {answer.differs + 1} said "
-                f"something else than the first time: {answer.output[:100]!r}"
-            )
+            return RunResult("The interpreter died.", False, "died"), []
         most = self.limits.max_output_chars  # which the program may have said something beside
         output, problem = answer.output[: 2 * most], answer.problem[: 2 * most]
         joined = f"{output}\n{problem}".strip("\n") if problem else output
         end = "raised" if problem else "done"
-        return RunResult(joined, not problem, end, problem), answer.digest
+        return RunResult(joined, not problem, end, problem), answer.digests
 
     async def _request(self, body: dict[str, object], run_timeout_s: float) -> bytes:
         import aiohttp  # only who names a URL needs it
@@ -232,8 +234,8 @@ class RemoteSession:
         counters = self._sandbox.counters
         counters.num_calls += 1
         counters.num_replays += bool(self._codes)
-        result, digest, spent_s = await self._sandbox.post(
-            self.seed, [*self._codes, code], self._digests, timeout_s + 2 * self._spent_s
+        result, digests, spent_s = await self._sandbox.post(
+            self.seed, [*self._codes, code], timeout_s + 2 * self._spent_s
         )
         if result.end == "timed_out":
             counters.num_timeouts += 1
@@ -243,20 +245,30 @@ class RemoteSession:
             counters.num_deaths += 1
             return result
         self._codes.append(code)
-        self._digests.append(digest)
+        self._digests = digests
         self._spent_s = spent_s
         return result
 
-    def fork(self) -> RemoteSession:
-        """A session that will replay the same cells."""
+    async def fork(self) -> RemoteSession:
+        """A session that will replay the same cells. Raises EnvError where these do not say the
+        same, or leave the same variables, when they run once more."""
         other = RemoteSession(self._sandbox, self.seed)
-        other._codes, other._digests = list(self._codes), list(self._digests)
+        other._codes, other._digests = list(self._codes), self._digests
         other._spent_s = self._spent_s
+        if not other._codes:
+            return other
+        counters = self._sandbox.counters
+        counters.num_replays += 1
+        result, digests, _ = await self._sandbox.post(
+            self.seed, other._codes, FORK_TIMEOUT_S + 2 * self._spent_s
+        )
+        if digests != other._digests:
+            counters.num_replays_refused += 1
+            raise EnvError(
+                "an interpreter session cannot be replayed: its cells said something else than "
+                f"the first time, or left other variables; the last one: {result.output[:100]!r}"
+            )
         return other
-
-    async def prepare(self) -> None:
-        """Nothing to do: the service keeps no state, so every call replays and checks the record,
-        also in the parent."""
 
     def close(self) -> None:
         """Nothing is held anywhere; idempotent."""

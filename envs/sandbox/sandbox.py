@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from msgspec import Struct
 from msgspec.structs import asdict
@@ -13,17 +13,19 @@ from msgspec.structs import asdict
 from agentenv.errors import ConfigError, EnvError, InfraError
 from envs.sandbox.process import (
     NAMESPACES_ADVICE,
-    Channel,
+    CellAnswer,
     ChannelClosedError,
     MissingModuleError,
     Rung,
     SandboxLimits,
     SandboxSetup,
+    SessionProcess,
     ZygoteProcess,
 )
 from envs.sandbox.self_test import find_escape
 
 MAX_CODE_CHARS = 100_000
+DIGEST_TIMEOUT_S = 30.0
 REPLAY_PATIENCE = 4  # a replayed cell may take this many times its limit, for a busy machine
 VARIABLES_LOST = "(The interpreter was restarted: earlier variables are lost.)"
 CODE_TOO_LONG = f"The code is longer than {MAX_CODE_CHARS} characters."
@@ -58,12 +60,8 @@ class InterpreterSession(Protocol):
         """Run one cell. Raises InfraError when the machinery failed; then call again."""
         ...
 
-    def fork(self) -> Self:
-        """A session that holds the same variables, once `prepare` or its first cell has run."""
-        ...
-
-    async def prepare(self) -> None:
-        """Bring a fork to where its parent was. Raises EnvError where that cannot be done."""
+    async def fork(self) -> Self:
+        """A session that holds the same variables. Raises EnvError where that cannot be done."""
         ...
 
     def close(self) -> None:
@@ -75,59 +73,94 @@ class SandboxSession:
     """The interpreter of one episode. Variables persist from cell to cell.
 
     Cells that ran are recorded with the seed. A fork, or a session whose process was lost through
-    no fault of its code, runs them again in a new process before anything else, and raises
-    EnvError when one says something else than it did the first time.
+    no fault of its code, runs them again in a new process before anything else. An EnvError says
+    that one said something else than it did the first time, or that a fork has other variables.
     """
 
-    def __init__(self, sandbox: Sandbox, seed: int, cells: tuple[Cell, ...] = ()) -> None:
+    def __init__(self, sandbox: Sandbox, seed: int) -> None:
         self.seed = seed
-        self.cells = cells
+        self.cells: tuple[Cell, ...] = ()
         self._sandbox = sandbox
         self._lost = False  # variables, through the fault of a cell; said with the next result
-        self._live: tuple[ZygoteProcess, int, Channel] | None = None
+        self._live: SessionProcess | None = None
+        self._using = asyncio.Lock()  # by a cell, or a fork
         self._closed = False
 
     async def run(self, code: str, timeout_s: float) -> RunResult:
         """Run one cell. Raises InfraError when the machinery failed; then call again."""
-        if self._closed:
-            raise EnvError("this interpreter session is closed")
         if len(code) > MAX_CODE_CHARS:
             return RunResult(CODE_TOO_LONG, False, "raised", CODE_TOO_LONG)
-        if self._live is None:
-            await self._open()
-        result = await self._exchange(code, timeout_s)
-        notice = f"{VARIABLES_LOST}\n" if self._lost else ""
-        counters = self._sandbox.counters
-        counters.num_calls += 1
-        counters.num_timeouts += result.end == "timed_out"
-        counters.num_deaths += result.end == "died"
-        self._lost = result.end in ("timed_out", "died") or self._live is None
-        if self._lost:
-            self.cells = ()
-        else:
-            self.cells += (Cell(code, timeout_s, result.output, result.ok),)
+        async with self._using:
+            await self._be_open()
+            result = await self._exchange(code, timeout_s)
+            notice = f"{VARIABLES_LOST}\n" if self._lost else ""
+            counters = self._sandbox.counters
+            counters.num_calls += 1
+            counters.num_timeouts += result.end == "timed_out"
+            counters.num_deaths += result.end == "died"
+            self._lost = result.end in ("timed_out", "died") or self._live is None
+            if self._lost:
+                self.cells = ()
+            else:
+                self._sandbox.used(self)
+                self.cells += (Cell(code, timeout_s, result.output, result.ok),)
         output = (notice + result.output).rstrip("\n")
         return RunResult(output, result.ok, result.end, result.problem)
 
-    def fork(self) -> SandboxSession:
-        """A session that holds the same variables; costs nothing until it runs something."""
-        other = SandboxSession(self._sandbox, self.seed, self.cells)
-        other._lost = self._lost
-        return other
+    async def fork(self) -> SandboxSession:
+        """A session that holds the same variables, by running the record again.
 
-    async def prepare(self) -> None:
-        """Replay the record now. Raises EnvError when a cell says something else than before."""
-        if self._live is None and self.cells and not self._closed:
-            await self._open()
+        Raises EnvError where it does not.
+        """
+        other = SandboxSession(self._sandbox, self.seed)
+        async with self._using:
+            other.cells, other._lost = self.cells, self._lost
+            if not self.cells:
+                return other
+            await self._be_open()
+            before = await self._digest()
+            self._sandbox.used(self)
+        complete = False
+        try:
+            async with other._using:
+                await other._be_open()
+                after = await other._digest()
+                self._sandbox.used(other)
+            if before != after:
+                self._sandbox.counters.num_replays_refused += 1
+                raise EnvError(
+                    "an interpreter session cannot be replayed: its variables, or its files, "
+                    "are others than the first time"
+                )
+            complete = True
+        finally:
+            if not complete:
+                other.close()
+        return other
 
     def close(self) -> None:
         """Kill the session's process, if there is one; idempotent."""
         self._closed = True
-        self._kill()
+        self.rest()
 
-    async def _open(self) -> None:
-        """Start the process and bring it to where the record ends."""
-        self._live = await self._sandbox.spawn(self.seed)
+    def resting(self) -> bool:
+        """Whether it has a process that does nothing."""
+        return self._live is not None and not self._using.locked()
+
+    def rest(self) -> None:
+        """Give up the process; what comes next runs the record again."""
+        live, self._live = self._live, None
+        if live is not None:
+            self._sandbox.left(self)
+            live.kill()
+
+    async def _be_open(self) -> None:
+        """With a process, brought to where the record ends, if it was none."""
+        if self._closed:
+            raise EnvError("this interpreter session is closed")
+        if self._live is not None:
+            return
+        self._live = await self._sandbox.spawn(self)
         self._sandbox.counters.num_replays += bool(self.cells)
         complete = False
         try:
@@ -142,38 +175,45 @@ class SandboxSession:
             complete = True
         finally:
             if not complete:
-                self._kill()
+                self.rest()
+
+    async def _digest(self) -> str:
+        """Of the variables. Raises EnvError where there is none to be had."""
+        answer = await self._ask({"digest": ""}, DIGEST_TIMEOUT_S)
+        if isinstance(answer, RunResult):
+            raise EnvError(f"an interpreter session cannot be forked: {answer.output}")
+        return answer.digest
 
     async def _exchange(self, code: str, timeout_s: float) -> RunResult:
-        assert self._live is not None
-        zygote, _, channel = self._live
-        finished = False
-        try:
-            async with asyncio.timeout(timeout_s):
-                await channel.send({"code": code})
-                answer = await channel.receive()
-            finished = True
-        except TimeoutError:
-            return RunResult(f"TimeoutError: stopped after {timeout_s:g} s", False, "timed_out")
-        except ChannelClosedError as error:
-            if not zygote.alive():
-                raise InfraError("the sandbox died") from error
-            return RunResult("The interpreter died.", False, "died")
-        finally:
-            if not finished:  # also when cancelled: nobody will read the answer
-                self._kill()
+        answer = await self._ask({"code": code}, timeout_s)
+        if isinstance(answer, RunResult):
+            return answer
         if answer.lost:
-            self._kill()
+            self.rest()
         output = answer.output[: 2 * self._sandbox.limits.max_output_chars]
         problem = answer.problem[: self._sandbox.limits.max_output_chars]
         output = f"{output}\n{problem}".strip("\n") if problem else output
         return RunResult(output, not problem, "raised" if problem else "done", problem)
 
-    def _kill(self) -> None:
-        if self._live is not None:
-            zygote, number, channel = self._live
-            self._live = None
-            zygote.kill(number, channel)
+    async def _ask(self, request: dict[str, Any], timeout_s: float) -> CellAnswer | RunResult:
+        """What the session says; why it says nothing, and then it has no process any more."""
+        assert self._live is not None
+        live = self._live
+        finished = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await live.ask(request)
+            finished = True
+        except TimeoutError:
+            return RunResult(f"TimeoutError: stopped after {timeout_s:g} s", False, "timed_out")
+        except ChannelClosedError as error:
+            if not live.zygote.alive():
+                raise InfraError("the sandbox died") from error
+            return RunResult("The interpreter died.", False, "died")
+        finally:
+            if not finished:  # also when cancelled: nobody will read the answer
+                self.rest()
+        return answer
 
 
 MAX_CONCURRENT_SPAWNS = 8  # forking is serial; the others wait here instead of in its queue
@@ -236,6 +276,8 @@ class Sandbox:
         self._starting = asyncio.Lock()
         self._spawning = asyncio.Semaphore(MAX_CONCURRENT_SPAWNS)
         self._closed = False
+        self._holding: dict[SandboxSession, None] = {}  # a process; the longest idle one first
+        self._freed = asyncio.Event()
 
     def session(self, seed: int | None) -> SandboxSession:
         """A session for one episode; its process starts with its first call."""
@@ -255,13 +297,40 @@ class Sandbox:
                 self._zygote = await self._launch()
             return self._zygote
 
-    async def spawn(self, seed: int) -> tuple[ZygoteProcess, int, Channel]:
-        """A new session's process, in the zygote that runs now."""
+    async def spawn(self, session: SandboxSession) -> SessionProcess:
+        """A process for a session, in the zygote that runs now."""
         zygote = await self.start()
         async with self._spawning:
-            number, channel = await zygote.spawn(seed)
+            await self._make_room()
+            self._holding[session] = None
+            process = None
+            try:
+                process = await zygote.spawn(session.seed)
+            finally:
+                if process is None:
+                    self.left(session)
         self.counters.num_sessions += 1
-        return zygote, number, channel
+        return process
+
+    async def _make_room(self) -> None:
+        """For one more session: the one that has been idle longest gives up its process."""
+        while len(self._holding) >= self.limits.max_sessions:
+            self._freed.clear()
+            idle = next((one for one in self._holding if one.resting()), None)
+            if idle is None:
+                await self._freed.wait()
+            else:
+                idle.rest()
+
+    def used(self, session: SandboxSession) -> None:
+        """It is idle, and the last one now to give up its process."""
+        self._holding[session] = self._holding.pop(session)
+        self._freed.set()
+
+    def left(self, session: SandboxSession) -> None:
+        """It has no process any more."""
+        self._holding.pop(session, None)
+        self._freed.set()
 
     def stats(self) -> dict[str, float]:
         """What happened here so far, as metrics."""

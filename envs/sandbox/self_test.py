@@ -125,19 +125,18 @@ async def find_escape(zygote: ZygoteProcess) -> str:
             "pid": os.getpid(),
             "own": ONE_THREAD,
         }
-        number, channel = await zygote.spawn(0)
+        session = await zygote.spawn(0)
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 for what, probe in _PROBES.items():
-                    await channel.send({"code": _dedent(probe).format(**places)})
-                    answer = await channel.receive()
+                    answer = await session.ask({"code": _dedent(probe).format(**places)})
                     said = f"{answer.output}{answer.problem}".strip()
                     if said:
                         return f"it could {what}: {said[:200]}"
         except (ChannelClosedError, TimeoutError) as error:
             raise InfraError(f"the sandbox did not survive its self-test: {error}") from error
         finally:
-            zygote.kill(number, channel)
+            session.kill()
     return ""
 
 

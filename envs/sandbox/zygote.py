@@ -4,9 +4,11 @@
                      "landlock": a session may read the system and write nowhere.
                      "unsafe": limits only.
     control socket   one JSON packet a request: {"spawn": n, "seed": s} with the session's socket
-                     attached, or {"kill": n}. At its end of file everything in here dies.
+                     attached; its answer {"born": n} has a descriptor of the new process, by
+                     which the host stops and kills it. At the end of file everything in here dies.
     session          a fork that sees no other session, bound by a filter of system calls. It reads
-                     length-prefixed JSON {"code"} and answers {"output", "problem"}.
+                     length-prefixed JSON {"number", "code"} and answers {"number", "output",
+                     "problem"}, or {"number", "digest": ""} and answers {"number", "digest"}.
 
 What a session answers comes from a process that runs untrusted code: the host believes nothing.
 """
@@ -27,24 +29,31 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from envs.sandbox import cells, confine, preload, seccomp
+    from envs.sandbox import cells, confine, determinism, preload, seccomp
 else:  # inside, these files are all there is
     import cells
     import confine
+    import determinism
     import preload
     import seccomp
 
 REAP_INTERVAL_S = 0.1
+WEIGH_SHARE = 20  # of the time, one part goes into looking at what the sessions weigh
+NICENESS = 5
 CHANNEL_FD = 3  # of a session, beside the standard three
 
 
 def main() -> None:
     config = json.loads(sys.argv[1])
     control = socket.socket(fileno=config["control_fd"])
+    os.nice(NICENESS)  # the trainer comes first
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # and goes last, where memory runs out
     if config["uid"] is not None:
         os.setgroups([])
         os.setresgid(config["uid"], config["uid"], config["uid"])
@@ -60,8 +69,7 @@ def main() -> None:
         config["rules_fd"] = confine.landlock_ruleset(confine.landlock_abi(), config["readable"])
     else:
         home = tempfile.mkdtemp(prefix="agentenv-")
-    with open("/proc/self/statm") as file:  # the limit is what a session may add
-        config["rlimits"]["AS"] += int(file.read().split()[0]) * resource.getpagesize()
+    config["rlimits"]["AS"] += _pages("self", 0) * resource.getpagesize()
     for fd in range(3):  # last, so that the host can read about a failure until here
         os.dup2(null, fd)
     control.send(json.dumps({"missing": missing}).encode())
@@ -71,24 +79,57 @@ def main() -> None:
 
 
 def _serve(control: socket.socket, config: dict[str, Any], home: str) -> None:
-    pids: dict[int, int] = {}
+    pids: set[int] = set()
+    max_pages = config["max_total_bytes"] // resource.getpagesize()
+    weigh_at = 0.0
     while True:
         if select.select([control], [], [], REAP_INTERVAL_S if pids else None)[0]:
             packet, channel = _receive_packet(control)
             if not packet:
                 break
             request = json.loads(packet)
-            if "spawn" in request:
-                pids[request["spawn"]] = _spawn(channel, request["seed"], config, home)
-                os.close(channel)
-            elif pids.get(request["kill"]):
-                os.kill(pids[request["kill"]], signal.SIGKILL)
+            pid = _spawn(channel, request["seed"], config, home)
+            os.close(channel)
+            if pid:
+                pids.add(pid)
+                _announce(control, request["spawn"], pid)
         _reap(pids)
+        now = time.monotonic()
+        if pids and now >= weigh_at:
+            _kill_the_largest(pids, max_pages)
+            weigh_at = now + max(REAP_INTERVAL_S, WEIGH_SHARE * (time.monotonic() - now))
     if config["rung"] != "namespaces":  # there the end of process 1 is the end of all
-        for pid in pids.values():
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
     if config["rung"] == "unsafe":
         shutil.rmtree(home, ignore_errors=True)
+
+
+def _announce(control: socket.socket, number: int, pid: int) -> None:
+    pidfd = os.pidfd_open(pid)
+    try:
+        socket.send_fds(control, [json.dumps({"born": number}).encode()], [pidfd])
+    except OSError:  # the host is gone, which the next look at the socket shows
+        pass
+    finally:
+        os.close(pidfd)
+
+
+def _kill_the_largest(pids: set[int], max_pages: int) -> None:
+    """Where the sessions together have added more to their common memory than they may."""
+    common = _pages("self", 1) - _pages("self", 2)
+    weights = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            weights[pid] = _pages(pid, 1) - _pages(pid, 2) - common
+    if sum(weight for weight in weights.values() if weight > 0) > max_pages:
+        os.kill(max(weights, key=weights.__getitem__), signal.SIGKILL)
+
+
+def _pages(pid: int | str, field: int) -> int:
+    """Of a process: 0 its address space, 1 what of it is in memory, 2 of that files."""
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[field])
 
 
 def _receive_packet(control: socket.socket) -> tuple[bytes, int]:
@@ -99,8 +140,7 @@ def _receive_packet(control: socket.socket) -> tuple[bytes, int]:
     return packet, fds[0] if fds else -1
 
 
-def _reap(pids: dict[int, int]) -> None:
-    numbers = {pid: number for number, pid in pids.items()}
+def _reap(pids: set[int]) -> None:
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -108,7 +148,7 @@ def _reap(pids: dict[int, int]) -> None:
             return
         if not pid:
             return
-        pids.pop(numbers.get(pid, -1), None)
+        pids.discard(pid)
 
 
 def _spawn(channel: int, seed: int, config: dict[str, Any], home: str) -> int:
@@ -135,8 +175,8 @@ def _run_session(channel: int, seed: int, config: dict[str, Any], home: str) -> 
     """Confine this process, then serve its cells until the host is gone."""
     os.dup2(channel, CHANNEL_FD)
     try:
-        preload.reseed(seed)
-        _confine(config, home)
+        determinism.seed_all(seed)
+        home = _confine(config, home)
     except (OSError, ValueError) as error:
         cells.send(CHANNEL_FD, {"error": str(error)})
         return
@@ -145,11 +185,13 @@ def _run_session(channel: int, seed: int, config: dict[str, Any], home: str) -> 
     main_module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main_module
     cells.send(CHANNEL_FD, {"ready": True})
-    cells.serve(CHANNEL_FD, main_module.__dict__, config["max_output_chars"])
+    files = None if config["rung"] == "landlock" else home  # there none can be written
+    cells.serve(CHANNEL_FD, main_module.__dict__, config["max_output_chars"], files)
 
 
-def _confine(config: dict[str, Any], home: str) -> None:
-    """Give up all that a session must not have, every descriptor but CHANNEL_FD too."""
+def _confine(config: dict[str, Any], home: str) -> str:
+    """Give up all that a session must not have, every descriptor but CHANNEL_FD too; the folder
+    that it works in."""
     rung = config["rung"]
     if rung == "namespaces":
         confine.cover(config["tmp_bytes"], config["below_tmp"])
@@ -175,6 +217,7 @@ def _confine(config: dict[str, Any], home: str) -> None:
                 threads=config["rlimits"]["NPROC"] > 1,
             )
         )
+    return home
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ async def test_the_second_rung_is_taken_with_a_warning(caplog: pytest.LogCapture
     assert sandbox.rung == "landlock"
     assert "is on its rung 'landlock', since: namespaces" in caplog.text
     assert "apt install bubblewrap" in caplog.text
-    fork = session.fork()
+    fork = await session.fork()
     assert await said(fork, "import fractions, wave, email.mime.text; x") == "42"  # not preloaded
     assert "ModuleNotFoundError" in await said(fork, "import no_such_module")
     assert "Read-only file system" in await said(fork, "open('f', 'w')")

@@ -87,11 +87,11 @@ async def test_a_session_holds_its_variables_and_so_does_its_fork(
     failed = await parent.run("print('\\n!')\n1 / 0", 10)
     assert failed.end == "raised"
     assert "ZeroDivisionError: division by zero" in failed.output
-    child = parent.fork()
+    child = await parent.fork()
     await parent.run("x.append(0)", 10)
     assert (await child.run("x", 10)).output == first.output
     assert (await parent.run("len(x)", 10)).output == "2"
-    assert sandbox.counters.num_replays == 4
+    assert sandbox.counters.num_replays == 5  # three of the parent, the fork's and its call's
     sent = service[0].requests[0]
     assert (sent["language"], sent["memory_limit_MB"], sent["stdin"]) == ("python", 512, "")
     parent.close()
@@ -110,12 +110,31 @@ async def test_what_a_cell_does_to_itself(sandbox: RemoteSandbox) -> None:
 
 
 async def test_a_replay_that_differs_is_refused(sandbox: RemoteSandbox) -> None:
+    for code in ("import time; time.time_ns()", "import time; x = time.time_ns()"):
+        session = sandbox.session(1)
+        await session.run(code, 10)
+        with pytest.raises(EnvError, match=r"cells said something else than the first time, or"):
+            await session.fork()
+        assert (await session.run("6 * 7", 10)).output == "42"  # what is no fork goes on
+    assert sandbox.counters.num_replays_refused == 2
+
+
+async def test_what_cannot_be_repeated_is_asked_only_of_a_fork(sandbox: RemoteSandbox) -> None:
     session = sandbox.session(1)
-    await session.run("import os; os.urandom(8)", 10)
-    child = session.fork()
-    with pytest.raises(EnvError, match=r"cell 1 said something else than the first time"):
-        await child.run("1", 10)
-    assert sandbox.counters.num_replays_refused == 1
+    for code in ("import time; time.time_ns()", "object()", "import os; os.getpid()"):
+        assert (await session.run(code, 10)).ok
+    assert (await session.run("6 * 7", 10)).output == "42"
+
+
+async def test_sets_and_entropy_are_the_same_in_every_call(sandbox: RemoteSandbox) -> None:
+    session = sandbox.session(1)
+    code = "import os, random, uuid; x = set('abcdefghij'), os.urandom(4), uuid.uuid4(); x"
+    first = (await session.run(code, 10)).output
+    assert (await session.run("x", 10)).output == first
+    child = await session.fork()
+    assert (await child.run("x", 10)).output == first
+    assert (await child.run("import sys; input()", 10)).output.endswith("reading a line")
+    assert (await sandbox.session(2).run(code, 10)).output != first
 
 
 @pytest.mark.parametrize(

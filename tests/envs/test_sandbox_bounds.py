@@ -1,0 +1,144 @@
+"""Calls end when they end, and the sessions together are bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import psutil
+import pytest
+
+from envs.sandbox import Sandbox, SandboxLimits, SandboxSession
+from envs.sandbox.sandbox import VARIABLES_LOST
+from tests.support.sandboxes import children, said, until, until_processes, zygote_of
+
+FRAME = """
+import json, os, sys
+def number():  # of the request, found in the frame that serves it
+    frame = sys._getframe()
+    while "request" not in frame.f_locals:
+        frame = frame.f_back
+    return frame.f_locals["request"]["number"]
+def forge(number, output):
+    data = json.dumps({"number": number, "output": output}).encode()
+    os.write(3, len(data).to_bytes(4, "big") + data)
+"""
+
+
+def process_of(sandbox: Sandbox) -> psutil.Process:
+    """That of the only session."""
+    alive = [one for one in zygote_of(sandbox).children() if one.status() != psutil.STATUS_ZOMBIE]
+    (process,) = alive
+    return process
+
+
+async def stands_still(process: psutil.Process) -> None:
+    await until(lambda: process.status() == psutil.STATUS_STOPPED)
+    before = process.cpu_times()
+    await asyncio.sleep(0.2)
+    assert process.cpu_times() == before
+    assert process.status() == psutil.STATUS_STOPPED
+
+
+async def test_an_early_answer_gives_no_time_to_compute(
+    sandbox: Sandbox, session: SandboxSession
+) -> None:
+    await session.run(FRAME, 10)
+    result = await session.run("forge(number(), 'early')\nwhile True: pass", 10)
+    assert (result.output, result.end) == ("early", "done")
+    await stands_still(process_of(sandbox))
+    assert (await session.run("1", 0.3)).end == "timed_out"  # in there the loop goes on
+    assert await said(session, "1") == f"{VARIABLES_LOST}\n1"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "for i in range(3): forge(number() + i, 'one of three')",
+        "for i in range(3): forge(number(), 'the same')",
+        "forge(2, 'a'); forge(3, 'b'); forge(4, 'c')",
+        "forge(0, '')",
+        "os.write(3, b'x')",
+    ],
+)
+async def test_answers_do_not_shift(session: SandboxSession, code: str) -> None:
+    await session.run(FRAME, 10)
+    await session.run(code, 10)
+    result = await session.run("6 * 7", 10)
+    if result.end == "died":
+        result = await session.run("6 * 7", 10)
+    assert result.output == f"{VARIABLES_LOST}\n42"
+    assert await said(session, "7 * 6") == "42"
+
+
+async def test_timers_and_handlers_run_only_within_calls(
+    sandbox: Sandbox, session: SandboxSession
+) -> None:
+    code = "import signal, time\nticks = []\n"
+    code += "signal.signal(signal.SIGALRM, lambda *_: ticks.append(1))\n"
+    code += "signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)\ntime.sleep(0.05)\nlen(ticks) > 2"
+    assert await said(session, code) == "True"
+    num_ticks = await said(session, "len(ticks)")
+    await stands_still(process_of(sandbox))
+    assert await said(session, "time.sleep(0.05); len(ticks)") == num_ticks
+
+
+async def test_threads_stand_still_between_calls() -> None:
+    sandbox = Sandbox(limits=SandboxLimits(max_threads=3), preload=(), rungs=["namespaces"])
+    session = sandbox.session(1)
+    code = "import threading\nn = 0\ndef count():\n  global n\n  while True: n += 1\n"
+    await session.run(code + "threading.Thread(target=count, daemon=True).start()", 10)
+    await stands_still(process_of(sandbox))
+    session.close()
+    await sandbox.close()
+
+
+async def test_beyond_the_number_of_sessions_idle_ones_are_replayed() -> None:
+    sandbox = Sandbox(limits=SandboxLimits(max_sessions=2), preload=())
+    sessions = [sandbox.session(number) for number in range(4)]
+    for _ in range(2):
+        for number, one in enumerate(sessions):
+            await one.run(f"x = {number}", 10)
+            await until(lambda: len(children()) <= 4)  # bubblewrap, zygote, two sessions
+    assert await asyncio.gather(*(said(one, "x") for one in sessions)) == ["0", "1", "2", "3"]
+    forks = await asyncio.gather(*(one.fork() for one in sessions))
+    assert await asyncio.gather(*(said(one, "x") for one in forks)) == ["0", "1", "2", "3"]
+    assert sandbox.counters.num_replays > 4
+    for one in (*sessions, *forks):
+        one.close()
+    await until_processes(2)
+    await sandbox.close()
+
+
+async def test_a_session_waits_for_a_busy_one() -> None:
+    sandbox = Sandbox(limits=SandboxLimits(max_sessions=1), preload=())
+    first, second = sandbox.session(1), sandbox.session(2)
+    await first.run("x = 1", 10)
+    busy = asyncio.ensure_future(first.run("import time; time.sleep(0.2); x", 10))
+    await asyncio.sleep(0.05)
+    assert await said(second, "2") == "2"
+    assert (await busy).output == "1"
+    assert await said(first, "x") == "1"
+    first.close()
+    second.close()
+    await sandbox.close()
+
+
+async def test_the_trainer_comes_first(sandbox: Sandbox, session: SandboxSession) -> None:
+    await session.run("1", 10)
+    for process in (zygote_of(sandbox), process_of(sandbox)):
+        assert process.nice() == min(19, os.nice(0) + 5)
+        with open(f"/proc/{process.pid}/oom_score_adj") as file:  # noqa: ASYNC230 - no disk
+            assert file.read() == "1000\n"
+
+
+async def test_together_they_are_bounded_and_the_largest_dies() -> None:
+    sandbox = Sandbox(limits=SandboxLimits(max_total_bytes=150 << 20), preload=())
+    small, large = sandbox.session(1), sandbox.session(2)
+    assert await said(small, "x = bytearray(b'1') * (60 << 20); len(x) >> 20") == "60"
+    result = await large.run("x = bytearray(b'1') * (120 << 20)\nwhile True: pass", 20)
+    assert result.end == "died"
+    assert await said(small, "len(x) >> 20") == "60"
+    small.close()
+    large.close()
+    await sandbox.close()
