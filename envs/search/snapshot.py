@@ -238,14 +238,16 @@ class Snapshot:
                 f"search.snapshot: {self.path} has the sha256 {self.sha256}, expected "
                 f"{self._expected} (search.snapshot_sha256): it is another file, or a damaged one"
             )
-        logger.info(
-            "search.snapshot %s: %r, sha256 %s, %d searches, %d pages",
-            self.path,
-            self.head.name,
-            self.sha256,
-            self.num_searches,
-            self.num_pages,
-        )
+        if not self._expected:
+            logger.warning(
+                "search.snapshot %s: %r with %d searches and %d pages; with "
+                'search.snapshot_sha256 = "%s" no other file is taken for it',
+                self.path,
+                self.head.name,
+                self.num_searches,
+                self.num_pages,
+                self.sha256,
+            )
 
     def _index(self, file: BinaryIO) -> None:
         """Note where each row is; of equal searches the one with most results, else the first."""

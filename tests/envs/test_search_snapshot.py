@@ -95,6 +95,10 @@ async def test_a_run_tells_what_it_missed(
     await played(site.config(snapshot=str(path), snapshot_mode="record"), site.url)
     service = SearchService(site.config(snapshot=str(path), on_miss="tell"))
     await service.start()
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert f"'lima' with 2 searches and 3 pages; with search.snapshot_sha256 = \"{digest}\"" in (
+        caplog.text
+    )
     for _ in range(2):
         with pytest.raises(ToolError, match="not part of the web that can be reached") as told:
             await service.search("oslo", Episode())
@@ -155,6 +159,9 @@ async def test_failures_are_not_kept_and_fewer_results_are_a_part_of_more(tmp_pa
     tape = Snapshot(path, "record")
     with pytest.raises(InfraError):
         await tape.hits(Query("peru", 2), fails)
+    with pytest.raises(InfraError):
+        await tape.page("http://a.test/", fails)
+    assert (tape.num_searches, tape.num_pages) == (0, 0)
     await tape.hits(Query("peru", 2), finding("a", "b"))
     assert len(await tape.hits(Query("peru", 3), finding("a", "b", "c"))) == 3
     assert len(await tape.hits(Query("peru", 2), never)) == 2
