@@ -24,7 +24,7 @@ from agentenv.foreign import decode, printable
 from envs.search.corpus import Hit, Query
 
 FORMAT = 1
-MAX_SHOWN = 20  # misses that are listed at the end of a run
+MAX_SHOWN = 200  # misses that are listed at the end of a run
 MOST = 1 << 31
 
 SnapshotMode = Literal["record", "replay"]
@@ -320,9 +320,13 @@ class Snapshot:
         raise InfraError(f"snapshot {self.path} does not hold {what}")
 
     def _read(self, place: _Place) -> _AnyRow:
+        """The row at a place; an InfraError if the file has been changed since it was read."""
         assert self._file is not None
-        line = os.pread(self._file.fileno(), place.length, place.offset)
-        return self._decoded(line, 0 if place.offset else 1)
+        try:
+            line = os.pread(self._file.fileno(), place.length, place.offset)
+            return self._decoded(line, 0 if place.offset else 1)
+        except (OSError, DataError) as error:
+            raise InfraError(f"snapshot {self.path} was changed meanwhile: {error}") from error
 
     def _append(self, row: _Search | _Page) -> _Place:
         assert self._file is not None

@@ -218,6 +218,16 @@ async def test_a_cut_row_is_left_out_and_recorded_again(
     assert len([json.loads(line) for line in path.read_bytes().splitlines()]) == 3
 
 
+async def test_a_file_that_changes_meanwhile_is_a_failure_of_machinery(tmp_path: Path) -> None:
+    tape = Snapshot(tmp_path / "a.jsonl", "record")
+    await tape.hits(Query("peru"), finding("a"))
+    for damage in (b"", b"?" * 1000):
+        (tmp_path / "a.jsonl").write_bytes(damage)
+        with pytest.raises(InfraError, match="was changed meanwhile"):
+            await tape.hits(Query("peru"), never)
+    tape.close()
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
