@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from agentenv.errors import DataError, ForeignError
 from agentenv.foreign import decode
-from envs.search.snapshot import Snapshot
+from envs.search.snapshot import MISSED, Snapshot
 from launchers.terminal import EXIT_MISSING, View, to_its_end
 
 
@@ -29,6 +29,7 @@ class _Call(Struct):
 
 class _Row(Struct):
     tool_calls: list[_Call] = []
+    error: str | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,11 +55,12 @@ def _tell(path: Path, runs: Sequence[Path], view: View) -> int:
         view.say(f"{head.name}, sha256 {snapshot.sha256}")
         view.say(f"results of {head.backend or 'unknown'}, pages by {head.reader or 'unknown'}")
         view.say(f"{snapshot.num_searches} searches, {snapshot.num_pages} pages")
-        return _coverage(snapshot, [call for run in runs for call in _calls(run)], view)
+        return _coverage(snapshot, [row for run in runs for row in _rows(run)], view)
 
 
-def _coverage(snapshot: Snapshot, calls: Sequence[_Call], view: View) -> int:
-    """Say what the snapshot holds of what these calls asked for; the exit code."""
+def _coverage(snapshot: Snapshot, rows: Sequence[_Row], view: View) -> int:
+    """Say what the snapshot holds of what was asked for in these rows; the exit code."""
+    calls = [call for row in rows for call in row.tool_calls]
     queries, urls = _asked(calls, "search", "query"), _asked(calls, "open_page", "url")
     found = {query: snapshot.covers(query) for query in queries}
     behind = {url for one in found.values() for url in one or () if url.startswith("http")}
@@ -71,6 +73,10 @@ def _coverage(snapshot: Snapshot, calls: Sequence[_Call], view: View) -> int:
     ):
         if asked:
             view.say(f"{what}: {len(held)} of {len(asked)} ({len(held) / len(asked):.1%})")
+    # of a rollout that failed for a miss, the call stands in its error alone
+    failed_for = dict.fromkeys(str(row.error).partition(MISSED)[2] for row in rows)
+    held_now = snapshot.names()
+    missing += [one for one in failed_for if one and one not in held_now]
     for one in missing:
         view.say(f"  missing: {one}")
     return EXIT_MISSING if missing else 0
@@ -82,8 +88,8 @@ def _asked(calls: Sequence[_Call], tool: str, argument: str) -> list[str]:
     return list(dict.fromkeys(str(one).strip() for one in found if one))
 
 
-def _calls(run: Path) -> Iterator[_Call]:
-    """The tool calls of all rows of a file, or of the *.jsonl below a directory."""
+def _rows(run: Path) -> Iterator[_Row]:
+    """The rows of a file, or of the *.jsonl below a directory."""
     files = sorted(run.rglob("*.jsonl")) if run.is_dir() else [run]
     if not files:
         raise DataError(f"{run} holds no *.jsonl; expected a run, an evaluation or a file of rows")
@@ -94,7 +100,7 @@ def _calls(run: Path) -> Iterator[_Call]:
             raise DataError(f"{path} cannot be read: {error.strerror}") from error
         for number, line in enumerate(lines, start=1):
             try:
-                yield from decode(line, _Row).tool_calls
+                yield decode(line, _Row)
             except ForeignError as error:
                 raise DataError(f"{path}, row {number}: {error}; expected a JSON object") from error
 

@@ -26,6 +26,7 @@ from envs.search.corpus import Hit, Query
 FORMAT = 1
 MAX_SHOWN = 200  # misses that are listed at the end of a run
 MOST = 1 << 31
+MISSED = " is a frozen web without "  # in the error of a miss, before its name
 
 SnapshotMode = Literal["record", "replay"]
 OnMiss = Literal["fail", "tell"]
@@ -118,7 +119,7 @@ class Snapshot:
         """Read the file, once, in a thread. Raises DataError, and ConfigError for a file that was
         recorded of something else or has another hash."""
         if self._loading is None:
-            self._loading = asyncio.ensure_future(asyncio.to_thread(self.load))
+            self._loading = asyncio.ensure_future(self._begin())
         await asyncio.shield(self._loading)
 
     async def hits(self, query: Query, fetch: Callable[[], Awaitable[list[Hit]]]) -> list[Hit]:
@@ -127,7 +128,7 @@ class Snapshot:
         text = printable(query.text)
         place = self._search_place(query)
         if place is None:
-            self._miss(f"search {text!r} ({query.market})")
+            self._miss(_search_name(text, query.market))
             try:
                 row = _Search(text, query.market, query.max_results, await fetch())
             except ToolError as error:
@@ -152,7 +153,7 @@ class Snapshot:
             row = self._read(self._pages[url])
             assert isinstance(row, _Page)
         else:
-            self._miss(f"page {url}")
+            self._miss(_page_name(url))
             try:
                 row = _Page(url, printable(await fetch()))
             except ToolError as error:
@@ -177,6 +178,11 @@ class Snapshot:
     def has_page(self, url: str) -> bool:
         """Whether the file says what a page holds, or that it cannot be had."""
         return printable(url) in self._pages
+
+    def names(self) -> set[str]:
+        """What it holds, by the names that the errors of misses give."""
+        searches = ((text, market) for text, of in self._searches.items() for market in of)
+        return {_search_name(*one) for one in searches} | set(map(_page_name, self._pages))
 
     @property
     def num_searches(self) -> int:
@@ -212,6 +218,19 @@ class Snapshot:
                 more,
             )
 
+    async def _begin(self) -> None:
+        await asyncio.to_thread(self.load)
+        if self.mode == "replay" and not self._expected:
+            logger.warning(
+                "search.snapshot %s: %r with %d searches and %d pages; with "
+                'search.snapshot_sha256 = "%s" no other file is taken for it',
+                self.path,
+                self.head.name,
+                self.num_searches,
+                self.num_pages,
+                self.sha256,
+            )
+
     def load(self) -> None:
         """Read the file; see `start`."""
         try:
@@ -237,16 +256,6 @@ class Snapshot:
             raise DataError(
                 f"search.snapshot: {self.path} has the sha256 {self.sha256}, expected "
                 f"{self._expected} (search.snapshot_sha256): it is another file, or a damaged one"
-            )
-        if not self._expected:
-            logger.warning(
-                "search.snapshot %s: %r with %d searches and %d pages; with "
-                'search.snapshot_sha256 = "%s" no other file is taken for it',
-                self.path,
-                self.head.name,
-                self.num_searches,
-                self.num_pages,
-                self.sha256,
             )
 
     def _index(self, file: BinaryIO) -> None:
@@ -317,7 +326,7 @@ class Snapshot:
         self.misses[what] = None
         if self._on_miss == "tell":
             raise ToolError("This is not part of the web that can be reached.", {"missed": what})
-        raise InfraError(f"snapshot {self.path} does not hold {what}")
+        raise InfraError(f"{self.path}{MISSED}{what}")
 
     def _read(self, place: _Place) -> _AnyRow:
         """The row at a place; an InfraError if the file has been changed since it was read."""
@@ -350,6 +359,14 @@ class Snapshot:
         while rest:
             rest = rest[os.write(self._file.fileno(), rest) :]
         return _Place(offset, len(line))
+
+
+def _search_name(text: str, market: str) -> str:
+    return f"search {text!r} ({market})"
+
+
+def _page_name(url: str) -> str:
+    return f"page {url}"
 
 
 def _answered(row: _Search) -> int:

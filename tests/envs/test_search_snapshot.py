@@ -80,9 +80,11 @@ async def test_a_run_is_recorded_and_met_again_without_a_network(mode: str, tmp_
         assert await played(config, site.url) == recorded
         service = SearchService(config)
         await service.start()
-        with pytest.raises(InfraError, match=r"lima\.jsonl does not hold search 'oslo' \(en-US\)"):
+        with pytest.raises(
+            InfraError, match=r"lima\.jsonl is a frozen web without search 'oslo' \(en-US\)"
+        ):
             await service.search("oslo", Episode())
-        with pytest.raises(InfraError, match=r"does not hold page http://a\.test/"):
+        with pytest.raises(InfraError, match=r"without page http://a\.test/"):
             await service.open_page("http://a.test/", "", Episode())
         assert service.stats()["snapshot/num_missed"] == 2
         await service.close()
@@ -208,7 +210,7 @@ async def test_a_cut_row_is_left_out_and_recorded_again(
     path.write_bytes(path.read_bytes()[:-7])
     read = Snapshot(path)
     assert await read.hits(Query("peru"), never) == [Hit("peru")]
-    with pytest.raises(InfraError, match="does not hold search 'chile'"):
+    with pytest.raises(InfraError, match="without search 'chile'"):
         await read.hits(Query("chile"), never)
     read.close()
     assert "row 3 is cut off" in caplog.text
@@ -270,6 +272,9 @@ async def test_another_file_is_refused(tmp_path: Path) -> None:
 # what it covers
 
 
+MISSES = ("search 'lima' (en-US)", "search 'peru' (en-US)", "page http://a.test/")
+
+
 def test_the_command_says_what_a_snapshot_covers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,11 +300,13 @@ def test_the_command_says_what_a_snapshot_covers(
     calls = [{"name": name, "arguments": arguments} for name, arguments in [*asked, ("python", {})]]
     run = tmp_path / "run"
     run.mkdir()
-    (run / "rows.jsonl").write_text(json.dumps({"tool_calls": calls}) + '\n{"loss": 1}\n')
+    errors = [f"EnvError: {tmp_path} is a frozen web without {one}" for one in MISSES]
+    rows = [{"tool_calls": calls}, {"loss": 1}, *({"error": error} for error in errors)]
+    (run / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert main([str(tmp_path / "a.jsonl"), str(run)]) == 3
     told = capsys.readouterr().out
     for line in ("searches: 1 of 2", "pages: 1 of 2", "pages behind the results: 1 of 2"):
         assert line in told
-    for missing in ("search 'oslo'", "page http://c.test/"):
-        assert missing in told
+    missing = [line.partition(": ")[2] for line in told.splitlines() if "missing" in line]
+    assert missing == ["search 'oslo'", "page http://c.test/", "search 'lima' (en-US)"]
     assert main([str(tmp_path / "a.jsonl"), str(run / "nothing")]) == 2
