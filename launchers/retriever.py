@@ -29,7 +29,7 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from agentenv.config import apply_overrides, build_config, load_config
-from agentenv.errors import AgentEnvError, ForeignError, InfraError
+from agentenv.errors import AgentEnvError, ForeignError, InfraError, ToolError
 from agentenv.foreign import decode
 from envs.search.bm25 import BM25Config
 from envs.search.cache import ResultCache
@@ -100,8 +100,8 @@ class Retriever:
             return web.json_response({"error": f"{error}; {expected}"}, status=400)
         try:
             found = await self._found(queries, asked.topk or self.config.topk)
-        except InfraError as error:
-            return web.json_response({"error": str(error)}, status=503)
+        except (ToolError, InfraError) as error:
+            return _failure(error)
         return _answer(
             {"result": [[_row(hit, asked.return_scores) for hit in hits] for hits in found]}
         )
@@ -118,8 +118,8 @@ class Retriever:
             return web.json_response({"error": f"{error}; {expected}"}, status=400)
         try:
             found = await self._found(queries, asked.top_n)
-        except InfraError as error:
-            return web.json_response({"error": str(error)}, status=503)
+        except (ToolError, InfraError) as error:
+            return _failure(error)
         documents: list[Any] = [[_document(hit) for hit in hits] for hits in found]
         scores: list[Any] = [[hit.score for hit in hits] for hits in found]
         if not many:
@@ -148,6 +148,12 @@ class Retriever:
         if len(queries) > self.config.max_queries:
             raise ValueError(f"{len(queries)} queries, at most {self.config.max_queries}")
         return [query[:MAX_QUERY_CHARS] for query in queries]
+
+
+def _failure(error: ToolError | InfraError) -> web.Response:
+    """A search that is at fault itself, or machinery."""
+    status = 400 if isinstance(error, ToolError) else 503
+    return web.json_response({"error": str(error)}, status=status)
 
 
 def _answer(content: Any) -> web.Response:

@@ -6,6 +6,7 @@ A page is fetched directly or by Jina's reader; its text is cached.
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import os
 import re
@@ -23,7 +24,7 @@ from yarl import URL
 
 from agentenv.backoff import backoff_s
 from agentenv.env import summed_stats
-from agentenv.errors import ConfigError, ToolError
+from agentenv.errors import ConfigError, InfraError, ToolError
 from agentenv.foreign import decode_text, printable
 from envs.search.cache import ResultCache
 from envs.search.corpus import words
@@ -189,7 +190,8 @@ class PageFetcher:
         """The page, after redirects, cut at MAX_BYTES.
 
         Raises ToolError for what is a fact of the address: refused, unknown, too slow, not a text,
-        or a status other than 200; after 429 and 5xx it is asked again first.
+        or a status other than 200; after 429 and 5xx it is asked again first. InfraError: this
+        machine has run out of something.
         """
         status = 0
         for attempt in range(NUM_RETRIES + 1):
@@ -204,7 +206,7 @@ class PageFetcher:
                 limit = self.config.timeout_s
                 raise ToolError(f"{url} did not answer within {limit:g} seconds.") from None
             except (aiohttp.ClientError, OSError, ValueError) as error:
-                raise ToolError(_problem(url, error)) from error
+                raise _named(url, error) from error
             status = reply.status
             if status == 200:
                 return reply
@@ -222,7 +224,7 @@ class PageFetcher:
         except TimeoutError:
             raise ToolError(f"{url} could not be reached.") from None
         except (OSError, ValueError) as error:
-            raise ToolError(_problem(url, error)) from error
+            raise _named(url, error) from error
         return str(target)
 
     async def close(self) -> None:
@@ -289,13 +291,20 @@ class PageFetcher:
         return bytes(body[:MAX_BYTES])
 
 
-def _problem(url: str, error: BaseException) -> str:
+# what our own machine has run out of: files, memory, ports
+_OURS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
+
+
+def _named(url: str, error: BaseException) -> ToolError | InfraError:
+    """Why a page could not be fetched: a fact of its address, or our own machine."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, RefusedAddress):
-            return f"{url} may not be opened: {cause}."
+            return ToolError(f"{url} may not be opened: {cause}.")
+        if isinstance(cause, OSError) and cause.errno in _OURS:
+            return InfraError(f"page {url}: {os.strerror(cause.errno)}")
         cause = cause.__cause__ or cause.__context__
-    return f"{url} could not be reached."
+    return ToolError(f"{url} could not be reached.")
 
 
 # how Jina's reader says, above the text, that it has only an error page

@@ -89,8 +89,10 @@ def api_key(variable: str, needed_by: str) -> str:
 class HttpBackend:
     """Base of the backends that ask one service: they have nothing to build and no documents."""
 
-    def __init__(self, upstream: Upstream) -> None:
+    def __init__(self, upstream: Upstream, key: str = "") -> None:
         self.upstream = upstream
+        self._key = key
+        self._num_refused = 0  # in a row
 
     async def start(self) -> None:
         """Nothing to do."""
@@ -98,6 +100,26 @@ class HttpBackend:
     async def document(self, url: str) -> Hit | None:
         """None: pages are fetched from where they are."""
         return None
+
+    async def ask(self, request: HttpRequest, query: Query) -> Reply:
+        """The reply to a request that searches for `query`. A search that the service refuses is a
+        ToolError; an account or a key that it refuses, or every search, a ConfigError."""
+        reply = await self.upstream.send(request)
+        if reply.status not in (400, 414, 422):
+            self._num_refused = 0
+            return reply
+        self._num_refused += 1
+        text = reply.body[:10_000].decode("utf-8", "replace")
+        text = " ".join((text.replace(self._key, "...") if self._key else text).split())
+        name, reason = self.upstream.name, f"status {reply.status}: {text[:MAX_REASON_CHARS]}"
+        if _OF_ACCOUNT.search(text.replace(query.text, "")):
+            raise ConfigError(f"{name} refuses the account or the key, {reason}")
+        if self._num_refused >= MAX_REFUSED:
+            raise ConfigError(
+                f"{name} refused {self._num_refused} searches in a row, the last with {reason}; "
+                "check the keys of search.backend and search.market"
+            )
+        raise ToolError(f"The search was refused with {reason}")
 
     def stats(self) -> dict[str, float]:
         """Requests of the service."""
@@ -117,7 +139,6 @@ class WebBackend(HttpBackend):
         hint = "expected an instance with json among search.formats in its settings.yml"
         if provider.key_variable:
             hint = f"check the key in {provider.key_variable}, and what the account may do"
-        super().__init__(Upstream(config.provider, config.traffic, refused_hint=hint))
         self._url = (config.url or provider.url).rstrip("/")
         if not self._url:
             raise ConfigError(
@@ -125,12 +146,11 @@ class WebBackend(HttpBackend):
                 'expected the address of your instance, e.g. "http://localhost:8080"'
             )
         needed_by = f"search.backend.provider = {config.provider!r}"
-        self._key = api_key(provider.key_variable, needed_by)
-        self._num_refused = 0  # in a row
+        upstream = Upstream(config.provider, config.traffic, refused_hint=hint)
+        super().__init__(upstream, api_key(provider.key_variable, needed_by))
 
     async def search(self, query: Query) -> list[Hit]:
-        """Ask the provider. A search that it refuses, or that is longer than it takes, is a
-        ToolError; an account or a key that it refuses a ConfigError."""
+        """Ask the provider; one that is longer than it takes is a ToolError."""
         provider = self._provider
         for found, most, what in (
             (len(query.text), provider.max_chars, "characters"),
@@ -139,28 +159,7 @@ class WebBackend(HttpBackend):
             if found > most:
                 raise ToolError(f"The query has {found} {what}; at most {most} are searched for.")
         request = provider.request(self._url, self._key, self._config.zone, query)
-        reply = await self.upstream.send(request)
-        if reply.status in (400, 414, 422):
-            raise self._refusal(reply, query)
-        self._num_refused = 0
-        return provider_hits(self._config, reply, query.max_results)
-
-    def _refusal(self, reply: Reply, query: Query) -> ToolError | ConfigError:
-        """What it means that the provider does not take a request."""
-        self._num_refused += 1
-        text = reply.body[:10_000].decode("utf-8", "replace")
-        if self._key:
-            text = text.replace(self._key, "...")
-        name, text = self._config.provider, " ".join(text.split())
-        reason = f"status {reply.status}: {text[:MAX_REASON_CHARS]}"
-        if _OF_ACCOUNT.search(text.replace(query.text, "")):
-            return ConfigError(f"{name} refuses the account or the key, {reason}")
-        if self._num_refused >= MAX_REFUSED:
-            return ConfigError(
-                f"{name} refused {self._num_refused} searches in a row, the last with {reason}; "
-                "check the keys of search.backend and search.market"
-            )
-        return ToolError(f"The search was refused with {reason}")
+        return provider_hits(self._config, await self.ask(request, query), query.max_results)
 
 
 def provider_hits(config: WebConfig, reply: Reply, max_results: int) -> list[Hit]:
@@ -408,11 +407,11 @@ class RemoteBackend(HttpBackend):
         """Ask the retriever."""
         if self._dialect == "tool_star":
             many = {"query": [query.text], "top_n": query.max_results, "return_score": True}
-            reply = await self.upstream.send(HttpRequest("POST", self._url, json=many))
+            reply = await self.ask(HttpRequest("POST", self._url, json=many), query)
             return batch_hits(reply, self._url)[: query.max_results]
         asked = {"query": query.text} if self._dialect == "skyrl" else {"queries": [query.text]}
         body = {**asked, "topk": query.max_results, "return_scores": True}
-        reply = await self.upstream.send(HttpRequest("POST", self._url, json=body))
+        reply = await self.ask(HttpRequest("POST", self._url, json=body), query)
         return retrieved_hits(reply, self._url)[: query.max_results]
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, NoReturn
 
 import pytest
 from aiohttp import web
 from aiohttp.abc import AbstractResolver
 
-from agentenv.errors import ConfigError, ToolError
+from agentenv.errors import ConfigError, InfraError, ToolError
 from envs.search.pages import AddressRule, FetchConfig, PageFetcher, RefusedAddress
 from tests.envs.search_server import Handler, Names, Scripted, serving
 
@@ -239,6 +241,16 @@ async def test_what_cannot_be_reached_is_a_fact() -> None:
             await fetcher.fetch("http://no.test/")
         with pytest.raises(ToolError, match="could not be reached"):
             await fetcher.fetch("http://127.0.0.1:9/")
+
+
+async def test_what_our_own_machine_lacks_is_no_fact() -> None:
+    class Full(Names):
+        async def resolve(self, *_: Any) -> NoReturn:
+            raise OSError(errno.EMFILE, "too many")
+
+    async with fetching(resolver=Full()) as fetcher:
+        with pytest.raises(InfraError, match=r"page http://a\.test/: Too many open files"):
+            await fetcher.fetch("http://a.test/")
 
 
 async def test_pages_that_are_asked_again_leave_their_places_to_others(

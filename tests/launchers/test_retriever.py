@@ -20,7 +20,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 import launchers.retriever
 from agentenv.env import close_shared
-from agentenv.errors import ConfigError, InfraError
+from agentenv.errors import ConfigError, InfraError, ToolError
 from agentenv.types import Message, Task, ToolCall
 from envs.search.bm25 import BM25Backend
 from envs.search.corpus import CORPUS_SCHEME, Query
@@ -99,11 +99,16 @@ async def test_a_failing_backend_is_unavailable_and_not_empty() -> None:
             pass
 
         async def search(self, query: Query) -> Any:
-            raise InfraError("down")
+            raise ToolError("too long") if query.text == "long" else InfraError("down")
 
     server = TestServer(Retriever(RetrieverConfig(), Failing()).app())
     async with TestClient(server) as client:
         assert await retrieve(client, {"query": "a"}) == (503, {"error": "down"})
+        assert await retrieve(client, {"query": "long"}) == (400, {"error": "too long"})
+        remote = RemoteBackend(RemoteSearchConfig(str(client.make_url("/"))))
+        with pytest.raises(ToolError, match=r"refused with status 400: .*too long"):
+            await remote.search(Query("long"))
+        await remote.close()
 
 
 @pytest.mark.parametrize("dialect", ["search_r1", "skyrl", "tool_star"])
