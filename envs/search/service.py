@@ -166,6 +166,17 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
                 'search.summarizer: not set, but search.mode = "summaries" or '
                 "search.pages.summarize asks for it; expected its url and model"
             )
+        replays = bool(self.snapshot) and self.snapshot_mode == "replay"
+        for key, is_set, is_read in (
+            ("snapshot_mode", self.snapshot_mode == "record", bool(self.snapshot)),
+            ("snapshot_sha256", bool(self.snapshot_sha256), replays),
+            ("on_miss", self.on_miss == "tell", replays),
+        ):
+            if is_set and not is_read:
+                raise ConfigError(
+                    f"search.{key}: is not read; expected search.snapshot = FILE with it"
+                    + ("" if key == "snapshot_mode" else ', and search.snapshot_mode = "replay"')
+                )
 
 
 def build_backend(config: SearchConfig, cache: ResultCache) -> Backend:

@@ -109,11 +109,6 @@ class Snapshot:
                 f"search.snapshot: {path} cannot be read: there is no such file; expected one "
                 'that was recorded with search.snapshot_mode = "record"'
             )
-        if mode == "record" and sha256:
-            raise ConfigError(
-                "search.snapshot_sha256: is the hash of a file that stays as it is; leave it out "
-                "while recording"
-            )
 
     async def start(self) -> None:
         """Read the file, once, in a thread. Raises DataError, and ConfigError for a file that was

@@ -126,7 +126,16 @@ def _local(one: SetConfig) -> SetConfig:
     """The set, graded by rules and without the web, an index or a cache."""
     search, grader = one.search, one.grader
     if isinstance(search, SearchConfig):
-        search = replace(search, backend=BM25Config(), cache="", arpo_cache="", snapshot="")
+        search = replace(
+            search,
+            backend=BM25Config(),
+            cache="",
+            arpo_cache="",
+            snapshot="",
+            snapshot_mode="replay",
+            snapshot_sha256="",
+            on_miss="fail",
+        )
     if isinstance(grader, GraderConfig) and grader.judge is not None:
         grader = GraderConfig(kind="layered", reward=grader.reward, math=grader.math)
     return replace(one, search=search, grader=grader)

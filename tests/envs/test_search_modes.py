@@ -133,6 +133,12 @@ def _sizes(name: Any) -> list[Any]:
         ({"max_result": 3}, r"max_result.*max_results"),
         ({"backend": {"name": "bm25", "url": "x"}}, r"backend\.url"),
         ({"backend": {"name": "google"}}, r"backend"),
+        ({"snapshot_mode": "record"}, r"snapshot_mode: is not read; expected search\.snapshot"),
+        ({"on_miss": "tell"}, r"on_miss: is not read"),
+        (
+            {"snapshot": "a", "snapshot_mode": "record", "snapshot_sha256": "0"},
+            r'snapshot_sha256: is not read.*snapshot_mode = "replay"',
+        ),
         ({"max_results": 0}, r"max_results"),
     ],
 )

@@ -15,11 +15,12 @@ from typing import Any, NoReturn
 import pytest
 from aiohttp import web
 
-from agentenv.errors import AgentEnvError, ConfigError, DataError, InfraError, ToolError
+from agentenv.errors import AgentEnvError, DataError, EnvError, InfraError, ToolError
+from agentenv.types import Message, Task, ToolCall
 from envs.search.corpus import Hit, Query
 from envs.search.service import Episode, SearchConfig, SearchService
 from envs.search.snapshot import Snapshot
-from envs.web_search import search_config
+from envs.web_search import WebSearchEnv, search_config
 from launchers.snapshot import main
 from tests.envs.search_server import serving
 from tests.envs.search_site import SNIPPET, Web
@@ -108,6 +109,27 @@ async def test_a_run_tells_what_it_missed(
     with caplog.at_level(logging.WARNING):
         await service.close()
     assert "lima.jsonl missed 1 searches and pages:\n  search 'oslo' (en-US)" in caplog.text
+
+
+@pytest.mark.parametrize("on_miss", ["fail", "tell"])
+async def test_a_miss_is_told_or_fails_the_rollout(on_miss: str, tmp_path: Path, site: Web) -> None:
+    path = tmp_path / "lima.jsonl"
+    await played(site.config(snapshot=str(path), snapshot_mode="record"), site.url)
+    task = Task("1", "agentenv/WebSearch-v0", "When?", ("1535",))
+    config = site.config(snapshot=str(path), on_miss=on_miss)
+    env = WebSearchEnv(task, config, num_retries=0)
+    await env.reset(seed=1)
+    calls = [ToolCall("search", {"query": query}) for query in ("lima", "oslo")]
+    action = Message("assistant", "", tool_calls=calls)
+    if on_miss == "fail":
+        with pytest.raises(EnvError, match=r"tool search failed .*without search 'oslo'"):
+            await env.step(action)
+    else:
+        _, _, _, _, info = await env.step(action)
+        found, missed = info["tool_calls"]
+        assert (found["ok"], found["info"]["cached"]) == (True, True)
+        assert (missed["ok"], missed["info"]) == (False, {"missed": "search 'oslo' (en-US)"})
+    await env.close()
 
 
 async def test_what_the_cache_knows_is_recorded_too(tmp_path: Path, site: Web) -> None:
@@ -254,8 +276,6 @@ async def test_a_bad_file_is_refused(tmp_path: Path, text: str, says: str | None
 async def test_another_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere.*there is no such file; expected one that was"):
         Snapshot(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"snapshot_sha256: .*leave it out while recording"):
-        Snapshot(tmp_path / "a", "record", sha256="00")
     path = tmp_path / "a.jsonl"
     tape = Snapshot(path, "record", backend="serper", reader="direct")
     await tape.start()
