@@ -19,7 +19,16 @@ from typing import Any
 
 
 class AgentEnvError(Exception):
-    """Base of all errors this project raises on purpose; the text is meant for the user."""
+    """Base of all errors this project raises on purpose; the text is meant for the user. It may
+    quote what others wrote, so halves of characters, which no file takes, become "?"."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(
+            *(
+                one.encode("utf-8", "replace").decode() if isinstance(one, str) else one
+                for one in args
+            )
+        )
 
 
 class ConfigError(AgentEnvError):

@@ -17,10 +17,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "docs" / "long-run.md"
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "7200")
+FUZZ = "tests/test_foreign_fuzz.py"
 PARTS = {
     "properties": (
         "Property tests with 2,000 examples each, 50 in `make test`",
-        [*PYTEST, "-m", "hypothesis", "--hypothesis-profile", "long"],
+        [*PYTEST, "-m", "hypothesis", "--hypothesis-profile", "long", f"--ignore={FUZZ}"],
+    ),
+    "bytes": (
+        "300,000 damaged replies and frames, 3,000 in `make test`",
+        [*PYTEST, "-rP", "--hypothesis-profile", "long", FUZZ],
     ),
     "kills": (
         "kill -9 at random moments of saving a checkpoint, ten times as often",

@@ -32,7 +32,7 @@ DONE = b"[DONE]"
 T = TypeVar("T")
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Logprob = Annotated[float, Meta(le=1.0)]  # with some room for rounding
-Count = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]  # which a float holds
 
 
 class RefusedError(EngineError):

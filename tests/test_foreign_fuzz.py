@@ -1,0 +1,508 @@
+"""Whatever bytes come back, a call ends as a result or as an error with the right name.
+
+3,000 damaged replies and frames in `make test`, 300,000 in `make long`. An error that is none of
+those a target may raise fails its test: it would end a run, or be booked on the wrong account.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agentenv.call_syntax import PARSERS
+from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces, native_call
+from agentenv.engines.client import HttpClient
+from agentenv.engines.openai import OpenAIConfig
+from agentenv.engines.server import ForeignWeightsError, Request
+from agentenv.engines.sglang import SGLangAnswer
+from agentenv.engines.vllm import VLLMAnswer
+from agentenv.errors import (
+    ConfigError,
+    EngineError,
+    EnvError,
+    ForeignError,
+    GraderError,
+    InfraError,
+    ToolError,
+)
+from agentenv.foreign import decode
+from agentenv.tool_env import Grade, ToolEnv
+from agentenv.tools import tool
+from agentenv.types import Message, SamplingParams, Task, ToolCall, VersionSpan
+from envs.grading.judge import Judge, JudgeConfig
+from envs.sandbox.process import Channel
+from envs.sandbox.remote import MARK, RemoteSandbox
+from envs.sandbox.sandbox import Sandbox
+from envs.search.cache import ResultCache
+from envs.search.corpus import Query
+from envs.search.pages import FetchConfig, PageReader, PagesConfig
+from envs.search.providers import (
+    PROVIDERS,
+    ProviderName,
+    WebBackend,
+    WebConfig,
+    batch_hits,
+    provider_hits,
+    retrieved_hits,
+)
+from envs.search.summary import Summarizer, SummarizerConfig
+from envs.search.upstream import Reply, TrafficConfig
+from envs.workers import _frame, _Worker
+from launchers.retriever import Retriever, RetrieverConfig
+from tests.support.hostile import (
+    PAGE,
+    RawServer,
+    damaged,
+    damaged_json,
+    damaged_stream,
+    http_replies,
+    raw_server,
+)
+
+TARGETS = 13
+IN_ALL = 300_000 if settings.default is not None and settings.default.max_examples > 50 else 3_000
+numbers = count()
+outcomes: Counter[tuple[str, str]] = Counter()
+
+
+def fuzzed(weight: float = 1.0) -> Any:
+    """How often a target is tried; the weights add up to the number of TARGETS."""
+    return settings(
+        max_examples=round(weight * IN_ALL / TARGETS),
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _told() -> Iterator[None]:
+    yield
+    for target in sorted({target for target, _ in outcomes}):
+        ends = {end: number for (one, end), number in outcomes.items() if one == target}
+        line = f"{target:12}{sum(ends.values()):9,}  {dict(sorted(ends.items()))}"
+        sys.stdout.write(line + "\n")
+    sys.stdout.write(f"{'in all':12}{outcomes.total():9,}\n")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("envs.search.pages.FIRST_DELAY_S", "envs.search.upstream.FIRST_DELAY_S"):
+        monkeypatch.setattr(name, 0.0)
+    monkeypatch.setattr("envs.search.upstream.MAX_DELAY_S", 0.002)
+    monkeypatch.setattr("agentenv.engines.endpoint.FIRST_DELAY_S", 0.0)
+
+
+def ended(target: str, call: Callable[[], Any], *allowed: type[Exception]) -> Any:
+    """The result of a call, None for an error that is allowed; each end is counted."""
+    try:
+        found = call()
+    except allowed as error:
+        str(error).encode()  # somebody reads it
+        outcomes[target, type(error).__name__] += 1
+        return None
+    outcomes[target, "result"] += 1
+    return found
+
+
+async def ended_async(target: str, call: Awaitable[Any], *allowed: type[Exception]) -> Any:
+    try:
+        found = await call
+    except allowed as error:
+        str(error).encode()
+        outcomes[target, type(error).__name__] += 1
+        return None
+    outcomes[target, "result"] += 1
+    return found
+
+
+def written(value: Any) -> None:
+    """What becomes of results: a journal, a record, a tokenizer."""
+    msgspec.json.encode(value)
+    repr(value).encode("utf-8", "backslashreplace")
+
+
+class Point(msgspec.Struct):
+    x: float
+    rest: Any = None
+
+
+@fuzzed()
+@given(damaged_json({"x": 1.5, "rest": [{"a": "b"}, 2]}), st.booleans())
+def test_decoding(data: bytes, packed: bool) -> None:
+    for kind in (Any, Point, list[Point]):
+        written(ended("decode", lambda kind=kind: decode(data, kind, packed=packed), ForeignError))
+
+
+HIT = {"title": "Lima", "description": "a", "snippet": "b", "content": "c", "link": "http://x/",
+       "url": "http://y/"}  # fmt: skip
+PROVIDER = {"organic": [HIT], "organic_results": [HIT], "results": [HIT], "web": {"results": [HIT]},
+            "error": "x", "unresponsive_engines": [["a", "b"]]}  # fmt: skip
+DOCUMENT = {"id": 1, "title": "t", "contents": '"t"\nx', "url": "u"}
+RETRIEVED = {"result": [[{"document": DOCUMENT, "score": 0.5}]]}
+FLAT = {"result": [DOCUMENT, {"document": DOCUMENT}]}
+BATCH = [[[{"id": "1", "contents": "x"}]], [[0.5]]]
+
+
+@fuzzed()
+@given(damaged_json(PROVIDER, RETRIEVED, FLAT, BATCH), st.sampled_from(sorted(PROVIDERS)))
+def test_replies_of_providers(body: bytes, name: ProviderName) -> None:
+    config, reply = WebConfig(provider=name, url="http://x"), Reply(200, body)
+    known = (InfraError, ToolError, ConfigError)
+    written(ended("providers", lambda: provider_hits(config, reply, 5), *known))
+    written(ended("retrievers", lambda: retrieved_hits(reply, "u"), InfraError))
+    written(ended("retrievers", lambda: batch_hits(reply, "u"), InfraError))
+
+
+CALL = {"id": "c", "type": "function", "index": 0,
+        "function": {"name": "search", "arguments": '{"query": "x"}'}}  # fmt: skip
+SAID = {"role": "assistant", "content": "<think>a</think> CORRECT", "reasoning_content": "hm",
+        "tool_calls": [CALL]}  # fmt: skip
+CHAT = {
+    "choices": [{"message": SAID, "finish_reason": "tool_calls", "stop_reason": None}],
+    "usage": {"prompt_tokens": 7, "completion_tokens": 3},
+}
+EVENTS = (
+    {"choices": [{"delta": SAID}]},
+    {"choices": [{"delta": {"tool_calls": [CALL]}, "finish_reason": "stop"}]},
+    {"choices": [], "usage": {"completion_tokens": 3}},
+)
+SAMPLING = SamplingParams(max_tokens=8)
+
+
+def chat_engine() -> tuple[ChatEngine, ChatRenderer]:
+    pieces = Pieces()
+    config = OpenAIConfig(url="http://x", model="m", num_retries=0)
+    return ChatEngine(config, pieces, native=True), ChatRenderer(pieces, native=True)
+
+
+async def one_turn(engine: ChatEngine, renderer: ChatRenderer, streamed: bool) -> None:
+    """A turn, its action, and the request of the next one."""
+    ids = renderer.prompt([Message("user", "?")], [])
+    on_tokens = (lambda chunk: None) if streamed else None
+    call = engine.generate(ids, SAMPLING, session="s", on_tokens=on_tokens)
+    done = await ended_async("stream" if streamed else "chat", call, EngineError)
+    if done is not None:
+        action = renderer.parse(done, [])
+        written(action)
+        results = [Message("tool", "x") for _ in action.tool_calls]
+        ids += [*done.token_ids, *renderer.observation(results, [], 10)]
+        written(engine._body(engine.pieces.read(ids), SAMPLING))
+
+
+@fuzzed()
+@given(damaged_json(CHAT))
+async def test_chat_replies(body: bytes) -> None:
+    engine, renderer = chat_engine()
+    engine.endpoint.api.call = answering(body)  # type: ignore[method-assign]
+    await one_turn(engine, renderer, streamed=False)
+
+
+@fuzzed(0.8)
+@given(damaged_stream(EVENTS))
+async def test_chat_streams(events: list[bytes]) -> None:
+    engine, renderer = chat_engine()
+
+    @asynccontextmanager
+    async def stream(path: str, body: Any) -> Any:
+        yield each(events)
+
+    async def each(parts: list[bytes]) -> Any:
+        for part in parts:
+            yield part
+
+    engine.endpoint.api.stream = stream  # type: ignore[method-assign, assignment]
+    await one_turn(engine, renderer, streamed=True)
+
+
+def answering(body: bytes) -> Any:
+    async def call(*args: Any, **keys: Any) -> bytes:
+        return body
+
+    return call
+
+
+@fuzzed(0.4)
+@given(damaged_json(CHAT))
+async def test_models_that_are_asked(body: bytes) -> None:
+    config = {"url": "http://x/v1", "model": "m", "num_retries": 0}
+    judge = Judge(JudgeConfig(**config))
+    summarizer = Summarizer(SummarizerConfig(**config), ResultCache())
+    for model in (judge._model, summarizer._model):
+        model.endpoint.api.call = answering(body)  # type: ignore[method-assign]
+    written(await ended_async("judge", judge.verdict("q", "a", ["b"]), GraderError))
+    asked = summarizer.summarize("q", "r", "s", "p")
+    written(await ended_async("summary", asked, InfraError))
+
+
+def name_span(label: str, start: int, end: int) -> VersionSpan:
+    if label != "7-a":
+        raise ForeignWeightsError(label)
+    return VersionSpan(7, start, end)
+
+
+VERSIONS = [{"version": "7-a", "start": 0, "end": 2}]
+POSITION = {"logprob": -0.5, "top_logprobs": [{"logprob": -0.5}, {"logprob": -1.0}]}
+VLLM = (
+    {"choices": [{"token_ids": [3], "logprobs": {"content": [POSITION]}}]},
+    {"choices": [{"token_ids": [4], "logprobs": {"content": [POSITION]}, "finish_reason": "stop",
+                  "stop_reason": "x", "weight_versions": VERSIONS}],
+     "usage": {"prompt_tokens_details": {"cached_tokens": 3}}},
+    {"error": {"message": "x", "code": 500}},
+)  # fmt: skip
+META = {
+    "completion_tokens": 2, "output_token_logprobs": [[-0.5, 3, None], [-0.5, 4, "x"]],
+    "output_top_logprobs": [[[-0.5, 3, None]], None], "weight_versions": VERSIONS,
+    "output_token_sampling_mask": [[3, 4], [4]], "cached_tokens": 1,
+    "output_token_sampling_logprobs": [[-0.5, -1.0], [0.0]],
+    "finish_reason": {"type": "stop", "matched": 4},
+}  # fmt: skip
+SGLANG = (
+    {"output_ids": [3], "meta_info": {**META, "completion_tokens": 1, "finish_reason": None}},
+    {"output_ids": [3, 4], "meta_info": META},
+    {"error": {"message": "x", "code": 429}},
+)
+
+
+@fuzzed()
+@given(damaged_stream(VLLM[:2], VLLM))
+def test_events_of_vllm(events: list[bytes]) -> None:
+    answer = VLLMAnswer("s", "top_k", name_span, 9)
+
+    def read() -> Any:
+        for event in events:
+            answer.add(event)
+        done = answer.finish()
+        assert len(done.token_ids) == len(done.logprobs) == len(done.entropies)
+        return done
+
+    written(ended("vllm", read, EngineError))
+
+
+@fuzzed()
+@given(damaged_stream(SGLANG[:2], SGLANG), st.sampled_from([1.0, 0.5]))
+def test_events_of_sglang(events: list[bytes], top_p: float) -> None:
+    request = Request("r", [1], SamplingParams(max_tokens=8, top_p=top_p))
+    answer = SGLangAnswer("s", request, 20, name_span, 9)
+
+    def read() -> Any:
+        for event in events:
+            answer.add(event)
+        done = answer.finish()
+        assert len(done.token_ids) == len(done.logprobs) == len(done.entropies)
+        return done
+
+    written(ended("sglang", read, EngineError))
+
+
+def framed(data: bytes) -> bytes:
+    return struct.pack("!I", len(data)) + data
+
+
+NUMBER = 424_242
+ANSWER = {"ready": False, "error": "", "output": "42", "problem": "", "lost": False,
+          "number": NUMBER}  # fmt: skip
+FRAME = framed(json.dumps(ANSWER).encode())
+
+
+@fuzzed()
+@given(damaged_json(ANSWER), st.none() | damaged(FRAME, FRAME * 2) | st.binary(max_size=9))
+async def test_frames_of_a_session(body: bytes, raw: bytes | None) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+
+    async def answer() -> None:
+        loop = asyncio.get_running_loop()
+        request = await loop.sock_recv(theirs, 1 << 16)
+        number = b"%d" % json.loads(request[4:])["number"]
+        said = framed(body.replace(b"%d" % NUMBER, number)) if raw is None else raw
+        await loop.sock_sendall(theirs, said)
+        theirs.shutdown(socket.SHUT_WR)
+
+    channel = Channel(ours)
+    process: Any = SimpleNamespace(
+        zygote=SimpleNamespace(alive=lambda: True), ask=channel.ask, kill=channel.close
+    )
+    sandbox = Sandbox()
+    session = sandbox.session(1)
+    session._live = process
+    sandbox._holding[session] = None
+    ran, _ = await asyncio.gather(session.run("6 * 7", 5.0), answer())
+    outcomes["frames", ran.end] += 1
+    written(ran)
+    session.close()
+    theirs.close()
+
+
+RUN = {"status": "Success", "execution_time": 0.1, "stdout": "x", "stderr": ""}
+SERVICE = {"status": "Success", "message": "", "run_result": RUN}
+DONE = {"output": "42", "problem": "", "digest": "d", "differs": -1}
+
+
+@fuzzed(0.8)
+@given(damaged_json(SERVICE), damaged_json(DONE))
+async def test_replies_of_a_remote_sandbox(reply: bytes, answer: bytes) -> None:
+    said = {**RUN, "stdout": MARK + answer.decode(errors="replace")}
+    for body in (reply, json.dumps({**SERVICE, "run_result": said}).encode()):
+        sandbox = RemoteSandbox("http://x")
+        sandbox._request = answering(body)  # type: ignore[method-assign]
+        session = sandbox.session(1)
+        for _ in range(2):
+            call = session.run("6 * 7", 5.0)
+            written(await ended_async("remote", call, InfraError, EnvError))
+
+
+@tool
+def look_up(
+    query: str, count: int = 1, ratio: float = 1.0, names: list[str] = (), more: Any = None  # type: ignore[assignment]
+) -> str:  # fmt: skip
+    """Look up."""
+    return f"{query} {count} {ratio} {names} {more}"
+
+
+class Anything:
+    async def grade(self, task: Task, said: Any, calls: Any) -> Grade:
+        return Grade(0.0, False)
+
+
+ARGUMENTS = {"query": "a", "count": 2, "ratio": 0.5, "names": ["b"], "more": {"c": [1]}}
+FORMS = (
+    "<tool_call>{}</tool_call>",
+    " to=functions.look_up<|message|>{}<|call|>",
+    "<|tool_call>call:look_up{}<tool_call|>",
+    "<tool_call><function=look_up><parameter=more>{}</parameter></function></tool_call>",
+    "<tool_call>look_up<arg_key>more</arg_key><arg_value>{}</arg_value></tool_call>",
+    '<atem:invoke name="look_up"><atem:parameter name="more">{}</atem:parameter></atem:invoke>',
+    "<|tool_call_start|>[look_up(query='a', more={})]<|tool_call_end|>",
+)
+
+
+@fuzzed()
+@given(
+    damaged_json(ARGUMENTS, {"name": "look_up", "arguments": ARGUMENTS}),
+    st.sampled_from([*FORMS, ""]),
+)
+async def test_arguments_of_a_call(data: bytes, form: str) -> None:
+    text = data.decode("utf-8", "replace")
+    schema = {"name": "look_up", "parameters": look_up.schema}
+    calls: list[ToolCall] = []
+    if form:
+        for parse in PARSERS.values():
+            calls += parse(form.replace("{}", text), [schema])
+    else:
+        calls.append(native_call({"function": {"name": "look_up", "arguments": text}}))
+    env = ToolEnv(Task("t", "test", "?", ("5",)), [look_up], Anything())
+    await env.reset()
+    messages, *_, info = await env.step(Message("assistant", "", tuple(calls)))
+    for message, record in zip(messages, info["tool_calls"], strict=True):
+        message.content.encode()
+        outcomes["arguments", "result" if record["ok"] else "ToolError"] += 1
+    written(info)
+    _frame({"payload": info})
+    await env.close()
+
+
+PAGE_BODIES = (PAGE, b"", b"\x1f\x8b\x08", b"x" * 50, b"\xff\xfe" + PAGE, b'{"a": 1}')
+
+
+SERVED = (*PAGE_BODIES, *map(msgspec.json.encode, (PROVIDER, CHAT, SERVICE)),
+          b"data: " + msgspec.json.encode(VLLM[0]) + b"\n\ndata: [DONE]\n\n")  # fmt: skip
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[RawServer]:
+    async with raw_server() as raw:
+        yield raw
+
+
+@pytest.fixture
+async def reader() -> AsyncIterator[PageReader]:
+    fetch = FetchConfig(allow_networks=("127.0.0.1/32",), timeout_s=5.0)
+    one = PageReader(PagesConfig(fetch=fetch), ResultCache())
+    yield one
+    await one.close()
+
+
+@fuzzed(0.6)
+@given(reply=http_replies(SERVED))
+async def test_pages(reply: bytes, server: RawServer, reader: PageReader) -> None:
+    server.answer = reply
+    url = f"{server.url}/{next(numbers)}"
+    written(await ended_async("pages", reader.text(url), ToolError, InfraError))
+
+
+@fuzzed(0.8)
+@given(reply=http_replies(SERVED))
+async def test_services(reply: bytes, server: RawServer) -> None:
+    server.answer = reply
+    traffic = TrafficConfig(rate_per_s=0, num_retries=1, timeout_s=5.0)
+    backend = WebBackend(WebConfig(provider="searxng", url=server.url, traffic=traffic))
+    known = (InfraError, ToolError, ConfigError)
+    written(await ended_async("searches", backend.search(Query("a")), *known))
+    await backend.close()
+    http = HttpClient(server.url, call_s=5.0, wait_s=5.0)
+    written(await ended_async("engines", http.call_json("GET", "/x"), EngineError))
+    await ended_async("engines", events_of(http), EngineError)
+    await http.close()
+    sandbox = RemoteSandbox(server.url)
+    ran = sandbox.session(1).run("1", 5.0)
+    written(await ended_async("remote", ran, InfraError, EnvError))
+    await sandbox.close()
+
+
+async def events_of(http: HttpClient) -> None:
+    answer = VLLMAnswer("s", "top_k", name_span, 9)
+    async with http.stream("/x", {}) as events:
+        async for event in events:
+            answer.add(event)
+
+
+@fuzzed(0.8)
+@given(damaged_json({"queries": ["a"], "topk": 3, "return_scores": True}, {"query": "a"},
+                    {"query": ["a"], "top_n": 3, "return_score": True}))  # fmt: skip
+async def test_requests_to_the_retriever(body: bytes) -> None:
+    async def search(query: Query) -> list[Any]:
+        return []
+
+    retriever = Retriever(RetrieverConfig(), SimpleNamespace(search=search))  # type: ignore[arg-type]
+
+    async def read() -> bytes:
+        return body
+
+    for path in ("/retrieve", "/search", "/batch_search"):
+        request: Any = SimpleNamespace(read=read, path=path)
+        handler = retriever.retrieve if path == "/retrieve" else retriever.search
+        response = await handler(request)
+        assert response.status in (200, 400)
+        outcomes["retriever", str(response.status)] += 1
+
+
+PACKED = framed(msgspec.msgpack.encode({"result": [1, "x", {"a": 1.5}], "error": "e", "pid": 3}))
+
+
+@fuzzed(0.8)
+@given(damaged(PACKED) | damaged(PACKED[4:]).map(framed) | st.binary(max_size=20).map(framed))
+async def test_frames_of_a_worker(data: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.sendall(data)
+    theirs.shutdown(socket.SHUT_WR)
+    worker = _Worker(ours)
+    found = await worker.receive()
+    outcomes["workers", "result" if found else "died"] += 1
+    written(found)
+    worker.kill()
+    theirs.close()
