@@ -127,6 +127,8 @@ async def attack(sandbox: Sandbox, code: str, places: Places, timeout_s: float) 
             other.close()
     except AgentEnvError as error:
         return Outcome(f"the sandbox failed: {error}", "failed", "")
+    except Exception as error:  # of the host: a snippet that causes it ends a run
+        return Outcome(f"the host raised {type(error).__name__}: {error}", "failed", "")
     finally:
         session.close()
     hole = places.damage()

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ from agentenv.engines.openai import OpenAIConfig
 from agentenv.engines.server import ForeignWeightsError, Request
 from agentenv.engines.sglang import SGLangAnswer
 from agentenv.engines.vllm import VLLMAnswer
+from agentenv.env import close_shared
 from agentenv.errors import (
     ConfigError,
     EngineError,
@@ -44,6 +46,7 @@ from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import tool
 from agentenv.types import Message, SamplingParams, Task, ToolCall, VersionSpan
 from envs.grading.judge import Judge, JudgeConfig
+from envs.mcp_tools import MCPTools
 from envs.sandbox.process import Channel
 from envs.sandbox.remote import MARK, RemoteSandbox
 from envs.sandbox.sandbox import Sandbox
@@ -73,7 +76,7 @@ from tests.support.hostile import (
     raw_server,
 )
 
-TARGETS = 13
+TARGETS = 12
 IN_ALL = 300_000 if settings.default is not None and settings.default.max_examples > 50 else 3_000
 numbers = count()
 outcomes: Counter[tuple[str, str]] = Counter()
@@ -437,6 +440,12 @@ async def reader() -> AsyncIterator[PageReader]:
     await one.close()
 
 
+@pytest.fixture
+async def _closed() -> AsyncIterator[None]:
+    yield
+    await close_shared()
+
+
 @fuzzed(0.6)
 @given(reply=http_replies(SERVED))
 async def test_pages(reply: bytes, server: RawServer, reader: PageReader) -> None:
@@ -445,7 +454,7 @@ async def test_pages(reply: bytes, server: RawServer, reader: PageReader) -> Non
     written(await ended_async("pages", reader.text(url), ToolError, InfraError))
 
 
-@fuzzed(0.8)
+@fuzzed(0.7)
 @given(reply=http_replies(SERVED))
 async def test_services(reply: bytes, server: RawServer) -> None:
     server.answer = reply
@@ -489,6 +498,27 @@ async def test_requests_to_the_retriever(body: bytes) -> None:
         response = await handler(request)
         assert response.status in (200, 400)
         outcomes["retriever", str(response.status)] += 1
+
+
+MCP = Path(__file__).with_name("support") / "mcp_hostile.py"
+MCP_SAID = {"content": [{"type": "text", "text": "x"}], "isError": False, "structuredContent": {}}
+MCP_REPLY = {"jsonrpc": "2.0", "id": 424_242, "result": MCP_SAID}
+MCP_ERROR = {"jsonrpc": "2.0", "id": 424_242, "error": {"code": -32602, "message": "m"}}
+
+
+@fuzzed(0.05)  # most replies are waited for in vain
+@given(said=damaged_json(MCP_REPLY, MCP_ERROR, MCP_SAID))
+@pytest.mark.usefixtures("_closed")
+async def test_servers_of_tools(said: bytes) -> None:
+    pytest.importorskip("mcp")
+    source = MCPTools([sys.executable, str(MCP)], call_timeout_s=0.2)
+    (say,) = await source.load()
+    called = say.call({"said": said.replace(b"\n", b" ").hex()}, None)
+    written(await ended_async("mcp", called, ToolError, InfraError))
+    # the next one is served, by a new connection if need be
+    fine = json.dumps(MCP_REPLY).encode().hex()
+    source.call_timeout_s = 5.0
+    assert (await say.call({"said": fine}, None)).text == "x"
 
 
 PACKED = framed(msgspec.msgpack.encode({"result": [1, "x", {"a": 1.5}], "error": "e", "pid": 3}))
