@@ -11,6 +11,7 @@ import signal
 import struct
 import sys
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,9 +25,11 @@ SMALLEST_NEED_BYTES = 4 << 20
 FLOOD_FACTOR = 500  # a cell that writes this many times the output limit is stopped
 
 
-def serve(fd: int, scope: dict[str, Any], max_chars: int, home: str | None) -> None:
-    """Answer request after request until the host closes its end: run a cell, or give the digest
-    of the variables and of the files below `home`."""
+def serve(
+    fd: int, scope: dict[str, Any], max_chars: int, home: str | None, fork: Callable[[], int]
+) -> None:
+    """Answer request after request until the host closes its end: run a cell, fork, or give the
+    digest of the variables and of the files below `home`."""
     num_cells = 0
     while (request := receive(fd)) is not None:
         if "code" in request:
@@ -36,6 +39,11 @@ def serve(fd: int, scope: dict[str, Any], max_chars: int, home: str | None) -> N
                 signal.setitimer(timer, 0)
             lost = problem == "MemoryError" and not _memory_left()
             answer = {"output": _printable(output), "problem": _printable(problem), "lost": lost}
+        elif "fork" in request:
+            pid = fork()
+            if pid == 0:  # another host's end belongs to fd by now
+                continue
+            answer = {"forked": pid > 0}
         else:
             answer = {"digest": determinism.digest(scope, home)}
         send(fd, {**answer, "number": request["number"]})

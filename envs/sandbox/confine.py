@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import resource
 import signal
 import struct
@@ -12,7 +13,10 @@ from collections.abc import Iterable, Sequence
 SESSION_ID = 1000  # uid and gid that a session believes to have
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
-CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_PARENT = 0x10000000, 0x20000000, 0x8000
+# how a session forks: beside it, and where there are namespaces, into some of its own
+FORK_BESIDE = CLONE_PARENT | signal.SIGCHLD
+FORK_INTO_NAMESPACES = FORK_BESIDE | CLONE_NEWUSER | CLONE_NEWNS
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_BIND, MS_REC = 4096, 16384
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
@@ -31,14 +35,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _python = ctypes.PyDLL(None, use_errno=True)  # calls that must keep the interpreter's lock
 
 
-def fork_into_namespaces() -> int:
-    """Like os.fork, but the child is process 1 of namespaces of its own. Raises OSError.
+def fork_into_namespaces(first: bool) -> int:
+    """Like os.fork, but the child has namespaces of its own, `first` says whether also one in
+    which it is process 1 and can have no brothers. Raises OSError.
 
     One system call does what unshare needs a second fork for, at half the cost.
     """
-    _prctl(PR_SET_DUMPABLE, 1)  # else the child's id maps belong to root
     arguments = (ctypes.c_uint64 * 11)()  # struct clone_args
-    arguments[0] = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS
+    arguments[0] = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS
+    arguments[0] |= CLONE_NEWPID if first else 0
     arguments[4] = signal.SIGCHLD
     _python.PyOS_BeforeFork()
     pid = int(_python.syscall(SYS_CLONE3, arguments, ctypes.c_size_t(88)))
@@ -49,6 +54,30 @@ def fork_into_namespaces() -> int:
         return pid
     _python.PyOS_AfterFork_Child()
     return 0
+
+
+def fork_at_rest(flags: int) -> int:
+    """In a session that the host wants to fork: the child's process, 0 in the child once it is
+    let go on, -1 where it was refused. Nothing of the interpreter runs on the way, so that
+    parent and child are the same."""
+    private = bool(flags & CLONE_NEWNS)
+    try:
+        folder = os.getcwd() if private else ""
+    except OSError:
+        return -1
+    number = {"x86_64": 56, "aarch64": 220}[platform.machine()]
+    zero = ctypes.c_long(0)
+    pid = int(_python.syscall(number, ctypes.c_long(flags), zero, zero, zero, zero))
+    if pid == 0:
+        try:
+            if private:
+                die_with_parent()
+                os.chdir(folder)  # the one of this name among its own files
+                _drop_capabilities()
+            die_with_parent()
+        except BaseException:  # the boundary: it must not go on as its parent
+            os._exit(1)
+    return pid
 
 
 def map_ids(uid: int, gid: int) -> None:
@@ -65,14 +94,23 @@ def map_ids(uid: int, gid: int) -> None:
 
 def cover(tmp_bytes: int, keep: Sequence[str]) -> None:
     """An empty /proc and a private /tmp, in which the folders `keep` can still be seen."""
-    kept = [(path, os.open(path, os.O_PATH)) for path in keep]
-    _cover("/tmp", 0, f"size={tmp_bytes},nr_inodes=1000,mode=700")
-    for path, fd in kept:
-        os.makedirs(path)
-        source = f"/proc/self/fd/{fd}".encode()
-        _check(_libc.mount(source, path.encode(), None, MS_BIND | MS_REC, None), f"keep {path}")
-        os.close(fd)
+    os.chdir("/tmp")
+    cover_tmp(tmp_bytes)
+    for path in keep:  # seen from the folder that is covered by now
+        keep_seen(os.path.relpath(path, "/tmp"), path)
     _cover("/proc", MS_RDONLY, "size=4k,mode=555")
+
+
+def cover_tmp(size: int) -> None:
+    """A private /tmp of `size` bytes, with nothing in it."""
+    _cover("/tmp", 0, f"size={size},nr_inodes=1000,mode=700")
+
+
+def keep_seen(source: str, path: str) -> None:
+    """Let a folder be seen as `path` too."""
+    os.makedirs(path, exist_ok=True)
+    result = _libc.mount(source.encode(), path.encode(), None, MS_BIND | MS_REC, None)
+    _check(result, f"keep {path}")
 
 
 def _cover(path: str, flags: int, options: str) -> None:
@@ -82,21 +120,39 @@ def _cover(path: str, flags: int, options: str) -> None:
 
 
 def limit(values: dict[str, int]) -> None:
-    """Soft and hard limits alike; what is not given is 0."""
+    """Soft and hard limits alike; what is not given is 0, and -1 leaves what there is."""
     for name in ("AS", "CPU", "NPROC", "NOFILE", "FSIZE", "CORE", "MEMLOCK", "MSGQUEUE"):
         value = values.get(name, 0)
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+        if value >= 0:
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
 
 
-def drop_privileges() -> None:
-    """No capability is left, not even in the session's own namespaces, and none can be regained."""
+def drop_privileges(seen: bool) -> None:
+    """No capability is left, not even in the session's own namespaces, and none can be regained.
+
+    `seen`: processes of the same user that may ask about others, as no session may, can.
+    """
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
     capability = 0
     while _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:
         capability += 1
+    _drop_capabilities()
+    be_seen(seen)
+
+
+def _drop_capabilities() -> None:
     header = struct.pack("Ii", CAPABILITY_VERSION_3, 0)
     _check(_libc.capset(header, bytes(24)), "drop capabilities")
-    _prctl(PR_SET_DUMPABLE, 0)
+
+
+def be_seen(value: bool) -> None:
+    """By /proc, for processes of the same user; a child's id maps then belong to that user too."""
+    _prctl(PR_SET_DUMPABLE, int(value))
+
+
+def no_new_privileges() -> None:
+    """What a filter of system calls needs."""
+    _prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
 def landlock_abi() -> int:

@@ -82,9 +82,11 @@ class SandboxSetup(Struct, frozen=True):
 HERE = Path(__file__).resolve().parent
 _INSIDE = (
     "zygote.py",
+    "births.py",
     "cells.py",
     "confine.py",
     "determinism.py",
+    "nurse.py",
     "preload.py",
     "seccomp.py",
 )
@@ -168,6 +170,7 @@ def settings_of(setup: SandboxSetup, python: Interpreter, rung: Rung, control_fd
         "rung": rung,
         # process limits do not bind uid 0
         "uid": UNUSED_ID if root else None,
+        "live_forks": rung != "unsafe" and limits.max_threads == 1,
         "preload": setup.preload or (),
         "preload_if_installed": PRELOAD_IF_INSTALLED if setup.preload is None else (),
         "readable": [path for path in (*READABLE, *python.folders) if os.path.exists(path)],
@@ -209,22 +212,31 @@ class CellAnswer(Struct):
     problem: str = ""
     lost: bool = False
     digest: str = ""
+    forked: bool = False
 
 
 class _Report(Struct):
-    """What a zygote says when it is ready: the modules to preload that are not there."""
+    """What a zygote says when it is ready: the modules to preload that are not there, and whether
+    its sessions can be forked."""
 
     missing: list[str]
+    live_forks: bool
 
 
 class _News(Struct):
-    """What a zygote says of one session: the attached descriptor is its process."""
+    """What a zygote says of one session: the attached descriptor is its process, or that it could
+    not be forked."""
 
-    born: int
+    born: int = 0
+    failed: int = 0
 
 
 class ChannelClosedError(Exception):
     """The session is gone, or its answer is none that a session gives."""
+
+
+class ForkRefusedError(Exception):
+    """A session cannot be forked as it is: it shares files or memory, say."""
 
 
 class Channel:
@@ -295,8 +307,9 @@ class SessionProcess:
     """The process of one session, which is stopped but while it answers: whatever a cell leaves
     behind (timers, signals, threads, an answer that came too early) runs only within calls."""
 
-    def __init__(self, zygote: ZygoteProcess, channel: Channel, pidfd: int) -> None:
+    def __init__(self, zygote: ZygoteProcess, number: int, channel: Channel, pidfd: int) -> None:
         self.zygote = zygote
+        self.number = number
         self._channel = channel
         self._pidfd = pidfd
 
@@ -305,8 +318,12 @@ class SessionProcess:
         process can only be killed."""
         send_signal(self._pidfd, signal.SIGCONT)
         answer = await self._channel.ask(request)
-        send_signal(self._pidfd, signal.SIGSTOP)
+        self.stop()
         return answer
+
+    def stop(self) -> None:
+        """Until the next request."""
+        send_signal(self._pidfd, signal.SIGSTOP)
 
     def kill(self) -> None:
         """End it, whatever its cell is doing; never waits; idempotent."""
@@ -350,7 +367,8 @@ class ZygoteProcess:
         self._process = process
         self._control = control
         self._numbers = count(1)
-        self._outgoing: deque[tuple[bytes, socket.socket]] = deque()
+        self.live_forks = False
+        self._outgoing: deque[tuple[bytes, socket.socket | None]] = deque()
         self._born: dict[int, asyncio.Future[int]] = {}  # by number: descriptor of the process
 
     @classmethod
@@ -385,7 +403,9 @@ class ZygoteProcess:
                 report = await asyncio.get_running_loop().sock_recv(ours, 1 << 16)
             if not report:
                 await zygote._refuse()
-            check_missing(decode(report, _Report).missing, python)
+            told = decode(report, _Report)
+            check_missing(told.missing, python)
+            zygote.live_forks = told.live_forks
             asyncio.get_running_loop().add_reader(ours, zygote._hear)
             started = True
         except TimeoutError as error:
@@ -419,7 +439,7 @@ class ZygoteProcess:
                 answer = await channel.receive()
                 if not answer.ready:
                     raise InfraError(f"a sandbox session did not start: {answer.error}")
-                process = SessionProcess(self, channel, await born)
+                process = SessionProcess(self, number, channel, await born)
         except TimeoutError as error:
             raise InfraError(f"no sandbox session within {START_TIMEOUT_S:g} s") from error
         except ChannelClosedError as error:
@@ -427,6 +447,28 @@ class ZygoteProcess:
         finally:
             if process is None:
                 channel.close()
+                self._disown(number, born)
+        return process
+
+    async def fork(self, parent: SessionProcess) -> SessionProcess | None:
+        """A copy of a session at rest, or None where none can be had. Raises ChannelClosedError,
+        and then, as when cancelled, the parent can only be killed."""
+        number = next(self._numbers)
+        ours, theirs = socket.socketpair()
+        born = self._born[number] = asyncio.get_running_loop().create_future()
+        self._post({"fork": parent.number, "child": number}, theirs)
+        process = None
+        try:
+            answer = await parent.ask({"fork": ""})
+            if answer.forked:
+                process = SessionProcess(self, number, Channel(ours), await born)
+                process.stop()
+        except ForkRefusedError:
+            pass
+        finally:
+            if process is None:
+                ours.close()
+                self._post({"forget": number}, None)
                 self._disown(number, born)
         return process
 
@@ -457,9 +499,10 @@ class ZygoteProcess:
 
     # inner workings
 
-    def _post(self, request: dict[str, int], attached: socket.socket) -> None:
+    def _post(self, request: dict[str, int], attached: socket.socket | None) -> None:
         if self._control.fileno() < 0:  # stopped: there is nobody to tell
-            attached.close()
+            if attached is not None:
+                attached.close()
             return
         self._outgoing.append((msgspec.json.encode(request), attached))
         self._flush()
@@ -475,9 +518,14 @@ class ZygoteProcess:
         if not packet:
             self._deaf()
             return
-        born = self._born.pop(decode(packet, _News).born, None)
+        news = decode(packet, _News)
+        born = self._born.pop(news.born or news.failed, None)
         if born is None or born.done():  # who asked for it has turned away
-            kill(fds[0])
+            for pidfd in fds:
+                kill(pidfd)
+        elif news.failed:
+            born.set_exception(ForkRefusedError())
+            born.exception()  # whether or not anybody still waits for it
         else:
             born.set_result(fds[0])
 
@@ -494,8 +542,9 @@ class ZygoteProcess:
         loop = asyncio.get_running_loop()
         while self._outgoing:
             packet, attached = self._outgoing[0]
+            fds = [] if attached is None else [attached.fileno()]
             try:
-                socket.send_fds(self._control, [packet], [attached.fileno()])
+                socket.send_fds(self._control, [packet], fds)
             except BlockingIOError:
                 loop.add_writer(self._control, self._flush)
                 return
@@ -505,7 +554,9 @@ class ZygoteProcess:
         loop.remove_writer(self._control)
 
     def _drop_first(self) -> None:
-        self._outgoing.popleft()[1].close()
+        _, attached = self._outgoing.popleft()
+        if attached is not None:
+            attached.close()
 
     def _bury(self) -> None:
         """Blocks until the process is gone, then sees that nothing of its group is left."""

@@ -26,6 +26,7 @@ from envs.sandbox.self_test import find_escape
 
 MAX_CODE_CHARS = 100_000
 DIGEST_TIMEOUT_S = 30.0
+FORK_TIMEOUT_S = 10.0
 REPLAY_PATIENCE = 4  # a replayed cell may take this many times its limit, for a busy machine
 VARIABLES_LOST = "(The interpreter was restarted: earlier variables are lost.)"
 CODE_TOO_LONG = f"The code is longer than {MAX_CODE_CHARS} characters."
@@ -108,9 +109,8 @@ class SandboxSession:
         return RunResult(output, result.ok, result.end, result.problem)
 
     async def fork(self) -> SandboxSession:
-        """A session that holds the same variables, by running the record again.
-
-        Raises EnvError where it does not.
+        """A session that holds the same variables: a copy of the process where that can be had,
+        else by running the record again. Raises EnvError where it would hold others.
         """
         other = SandboxSession(self._sandbox, self.seed)
         async with self._using:
@@ -118,6 +118,11 @@ class SandboxSession:
             if not self.cells:
                 return other
             await self._be_open()
+            if await self._copy_to(other):
+                self._sandbox.used(self)
+                return other
+            if self._live is None:
+                await self._be_open()
             before = await self._digest()
             self._sandbox.used(self)
         complete = False
@@ -177,6 +182,26 @@ class SandboxSession:
             if not complete:
                 self.rest()
 
+    async def _copy_to(self, other: SandboxSession) -> bool:
+        """Whether `other` now has a copy of the process."""
+        live = self._live
+        if live is None or not live.zygote.live_forks or not self._sandbox.make_room_for(other):
+            return False
+        complete = False
+        try:
+            async with asyncio.timeout(FORK_TIMEOUT_S):
+                other._live = await live.zygote.fork(live)
+            complete = True
+        except (TimeoutError, ChannelClosedError):
+            pass
+        finally:
+            if other._live is None:
+                self._sandbox.left(other)
+            if not complete:
+                self.rest()
+        self._sandbox.counters.num_live_forks += other._live is not None
+        return other._live is not None
+
     async def _digest(self) -> str:
         """Of the variables. Raises EnvError where there is none to be had."""
         answer = await self._ask({"digest": ""}, DIGEST_TIMEOUT_S)
@@ -228,12 +253,14 @@ logger = logging.getLogger(__name__)
 class SandboxCounters(Struct):
     """What happened in a sandbox since it was made: sessions that got a process, cells, cells
     that ran too long or killed their interpreter, and sessions brought back by running their
-    record again. `num_replays_refused` of these said something else than the first time."""
+    record again. `num_replays_refused` of these said something else than the first time, or held
+    other variables. `num_live_forks` are forks whose process was copied."""
 
     num_sessions: int = 0
     num_calls: int = 0
     num_replays: int = 0
     num_replays_refused: int = 0
+    num_live_forks: int = 0
     num_timeouts: int = 0
     num_deaths: int = 0
 
@@ -301,8 +328,7 @@ class Sandbox:
         """A process for a session, in the zygote that runs now."""
         zygote = await self.start()
         async with self._spawning:
-            await self._make_room()
-            self._holding[session] = None
+            await self._wait_for_room(session)
             process = None
             try:
                 process = await zygote.spawn(session.seed)
@@ -312,15 +338,21 @@ class Sandbox:
         self.counters.num_sessions += 1
         return process
 
-    async def _make_room(self) -> None:
-        """For one more session: the one that has been idle longest gives up its process."""
-        while len(self._holding) >= self.limits.max_sessions:
+    async def _wait_for_room(self, session: SandboxSession) -> None:
+        while not self.make_room_for(session):
             self._freed.clear()
+            await self._freed.wait()
+
+    def make_room_for(self, session: SandboxSession) -> bool:
+        """Whether it may have a process now. The session that has been idle longest may have to
+        give its own up."""
+        if len(self._holding) >= self.limits.max_sessions:
             idle = next((one for one in self._holding if one.resting()), None)
             if idle is None:
-                await self._freed.wait()
-            else:
-                idle.rest()
+                return False
+            idle.rest()
+        self._holding[session] = None
+        return True
 
     def used(self, session: SandboxSession) -> None:
         """It is idle, and the last one now to give up its process."""

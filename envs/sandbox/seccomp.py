@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 Instruction = tuple[int, int, int, int]
 
 LOAD, AND, IF_EQUAL, IF_AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
-ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+ALLOW, KILL_PROCESS, ERRNO, ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000  # from here on, other numbers for the same calls
 CLONE3 = 435
@@ -35,6 +35,9 @@ IOCTL = (
     0x5451,
 )  # is it a terminal, its size, FION*, FIOCLEX
 PRCTL = (15, 16)  # the name of a thread
+PDEATHSIG = 1
+SECCOMP = (317, 277)
+SET_FILTER, NEW_LISTENER = 1, 8
 
 # name -> number on x86-64 and on aarch64, None where there is no such call
 _Numbers = dict[str, tuple[int | None, int | None]]
@@ -77,6 +80,7 @@ _FILES: _Numbers = {
     "fsync": (74, 82), "fdatasync": (75, 83), "sendfile": (40, 71), "copy_file_range": (326, 285),
 }  # fmt: skip
 _OWN_PROCESS: _Numbers = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131)}
+_SPECIAL: _Numbers = {"clone": (56, 220), "prctl": (157, 167), "capset": (126, 91)}
 # name -> where its flags are
 _OPEN: dict[str, tuple[tuple[int | None, int | None], int]] = {
     "open": ((2, None), 1),
@@ -84,17 +88,38 @@ _OPEN: dict[str, tuple[tuple[int | None, int | None], int]] = {
 }
 
 
-def program(machine: str, pid: int, *, files: bool, threads: bool) -> list[Instruction]:
+def numbers_of(machine: str, *names: str) -> list[int]:
+    """Of the system calls that get special treatment. Raises ValueError for another machine."""
+    column = _column_of(machine)
+    return _column([_SPECIAL[name] for name in names], column)
+
+
+def listening(machine: str, fork_flags: int) -> list[Instruction]:
+    """The filter above all sessions: who listens is asked about the clone by which they fork,
+    about PR_SET_PDEATHSIG and about signals."""
+    column = _column_of(machine)
+    clone, prctl = numbers_of(machine, "clone", "prctl")
+    code: list[Instruction] = [(LOAD, 0, 0, 0)]
+    for number in _column(_OWN_PROCESS.values(), column):
+        code += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ASK)]
+    for number, value in ((clone, fork_flags), (prctl, PDEATHSIG)):
+        body = [(LOAD, 0, 0, 16), (IF_EQUAL, 0, 1, value), (RETURN, 0, 0, ASK)]
+        code += [(IF_EQUAL, 0, len(body) + 1, number), *body, (RETURN, 0, 0, ALLOW)]
+    return [*code, (RETURN, 0, 0, ALLOW)]
+
+
+def program(
+    machine: str, pid: int, *, files: bool, threads: bool, fork_flags: int = 0
+) -> list[Instruction]:
     """The filter for one session, whose process sees itself as `pid`.
 
     `files` lets it change files and ask about them by path, which something else must then
     confine; without it, it can only open them for reading, which Landlock decides about.
-    `threads` lets it start threads, which something else must then count.
+    `threads` lets it start threads, which something else must then count. With `fork_flags`
+    there is somebody who listens, and decides about these forks and about signals.
     Raises ValueError for another machine.
     """
-    if machine not in AUDIT_ARCH:
-        raise ValueError(f"there is no system call filter for {machine}, only {[*AUDIT_ARCH]}")
-    column = [*AUDIT_ARCH].index(machine)
+    column = _column_of(machine)
     code: list[Instruction] = [
         (LOAD, 0, 0, 4),
         (IF_EQUAL, 1, 0, AUDIT_ARCH[machine]),
@@ -113,33 +138,49 @@ def program(machine: str, pid: int, *, files: bool, threads: bool) -> list[Instr
     if not files:  # what the C library's fstat is
         code += _when((262, 79)[column], 3, (AT_EMPTY_PATH,), AT_EMPTY_PATH)
     for number in _column(_OWN_PROCESS.values(), column):
-        code += _when(number, 0, (pid,))
+        code += _when(number, 0, (0,), 0) if fork_flags else _when(number, 0, (pid,))
     code += _when((72, 25)[column], 1, FCNTL)
     code += _when((16, 29)[column], 1, IOCTL, refusal=errno.ENOTTY)
-    code += _when((157, 167)[column], 0, PRCTL)
+    clone, prctl, capset = numbers_of(machine, "clone", "prctl", "capset")
+    code += _when(prctl, 0, (*PRCTL, PDEATHSIG) if fork_flags else PRCTL)
+    if fork_flags:  # a fork has capabilities in its own namespaces, and gives them up
+        code += [(IF_EQUAL, 0, 1, capset), (RETURN, 0, 0, ALLOW)]
     code += _when((302, 261)[column], 0, (0,))  # prlimit64, of itself
     if threads:
-        code += _when((56, 220)[column], 0, (THREAD,), THREAD | FORKLIKE)
+        code += _when(clone, 0, (THREAD,), THREAD | FORKLIKE)
         # its arguments lie behind a pointer; without it, the C library takes clone
         code += [(IF_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
     else:  # what a system with too many threads would say
-        for number in ((56, 220)[column], CLONE3):
-            code += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | errno.EAGAIN)]
+        code += _when(clone, 0, (fork_flags,) if fork_flags else (), refusal=errno.EAGAIN)
+        code += [(IF_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, ERRNO | errno.EAGAIN)]
     return [*code, (RETURN, 0, 0, ERRNO | errno.EPERM)]
 
 
-def install(code: Sequence[Instruction]) -> None:
-    """Bind this process, and all it could ever start, to the filter. Needs no-new-privileges."""
+def install(machine: str, code: Sequence[Instruction], *, listen: bool = False) -> int:
+    """Bind this process, and all it could ever start, to the filter. Needs no-new-privileges.
+
+    With `listen`, the descriptor at which the calls that the filter asks about arrive.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     filters = b"".join(struct.pack("=HBBI", *one) for one in code)  # struct sock_filter
     header = _Program(len(code), ctypes.cast(ctypes.c_char_p(filters), ctypes.c_void_p))
-    if libc.prctl(22, 2, ctypes.byref(header), 0, 0) != 0:  # PR_SET_SECCOMP, a filter
-        number = ctypes.get_errno()
-        raise OSError(number, f"system call filter: {os.strerror(number)}")
+    flags = NEW_LISTENER if listen else 0
+    number = SECCOMP[_column_of(machine)]
+    result = int(libc.syscall(number, SET_FILTER, ctypes.c_ulong(flags), ctypes.byref(header)))
+    if result < 0:
+        problem = ctypes.get_errno()
+        raise OSError(problem, f"system call filter: {os.strerror(problem)}")
+    return result
 
 
 class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_uint16), ("filters", ctypes.c_void_p))
+
+
+def _column_of(machine: str) -> int:
+    if machine not in AUDIT_ARCH:
+        raise ValueError(f"there is no system call filter for {machine}, only {[*AUDIT_ARCH]}")
+    return [*AUDIT_ARCH].index(machine)
 
 
 def _column(rows: Iterable[tuple[int | None, int | None]], column: int) -> list[int]:

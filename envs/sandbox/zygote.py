@@ -5,10 +5,13 @@
                      "unsafe": limits only.
     control socket   one JSON packet a request: {"spawn": n, "seed": s} with the session's socket
                      attached; its answer {"born": n} has a descriptor of the new process, by
-                     which the host stops and kills it. At the end of file everything in here dies.
+                     which the host stops and kills it. Or {"fork": n, "child": m} with the socket
+                     of m, answered like a spawn, by {"failed": m} where it cannot be had, and
+                     {"forget": m}. At the end of file everything in here dies.
     session          a fork that sees no other session, bound by a filter of system calls. It reads
                      length-prefixed JSON {"number", "code"} and answers {"number", "output",
-                     "problem"}, or {"number", "digest": ""} and answers {"number", "digest"}.
+                     "problem"}, {"number", "digest": ""} and answers {"number", "digest"}, or
+                     {"number", "fork": ""} and answers {"number", "forked"}; see births.py.
 
 What a session answers comes from a process that runs untrusted code: the host believes nothing.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 import array
 import builtins
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -25,26 +29,31 @@ import platform
 import resource
 import select
 import shutil
-import signal
 import socket
 import sys
 import tempfile
 import time
 import types
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from envs.sandbox import cells, confine, determinism, preload, seccomp
+    from envs.sandbox.births import Births, end
+    from envs.sandbox.nurse import Nurse
 else:  # inside, these files are all there is
     import cells
     import confine
     import determinism
     import preload
     import seccomp
+    from births import Births, end
+    from nurse import Nurse
 
 REAP_INTERVAL_S = 0.1
 WEIGH_SHARE = 20  # of the time, one part goes into looking at what the sessions weigh
 NICENESS = 5
+Announce = Callable[[int, int], None]
 CHANNEL_FD = 3  # of a session, beside the standard three
 
 
@@ -59,7 +68,12 @@ def main() -> None:
         os.setresgid(config["uid"], config["uid"], config["uid"])
         os.setresuid(config["uid"], config["uid"], config["uid"])
     confine.die_with_parent()
+    confine.no_new_privileges()
+    confine.be_seen(True)
     null = os.open(os.devnull, os.O_RDWR)
+    nurse = None
+    if config["live_forks"] and config["rung"] == "namespaces":
+        nurse = Nurse(config["tmp_bytes"], config["below_tmp"])
     del sys.path[0]
     missing = preload.preload(config["preload"], config["preload_if_installed"])
     home = "/"
@@ -72,50 +86,89 @@ def main() -> None:
     config["rlimits"]["AS"] += _pages("self", 0) * resource.getpagesize()
     for fd in range(3):  # last, so that the host can read about a failure until here
         os.dup2(null, fd)
-    control.send(json.dumps({"missing": missing}).encode())
     gc.collect()
+    pids: dict[int, int] = {}
+    births = None
+    if config["live_forks"]:
+        births = _births(config, nurse, pids, functools.partial(_announce, control))
+    control.send(json.dumps({"missing": missing, "live_forks": births is not None}).encode())
     gc.freeze()
-    _serve(control, config, home)
+    _serve(control, config, home, pids, births)
 
 
-def _serve(control: socket.socket, config: dict[str, Any], home: str) -> None:
-    pids: set[int] = set()
+def _births(
+    config: dict[str, Any], nurse: Nurse | None, pids: dict[int, int], announce: Announce
+) -> Births | None:
+    """What lets sessions fork; None where the kernel, or a filter around us, has no such thing."""
+    isolated = config["rung"] == "namespaces"
+    flags = confine.FORK_INTO_NAMESPACES if isolated else confine.FORK_BESIDE
+    machine = platform.machine()
+    try:
+        listener = seccomp.install(machine, seccomp.listening(machine, flags), listen=True)
+    except (OSError, ValueError):
+        return None
+    config["fork_flags"] = flags
+    config["rlimits"]["NPROC"] = -1  # who listens counts
+    return Births(listener, CHANNEL_FD, nurse, pids, announce)
+
+
+def _serve(
+    control: socket.socket,
+    config: dict[str, Any],
+    home: str,
+    pids: dict[int, int],
+    births: Births | None,
+) -> None:
     max_pages = config["max_total_bytes"] // resource.getpagesize()
     weigh_at = 0.0
+    waiting: list[Any] = [control, *([births.listener] if births else [])]
     while True:
-        if select.select([control], [], [], REAP_INTERVAL_S if pids else None)[0]:
+        ready = select.select(waiting, [], [], REAP_INTERVAL_S if pids else None)[0]
+        if control in ready:
             packet, channel = _receive_packet(control)
             if not packet:
                 break
             request = json.loads(packet)
-            pid = _spawn(channel, request["seed"], config, home)
-            os.close(channel)
-            if pid:
-                pids.add(pid)
-                _announce(control, request["spawn"], pid)
-        _reap(pids)
+            if "spawn" in request:
+                pid = _spawn(channel, request["seed"], config, home)
+                os.close(channel)
+                if pid:
+                    pids[request["spawn"]] = pid
+                    _announce(control, request["spawn"], pid)
+            elif births is not None and "fork" in request:
+                births.grant(request["fork"], request["child"], channel)
+            elif births is not None:
+                births.forget(request["forget"])
+        elif births is not None and ready:
+            births.hear()
+        if births is not None:
+            births.expire()
+        _reap(pids, births)
         now = time.monotonic()
         if pids and now >= weigh_at:
-            _kill_the_largest(pids, max_pages)
+            _kill_the_largest(pids.values(), max_pages)
             weigh_at = now + max(REAP_INTERVAL_S, WEIGH_SHARE * (time.monotonic() - now))
     if config["rung"] != "namespaces":  # there the end of process 1 is the end of all
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+        for pid in pids.values():
+            end(pid)
     if config["rung"] == "unsafe":
         shutil.rmtree(home, ignore_errors=True)
 
 
 def _announce(control: socket.socket, number: int, pid: int) -> None:
-    pidfd = os.pidfd_open(pid)
+    """Tell the host which process a session is, or that there is none."""
+    fds = [os.pidfd_open(pid)] if pid else []
+    news = {"born" if pid else "failed": number}
     try:
-        socket.send_fds(control, [json.dumps({"born": number}).encode()], [pidfd])
+        socket.send_fds(control, [json.dumps(news).encode()], fds)
     except OSError:  # the host is gone, which the next look at the socket shows
         pass
     finally:
-        os.close(pidfd)
+        for fd in fds:
+            os.close(fd)
 
 
-def _kill_the_largest(pids: set[int], max_pages: int) -> None:
+def _kill_the_largest(pids: Iterable[int], max_pages: int) -> None:
     """Where the sessions together have added more to their common memory than they may."""
     common = _pages("self", 1) - _pages("self", 2)
     weights = {}
@@ -123,7 +176,7 @@ def _kill_the_largest(pids: set[int], max_pages: int) -> None:
         with contextlib.suppress(OSError):
             weights[pid] = _pages(pid, 1) - _pages(pid, 2) - common
     if sum(weight for weight in weights.values() if weight > 0) > max_pages:
-        os.kill(max(weights, key=weights.__getitem__), signal.SIGKILL)
+        end(max(weights, key=weights.__getitem__))
 
 
 def _pages(pid: int | str, field: int) -> int:
@@ -140,7 +193,7 @@ def _receive_packet(control: socket.socket) -> tuple[bytes, int]:
     return packet, fds[0] if fds else -1
 
 
-def _reap(pids: set[int]) -> None:
+def _reap(pids: dict[int, int], births: Births | None) -> None:
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -148,7 +201,10 @@ def _reap(pids: set[int]) -> None:
             return
         if not pid:
             return
-        pids.discard(pid)
+        for number in [number for number, one in pids.items() if one == pid]:
+            del pids[number]
+        if births is not None:
+            births.buried(pid)
 
 
 def _spawn(channel: int, seed: int, config: dict[str, Any], home: str) -> int:
@@ -156,7 +212,10 @@ def _spawn(channel: int, seed: int, config: dict[str, Any], home: str) -> int:
     ids = os.getuid(), os.getgid()  # inside they are unknown, until mapped
     isolated = config["rung"] == "namespaces"
     try:
-        pid = confine.fork_into_namespaces() if isolated else os.fork()
+        if isolated:
+            pid = confine.fork_into_namespaces(first="fork_flags" not in config)
+        else:
+            pid = os.fork()
     except OSError as error:
         with contextlib.suppress(OSError):  # the host may have turned away meanwhile
             cells.send(channel, {"error": str(error)})
@@ -186,7 +245,8 @@ def _run_session(channel: int, seed: int, config: dict[str, Any], home: str) -> 
     sys.modules["__main__"] = main_module
     cells.send(CHANNEL_FD, {"ready": True})
     files = None if config["rung"] == "landlock" else home  # there none can be written
-    cells.serve(CHANNEL_FD, main_module.__dict__, config["max_output_chars"], files)
+    fork = functools.partial(confine.fork_at_rest, config.get("fork_flags", 0))
+    cells.serve(CHANNEL_FD, main_module.__dict__, config["max_output_chars"], files, fork)
 
 
 def _confine(config: dict[str, Any], home: str) -> str:
@@ -203,20 +263,21 @@ def _confine(config: dict[str, Any], home: str) -> str:
     os.chdir(home)
     os.environ["HOME"] = home
     confine.limit(config["rlimits"])
-    confine.drop_privileges()
+    confine.drop_privileges(seen="fork_flags" in config)
     if rung == "landlock":
         confine.restrict_self_by(config["rules_fd"])
         preload.import_without_stat()
     os.closerange(CHANNEL_FD + 1, 1 << 20)
     if rung != "unsafe":
-        seccomp.install(
-            seccomp.program(
-                platform.machine(),
-                os.getpid(),
-                files=rung == "namespaces",
-                threads=config["rlimits"]["NPROC"] > 1,
-            )
+        machine = platform.machine()
+        code = seccomp.program(
+            machine,
+            os.getpid(),
+            files=rung == "namespaces",
+            threads=config["rlimits"]["NPROC"] > 1,
+            fork_flags=config.get("fork_flags", 0),
         )
+        seccomp.install(machine, code)
     return home
 
 

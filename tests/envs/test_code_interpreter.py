@@ -95,13 +95,17 @@ def python(code: str) -> Message:
     return Message("assistant", "", (ToolCall("python", {"code": code}),))
 
 
-async def test_a_fork_replays_at_once_and_is_refused_when_it_differs() -> None:
+async def test_a_fork_is_a_copy_or_a_replay_that_does_not_differ() -> None:
     env = agentenv.env.make(ENV_ID, TASK)
     await env.reset(seed=1)
     child = await env.fork()
     assert shared_stats()["sandbox/num_replays"] == 0  # nothing has run, nothing is to be replayed
     await child.close()
     await env.step(python("x = 5"))
+    child = await env.fork()
+    assert shared_stats()["sandbox/num_live_forks"] == 1
+    await child.close()
+    await env.step(python("f = open('/dev/null')"))  # which a copy would share
     child = await env.fork()
     assert shared_stats()["sandbox/num_replays"] == 1
     assert (await child.step(python("x + 1")))[0][0].content == "6"

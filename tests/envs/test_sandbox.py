@@ -11,6 +11,7 @@ from envs.code_interpreter import NO_OUTPUT, PythonTool
 from envs.sandbox import Sandbox, SandboxSession
 from envs.sandbox.sandbox import VARIABLES_LOST
 from tests.support.sandboxes import (
+    RESIDENTS,
     children,
     said,
     until_gone,
@@ -113,7 +114,7 @@ async def test_a_time_out_costs_the_variables(sandbox: Sandbox, code: str) -> No
     await session.run("x = 1", 10)
     result = await session.run(code, 0.2)
     assert (result.output, result.end) == ("TimeoutError: stopped after 0.2 s", "timed_out")
-    await until_processes(2)  # bubblewrap and the zygote
+    await until_processes(RESIDENTS)
     output = await said(session, "x")
     assert output.startswith(VARIABLES_LOST)
     assert "NameError" in output
@@ -179,12 +180,12 @@ async def test_the_python_tool(sandbox: Sandbox) -> None:
 async def test_many_sessions_at_once(sandbox: Sandbox) -> None:
     sessions = [sandbox.session(number) for number in range(50)]
     await asyncio.gather(*(one.run(f"x = {i}", 30) for i, one in enumerate(sessions)))
-    assert len(children()) == 52
+    assert len(children()) == RESIDENTS + 50
     found = await asyncio.gather(*(said(one, "x") for one in sessions))
     assert found == [str(number) for number in range(50)]
     for one in sessions:
         one.close()
-    await until_processes(2)
+    await until_processes(RESIDENTS)
 
 
 async def test_a_fork_goes_its_own_way(sandbox: Sandbox) -> None:
@@ -218,7 +219,7 @@ async def test_sets_of_strings_replay_in_another_zygote(sandbox: Sandbox) -> Non
 
 async def test_a_replay_that_differs_is_refused(sandbox: Sandbox) -> None:
     parent = sandbox.session(1)
-    await parent.run("import time; time.time_ns()", 10)
+    await parent.run("import time; f = open('/dev/null'); time.time_ns()", 10)
     with pytest.raises(EnvError, match="cannot be replayed: a cell said"):
         await parent.fork()
     assert sandbox.counters.num_replays_refused == 1

@@ -10,7 +10,7 @@ import pytest
 
 from envs.sandbox import Sandbox, SandboxLimits, SandboxSession
 from envs.sandbox.sandbox import VARIABLES_LOST
-from tests.support.sandboxes import children, said, until, until_processes, zygote_of
+from tests.support.sandboxes import RESIDENTS, children, said, until, until_processes, zygote_of
 
 FRAME = """
 import json, os, sys
@@ -28,6 +28,7 @@ def forge(number, output):
 def process_of(sandbox: Sandbox) -> psutil.Process:
     """That of the only session."""
     alive = [one for one in zygote_of(sandbox).children() if one.status() != psutil.STATUS_ZOMBIE]
+    alive = [one for one in alive if not one.children()]  # as the nurse has
     (process,) = alive
     return process
 
@@ -99,14 +100,14 @@ async def test_beyond_the_number_of_sessions_idle_ones_are_replayed() -> None:
     for _ in range(2):
         for number, one in enumerate(sessions):
             await one.run(f"x = {number}", 10)
-            await until(lambda: len(children()) <= 4)  # bubblewrap, zygote, two sessions
+            await until(lambda: len(children()) <= RESIDENTS + 2)
     assert await asyncio.gather(*(said(one, "x") for one in sessions)) == ["0", "1", "2", "3"]
     forks = await asyncio.gather(*(one.fork() for one in sessions))
     assert await asyncio.gather(*(said(one, "x") for one in forks)) == ["0", "1", "2", "3"]
     assert sandbox.counters.num_replays > 4
     for one in (*sessions, *forks):
         one.close()
-    await until_processes(2)
+    await until_processes(RESIDENTS)
     await sandbox.close()
 
 

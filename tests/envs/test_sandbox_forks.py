@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import platform
 from collections.abc import AsyncIterator
 
 import pytest
 
 from agentenv.errors import EnvError
 from envs.sandbox import Sandbox, SandboxSession
+from envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
 from envs.sandbox.process import Rung
 from tests.check_sandbox import RUNGS
-from tests.support.sandboxes import said
+from tests.support.sandboxes import said, until, zygote_of
+
+CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]
 
 # Cells that say nothing and leave `x`; what code does whose words never show a difference.
 EQUAL = {
@@ -54,6 +60,13 @@ async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
     await one.close()
 
 
+@pytest.fixture
+async def replaying(sandbox: Sandbox) -> Sandbox:
+    """One that cannot copy processes."""
+    (await sandbox.start()).live_forks = False
+    return sandbox
+
+
 async def two(sandbox: Sandbox, code: str) -> tuple[SandboxSession, SandboxSession]:
     parent = sandbox.session(7)
     result = await parent.run(code, 20)
@@ -64,19 +77,21 @@ async def two(sandbox: Sandbox, code: str) -> tuple[SandboxSession, SandboxSessi
 SAME = "repr(x()) if callable(x) else repr(list(x)) if hasattr(x, '__next__') else repr(x)"
 
 
-async def test_an_idiom_leaves_equal_variables(sandbox: Sandbox) -> None:
+async def test_an_idiom_leaves_equal_variables(replaying: Sandbox) -> None:
+    sandbox = replaying
     for name, code in EQUAL.items():
         parent, child = await two(sandbox, code)
         show = "x.made" if name == "class with state" else SAME
         assert await said(parent, show) == await said(child, show), name
         parent.close()
         child.close()
-    assert sandbox.counters.num_replays_refused == 0
+    counters = sandbox.counters
+    assert (counters.num_replays, counters.num_replays_refused) == (len(EQUAL), 0)
 
 
-async def test_what_a_replay_cannot_repeat_is_refused(sandbox: Sandbox) -> None:
+async def test_what_a_replay_cannot_repeat_is_refused(replaying: Sandbox) -> None:
     """Also where its words are the same."""
-    await sandbox.start()
+    sandbox = replaying
     differing = CLOCKS | (FILES if sandbox.rung == "namespaces" else {})
     differing.pop("name of a file", None)
     for number, (name, code) in enumerate(differing.items(), 1):
@@ -99,3 +114,138 @@ async def test_sessions_of_one_seed_draw_the_same_entropy(sandbox: Sandbox) -> N
     assert first != await said(other, drawn)
     for session in (one, two_, other):
         session.close()
+
+
+async def test_a_copy_of_the_process_has_it_all(sandbox: Sandbox) -> None:
+    idioms = EQUAL | CLOCKS
+    for name, code in idioms.items():
+        if name == "random device":
+            continue  # leaves a file open, until it is collected
+        parent, child = await two(sandbox, code)
+        show = "x.made" if name == "class with state" else SAME
+        assert await said(parent, show) == await said(child, show), name
+        drawn = "import os, random; os.urandom(4), random.random(), random.Random().random()"
+        assert await said(parent, drawn) == await said(child, drawn), name
+        parent.close()
+        child.close()
+    assert (sandbox.counters.num_replays, sandbox.counters.num_replays_refused) == (0, 0)
+    assert sandbox.counters.num_live_forks == len(idioms) - 1
+
+
+async def test_copies_are_independent(sandbox: Sandbox) -> None:
+    parent = sandbox.session(1)
+    await parent.run("x = [0]", 10)
+    child = await parent.fork()
+    grandchild, sister = await asyncio.gather(child.fork(), parent.fork())
+    family = [parent, child, grandchild, sister]
+    await asyncio.gather(*(one.run(f"x.append({n})", 10) for n, one in enumerate(family)))
+    assert [await said(one, "x") for one in family] == ["[0, 0]", "[0, 1]", "[0, 2]", "[0, 3]"]
+    assert len({await said(one, "import os; os.getpid()") for one in family}) == 4
+    assert (await parent.run("os._exit(1)", 10)).end == "died"
+    child.close()
+    for one in (grandchild, sister):
+        assert await said(one, "len(x)") == "2"
+        assert (await one.run("while True: pass", 0.2)).end == "timed_out"
+    assert sandbox.counters.num_live_forks == 3
+    for one in family:
+        one.close()
+    await until(lambda: len(zygote_of(sandbox).children()) <= 1)  # the nurse, if there is one
+
+
+async def test_files_are_copied(sandbox: Sandbox) -> None:
+    await sandbox.start()
+    if sandbox.rung != "namespaces":
+        pytest.skip("there, sessions cannot write files")
+    parent = sandbox.session(1)
+    code = """
+import os
+os.makedirs("a/b")
+open("a/b/file", "w").write("one" * 1000)
+os.chmod("a/b/file", 0o640)
+os.utime("a/b/file", ns=(7, 8))
+os.symlink("a/b/file", "link")
+os.symlink("/nowhere", "dangling")
+os.chdir("a")
+"""
+    await parent.run(code, 10)
+    child = await parent.fork()
+    look = (
+        "s = os.stat('b/file'); oct(s.st_mode), s.st_mtime_ns, s.st_size, os.getcwd(), "
+        "os.readlink('/tmp/link'), os.readlink('/tmp/dangling'), open('/tmp/link').read(6)"
+    )
+    assert await said(parent, look) == await said(child, look)
+    await child.run("open('/tmp/link', 'w').write('two')", 10)
+    await child.run("os.remove('/tmp/dangling'); open('mine', 'w').close()", 10)
+    await parent.run("open('b/new', 'w').close()", 10)
+    assert await said(parent, "open('/tmp/link').read(6), os.listdir('.')") == "('oneone', ['b'])"
+    assert await said(parent, "os.listdir('b')") != await said(child, "os.listdir('b')")
+    assert sandbox.counters.num_live_forks == 1
+    parent.close()
+    child.close()
+
+
+SHARED = {
+    "open file": "f = open('/dev/null')",
+    "pipe": "import os; f = os.pipe()",
+    "memory": "import mmap; f = mmap.mmap(-1, 4096); f.write(b'x')",
+    "descriptor": "import os; os.dup2(3, 9)",
+    "standard output": "import os; os.dup2(os.pipe()[1], 1)",
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+async def test_what_would_be_shared_is_not_copied(sandbox: Sandbox, name: str) -> None:
+    parent = sandbox.session(1)
+    await parent.run(SHARED[name] + "\nx = 7", 10)
+    child = await parent.fork()  # by running it again
+    assert await said(child, "x") == "7"
+    assert (sandbox.counters.num_live_forks, sandbox.counters.num_replays) == (0, 1)
+    assert await said(parent, "x") == "7"
+    parent.close()
+    child.close()
+
+
+async def test_no_fork_without_the_host(sandbox: Sandbox) -> None:
+    """The clone that a fork takes is refused to a cell, also while the host forks others."""
+    await sandbox.start()
+    flags = FORK_INTO_NAMESPACES if sandbox.rung == "namespaces" else FORK_BESIDE
+    code = f"""
+import ctypes, time
+libc = ctypes.CDLL(None, use_errno=True)
+made, end = 0, time.monotonic() + 0.5
+while time.monotonic() < end:
+    pid = libc.syscall({CLONE}, ctypes.c_long({flags}), 0, 0, 0, 0)
+    if pid == 0:
+        libc._exit(0)
+    made += pid > 0
+made, ctypes.get_errno()
+"""
+    greedy, other = sandbox.session(1), sandbox.session(2)
+    await other.run("x = 1", 10)
+    trying = asyncio.ensure_future(greedy.run(code, 10))
+    forks = []
+    while not trying.done():
+        forks.append(await other.fork())
+    assert (await trying).output == f"(0, {errno.EAGAIN})"
+    assert sandbox.counters.num_live_forks == len(forks) > 2
+    for one in (greedy, other, *forks):
+        one.close()
+
+
+async def test_a_session_that_forks_otherwise_than_asked_is_replayed(sandbox: Sandbox) -> None:
+    """Whatever it does with the one clone that it is granted."""
+    parent = sandbox.session(1)
+    await parent.run("x = 5", 10)
+    for answer in ("lambda flags: -1", "lambda flags: 1 << 20", "lambda flags: os._exit(1)"):
+        await parent.run(f"import os, sys; sys.modules['confine'].fork_at_rest = {answer}", 10)
+        hidden = "import gc\nfor one in gc.get_objects():\n  if type(one).__name__ == 'partial'"
+        hidden += (
+            f" and 'fork_at_rest' in repr(one): one.__setstate__(({answer}, one.args, {{}}, {{}}))"
+        )
+        await parent.run(hidden, 10)
+        child = await parent.fork()
+        assert await said(child, "x") == "5"
+        child.close()
+    assert await said(parent, "x") == "5"
+    assert sandbox.counters.num_live_forks == 0
+    parent.close()

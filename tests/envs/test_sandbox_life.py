@@ -15,6 +15,7 @@ from envs.sandbox import Sandbox
 from envs.sandbox import process as zygote_process
 from envs.sandbox.sandbox import SandboxSession
 from tests.support.sandboxes import (
+    RESIDENTS,
     said,
     until_gone,
     until_processes,
@@ -30,10 +31,10 @@ async def test_cancelled_in_mid_run(sandbox: Sandbox) -> None:
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    await until_processes(2)
+    await until_processes(RESIDENTS)
     assert await said(session, "x") == "1"  # no fault of the code: the record is replayed
     session.close()
-    await until_processes(2)
+    await until_processes(RESIDENTS)
     with pytest.raises(EnvError, match="closed"):
         await session.run("1", 10)
 
@@ -49,7 +50,7 @@ async def test_cancelled_while_starting(sandbox: Sandbox, delay_s: float) -> Non
     assert await said(sessions[0], "1") == "1"
     for session in sessions:
         session.close()
-    await until_processes(2)
+    await until_processes(RESIDENTS)
 
 
 async def test_a_killed_zygote_is_replaced(sandbox: Sandbox) -> None:

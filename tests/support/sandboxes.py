@@ -10,6 +10,9 @@ import psutil
 
 from envs.sandbox import Sandbox, SandboxSession
 
+# on the rung "namespaces": bubblewrap, the zygote, the nurse, and its child that waits for a fork
+RESIDENTS = 4
+
 
 def children() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)

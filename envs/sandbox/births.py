@@ -1,0 +1,254 @@
+"""Part of the zygote: forks of sessions at rest, which the host alone can cause.
+
+A filter above all sessions hands three kinds of system calls to the zygote, which lets them go on
+or refuses them: the clone by which a session forks, prctl(PR_SET_PDEATHSIG) and signals.
+
+    host      {"fork": n, "child": m} and the socket of m to the zygote, then a request to n
+    n         clone: goes on once for such a request, else refused. The child is the zygote's, in
+              namespaces of its own, and not let go on before it was born in two steps:
+    m         prctl: it gets a private copy of the files of n, where sessions can have files
+    m         prctl: it must hold nothing that n holds too; then it gets its socket for n's
+
+All that untrusted code can do about it is to be no fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import platform
+import re
+import signal
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from envs.sandbox import seccomp
+    from envs.sandbox.nurse import Nurse
+else:  # inside, these files are all there is
+    import seccomp
+
+RECEIVE, SEND, ADD_FD = 0xC0502100, 0xC0182101, 0x40182103  # ioctls of a listener
+GO_ON, AT_THIS_NUMBER = 1, 1
+DEADLINE_S = 5.0
+STANDARD = {"0": "/dev/null", "1": "/dev/null", "2": "/dev/null"}
+
+Announce = Callable[[int, int], None]  # a session's number, and its process; 0: there is none
+
+
+class Call(NamedTuple):
+    """A system call that waits for our answer: struct seccomp_notif."""
+
+    id: int
+    pid: int  # of the thread
+    number: int
+    arguments: tuple[int, ...]
+
+
+class Birth:
+    """A fork that has begun; `child` is its process, once that has shown itself."""
+
+    def __init__(self, parent: int, number: int, channel: int) -> None:
+        self.parent, self.number, self.channel = parent, number, channel
+        self.child = 0
+        self.deadline = time.monotonic() + DEADLINE_S
+
+
+class RefusedError(Exception):
+    """The child holds what it must not hold."""
+
+
+class Births:
+    """Answers the system calls of all sessions, whose processes by number are `pids`.
+
+    One fork at a time is under way: a process that nobody knows is its child.
+    """
+
+    def __init__(
+        self,
+        listener: int,
+        channel_fd: int,
+        nurse: Nurse | None,
+        pids: dict[int, int],
+        announce: Announce,
+    ) -> None:
+        self.listener = listener
+        self._channel_fd = channel_fd
+        self._nurse = nurse
+        self._pids = pids
+        self._announce = announce
+        self._clone, self._prctl = seccomp.numbers_of(platform.machine(), "clone", "prctl")
+        self._granted: dict[int, Birth] = {}  # by the parent's process
+        self._waiting: deque[tuple[Call, Birth]] = deque()
+        self._birth: Birth | None = None
+        self._ours = _shared_memory(os.getpid())
+
+    def grant(self, parent: int, number: int, channel: int) -> None:
+        """Let the session of this number fork once; `channel` is then the child's."""
+        pid = self._pids.get(parent, 0)
+        self._end(self._granted.pop(pid, None))
+        birth = Birth(pid, number, channel)
+        if pid:
+            self._granted[pid] = birth
+        else:
+            self._end(birth)
+
+    def forget(self, number: int) -> None:
+        """The host waits for this child no more."""
+        for birth in [*self._granted.values(), *(birth for _, birth in self._waiting)]:
+            if birth.number == number:
+                self._granted.pop(birth.parent, None)
+                self._waiting = deque(one for one in self._waiting if one[1] is not birth)
+                self._end(birth)
+        if self._birth is not None and self._birth.number == number:
+            self._end(self._birth)
+
+    def buried(self, pid: int) -> None:
+        """This process has ended."""
+        if self._birth is not None and self._birth.child == pid:
+            self._end(self._birth)
+
+    def expire(self) -> None:
+        """End what has taken too long."""
+        if self._birth is not None and time.monotonic() > self._birth.deadline:
+            self._end(self._birth)
+
+    def hear(self) -> None:
+        """Answer one system call."""
+        data = bytearray(80)
+        try:
+            fcntl.ioctl(self.listener, RECEIVE, data)
+        except OSError:  # it has ended meanwhile
+            return
+        id_, pid, _, number, _, _, *arguments = struct.unpack("=QIIiIQ6Q", data)
+        call = Call(id_, pid, number, tuple(arguments))
+        if number == self._clone:
+            self._hear_clone(call)
+        elif number == self._prctl:
+            self._hear_child(call)
+        elif _same_process(pid, arguments[0]):
+            self._answer(call)
+        else:
+            self._answer(call, errno.EPERM)
+
+    def _hear_clone(self, call: Call) -> None:
+        birth = self._granted.pop(call.pid, None)
+        if birth is None or time.monotonic() > birth.deadline:
+            self._end(birth)
+            self._answer(call, errno.EAGAIN)
+        elif self._birth is None:
+            self._birth = birth
+            self._answer(call)
+        else:
+            self._waiting.append((call, birth))
+
+    def _hear_child(self, call: Call) -> None:
+        if call.arguments[:2] != (1, signal.SIGKILL):  # to die with its parent, and nothing else
+            self._answer(call, errno.EPERM)
+            return
+        birth = self._birth
+        if birth is None or call.pid in self._pids.values() or not _is_child(call.pid):
+            self._answer(call)
+        elif birth.child == 0 and self._nurse is not None:
+            birth.child = call.pid
+            if self._nurse.dress(birth.parent, birth.child):
+                self._answer(call)
+            else:
+                self._end(birth)
+        elif birth.child in (0, call.pid):
+            birth.child = call.pid
+            try:
+                self._check(birth)
+                replaced = (call.id, AT_THIS_NUMBER, birth.channel, self._channel_fd, 0)
+                fcntl.ioctl(self.listener, ADD_FD, struct.pack("=QIIII", *replaced))
+            except (OSError, RefusedError):
+                self._end(birth)
+                return
+            self._pids[birth.number] = birth.child
+            self._announce(birth.number, birth.child)
+            self._answer(call)
+            birth.child = 0  # it lives
+            self._end(birth, born=True)
+
+    def _check(self, birth: Birth) -> None:
+        """Raises RefusedError or OSError where the child and its parent share something."""
+        folder = f"/proc/{birth.child}"
+        with open(f"{folder}/status") as file:
+            status = dict(line.split(":\t", 1) for line in file if ":\t" in line)
+        if any(int(status[f"Cap{name}"], 16) for name in ("Inh", "Prm", "Eff", "Amb")):
+            raise RefusedError("it kept capabilities")
+        open_files = {fd: os.readlink(f"{folder}/fd/{fd}") for fd in os.listdir(f"{folder}/fd")}
+        channel = open_files.pop(str(self._channel_fd), "")
+        if open_files != STANDARD or not channel.startswith("socket:"):
+            raise RefusedError(f"open files are shared: {open_files}")
+        old_files = ""
+        if self._nurse is not None:
+            if os.stat(f"{folder}/cwd").st_dev != os.stat(f"{folder}/root/tmp").st_dev:
+                raise RefusedError("it is in its parent's folder")
+            device = os.stat(f"/proc/{birth.parent}/root/tmp").st_dev
+            old_files = f"{os.major(device):02x}:{os.minor(device):02x}"
+        if _shared_memory(birth.child, old_files) - self._ours:
+            raise RefusedError("memory is shared")
+
+    def _end(self, birth: Birth | None, born: bool = False) -> None:
+        """Of a fork, well or not; then comes the next one."""
+        if birth is None:
+            return
+        os.close(birth.channel)
+        if not born:
+            self._announce(birth.number, 0)
+        if birth is not self._birth:
+            return
+        self._birth = None
+        if not born:
+            for pid in _children() - set(self._pids.values()):
+                if self._nurse is None or pid != self._nurse.pid:
+                    end(pid)
+        if self._waiting:
+            call, self._birth = self._waiting.popleft()
+            self._answer(call)
+
+    def _answer(self, call: Call, refusal: int = 0) -> None:
+        answer = struct.pack("=QqiI", call.id, 0, -refusal, 0 if refusal else GO_ON)
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            fcntl.ioctl(self.listener, SEND, answer)
+
+
+def end(pid: int) -> None:
+    """Kill a child of ours; not by kill, which the filter would ask us about."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    finally:
+        os.close(pidfd)
+
+
+def _same_process(one: int, other: int) -> bool:
+    return os.path.exists(f"/proc/{one}/task/{other}")
+
+
+def _is_child(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[1]) == os.getpid()
+    except OSError:
+        return False
+
+
+def _children() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdigit() and _is_child(int(name))}
+
+
+def _shared_memory(pid: int, device: str = "-") -> set[str]:
+    """Mappings that two processes can write to each other by, and those of files of `device`."""
+    with open(f"/proc/{pid}/maps") as file:
+        found = re.findall(rf"^(\S+) (?:...s|.... \S+ {device}) ", file.read(), re.MULTILINE)
+    return set(found)
