@@ -6,7 +6,8 @@ import re
 
 from msgspec.structs import replace
 
-from envs.grading.numbers import Quantity, leading_number, quantity, same_quantity
+from envs.grading.numbers import leading_number
+from envs.grading.quantities import Quantity, quantity, same_quantity
 
 MAX_CHARS = 120
 

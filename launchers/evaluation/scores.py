@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from envs.grading.exact import same_answer
-from envs.grading.layers import Layered, compare, is_wordy
+from envs.grading.layers import Layered, compare
 from envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed, words_of
-from envs.grading.words import f1, has_cjk
+from envs.grading.words import f1, has_cjk, is_wordy
 from launchers.evaluation.benchmarks import benchmark_of
 from launchers.evaluation.store import (
     EvalRow,

@@ -1,0 +1,160 @@
+"""Several answers in one: 1, 2 and 3; {1, 2}; (3, 4); x = 1 or x = -1; \\pm 2."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Literal
+
+from msgspec import Struct
+
+from envs.grading.spelling import clean, squashed
+from envs.grading.words import is_wordy
+
+MAX_ELEMENTS = 40
+
+Compare = Callable[[str, str], bool | None]
+
+_AND = re.compile(
+    "\\s*[\u3001\u548c\u4e0e\u53ca]\\s*"
+    r"|\s+&\s+|\s*(?:,|;)\s*(?:and|or)\s+|\s+(?:and|or|\\text\{and\})\s+|\s*;\s*",
+    re.IGNORECASE,
+)
+_NAMED_VALUE = re.compile(
+    r"(?:[A-Za-z](?:_\{?\w{1,3}\}?)?(?:\([a-z]\))?|[A-Za-z]{2,}(?: [A-Za-z]+){0,3})\s*=\s*(.*)",
+    re.DOTALL,
+)
+_ITEM = re.compile(r"(?:^|\s*[,;]?\s+)(?:\(?\d{1,2}[.)]|[-*\N{BULLET}])\s+")
+_OR = re.compile(r"\bor\b", re.IGNORECASE)
+_OPEN = {"(": ")", "[": "]", "{": "}"}
+
+
+class Several(Struct, frozen=True):
+    """Elements, and the brackets round them: braces and none mean that order does not count."""
+
+    elements: tuple[str, ...]
+    opening: Literal["", "{", "(", "["] = ""
+    closing: Literal["", "}", ")", "]"] = ""
+
+    @property
+    def ordered(self) -> bool:
+        return self.opening in ("(", "[")
+
+
+def several(text: str) -> Several | None:
+    """The elements of a list, set, tuple or interval; None for a single value."""
+    text = (
+        re.sub(r"\\([{}])", r"\1", text.strip()).replace(r"\lbrace", "{").replace(r"\rbrace", "}")
+    )
+    opening = closing = ""
+    if len(text) > 1 and text[0] in _OPEN and text[-1] in ")]}" and _wraps(text):
+        opening, closing, text = text[0], text[-1], text[1:-1]
+    if re.match(r"\(?1[.)]\s|[-*\N{BULLET}]\s+[^\W\d_]", text):  # an enumeration
+        text = _ITEM.sub(",", text).lstrip(",")
+    parts = _split(_AND.sub(",", text))
+    parts = [both for part in parts for both in _both_signs(part)]
+    if len(parts) > MAX_ELEMENTS or not all(parts) or (len(parts) < 2 and opening != "{"):
+        return None
+    return Several(tuple(parts), opening, closing)  # type: ignore[arg-type]
+
+
+def same_list(answer: Several, gold: Several, same: Compare) -> bool | None:
+    """Whether the elements agree; None when a pair of elements cannot be decided."""
+    if len(answer.elements) != len(gold.elements):
+        return False
+    if answer.ordered and gold.ordered:
+        if (answer.opening, answer.closing) != (gold.opening, gold.closing):
+            return False
+    elif (answer.ordered and gold.opening == "{") or (gold.ordered and answer.opening == "{"):
+        return False
+    if answer.ordered or gold.ordered:
+        outcomes = [same(*pair) for pair in zip(answer.elements, gold.elements, strict=True)]
+        return False if False in outcomes else None if None in outcomes else True
+    return _same_set(list(answer.elements), list(gold.elements), same)
+
+
+def without_name(text: str) -> str:
+    """The right side of x = 5 or f(x) = x + 1; the text itself when it is no such equation."""
+    match = _NAMED_VALUE.fullmatch(text)
+    return match[1] if match is not None and "=" not in match[1] else text
+
+
+def _same_set(answers: list[str], golds: list[str], same: Compare) -> bool | None:
+    undecided = False
+    for gold in golds:
+        outcomes = [same(answer, gold) for answer in answers]
+        if True in outcomes:
+            del answers[outcomes.index(True)]
+        elif None in outcomes:
+            undecided = True
+        else:
+            return False
+    return None if undecided else True
+
+
+def _wraps(text: str) -> bool:
+    """Whether the first bracket closes only at the end."""
+    depth = 0
+    for place, sign in enumerate(text):
+        depth += (sign in "([{") - (sign in ")]}")
+        if depth == 0:
+            return place == len(text) - 1
+    return False
+
+
+def _split(text: str) -> list[str]:
+    """Parts between commas that stand in no bracket and group no thousands."""
+    parts, depth, start = [], 0, 0
+    for place, sign in enumerate(text):
+        depth += (sign in "([{") - (sign in ")]}")
+        if sign == "," and depth == 0:
+            parts.append(text[start:place].strip())
+            start = place + 1
+    return [*parts, text[start:].strip()]
+
+
+def _both_signs(part: str) -> list[str]:
+    if part.count(r"\pm") != 1:
+        return [part]
+    before, _, after = part.partition(r"\pm")
+    after = after.strip()
+    if before.strip() and not before.strip().endswith("="):
+        return [f"{before.strip()} + {after}", f"{before.strip()} - {after}"]
+    return [before + after, f"{before}-{after}"]
+
+
+def same_answers(found: str, wanted: str, same: Compare) -> bool | None:
+    """Whether two texts list the same; None when they are no lists, or `same` cannot tell."""
+
+    def element(one: str, other: str) -> bool | None:
+        return _same_element(one, other, same)
+
+    golds = several(without_name(wanted))
+    answers = several(without_name(found))
+    if golds is None or answers is None:
+        if golds is not None and golds.opening == "{" and len(golds.elements) == 1:
+            return element(found, golds.elements[0])
+        if answers is not None and answers.opening == "{" and len(answers.elements) == 1:
+            return element(answers.elements[0], wanted)
+        return None
+    if is_wordy(wanted) and _OR.search(found) and not _OR.search(wanted):
+        return False  # one of them, not all
+    outcome = same_list(answers, golds, element)
+    if outcome is False and is_wordy(wanted):
+        return None  # a comma in a name or a place
+    if outcome is False and (answers.ordered or golds.ordered):
+        return None if answers.ordered != golds.ordered else False
+    return outcome
+
+
+def _same_element(found: str, wanted: str, same: Compare) -> bool | None:
+    if "=" in found and "=" in wanted and _name(found) != _name(wanted):
+        return False
+    found, wanted = clean(without_name(found)), clean(without_name(wanted))
+    if squashed(found) == squashed(wanted):
+        return True
+    return same(found, wanted)
+
+
+def _name(equation: str) -> str:
+    return equation.partition("=")[0].strip()

@@ -1,0 +1,59 @@
+"""Answers that are no values: yes and no, no solution, undefined, infinity."""
+
+from __future__ import annotations
+
+import re
+
+from envs.grading.words import tokens
+
+_TRUTH = {
+    "yes": True, "true": True, "no": False, "false": False,
+    "yep": True, "yeah": True, "nope": False, "correct": True, "incorrect": False,
+    "\u662f": True, "\u5bf9": True, "\u6b63\u786e": True, "\u5426": False, "\u9519": False,
+    "\u4e0d\u662f": False, "\u9519\u8bef": False,
+}  # fmt: skip
+_SPECIAL = (
+    ("nothing",
+     r"(?:there (?:is|are) )?no (?:real |valid |integer )?(?:solutions?|roots?)(?: exists?)?"
+     r"|no such \w+(?: exists?)?|(?:the )?empty set|\\emptyset|\\?\{\s*\\?\}|\\phi|none"),
+    ("absent", r"(?:it )?does not exist|(?:it )?doesn't exist|dne|(?:the )?limit does not exist"),
+    ("undefined", r"(?:it is )?(?:undefined|not defined)"),
+    ("infinity", r"\+?\s*\\infty|\+?\s*(?:positive )?infinity|infinite|inf"),
+    ("minus infinity", r"-\s*\\infty|(?:-\s*|negative |minus )infinity"),
+    ("infinitely many", r"infinitely many(?: solutions)?|infinite (?:number of )?solutions"),
+    ("all reals", r"all real(?:s| numbers)?|\\mathbb\s*\{?R\}?|\(-\s*\\infty,\s*\\infty\)"
+     r"|\(-\s*\\infty,\s*\+\s*\\infty\)|(?:the )?real numbers"),
+)  # fmt: skip
+_SPECIAL_FORMS = [(name, re.compile(form, re.IGNORECASE)) for name, form in _SPECIAL]
+_CLAIM = re.compile(r"^(?:the|this|that) (?:claim|statement|answer|proposition) is ")
+
+
+_SHORT_TRUTH = re.compile(
+    r"(?:they|it|he|she|both|we|these|those)\s+(?:are|is|was|were|did|do|does|has|have|had|can|could)"
+    r"\s*(not|n't)?|(?P<bare>not)"
+)
+
+
+def truth(text: str) -> bool | None:
+    """True for yes, False for no, None for anything else."""
+    return _TRUTH.get(text.lower())
+
+
+def truth_of(found: str) -> bool | None:
+    """What an answer says, alone or as the first word of a sentence that does not say both."""
+    low = found.lower()
+    if low in _TRUTH:
+        return _TRUTH[low]
+    short = _SHORT_TRUTH.fullmatch(low)
+    if short is not None:
+        return short[1] is None and short["bare"] is None
+    words = tokens(_CLAIM.sub("", low))
+    first = _TRUTH.get(words[0]) if words else None
+    if first is None or any(_TRUTH.get(word) is (not first) for word in words[1:]):
+        return None
+    return first
+
+
+def special(text: str) -> str:
+    """The name of the special value that the text is; "" if none."""
+    return next((name for name, form in _SPECIAL_FORMS if form.fullmatch(text)), "")
