@@ -11,7 +11,7 @@ _NAMED_CHOICE = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _LABELLED = re.compile(
-    r"(?:\(([A-J])\)|\[([A-J])\]|([A-J])\s*[).:\]])\s*(?![A-Z]\.)(\S.*)", re.DOTALL
+    r"(?:\(([A-Ja-j])\)|\[([A-J])\]|([A-J]\s*[).:\]]|[a-j]\)))\s*(?![A-Z]\.)(\S.*)", re.DOTALL
 )
 _LIST = re.compile(
     r"[(\[]?[A-J][)\]]?(?:\s*(?:,|;|/|&|\band\b|\s)\s*(?:and\s+)?[(\[]?[A-J][)\]]?){1,9}"
@@ -40,7 +40,7 @@ def labelled(gold: str) -> tuple[str, str] | None:
     match = _LABELLED.fullmatch(gold.strip())
     if match is None:
         return None
-    return (match[1] or match[2] or match[3]), match[4].strip()
+    return (match[1] or match[2] or match[3])[0].upper(), match[4].strip()
 
 
 def chosen(answer: str) -> frozenset[str]:

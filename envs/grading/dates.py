@@ -6,22 +6,51 @@ import importlib
 import re
 from datetime import datetime
 
-from envs.grading.numbers import han_as_digits
+from envs.grading.han import han_as_digits
+from envs.grading.numbers import words_as_digits
 
 MAX_CHARS = 60
-_MONTH = (
-    r"(?:jan|feb|mar|apr|may|jun|jul|aug|sept?|oct|nov|dec)\b\.?|january|february|march|april"
+MONTH = (
+    r"(?:jan|feb|mar|apr|may|june?|july?|aug|sept?|oct|nov|dec)\b\.?|january|february|march|april"
     r"|june|july|august|september|october|november|december"
 )
-_FILLER = re.compile(r"\b(?:of|the|on|in|month|day)\b|(?<=\d)(?:st|nd|rd|th)\b|,")
+_FILLER = re.compile(r"\b(?:of|the|on|in|month|day|year|date)\b|(?<=\d)(?:st|nd|rd|th)\b|,")
+_HOLIDAYS = tuple(
+    (re.compile(rf"\b{name}\b"), date)
+    for name, date in (
+        (r"new year'?s? day", "1 january"),
+        (r"new year'?s eve", "31 december"),
+        (r"christmas day", "25 december"),
+        (r"christmas eve", "24 december"),
+        (r"valentine'?s day", "14 february"),
+        (r"hallowe'?en", "31 october"),
+        (r"(?:the )?fourth of july", "4 july"),
+    )
+)
+_NTH_MONTH = re.compile(r"\b(?:the )?(\d{1,2})(?:st|nd|rd|th) month\b")
+MONTHS = str.split(
+    "january february march april may june july august september october november december"
+)
+_DASHED = re.compile(rf"(\d{{1,2}})-({MONTH})-(\d{{4}})")
 _WEEKDAY = re.compile(r"\b(?:mon|tues|wednes|thurs|fri|satur|sun)day\b")
-_NAMED = re.compile(rf"(?:\d{{1,4}}\s+){{0,2}}(?:{_MONTH})(?:\s+\d{{1,4}}){{0,2}}")
+_NAMED = re.compile(rf"(?:\d{{1,4}}\s+){{0,2}}(?:{MONTH})(?:\s+\d{{1,4}}){{0,2}}")
 _ORDERED = re.compile(r"\d{4}([-/.])\d{1,2}(?:\1\d{1,2})?")
-_EITHER = re.compile(r"\d{1,2}([-/.])\d{1,2}\1\d{4}")
+_EITHER = re.compile(r"\d{1,2}([-/.])\d{1,2}\1(?:\d{4}|\d{2})")
 _MONTH_YEAR = re.compile(r"(\d{1,2})[-/.](\d{4})")
 _HAN = re.compile("(\\d{4})\\s*\u5e74\\s*(\\d{1,2})\\s*\u6708(?:\\s*(\\d{1,2})\\s*[\u65e5\u53f7])?")
-_TIME = re.compile(r"(\d{1,2})(?::(\d{2}))?(?::00)?\s*([ap])\.?\s*m\.?", re.IGNORECASE)
-_CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?:\s*(?:hours|h))?", re.IGNORECASE)
+_TIME = re.compile(
+    r"(?P<hour>\d{1,2})(?::(?P<minute>\d{2}))?(?::00)?(?:\s*o'?clock)?"
+    r"\s*(?:(?P<half>[ap])\.?\s*m\.?|in the (?P<part>morning|afternoon|evening)"
+    r"|at (?P<night>night))",
+    re.IGNORECASE,
+)
+_CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?:\s*(?:hours|hrs|h))?", re.IGNORECASE)
+_PAST = re.compile(r"(half|quarter|\d{1,2}(?: minutes)?) (past|to) (\d{1,2})\b(.*)", re.IGNORECASE)
+_NOON = {"noon": 720, "midday": 720, "midnight": 0, "12 noon": 720, "12 midnight": 0}
+_HAN_TIME = re.compile(
+    "(?P<part>\u4e0a\u5348|\u65e9\u4e0a|\u51cc\u6668|\u4e2d\u5348|\u4e0b\u5348|\u665a\u4e0a)?(?P<hour>\\d{1,2})"
+    "(?:\u65f6(?:(?P<minute>\\d{1,2})\u5206?|(?P<half>\u534a)|\u6574)?|:(?P<clock>\\d{2}))"
+)
 # what a text leaves out is filled in by dateutil, and differs between the two
 _FILLED = (datetime(2000, 1, 1), datetime(2004, 2, 2))
 
@@ -32,7 +61,10 @@ def dates(text: str) -> frozenset[Date]:
     """What (year, month, day) the text may mean, 0 for what it leaves out; empty for no date."""
     if len(text) > MAX_CHARS:
         return frozenset()
-    text = _WEEKDAY.sub(" ", text.strip().lower(), count=1)
+    text = words_as_digits(_WEEKDAY.sub(" ", text.strip().lower(), count=1))
+    text = _DASHED.sub(r"\1 \2 \3", _NTH_MONTH.sub(_month, text))
+    for name, date in _HOLIDAYS:
+        text = name.sub(date, text)
     text = " ".join(_FILLER.sub(" ", text).split()).rstrip(".")
     han = _HAN.fullmatch(han_as_digits(text) if "\u5e74" in text else text)
     if han is not None:
@@ -49,6 +81,11 @@ def dates(text: str) -> frozenset[Date]:
     return frozenset()
 
 
+def _month(match: re.Match[str]) -> str:
+    number = int(match[1])
+    return MONTHS[number - 1] if 1 <= number <= 12 else match[0]
+
+
 def _parsed(text: str, *, day_first: bool) -> frozenset[Date]:
     parse = importlib.import_module("dateutil.parser").parse
     try:
@@ -61,11 +98,27 @@ def _parsed(text: str, *, day_first: bool) -> frozenset[Date]:
 
 
 def minutes(text: str) -> int | None:
-    """Minutes since midnight of a time of day such as 3 pm or 15:00."""
-    match = _TIME.fullmatch(text.strip())
-    if match is not None and 1 <= int(match[1]) <= 12:
-        return int(match[1]) % 12 * 60 + int(match[2] or 0) + (720 if match[3] in "pP" else 0)
-    match = _CLOCK.fullmatch(text.strip())
+    """Minutes since midnight of a time of day: 3 pm, 15:00, half past three in the afternoon."""
+    text = " ".join(words_as_digits(text.strip().lower()).split()) if len(text) < MAX_CHARS else ""
+    text = re.sub(r"^(?:at|a(?= quarter)) ", "", re.sub(r"^at ", "", text))
+    if text in _NOON:
+        return _NOON[text]
+    past = _PAST.fullmatch(text)
+    if past is not None:
+        amount = {"half": 30, "quarter": 15}.get(past[1]) or int(past[1].split()[0])
+        hour = int(past[3]) - (past[2] == "to")
+        text = f"{hour}:{amount if past[2] == 'past' else 60 - amount:02}{past[4]}"
+    match = _TIME.fullmatch(text)
+    if match is not None and 1 <= int(match["hour"]) <= 12:
+        is_late = match["half"] == "p" or match["part"] in ("afternoon", "evening")
+        is_late = is_late or (match["night"] is not None and int(match["hour"]) >= 6)
+        return int(match["hour"]) % 12 * 60 + int(match["minute"] or 0) + (720 if is_late else 0)
+    match = _CLOCK.fullmatch(text)
     if match is not None and int(match[1]) < 24 and int(match[2]) < 60:
         return int(match[1]) * 60 + int(match[2])
+    match = _HAN_TIME.fullmatch(han_as_digits(re.sub("\u70b9\u949f?", "\u65f6", text)))
+    if match is not None and int(match["hour"]) < 24:
+        is_late = match["part"] in ("\u4e0b\u5348", "\u665a\u4e0a") and int(match["hour"]) < 12
+        minute = 30 if match["half"] else int(match["minute"] or match["clock"] or 0)
+        return int(match["hour"]) * 60 + minute + 720 * is_late
     return None

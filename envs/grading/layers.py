@@ -15,19 +15,25 @@ from functools import lru_cache
 
 from envs.grading import choice, dates, spans, units
 from envs.grading.bases import in_base
+from envs.grading.formulas import formulas
 from envs.grading.lists import same_answers, without_name
 from envs.grading.math import LIMIT_S, shared_math
 from envs.grading.names import same_words, without_class
 from envs.grading.quantities import quantity, same_quantity
-from envs.grading.sentences import is_hedged, says
+from envs.grading.sentences import is_denied, is_hedged, same_statement, says
 from envs.grading.special import special, truth, truth_of
 from envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed
 from envs.grading.verdict import Verdict, final_answer, shown
 from envs.grading.words import f1, is_wordy
 
 QUICK_CHARS = 300
+MAX_LINES = 4  # behind an answer in a line of its own
 
-_NOTE = re.compile(r"(.*\S)\s+\(([^()]{1,80})\)|(.*\S)\uff08([^()\uff08\uff09]{1,80})\uff09")
+_NOTE = re.compile(
+    r"(.*\S)(?:\s+|(?<=[\u4e00-\u9fff]))\(([^()]{1,80})\)|(.*\S)\uff08([^()\uff08\uff09]{1,80})\uff09"
+)
+_CODE = re.compile(r"[A-Z]{1,4}[- ]?\d{1,4}[A-Z]?")
+_INNER_NOTE = re.compile(r"\(([^()]{1,80})\)")
 
 
 def _load() -> None:
@@ -76,7 +82,8 @@ class Layered:
             found, wanted = clean(answer), clean(gold)
             if not ("=" in found and "=" in wanted):  # else two equations, to compare as such
                 found, wanted = without_name(found), without_name(wanted)
-            right, why = await shared_math(self._limit_s).equal(found, wanted)
+            forms = formulas(found, wanted) or (found, wanted)
+            right, why = await shared_math(self._limit_s).equal(*forms)
             layer = "math"
             if right:
                 return _right(answer, gold, "math")
@@ -106,19 +113,48 @@ def compare(answer: str, gold: str) -> tuple[bool | None, str]:
     if not found or (found.endswith("?") and not wanted.endswith("?")):
         return False, "string"
     right, layer = _compare(found, wanted)
+    if right:
+        return right, layer
+    if not is_wordy(wanted) or "\\" in wanted:
+        forms = formulas(found, wanted)
+        if forms is None:
+            return False, "unit"
+        if forms != (found, wanted):
+            again = _compare(*forms)
+            right, layer = again if again[0] or right is False else (right, layer)
     if right is not False:
         return right, layer
-    for one, other in ((found, wanted), (wanted, found)):  # 72 (seventy-two), a note in brackets
-        note = _NOTE.fullmatch(one)
-        if note is None or is_hedged(note[2] or note[4]):
-            continue
-        if not choice.is_choice(other):
-            texts = (
-                (note[1] or note[3], note[2] or note[4]) if one is wanted else (note[1] or note[3],)
-            )
-            if any(_compare(text, other)[0] for text in texts):
-                return True, layer
+    if _with_notes(found, wanted) or _by_lines(answer, wanted):
+        return True, layer
     return says(found, wanted, lambda text: _compare(clean(text), wanted)[0] is True), layer
+
+
+def _with_notes(found: str, wanted: str) -> bool:
+    """Whether they agree without a note in brackets: 72 (seventy-two), 5 ft (1.5 m) long."""
+    for one, other in ((found, wanted), (wanted, found)):
+        note = _NOTE.fullmatch(one)
+        if note is None or is_hedged(note[2] or note[4]) or choice.is_choice(other):
+            continue
+        body, note_text = note[1] or note[3], note[2] or note[4]
+        if any(_compare(text, other)[0] for text in ((body, note_text)[: 1 + (one is wanted)])):
+            return True
+    inner = _INNER_NOTE.search(found), _INNER_NOTE.search(wanted)
+    if (inner[0] is None and inner[1] is None) or (
+        inner[0] and inner[1] and not _compare(inner[0][1], inner[1][1])[0]
+    ):
+        return False
+    if any(note is not None and is_hedged(note[1]) for note in inner):
+        return False
+    bare = [" ".join(_INNER_NOTE.sub(" ", text).split()) for text in (found, wanted)]
+    return all(bare) and _compare(*bare)[0] is True
+
+
+def _by_lines(answer: str, wanted: str) -> bool:
+    """Whether the first line is it, and the others deny nothing."""
+    first, _, rest = answer.strip().partition("\n")
+    if not rest or is_denied(answer) or len(rest.strip().splitlines()) > MAX_LINES:
+        return False
+    return bool(clean(first)) and _compare(clean(first), wanted)[0] is True
 
 
 _compare_again = lru_cache(maxsize=16_384)(compare)  # samples of a question answer alike
@@ -137,6 +173,8 @@ def _compare(found: str, wanted: str) -> tuple[bool | None, str]:
         return special(found) == special(wanted), "special value"
     if "\u5e74" in wanted and dates.dates(wanted):  # else a number of years
         return bool(dates.dates(wanted) & dates.dates(found)), "date"
+    if dates.minutes(wanted) is not None and dates.minutes(found) is not None:
+        return dates.minutes(found) == dates.minutes(wanted), "time"
     by_number = _number(found, wanted)
     if by_number is not None:
         return by_number, "number"
@@ -146,15 +184,15 @@ def _compare(found: str, wanted: str) -> tuple[bool | None, str]:
     when = dates.dates(wanted)
     if when:
         return bool(when & dates.dates(found)), "date"
-    if dates.minutes(wanted) is not None and dates.minutes(found) is not None:
-        return dates.minutes(found) == dates.minutes(wanted), "time"
     by_list = same_answers(found, wanted, lambda one, other: _compare(one, other)[0])
     if by_list is not None:
         return by_list, "list"
     if is_wordy(wanted):
-        return same_words(found, wanted), "words"
+        return same_words(found, wanted) or same_statement(found, wanted), "words"
     if is_wordy(found):
         return False, "words"
+    if _CODE.fullmatch(found) and _CODE.fullmatch(wanted):  # F-16
+        return re.sub(r"[ -]", "", found) == re.sub(r"[ -]", "", wanted), "code"
     if len(found) == len(wanted) == 1 and (found + wanted).isalpha():
         return False, "letter"  # a and A are two variables
     if without_name(found) != found or without_name(wanted) != wanted:
@@ -190,9 +228,15 @@ def _span(found: str, wanted: str) -> tuple[bool | None, str] | None:
     if bounds[0] is not None and bounds[1] is not None:
         is_same = bounds[0][0] == bounds[1][0]
         return (is_same and _compare(bounds[1][1], bounds[0][1])[0] is True), "bound"
+    days = spans.days(wanted), spans.days(found)
+    if days[0] is not None and days[1] is not None:
+        return spans.same_days(days[1], days[0]), "range of dates"
     ends = spans.span(wanted), spans.span(found)
     if ends[0] is not None and ends[1] is not None:
         return spans.same_span(ends[1], ends[0]), "range"
+    rates = spans.frequency(wanted), spans.frequency(found)
+    if rates[0] is not None and rates[1] is not None:
+        return rates[0] == rates[1], "frequency"
     return None
 
 

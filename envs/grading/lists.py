@@ -9,7 +9,7 @@ from typing import Literal
 from msgspec import Struct
 
 from envs.grading.spelling import clean, squashed
-from envs.grading.words import is_wordy
+from envs.grading.words import is_wordy, tokens
 
 MAX_ELEMENTS = 40
 
@@ -17,15 +17,19 @@ Compare = Callable[[str, str], bool | None]
 
 _AND = re.compile(
     "\\s*[\u3001\u548c\u4e0e\u53ca]\\s*"
-    r"|\s+&\s+|\s*(?:,|;)\s*(?:and|or)\s+|\s+(?:and|or|\\text\{and\})\s+|\s*;\s*",
-    re.IGNORECASE,
+    r"|\s+&\s+|\s+(?:as well as|along with|together with|but also|plus)\s+"
+    r"|(?<=[a-z]{3})\s*/\s*(?=[A-Za-z]{3})"
+    r"|\s*(?:,|;)\s*(?:and|or)\s+|\s+(?:and|or|\\text\{and\})\s+|\s*;\s*"
+)
+_ORDER = re.compile(
+    r"^(?:(?:first|second|then|again|later|finally|also|once more|in)\s+)+", re.IGNORECASE
 )
 _NAMED_VALUE = re.compile(
     r"(?:[A-Za-z](?:_\{?\w{1,3}\}?)?(?:\([a-z]\))?|[A-Za-z]{2,}(?: [A-Za-z]+){0,3})\s*=\s*(.*)",
     re.DOTALL,
 )
 _ITEM = re.compile(r"(?:^|\s*[,;]?\s+)(?:\(?\d{1,2}[.)]|[-*\N{BULLET}])\s+")
-_OR = re.compile(r"\bor\b", re.IGNORECASE)
+_OR = re.compile(r"\b[oO]r\b")
 _OPEN = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -51,6 +55,7 @@ def several(text: str) -> Several | None:
         opening, closing, text = text[0], text[-1], text[1:-1]
     if re.match(r"\(?1[.)]\s|[-*\N{BULLET}]\s+[^\W\d_]", text):  # an enumeration
         text = _ITEM.sub(",", text).lstrip(",")
+    text = re.sub(r"^(?:both|not only)\s+|,?\s+respectively$", "", text)
     parts = _split(_AND.sub(",", text))
     parts = [both for part in parts for both in _both_signs(part)]
     if len(parts) > MAX_ELEMENTS or not all(parts) or (len(parts) < 2 and opening != "{"):
@@ -141,10 +146,25 @@ def same_answers(found: str, wanted: str, same: Compare) -> bool | None:
         return False  # one of them, not all
     outcome = same_list(answers, golds, element)
     if outcome is False and is_wordy(wanted):
-        return None  # a comma in a name or a place
+        return _share_a_noun(answers, golds) or None  # a comma in a name or a place
+    if outcome is False and "{" in (answers.opening, golds.opening):
+        return False
     if outcome is False and (answers.ordered or golds.ordered):
         return None if answers.ordered != golds.ordered else False
     return outcome
+
+
+def _share_a_noun(answer: Several, gold: Several) -> bool:
+    """Civil, military and censorial offices; military offices, censorial and civil offices."""
+    sides = [[tokens(element) for element in side.elements] for side in (answer, gold)]
+    nouns = [side[-1][-1:] for side in sides]
+    if len(sides[0]) != len(sides[1]) or nouns[0] != nouns[1] or len(sides[0]) < 2:
+        return False
+    bare = [
+        sorted(words[:-1] if words[-1:] == noun else words for words in side)
+        for side, noun in zip(sides, nouns, strict=True)
+    ]
+    return all(bare[0]) and all(bare[1]) and bare[0] == bare[1]
 
 
 def _same_element(found: str, wanted: str, same: Compare) -> bool | None:
@@ -153,7 +173,9 @@ def _same_element(found: str, wanted: str, same: Compare) -> bool | None:
     found, wanted = clean(without_name(found)), clean(without_name(wanted))
     if squashed(found) == squashed(wanted):
         return True
-    return same(found, wanted)
+    outcome = same(found, wanted)
+    bare = _ORDER.sub("", found)
+    return outcome if outcome or bare == found else same(bare, wanted)
 
 
 def _name(equation: str) -> str:

@@ -6,22 +6,81 @@ import re
 import tomllib
 from pathlib import Path
 
-from envs.grading.numbers import han_as_digits
-from envs.grading.spelling import unify
-from envs.grading.words import ROMAN_LETTERS, has_cjk, tokens
+from envs.grading.han import han_core
+from envs.grading.words import ROMAN_LETTERS, singular, tokens, transliterated
 
-_NAMES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-_TITLES, _KINDS = frozenset(_NAMES["titles"]), frozenset(_NAMES["kinds"])
-_BEFORE_TITLES = frozenset(_NAMES["before_titles"])
+MAX_CHARS = 400  # no name is longer
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TITLES: dict[str, str] = {
+    short: long for long, forms in _TABLES["titles"].items() for short in (long, *forms)
+}
+_COURTESIES = frozenset(_TABLES["courtesies"])
+_BEFORE_TITLES = frozenset(_TABLES["before_titles"])
+_DEGREES = frozenset(_TABLES["degrees"])
+_KINDS: dict[str, str] = {
+    short: long for long, forms in _TABLES["kinds"].items() for short in (long, *forms)
+}
+_NO_PERSON = frozenset(_TABLES["no_person"])
+_FEATURES = frozenset(_TABLES["features"])
+_GIVEN = frozenset(_TABLES["given"])
+_PARTICLES = frozenset(str.split("van von de der den la le di da del bin ibn al el dos y"))
 _SUFFIXES = frozenset({"junior", "senior", *map(str, range(1, 10))})
-_ALIASES: dict[str, str] = _NAMES["aliases"]
+_ALIASES: dict[str, str] = _TABLES["aliases"]
+_STATES: dict[str, str] = _TABLES["states"]
+
 _CLASSES = re.compile(
-    r"(?:the\s+)?(?:(?:islamic\s+|people's\s+)?republic|state|city|town|kingdom|month|year|island"
-    r"|province)\s+of\s+(?=\S)|(?:the\s+)?(?:island|year|month)\s+(?=\S)",
+    r"(?:the\s+)?(?:(?:islamic\s+|people's\s+)?republic|state|city|town|village|kingdom|month|year"
+    r"|island|province)\s+of\s+(?=\S)|(?:the\s+)?(?:island|year|month)\s+(?=\S)",
     re.IGNORECASE,
+)
+_OPENING = re.compile(
+    r"(?:in|at|on|by|from|for|to|with|during|as|through|via|until|because of|due to)\s+(?=\S)",
+    re.IGNORECASE,
+)
+_DETERMINER = re.compile(
+    r"(?:(?:its|his|her|their|our|my|your|some|this|these|those|both)\s+)(?=\S)", re.IGNORECASE
+)
+_PART_OF = re.compile(
+    r"\b(\w+ern|early|late|middle|upper|lower|central) (?:part|portion|region|area)s? of (?:the )?",
+    re.IGNORECASE,
+)
+_EPITHET = re.compile(r"(?:[a-z]+ ){1,3}(?=[A-Z])")  # the geologist James Hutton
+_NO_EPITHET = frozenset(
+    str.split(
+        "of to by for from in on at not with without after before near outside anti non under over"
+        " against son daughter wife father mother brother sister late early northern"
+        " southern eastern western upper lower central former deputy vice assistant co"
+    )
+)
+_REALM = re.compile(r"(?<=[a-z] [IVX]|.[IVX][IVX])\s+of (?:the )?[A-Z]\w+(?: [A-Z]\w+)*$")
+_THE_YEAR = re.compile(r"\bthe year (?=\d)", re.IGNORECASE)
+_STATE = re.compile(
+    r",\s*([A-Z]{2})(?=\s*(?:,|$))"
+    r"(?:,\s*(?:the )?(?:U\.?S\.?(?:A\.?)?|United States(?: of America)?)$)?"
 )
 _SMALL = frozenset(str.split("of the and for a an in on de"))
 _ROMAN_NUMERAL = re.compile(r"[IVX]+")
+_COPULA = re.compile(r"\s+(is|are|was|were)\s+")
+_NICKNAME = re.compile(r"(\w.*?)\s+[\"'(](\w[\w.-]*)[\"')]\s+(.+)")
+_LINK = re.compile(
+    r",?\s+by\s+|\s*,\s*(?:in\s+)?|\s+(?:of|in|at|from)\s+(?:the\s+)?|'s\s+|\s+\(|\)"
+)
+_ALSO = re.compile(
+    r"(.+?),?\s+\(?(?:also known as|a\.?k\.?a\.?|better known as|also called|i\.e\.,?)\s+(.+?)\)?",
+    re.IGNORECASE,
+)
+
+
+def same_words(answer: str, gold: str) -> bool:
+    """Equal as words, up to spacing, accents, titles, common short forms and word order."""
+    if len(answer) > MAX_CHARS:
+        return tokens(answer) == tokens(gold)
+    if _same_name(answer, gold):
+        return True
+    spelt = transliterated(answer), transliterated(gold)
+    return spelt != (answer, gold) and any(
+        _same_name(*pair) for pair in ((spelt[0], gold), (answer, spelt[1]))
+    )
 
 
 def without_class(text: str) -> str:
@@ -30,109 +89,151 @@ def without_class(text: str) -> str:
     return text[match.end() :] if match is not None else text
 
 
-def untitled(tokens: list[str]) -> list[str]:
-    """Tokens without leading titles and without the kind of thing they name."""
+def _same_name(answer: str, gold: str) -> bool:
+    found, wanted = tokens(answer), tokens(gold)
+    if not found or not wanted:
+        return answer.strip() == gold.strip()
+    if "".join(found) == "".join(wanted) or _alias(found) == _alias(wanted):
+        return True
+    if _joined(answer) == _joined(gold):
+        return True
+    if is_acronym(answer, gold) or is_acronym(gold, answer):
+        return True
+    if _is_nickname(answer, gold) or _is_nickname(gold, answer):
+        return True
+    also = _ALSO.fullmatch(answer)
+    if also is not None and any(_same_name(name, gold) for name in also.groups()):
+        return True
+    one, other = _core(answer), _core(gold)
+    if _opened(one) != _opened(other):
+        one, other = _OPENING.sub("", one, count=1), _OPENING.sub("", other, count=1)
+    one, other = _core(one), _core(other)
+    if _same_core(one, other) or _is_turned(one, other):
+        return True
+    return han_core(answer) == han_core(gold) != ""
+
+
+def _joined(text: str) -> str:
+    """Levi's as Levis."""
+    return "".join(tokens(text.replace("'s", "s").replace("\N{RIGHT SINGLE QUOTATION MARK}s", "s")))
+
+
+def _core(original: str) -> str:
+    """A phrase without the class of thing and determiners before it; states in full."""
+    bare = re.sub(r"^(?:a|an|the)\s+", "", original, flags=re.IGNORECASE)
+    text = without_class(_DETERMINER.sub("", bare, count=1))
+    epithet = _EPITHET.match(text) if bare != original else None
+    if epithet is not None and not _NO_EPITHET & set(epithet[0].split()):
+        text = text[epithet.end() :]
+    text = _REALM.sub("", text)
+    text = _THE_YEAR.sub("", _PART_OF.sub(r"\1 ", re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)))
+    return _STATE.sub(lambda match: f", {_STATES.get(match[1], match[1])}", text)
+
+
+def _opened(text: str) -> bool:
+    return _OPENING.match(text) is not None
+
+
+def _same_core(answer: str, gold: str) -> bool:
+    found, wanted = tokens(answer), tokens(gold)
+    if not found or not wanted:
+        return False
+    titles = [_title(side) for side in (found, wanted)]
+    if titles[0] and titles[1] and not titles[0] & titles[1]:
+        return False
+    found, wanted = (_folded(_untitled(side)) for side in (found, wanted))
+    kept = _without_kind(found, wanted), _without_kind(wanted, found)
+    if "".join(kept[0]) == "".join(kept[1]):
+        return True
+    return (
+        (_is_named(answer) and _is_named(gold) and same_person(found, wanted))
+        or _is_swapped(answer, gold)
+        or _ordinal_last(found) == _ordinal_last(wanted)
+        or _infinitive(found) == _infinitive(wanted)
+    )
+
+
+# Titles and kinds.
+
+
+def _title(words: list[str]) -> set[str]:
+    """The ranks before a name, in one form; courtesies say nothing."""
+    return {_TITLES[word] for word in words[: _num_titles(words)] if word in _TITLES} - _COURTESIES
+
+
+def _num_titles(words: list[str]) -> int:
     start = 0
-    while start < len(tokens) - 1 and (
-        tokens[start] in _TITLES
-        or (tokens[start] in _BEFORE_TITLES and tokens[start + 1] in _TITLES)
+    while start < len(words) - 1 and (
+        words[start] in _TITLES or (words[start] in _BEFORE_TITLES and words[start + 1] in _TITLES)
     ):
         start += 1
-    return [token for token in tokens[start:] if token not in _KINDS] or tokens
+    return 0 if words[start:] and words[start] in _NO_PERSON else start
+
+
+def _untitled(words: list[str]) -> list[str]:
+    words = words[_num_titles(words) :]
+    while len(words) > 2 and words[-1] in _DEGREES:
+        words = words[:-1]
+    return words
+
+
+def _without_kind(words: list[str], other: list[str]) -> list[str]:
+    """Words without the kind of thing they name, if the other side names none or the same."""
+    kinds = [{_KINDS[word] for word in side if word in _KINDS} for side in (words, other)]
+    if kinds[0] and kinds[1] and kinds[0] != kinds[1]:
+        return words
+    return [word for word in words if word not in _KINDS] or words
+
+
+# Persons.
 
 
 def same_person(one: list[str], other: list[str]) -> bool:
-    """First and last name agree; a middle name may be missing or be an initial. A junior or a
-    third must be one on both sides."""
+    """First and last name agree; a middle name may be missing or be an initial. A junior or a third
+    must be one on both sides."""
     if one[-1] in _SUFFIXES or other[-1] in _SUFFIXES:
         if one[-1] != other[-1]:
             return False
         one, other = one[:-1], other[:-1]
-    if min(len(one), len(other)) < 2 or (one[0], one[-1]) != (other[0], other[-1]):
+    if min(len(one), len(other)) < 2 or one[-1] != other[-1]:
         return False
-    if not all(token.isalpha() for token in one + other):
+    if not all(token.isalpha() for token in one + other) or _NO_PERSON & {*one, *other}:
         return False
-    short, long = sorted((one[1:-1], other[1:-1]), key=len)
-    if len(short) == len(long):
-        pairs = zip(short, long, strict=True)
-        return all(a == b or (a[0] == b[0] and 1 in (len(a), len(b))) for a, b in pairs)
-    return not short and len(long) == 1
-
-
-def is_acronym(short: str, long: str) -> bool:
-    """FBI of Federal Bureau of Investigation, JFK of John F. Kennedy, WWII of World War II."""
-    short = re.sub(r"^the\s+", "", short.strip(), flags=re.IGNORECASE).replace(".", "")
-    if not (3 <= len(short) <= 8 and short.isalpha() and short.isupper()):
-        return False
-    words = [word for word in re.findall(r"\w+", long) if word.lower() not in _SMALL]
-    initials = "".join(
-        word if _ROMAN_NUMERAL.fullmatch(word) else word[0].upper() for word in words
+    short, long = sorted(
+        ([word for word in side[:-1] if word not in _PARTICLES] for side in (one, other)), key=len
     )
-    return len(words) >= 3 and initials == short
-
-
-_SPELLING = re.compile(r"our\b|(?<=\w)tre\b|ise\b|ae|oe")
-_CJK_CLAUSE = re.compile(
-    "^(?:[^,\u4e0d\u6ca1\u975e]{0,8}(?:\u662f|\u62c5\u4efb|\u4e3a|\u53eb)|\u4e2d\u56fd(?=..))"
-)
-_CJK_TITLE = re.compile(
-    "(?<=..)(?:\u5e02|\u7701|\u53bf|\u6559\u6388|\u5148\u751f|\u5973\u58eb|\u535a\u58eb|\u8001\u5e08)$"
-)
-_CJK_TITLES: list[str] = _NAMES["han_titles"]
-_CJK_COUNTED = re.compile(
-    "(?<=\\d)[\u4e2a\u540d\u4f4d](?!\u6708)|^\u5206\u522b(?:\u4e3a|\u662f)|\u804c\u52a1$"
-)
-_CJK_SEPARATOR = re.compile("\\s*[\u3001\u548c\u4e0e\u53ca,;]\\s*")
-
-
-def same_words(answer: str, gold: str) -> bool:
-    """Equal as words, up to spacing, titles, common short forms and middle names."""
-    found, wanted = tokens(answer), tokens(gold)
-    if not found or not wanted:
-        return answer.strip() == gold.strip()
-    if "".join(found) == "".join(wanted):
-        return True
-    if _alias(found) == _alias(wanted) or _turned(answer) == wanted or _turned(gold) == found:
-        return True
-    if is_acronym(answer, gold) or is_acronym(gold, answer):
-        return True
-    found, wanted = tokens(without_class(answer)), tokens(without_class(gold))
-    found, wanted = _folded(untitled(found)), _folded(untitled(wanted))
-    if found == wanted or same_person(found, wanted):
-        return True
-    if _is_turned(answer, gold) or _is_nickname(answer, gold) or _is_nickname(gold, answer):
-        return True
-    return _cjk_core(answer) == _cjk_core(gold) != ""
-
-
-def _is_turned(one: str, other: str) -> bool:
-    """The gorge of the Rhine and the Rhine Gorge; Duke Peter I of Bourbon and Peter I, Duke of
-    Bourbon; Paris is the capital and the capital is Paris."""
-    for this, that in ((one, other), (other, one)):
-        head, of, tail = this.partition(" of ")
-        if of and " of " not in tail and tokens(f"{tail} {head}") == tokens(that):
-            return True
-    if (one.count(","), other.count(",")) in ((0, 1), (1, 0)):
-        bags = sorted(_in_place(one)), sorted(_in_place(other))
-        if len(bags[0]) > 2 and bags[0] == bags[1]:
-            return True
-    sides = [_COPULA.split(text, maxsplit=1) for text in (one, other)]
-    if any(len(parts) != 3 for parts in sides) or sides[0][1] != sides[1][1]:
+    if not short:
         return False
-    return [tokens(part) for part in sides[0][::2]] == [tokens(part) for part in sides[1][::-2]]
+    if not _same_given(short[0], long[0]):
+        return False
+    if len(short) == len(long):
+        return all(_same_given(*pair) for pair in zip(short, long, strict=True))
+    return len(short) == 1 and len(long) == 2 and short[0] == long[0]
 
 
-def _in_place(text: str) -> list[str]:
-    """The words, each part between commas with its numerals."""
-    return [token for part in text.split(",") for token in _numbered(part)]
+def _is_named(text: str) -> bool:
+    """Whether every word is capitalised, up to particles such as van."""
+    words = re.findall(r"[^\W\d_][\w.'-]*", text)
+    return all(word[0].isupper() or word in _PARTICLES for word in words)
 
 
-def _numbered(part: str) -> list[str]:
-    return [ROMAN_LETTERS.get(token, token) for token in tokens(part)]
+def _same_given(one: str, other: str) -> bool:
+    return one == other or (one[0] == other[0] and 1 in (len(one), len(other)))
 
 
-_COPULA = re.compile(r"\s+(is|are|was|were)\s+")
-_NICKNAME = re.compile(r"(\w.*?)\s+[\"'(](\w[\w.-]*)[\"')]\s+(.+)")
+def _is_swapped(one: str, other: str) -> bool:
+    """The family name first, or last, of two names that are not both given names: Deak Ferenc."""
+    names = one.split(), other.split()
+    if any(len(side) != 2 or not all(name[:1].isupper() for name in side) for side in names):
+        return False
+    found, wanted = tokens(one), tokens(other)
+    if len(found) != 2 or found != wanted[::-1]:
+        return False
+    if _FEATURES & set(found):  # Lake Victoria
+        return True
+    if _NO_PERSON & set(found):
+        return False
+    return not _GIVEN.issuperset(found) and all(name.isalpha() for name in found)
 
 
 def _is_nickname(short: str, long: str) -> bool:
@@ -144,44 +245,97 @@ def _is_nickname(short: str, long: str) -> bool:
     return tokens(short) in ([*nick, *last], [*first, *last], [first[0], *last])
 
 
-def _folded(found: list[str]) -> list[str]:
-    """Spelling and number of words in one form: colours as color, toddies as toddy."""
-    return [_singular(_SPELLING.sub(_american, token)) for token in found]
+# Word order.
 
 
-def _american(match: re.Match[str]) -> str:
-    return {"our": "or", "tre": "ter", "ise": "ize"}.get(match[0], "e")
+def _is_turned(one: str, other: str) -> bool:
+    """Whether what stands round commas, "of", "in" and the like is the same in another order: the
+    gorge of the Rhine and the Rhine Gorge; Shakespeare, William; Bay Ridge in Brooklyn; Duke Peter
+    I of Bourbon and Peter I, Duke of Bourbon; Paris is the capital and the capital is Paris."""
+    parts = [[_numbered(part) for part in _LINK.split(text) if part] for text in (one, other)]
+    flat = [[word for part in side for word in part] for side in parts]
+    if flat[0] == flat[1]:
+        return len(parts[0]) + len(parts[1]) > 2
+    for this, that in ((0, 1), (1, 0)):  # A of B as B A
+        turned = [word for part in parts[this][::-1] for word in part]
+        if len(parts[this]) != 2 or len(parts[that]) == 2:
+            continue
+        head, tail = parts[this]  # Federal Minister of the Interior as Federal Interior Minister
+        if flat[that] in (turned, [*head[:-1], *tail, *head[-1:]]):
+            return True
+    commas = one.count(","), other.count(",")
+    if commas in ((0, 1), (1, 0)) and len(flat[0]) > 1:
+        with_comma, without = (one, other) if commas[0] else (other, one)
+        last, _, first = with_comma.partition(",")
+        if tokens(f"{first} {last}") == tokens(without):
+            return True
+        if len(flat[0]) > 2 and sorted(flat[0]) == sorted(flat[1]):
+            return True
+    sides = [_COPULA.split(text, maxsplit=1) for text in (one, other)]
+    if any(len(side) != 3 for side in sides) or sides[0][1] != sides[1][1]:
+        return False
+    return [tokens(part) for part in sides[0][::2]] == [tokens(part) for part in sides[1][::-2]]
 
 
-def _singular(token: str) -> str:
-    if len(token) > 4 and token.endswith("ies"):
-        return token[:-3] + "y"
-    if len(token) > 3 and token.endswith("s") and not token.endswith(("ss", "us", "is")):
-        return token[:-1]
-    return token
+def _numbered(part: str) -> list[str]:
+    return _folded([ROMAN_LETTERS.get(token, token) for token in tokens(part)])
 
 
-def _cjk_core(text: str) -> str:
-    """A Chinese name without what stands round it: a title, the kind of place, a short clause."""
-    if not has_cjk(text):
-        return ""
-    text = _CJK_CLAUSE.sub("", unify(text).strip(" ."))
-    text = _CJK_SEPARATOR.sub(",", _CJK_COUNTED.sub("", han_as_digits(text)))
-    for _ in range(2):
-        title = next(
-            (one for one in _CJK_TITLES if one in (text[: len(one)], text[-len(one) :])), ""
-        )
-        rest = text[len(title) :] if text.startswith(title) else text[: -len(title)]
-        text = rest if title and 1 < len(rest) <= 4 else text
-    return _CJK_TITLE.sub("", text) or text
+def _ordinal_last(words: list[str]) -> list[str]:
+    """The second world war as world war 2."""
+    match = re.fullmatch(r"(\d+)(?:st|nd|rd|th)", words[0])
+    return [*words[1:], match[1]] if match is not None and len(words) > 1 else words
 
 
-def _turned(name: str) -> list[str]:
-    """Shakespeare, William as William Shakespeare."""
-    last, comma, first = name.partition(",")
-    return tokens(f"{first} {last}") if comma and "," not in first else []
+def _infinitive(words: list[str]) -> list[str]:
+    """Protecting the forest as protect the forest."""
+    stem = re.sub(r"ing$", "", words[0]) if len(words) > 1 and len(words[0]) > 5 else words[0]
+    if stem == words[0]:
+        return [re.sub(r"e$", "", stem), *words[1:]]
+    return [re.sub(r"([bdgmnprt])\1$", r"\1", stem), *words[1:]]
+
+
+# Short forms and spelling.
+
+
+def is_acronym(short: str, long: str) -> bool:
+    """FBI of Federal Bureau of Investigation, JFK of John F. Kennedy, WWII of World War II."""
+    short = re.sub(r"^the\s+", "", short.strip(), flags=re.IGNORECASE).replace(".", "")
+    if not (3 <= len(short) <= 8 and short.isalpha() and sum(map(str.isupper, short)) >= 3):
+        return False
+    every = re.findall(r"\w+", long)
+    words = [word for word in every if word.lower() not in _SMALL]
+    return len(words) >= 3 and short.upper() in (_initials(words), _initials(every))
+
+
+def _initials(words: list[str]) -> str:
+    return "".join(word if _ROMAN_NUMERAL.fullmatch(word) else word[0].upper() for word in words)
 
 
 def _alias(found: list[str]) -> str:
     text = " ".join(found)
     return _ALIASES.get(text, text)
+
+
+_SPELLING = (  # British as American, plain plurals as singular
+    (re.compile(r"(?<=\w\w)our(?=\w{0,5}$)"), "or"),
+    (re.compile(r"(?<=\w)tre(s?)$"), r"ter\1"),
+    (re.compile(r"(?<=\w)([iy])s(?=(?:e[ds]?|ers?|ing|ations?)$)"), r"\1z"),
+    (re.compile(r"ae|oe"), "e"),
+    (re.compile(r"(?<=\w)ogue(s?)$"), r"og\1"),
+    (re.compile(r"(?<=\w)ence(s?)$"), r"ense\1"),
+    (re.compile(r"ll(?=(?:ed|ing|ers?)$)"), "l"),
+    (re.compile(r"^grey"), "gray"),
+    (re.compile(r"^(program|kilogram|gram)mes?$"), r"\1"),
+)  # fmt: skip
+
+
+def _folded(found: list[str]) -> list[str]:
+    """Spelling and number of words in one form: colours as color, toddies as toddy."""
+    return [singular(_american(token)) for token in found]
+
+
+def _american(token: str) -> str:
+    for pattern, replacement in _SPELLING:
+        token = pattern.sub(replacement, token)
+    return token

@@ -2,17 +2,24 @@ r"""Numbers as people write them: 1,234.5, \frac{1}{2}, 1 1/2, 2 x 10^3, 5 milli
 
 from __future__ import annotations
 
-import importlib
 import re
 import tomllib
 from fractions import Fraction
 from pathlib import Path
 
+from envs.grading.han import in_han
+
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 CARDINALS: dict[str, int] = _TABLES["cardinals"]
 ORDINALS: dict[str, int] = _TABLES["ordinals"]
-_PARTS: dict[str, int] = _TABLES["parts"]
+_PARTS: dict[str, int] = {
+    **{word: value for word, value in ORDINALS.items() if value > 2},
+    **_TABLES["parts"],
+}
 _SCALES: dict[str, int] = _TABLES["scales"]
+_THOUSANDS = ("thousand", "million", "billion", "trillion")
+_NUMBER_WORDS = frozenset({*CARDINALS, *ORDINALS, "hundred", *_THOUSANDS})
+MAX_NUMBER_WORDS = 20
 
 # digits are bounded so that comparing stays instant, whatever the policy writes
 _PLAIN = re.compile(
@@ -43,6 +50,17 @@ _SCALE_WORD = re.compile(
 _LETTER_SCALE = re.compile(r"([kKMB])(?![A-Za-z])")
 _LETTERS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}
 _WORD = re.compile(r"[A-Za-z]+")
+_FIRST_WORD = re.compile(r"()([A-Za-z]+)")
+_NEXT_WORD = re.compile(r"[\s-]+(and\s+)?([A-Za-z]+)")
+_AND_PART = re.compile(r"\s+and\s+(an?|one|two|three|four|five)\s+([A-Za-z]+?)s?\b", re.IGNORECASE)
+_POINT = re.compile(
+    r"\s+point((?:\s+(?:zero|one|two|three|four|five|six|seven|eight|nine)\b){1,10})", re.IGNORECASE
+)
+_PART = re.compile(r"[\s-]*([A-Za-z]+?)s?\b")
+_HALF = re.compile(
+    r"(?:an?\s+|one\s+)?(half|third|quarter|fourth|fifth|sixth|eighth|tenth|dozen)\b(?:\s+(?:of\s+)?(?:an?|the)\b)?",
+    re.IGNORECASE,
+)
 
 
 def as_number(text: str) -> Fraction | None:
@@ -122,75 +140,122 @@ def _decimal(digits: str) -> Fraction:
 
 
 def _in_words(text: str) -> tuple[Fraction, str] | None:
-    """English number words; stops at the first word that is none."""
-    total = current = 0
-    place, seen = 0, False
-    while True:
-        match = re.compile(r"[\s-]*(?:and\s+)?([A-Za-z]+)" if seen else r"([A-Za-z]+)").match(
-            text, place
-        )
-        word = match[1].lower() if match else ""
-        if word in CARDINALS:
-            current += CARDINALS[word]
-        elif word in ORDINALS and (not seen or current % 10 == 0):
-            current, seen, place = current + ORDINALS[word], True, match.end() if match else place
-            return Fraction(total + current), " ordinal" + text[place:]
-        elif word == "hundred":
-            current = max(current, 1) * 100
-        elif word in ("thousand", "million", "billion", "trillion"):
-            total, current = total + max(current, 1) * _SCALES[word], 0
-        else:
+    """English number words, and what follows them: twenty-one, nineteen seventy-two (a year),
+    three quarters, two and a half, half a."""
+    found = _run_of_words(text)
+    if found is None:
+        match = _HALF.match(text)
+        if match is None:
+            return None
+        divisor = _PARTS.get(match[1].lower())
+        return Fraction(1, divisor) if divisor else Fraction(12), text[match.end() :]
+    number, is_ordinal, end = found
+    rest = text[end:]
+    if is_ordinal:
+        return Fraction(number), " ordinal" + rest
+    decimals = _POINT.match(rest)
+    if decimals is not None:
+        digits = "".join(str(CARDINALS[word]) for word in decimals[1].lower().split())
+        return Fraction(f"{number}.{digits}"), rest[decimals.end() :]
+    more = _AND_PART.match(rest)
+    if more is not None and more[2].lower() in _PARTS:
+        part = Fraction(CARDINALS.get(more[1].lower(), 1), _PARTS[more[2].lower()])
+        return number + part, rest[more.end() :]
+    parts = _PART.match(rest)
+    if parts is not None and parts[1].lower() in _PARTS:
+        return Fraction(number, _PARTS[parts[1].lower()]), rest[parts.end() :]
+    return Fraction(number), rest
+
+
+def words_as_digits(text: str) -> str:
+    """The text with its English number words in digits: Forty-Five Fathers as 45 Fathers, the
+    nineteenth century as the 19th century."""
+    kept, place = [], 0
+    for match in _WORD.finditer(text):
+        if match.start() < place or match[0].lower() not in _NUMBER_WORDS:
+            continue
+        found = _run_of_words(text[match.start() :])
+        if found is None:
+            continue
+        number, is_ordinal, end = found
+        kept.append(text[place : match.start()])
+        kept.append(f"{number}{_ending(number)}" if is_ordinal else str(number))
+        place = match.start() + end
+    return "".join([*kept, text[place:]])
+
+
+def _ending(number: int) -> str:
+    if number % 100 in (11, 12, 13):
+        return "th"
+    return {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+
+
+def _run_of_words(text: str) -> tuple[int, bool, int] | None:
+    """The number that the text begins with in words, whether it is an ordinal, and its end."""
+    run: list[tuple[str, bool, int]] = []  # word, "and" before it, its end
+    place = 0
+    while len(run) < MAX_NUMBER_WORDS:
+        match = (_NEXT_WORD if run else _FIRST_WORD).match(text, place)
+        if match is None or match[2].lower() not in _NUMBER_WORDS:
             break
-        assert match is not None
-        seen, place = True, match.end()
-    if seen:
-        part = re.match(r"[\s-]*(\w+?)s?\b", text[place:])
-        if part is not None and part[1].lower() in _PARTS:
-            return Fraction(total + current, _PARTS[part[1].lower()]), text[place + part.end() :]
-        return Fraction(total + current), text[place:]
-    match = re.match(r"(?:(?:an?\s+|one\s+)?(half|quarter|dozen))\b", text, re.IGNORECASE)
-    if match is None:
-        return None
-    value = {"half": Fraction(1, 2), "quarter": Fraction(1, 4)}.get(match[1].lower(), Fraction(12))
-    return value, text[match.end() :]
+        place = match.end()
+        run.append((match[2].lower(), bool(match[1]), place))
+    parser = _NumberWords([(word, has_and) for word, has_and, _ in run])
+    number = parser.number()
+    return None if number is None else (number, parser.is_ordinal, run[parser.place - 1][2])
 
 
-# Numbers in Chinese characters.
+class _NumberWords:
+    """Reads number words, each with whether "and" stands before it, as far as they make a number:
+    a unit follows tens, a scale or nothing; two numbers from ten to 99 make a year."""
 
-_HAN_DIGITS = "\u96f6\u3007\u4e00\u4e8c\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d\u4e24"
-_HAN_SCALES = "\u5341\u767e\u5343\u4e07\u4ebf\u70b9"  # ten to a hundred million, and a point
-_HAN_NUMBER = re.compile(
-    f"[{_HAN_DIGITS}][{_HAN_DIGITS}{_HAN_SCALES}]{{0,30}}|\u5341[{_HAN_DIGITS}]?"
-)
-_HAN_FRACTION = re.compile(f"({_HAN_NUMBER.pattern})\u5206\u4e4b({_HAN_NUMBER.pattern})")
+    def __init__(self, words: list[tuple[str, bool]]) -> None:
+        self._words, self.place, self.is_ordinal = words, 0, False
 
+    def number(self) -> int | None:
+        """One hundred and two thousand and four, nineteen seventy-two; None for no number."""
+        first = self._below_thousand()
+        if first is None and not self._is_next(_THOUSANDS):
+            return None
+        if first is not None and 10 <= first < 100 and self.place <= 2:
+            second = self._below_hundred(least=10)
+            if second is not None:
+                return first * 100 + second
+        total, current = 0, first
+        while not self.is_ordinal and self._is_next(_THOUSANDS):
+            total += (1 if current is None else current) * _SCALES[self._words[self.place][0]]
+            self.place += 1
+            current = self._below_thousand(after_scale=True)
+        return total + (current or 0)
 
-def in_han(text: str) -> tuple[Fraction, str] | None:
-    """The number that the text begins with, and what follows it."""
-    sign = -1 if text.startswith("\u8d1f") else 1
-    text = text[1:] if sign < 0 else text
-    parts = _HAN_FRACTION.match(text)
-    if parts is not None:
-        bottom, top = _han(parts[1]), _han(parts[2])
-        return (sign * top / bottom, text[parts.end() :]) if top is not None and bottom else None
-    match = _HAN_NUMBER.match(text)
-    value = _han(match[0]) if match is not None else None
-    return None if match is None or value is None else (sign * value, text[match.end() :])
+    def _below_thousand(self, *, after_scale: bool = False) -> int | None:
+        number = self._below_hundred(after_scale=after_scale)
+        if self.is_ordinal or not self._is_next(("hundred",)):
+            return number
+        self.place += 1
+        hundreds = (1 if number is None else number) * 100
+        return hundreds + (self._below_hundred(after_scale=True) or 0)
 
+    def _below_hundred(self, *, least: int = 0, after_scale: bool = False) -> int | None:
+        value = self._take(least, 99, after_scale)
+        if value is None or value < 20 or self.is_ordinal:
+            return value
+        return value + (self._take(1, 9, False) or 0)
 
-def han_as_digits(text: str) -> str:
-    """The text with its Chinese numbers in digits."""
+    def _take(self, least: int, most: int, may_have_and: bool) -> int | None:
+        if self.place == len(self._words):
+            return None
+        word, has_and = self._words[self.place]
+        value = CARDINALS.get(word, ORDINALS.get(word, -1))
+        if not least <= value <= most or (has_and and not may_have_and):
+            return None
+        self.place += 1
+        self.is_ordinal = word in ORDINALS
+        return value
 
-    def digits(match: re.Match[str]) -> str:
-        value = _han(match[0])
-        return match[0] if value is None or value.denominator != 1 else str(value)
-
-    return _HAN_NUMBER.sub(digits, text)
-
-
-def _han(number: str) -> Fraction | None:
-    cn2an = importlib.import_module("cn2an")
-    try:
-        return Fraction(str(cn2an.cn2an(number.replace("\u3007", "\u96f6"), "smart")))
-    except (LookupError, ValueError):  # characters of numbers that make none
-        return None
+    def _is_next(self, words: tuple[str, ...]) -> bool:
+        return (
+            self.place < len(self._words)
+            and self._words[self.place][0] in words
+            and not self._words[self.place][1]
+        )

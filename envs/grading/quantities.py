@@ -8,6 +8,7 @@ from fractions import Fraction
 
 from msgspec import Struct
 
+from envs.grading.han import counted, is_list
 from envs.grading.numbers import leading_number, letter_scale
 from envs.grading.units import Dimension, Unit, unit_of
 
@@ -15,8 +16,8 @@ MAX_CHARS = 200  # no number with its unit is longer
 
 
 class Quantity(Struct, frozen=True):
-    """A value with its unit: `dimension` and `factor` of a known one, else `words`; all empty
-    for a plain number."""
+    """A value with its unit: `dimension` and `factor` of a known one, and `words` for what else
+    is said of what is counted; all empty for a plain number."""
 
     value: Fraction
     dimension: Dimension = ()
@@ -33,22 +34,79 @@ class Quantity(Struct, frozen=True):
         return self.value * self.factor + self.offset
 
 
-_SPEEDS = {"mph": "mile/hour", "kph": "km/h", "kmh": "km/h", "fps": "ft/s"}
-_CURRENCY = re.compile("([+-]?)\\s*(US\\s?\\$|USD|EUR|GBP|RMB|CNY|[$\u20ac\u00a3\u00a5])\\s*")
+_SPEEDS = {
+    "mph": "mile/hour",
+    "kph": "km/h",
+    "kmh": "km/h",
+    "kmph": "km/h",
+    "fps": "ft/s",
+    "mpg": "mile/gallon",
+}
+_CURRENCY = re.compile(
+    "([+-]?)\\s*(US\\s?\\$|A\\$|AU\\$|C\\$|HK\\$|USD|EUR|GBP|RMB|CNY|JPY|INR|AUD|CAD"
+    "|[$\u20ac\u00a3\u00a5\u20b9\u20a9])\\s*(?=[\\d.-])"
+)
 _DETERMINER = re.compile(r"^(?:the\s+|an?\s+(?=hundred|thousand|million|billion))(?=\w)", re.I)
-_POWERS = {"square": 2, "squared": 2, "sq": 2, "cubic": 3, "cubed": 3, "cu": 3}
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _UNIT_TOKEN = re.compile(
-    r"(per\b|/)|([^\W\d_]+|[%$\u20ac\u00a3\u00a5\u00b0][CF]?)(?:\s*\^\s*\{?\s*(-?\d)\s*\}?|(\d))?"
+    r"(per\b|/|(?:an?|each|every)\b)"
+    r"|([^\W\d_]+|[%$\u00a2\u20ac\u00a3\u00a5\u00b0\u2030][CF]?)(?:\s*\^\s*\{?\s*(-?\d)\s*\}?|(\d))?"
     r"|(\\cdot|\*|-|\s)"
 )
-_NOT_A_NOUN = frozenset(str.split("or and to but not minus plus times if where when x than of"))
+_NOT_A_NOUN = frozenset(
+    str.split("or and to but not minus plus times if where when x than of over under until")
+)
 _BC: Dimension = (("era_bc", 1),)
+_AD: Dimension = (("era_ad", 1),)
+_PERCENT: Dimension = (("percent", 1),)
+_ORDINAL: Dimension = (("ordinal", 1),)
 _POUNDS: dict[Dimension, Fraction] = {
     (("money_gbp", 1),): Fraction(1),
     (("kilogram", 1),): Fraction(45359237, 100000000),
 }
-_FIRST_UNIT = re.compile(r"([^\W\d_]+)\.?,?\s+(?:and\s+)?(?=\d)")
-_NOUN = re.compile(r"[^\W\d_][\w'-]*(?:\s+[^\W\d_][\w'-]*){0,3}")
+_FIRST_UNIT = re.compile(
+    r"([^\W\d_]+)\.?,?\s*(?:and\s+)?(?=\d|an?\s|one\s|half\s|[a-z]+[- ][a-z]+)"
+)
+_NOUN = re.compile(r"[^\W\d_][\w'-]*(?:\s+[^\W\d_][\w'-]*){0,5}")
+_FEET = re.compile(
+    r"(\d{1,4})\s*(?:'|ft\.?|feet|foot)\s*(\d{1,2}(?:\.\d+)?)\s*(?:\"|''|in\.?|inches)?"
+)
+_HALVES = re.compile(r"(?:an?|one)\s+(\w+)\s+and\s+a\s+(half|quarter)", re.IGNORECASE)
+_SPELT = (  # one form of a unit's name
+    (
+        re.compile(r"\bper ?cent\b|\bpct\b|\bp\.c\.|\b(?:per|in every|out of every) hundred\b"),
+        "percent",
+    ),
+    (
+        re.compile(r"\bper ?mille?\b|\bper ?mil\b|\bpromille\b|\b(?:per|in every) thousand\b"),
+        "permille",
+    ),
+    (re.compile(r"\b(?:US|U\.S\.|American) (?=dollar|cent)"), ""),
+    (re.compile(r"\b(?:pounds? sterling|british pounds?)\b", re.IGNORECASE), "gbp"),
+    (re.compile(r"\bdegrees? (celsius|centigrade|fahrenheit)\b", re.IGNORECASE), r"\1"),
+    (re.compile(r"\bcentigrade\b", re.IGNORECASE), "celsius"),
+    (re.compile(r"\bnautical miles?\b", re.IGNORECASE), "nauticalmile"),
+    (re.compile(r"\blight[- ]years?\b", re.IGNORECASE), "lightyear"),
+    (re.compile(r"\bpercentage points?\b", re.IGNORECASE), "percentagepoint"),
+)
+# what may follow a unit without changing what is measured
+_MEASURED = re.compile(
+    r"(?:in (?:length|height|width|depth|area|size|weight|volume|total|all|duration|diameter"
+    r"|age|altitude|elevation|distance)|of age|in the air|long|tall|high|wide|deep|thick|old|away"
+    r"|apart|large|heavy|total|altogether|overall|each)\b",
+    re.IGNORECASE,
+)
+_OF_WHAT = re.compile(r"(?:of|in|on|from|at)\s+(?:all\s+|the\s+|its\s+|their\s+)?[a-z].{0,80}")
+_OF_ONE = re.compile(r"^of (?:an?|one|the) (?=\w+$)", re.IGNORECASE)  # a third of an hour
+_SCALE_LETTERS = {"k": 10**3, "M": 10**6, "B": 10**9}
+_OUT_OF = re.compile(
+    r"(?P<part>\S+) (?:out )?(?:of|in)(?: (?:every|each))? (?P<whole>\S+)(?: [a-z]+)?",
+    re.IGNORECASE,
+)
+_BELOW_ZERO = re.compile(
+    r"(?P<depth>.*\S)\s+below(?:\s+(?:zero|freezing))?(?P<scale>\s+(?:celsius|fahrenheit))?", re.I
+)
+_SQUARED = re.compile(r"\b(\w+) (squared|cubed)\b")
 
 
 def quantity(text: str) -> Quantity | None:
@@ -56,34 +114,115 @@ def quantity(text: str) -> Quantity | None:
     if len(text) > MAX_CHARS:
         return None
     text = _DETERMINER.sub("", text).removeprefix("\u7b2c")
+    below = _BELOW_ZERO.fullmatch(text)
+    if below is not None:
+        depth = quantity(f"{below['depth']}{below['scale'] or ''}")
+        return _negative(depth) if depth is not None and depth.dimension else None
     currency = _CURRENCY.match(text)
     if currency is not None:
-        text = currency[1] + text[currency.end() :]
+        return _money(currency, text[currency.end() :])
+    feet = _FEET.fullmatch(text)
+    if feet is not None:
+        text = f"{feet[1]} ft {feet[2]} in"
+    halves = _HALVES.fullmatch(text)
+    if halves is not None:
+        text = f"{'1.5' if halves[2].lower() == 'half' else '1.25'} {halves[1]}"
+    era = re.fullmatch(r"(BCE?|AD|CE)\s+(\d{1,4})", text.replace(".", ""))
+    if era is not None:
+        text = f"{era[2]} {era[1]}"
+    out_of = _OUT_OF.fullmatch(text)
+    if out_of is not None:
+        part, whole = (leading_number(out_of[side]) for side in ("part", "whole"))
+        if part and whole and not part[1] and not whole[1] and 0 < part[0] < whole[0]:
+            return Quantity(part[0] / whole[0])
     found = leading_number(text) or _one(text)
     if found is None:
         return None
     value, rest = found
-    if currency is not None:
-        scale, rest = letter_scale(rest)
-        name = currency[2].replace(" ", "").lower()
-        if rest.strip().lower() not in ("", "usd", "dollars", "dollar", name):
-            return None
-        unit = unit_of(name)
-        assert unit is not None, "every sign of money is in numbers.toml"
-        return Quantity(value * scale, unit.dimension, unit.factor)
-    rest = re.sub(r"\bper cent\b", "percent", rest.strip().strip("{}").strip())
+    rest = rest.strip("{} ")
     if not rest:
         return Quantity(value)
+    return _with_unit(value, rest)
+
+
+def _with_unit(value: Fraction, rest: str) -> Quantity | None:
+    """A number and what follows it: a unit, a sum of units, a unit and a noun, a noun."""
+    rest = _OF_ONE.sub("", rest)
+    if rest in _SCALE_LETTERS:
+        return Quantity(value * _SCALE_LETTERS[rest])
+    for pattern, name in _SPELT:
+        rest = pattern.sub(name, rest)
     unit = _unit(rest)
     if unit is not None:
         return Quantity(value, unit.dimension, unit.factor, unit.offset)
     compound = _compound(value, rest)
     if compound is not None:
         return compound
+    parts = _unit_and_rest(rest)
+    if parts is not None:
+        unit, words = parts
+        words = _MEASURED.sub("", words).strip(" ,")
+        if _OF_WHAT.fullmatch(words):
+            words = words.lower()
+        elif words and (not _NOUN.fullmatch(words) or _NOT_A_NOUN & set(words.lower().split())):
+            return None
+        return Quantity(value, unit.dimension, unit.factor, unit.offset, words.lower())
+    named = counted(rest)
+    if named is not None:
+        return Quantity(value, words=named.lower())
     words = rest.lower()
-    if not _NOUN.fullmatch(words) or _NOT_A_NOUN & set(words.split()) or len(words) < 2:
+    if (
+        is_list(rest)
+        or not _NOUN.fullmatch(words)
+        or _NOT_A_NOUN & set(words.split())
+        or len(words) < 2
+    ):
         return None
     return Quantity(value, words=words)
+
+
+def _unit_and_rest(text: str) -> tuple[Unit, str] | None:
+    """The longest unit of up to four words that the text begins with, and the words behind it."""
+    words = text.split()
+    for count in range(min(4, len(words) - 1), 0, -1):
+        name = " ".join(words[:count]).rstrip(",")
+        if not _NOT_UNITS & set(name.lower().split()) and not name.endswith(("per", "/")):
+            unit = _unit(name)
+            if unit is not None:
+                return unit, " ".join(words[count:])
+    return None
+
+
+_NOT_UNITS = frozenset(
+    str.split("in at are stone pole hand hands point points us barn b c d e f h i j k n v w a an")
+)
+
+
+def _negative(one: Quantity) -> Quantity:
+    return Quantity(-abs(one.value), one.dimension, one.factor, one.offset, one.words)
+
+
+def _money(currency: re.Match[str], text: str) -> Quantity | None:
+    """An amount behind a sign of money: $1.5 million, $5M, $5 per hour, $5 each."""
+    name = currency[2].replace(" ", "").lower()
+    found = leading_number(currency[1] + text)
+    if found is None:
+        return None
+    value, rest = found
+    scale, rest = letter_scale(rest)
+    rest = _MEASURED.sub("", rest.strip()).strip(" ,")
+    unit = unit_of(name)
+    assert unit is not None, "every sign of money is in numbers.toml"
+    if rest.lower() in ("", "usd", "us", "dollars", "dollar", "us dollars", name):
+        return Quantity(value * scale, unit.dimension, unit.factor)
+    match = re.match(r"(?:per|an?|/|each|every)\s*(?=\w)", rest)
+    if match is not None:
+        whole = _unit(f"{name} {rest}")
+        if whole is not None:
+            return Quantity(value * scale, whole.dimension, whole.factor)
+    if _OF_WHAT.fullmatch(rest) or (match is not None and _NOUN.fullmatch(rest[match.end() :])):
+        return Quantity(value * scale, unit.dimension, unit.factor, words=rest.lower())
+    return None
 
 
 def _one(text: str) -> tuple[Fraction, str] | None:
@@ -93,31 +232,50 @@ def _one(text: str) -> tuple[Fraction, str] | None:
 
 
 def same_quantity(answer: Quantity, gold: Quantity) -> bool:
-    """Equal in value, in the same kind of unit; a unit that one side leaves out is forgiven."""
+    """Equal in value, in the same kind of unit; a unit or a noun that one side leaves out is
+    forgiven."""
     if (answer.dimension == _BC) != (gold.dimension == _BC):
         return False
     if answer.has_unit and gold.has_unit:
         answer, gold = _settled(answer, gold), _settled(gold, answer)
-    percent = (("percent", 1),)
-    if (answer.dimension == percent) != (gold.dimension == percent):
-        if answer.has_unit and gold.has_unit:
+        if not _same_nouns(answer, gold):
             return False
+    if (answer.dimension == _PERCENT) != (gold.dimension == _PERCENT):
+        if answer.dimension and gold.dimension:
+            return answer.in_base_units == gold.in_base_units and _is_permille(answer, gold)
         return answer.value == gold.value or (answer.in_base_units == gold.in_base_units)
-    if not (answer.has_unit and gold.has_unit):
-        return answer.value == gold.value
-    if answer.dimension and gold.dimension:
-        return answer.dimension == gold.dimension and answer.in_base_units == gold.in_base_units
-    if answer.dimension or gold.dimension:  # a known unit against a noun
+    if not (answer.dimension and gold.dimension):  # a known unit against a noun
+        plain = answer.has_unit and gold.has_unit and answer.dimension != gold.dimension
+        return answer.value == gold.value and not plain
+    return answer.dimension == gold.dimension and answer.in_base_units == gold.in_base_units
+
+
+def _is_permille(answer: Quantity, gold: Quantity) -> bool:
+    return {answer.dimension, gold.dimension} == {_PERCENT, (("permille", 1),)}
+
+
+def _same_nouns(answer: Quantity, gold: Quantity) -> bool:
+    """Whether the words of one are among those of the other."""
+    found, wanted = (
+        {_singular(word) for word in re.split(r"[\s-]+", side.words) if word} - _SMALL
+        for side in (answer, gold)
+    )
+    if (found ^ wanted) & _DECISIVE:
         return False
-    found, wanted = ({_singular(word) for word in side.words.split()} for side in (answer, gold))
-    return answer.value == gold.value and (found <= wanted or wanted <= found)
+    return found <= wanted or wanted <= found
+
+
+_SMALL = frozenset(str.split("of in the a an on from at all"))
+_DECISIVE = frozenset(
+    str.split("ago later earlier before after more less fewer per from now until past old")
+)
 
 
 def _settled(one: Quantity, other: Quantity) -> Quantity:
     """Pounds are money or weight, whichever the other side is."""
     if one.dimension != (("pound", 1),) or other.dimension not in _POUNDS:
         return one
-    return Quantity(one.value, other.dimension, _POUNDS[other.dimension])
+    return Quantity(one.value, other.dimension, _POUNDS[other.dimension], words=one.words)
 
 
 def _compound(value: Fraction, rest: str) -> Quantity | None:
@@ -126,10 +284,16 @@ def _compound(value: Fraction, rest: str) -> Quantity | None:
     unit = _unit(match[1]) if match is not None else None
     if match is None or unit is None:
         return None
-    more = quantity(rest[match.end() :])
+    behind = rest[match.end() :]
+    more = quantity(
+        f"{behind}in" if re.fullmatch(r"\d+\s?m", behind) and match[1][0] == "h" else behind
+    )
     if more is None or more.dimension != unit.dimension or not more.dimension:
         return None
-    return Quantity(value + more.in_base_units / unit.factor, unit.dimension, unit.factor)
+    if more.factor >= unit.factor:  # the parts go down
+        return None
+    whole = value + more.in_base_units / unit.factor
+    return Quantity(whole, unit.dimension, unit.factor, words=more.words)
 
 
 def _singular(word: str) -> str:
@@ -139,8 +303,11 @@ def _singular(word: str) -> str:
 def _unit(text: str) -> Unit | None:
     """The unit of a text such as km/h, square feet, m s^{-1}; None if unknown."""
     text = text.replace("\u5e73\u65b9", "square ").replace("\u7acb\u65b9", "cubic ")
+    text = re.sub(
+        "^\u4e2a(?=\u5c0f\u65f6|\u661f\u671f|\u793c\u62dc|\u949f\u5934|\u4e16\u7eaa)", "", text
+    )
     text = " ".join(text.replace(".", "").split())
-    text = re.sub(r"\bdegrees? (celsius|fahrenheit)\b", r"\1", text, flags=re.IGNORECASE)
+    text = _SQUARED.sub(lambda match: f"{match[1]}^{2 if match[2] == 'squared' else 3}", text)
     alone = unit_of(text) if text.isalpha() else None
     if alone is not None:
         return alone
@@ -155,10 +322,10 @@ def _unit(text: str) -> Unit | None:
         place = match.end()
         per, name, exponent = match[1], match[2], match[3] or match[4]
         if per:
+            if not num_units and per != "/":
+                return None
             side = -1
         elif name and name.lower() in _POWERS:
-            if name.lower() in ("squared", "cubed"):
-                return None
             power = _POWERS[name.lower()]
         elif name:
             known = unit_of(name)
@@ -170,4 +337,6 @@ def _unit(text: str) -> Unit | None:
             factor, offset, power = factor * known.factor**times, known.offset, 1
             num_units += 1
     found = tuple(sorted((name, times) for name, times in dimensions.items() if times))
+    if not found and num_units == 2 and side < 0:  # hours per week
+        found = (("rate", 1),)
     return Unit(found, factor, offset if num_units == 1 else Fraction(0)) if found else None

@@ -1,40 +1,105 @@
-"""An answer in a sentence: what its last clause says, if it denies and hedges nothing."""
+"""An answer in a sentence: what its last clause says, if it denies and hedges nothing; and two
+sentences that say the same."""
 
 from __future__ import annotations
 
 import re
+import tomllib
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
-from envs.grading.words import tokens
+from envs.grading import dates
+from envs.grading.numbers import words_as_digits
+from envs.grading.words import singular, tokens
 
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 MAX_WORDS = 60
+MAX_STATEMENT_CHARS = 500
 
 _VERB = re.compile(
-    r"\b(?:is|are|was|were|be|equals?|makes?|gives?|has|had|have|went|goes|won|died|born|took"
-    r"|opened|arrived|says?|found|happened|occurred|located|called|named|hence|therefore|\w{3,}ed"
+    r"\b(?:is|are|was|were|be|did|does|do|equals?|makes?|gives?|has|had|have|went|goes|won|died|born|took"
+    r"|opened|arrived|says?|found|known|happened|occurred|located|called|named|hence|therefore|\w{3,}ed"
     r"|began|broke|built|came|became|fell|grew|held|kept|led|left|lost|made|met|ran|rose|sank|sold"
     r"|sang|saw|set|spoke|stood|struck|taught|told|wrote|drew|flew|knew|gave|got|hit|lies|lives"
-    r"|comes|works)\b|^(?:it|he|she|they|we|this|that)\s+\w+",
+    r"|comes|works|covers|costs?|weighs?|lasts?|takes?|needs?|spends?|earns?|measures?|totals?)\b"
+    r"|^(?:it|he|she|they|we|this|that)\s+\w+",
     re.IGNORECASE,
 )
-_CORRECTED = re.compile(r"(?:.*,\s*)?not\s+(?:\S+\s+){1,4}?but\s+(?:rather\s+)?(.+)", re.IGNORECASE)
+_CORRECTED = re.compile(
+    r"(?:.*,\s*)?not\s+(?:\S+\s+){1,4}?but\s+(?:rather\s+)?(?P<right>.+)", re.IGNORECASE
+)
+_REJECTED = re.compile(
+    r"(?P<right>.{1,300}?)(?:,|\s+-+)?\s+\(?(?:(?:and |but )?(?:not|never)|rather than|instead of"
+    r"|as opposed to|unlike)\s+(?P<wrong>(?:(?!\b(?:but|only|just|always|sure)\b)[^.;]){1,100})",
+    re.IGNORECASE,
+)
+_AUXILIARY = re.compile(
+    r"(?:^|\b(?:is|are|was|were|am|be|did|does|do|has|have|had|can|could|will|would|should|may|might))"
+    r"\s*$|'s\s*$",
+    re.IGNORECASE,
+)
 _CONCLUDED = re.compile(
     r".*\b(?:answer|result)\s+(?:is|was|must be|should be)\s*:?\s+(.+)", re.IGNORECASE | re.DOTALL
 )
 _CLAUSE = re.compile(
-    r".*\b(?:is|are|was|were|equals|in|on|by|to|as|=)\s+(?:(?:the|a|an|called|named)\s+)?(.+)",
+    r".*\b(?:is|are|was|were|be|equals|in|on|by|to|as|at|for|from|with|=)\s+"
+    r"(?:(?:the|a|an|called|named|known as)\s+)?(.+)",
     re.DOTALL,
+)
+_PREDICATE = re.compile(
+    r".{0,200}?\b(?:is|are|was|were|equals|consists? of|contains?|comprises?|=)\s+"
+    r"(?:called |named |known as |located (?:in|at|on) )?(.+)",
+    re.DOTALL,
+)
+_SUBJECT = re.compile(
+    r"(.{1,120}?),?\s+(?:is|was|are|were)\s+(?:the|a|an|what|who|where|when|how|why|one of|correct"
+    r"|right|my)\b.*",
+    re.DOTALL | re.IGNORECASE,
+)
+_ELLIPSIS = re.compile(
+    r"(?:yes, )?(.{1,120}?) (?:did|does|do|was|were|is|are|has|had|would)(?: it| so| that| this)?",
+    re.I,
+)
+_PREAMBLE = re.compile(r"^(?:after|upon|on|having) [\w -]{1,30}ing\b[^,.]{0,40},\s*", re.IGNORECASE)
+_CLEFT = re.compile(
+    r"(?:it|that|this)(?:\s+(?:is|was)|'s)\s+(.{1,120}?),?\s+(?:who|that|which|where|when)\b.*",
+    re.DOTALL | re.IGNORECASE,
 )
 _NEGATION = re.compile(
     r"\b(?:not|never|no|neither|nor|or|either|unless|maybe|perhaps|possibly|instead|rather|wrong"
     r"|incorrect|false|except|without|near|than|if|whom|whose|ruled out|excluded|denied|before"
-    r"|after|unlike|contrary)\b|n't\b",
+    r"|after|unlike|contrary|but|although|though|however|while|whereas|hardly|might|may|could"
+    r"|probably|likely|unsure|cannot|second to|close)\b|n't\b",
     re.IGNORECASE,
 )
-_APPOSITION = re.compile(r",\s+(?:an?|the|who|which|whose|where)\s.*", re.DOTALL)
+_DENIAL = re.compile(
+    r"\b(?:no|not|never|neither|nor|or|maybe|perhaps|possibly|wrong|incorrect|actually|but|however"
+    r"|although|unsure|cannot|might|may|could|instead|alternatively)\b|n't\b",
+    re.IGNORECASE,
+)
+_CHANGED = re.compile(
+    r".*\b(?:first|initially|originally)\b.*\bbut\s+(?:then |now |in fact |actually )?(?P<right>.+)"
+    r"|.*(?:\bnot|n't)\s+[^,;]{1,60}[,;:]\s*(?:it's|it is|rather|they are|the answer is)"
+    r"\s+(?P<other>.+)",
+    re.IGNORECASE | re.DOTALL,
+)
+_SURE = re.compile(
+    r",?\s+(?:without (?:a |any )?doubt|of course|for sure|certainly|definitely|indeed|in fact"
+    r"|i (?:think|believe|am sure))$",
+    re.IGNORECASE,
+)
+_APPOSITION = re.compile(
+    r"(?:,\s+(?:an?|the|who|which|whose|where|located|born|also)\s|,?\s+because\s|\s+-\s+).*",
+    re.DOTALL,
+)
 _MATH = re.compile(r"\$([^$]*[\\=^_][^$]*)\$")
-_NUMBER = re.compile(r"[$\u20ac\u00a3]?-?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
+_AMOUNT = re.compile(
+    r"(?:(?:over|under|above|below|at least|at most|up to|minus|negative|about|every|another)\s+)?"
+    r"[$\u20ac\u00a3]?-?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?"
+)
 _DATE = re.compile(r"(?:\w+ )?\d{1,2},? \w+,? \d{4}|[A-Z]\w+ \d{1,2}, \d{4}")
+_SENTENCE_END = re.compile(r";\s+|(?<=[a-z\d)])[.:]\s+|\n+")
 
 
 def is_hedged(text: str) -> bool:
@@ -42,37 +107,81 @@ def is_hedged(text: str) -> bool:
     return _NEGATION.search(text) is not None
 
 
+def is_denied(text: str) -> bool:
+    """Whether the text denies or doubts; a weaker question than whether it is hedged."""
+    return _DENIAL.search(text) is not None
+
+
 def says(found: str, wanted: str, same: Callable[[str], bool]) -> bool:
-    """Whether the last clause of `found` ends in, or names, what `same` accepts."""
+    """Whether `found` ends in, or names, what `same` accepts."""
+    found = _SURE.sub("", _PREAMBLE.sub("", found))
+    changed = _CHANGED.fullmatch(found)
+    if changed is not None:
+        right = changed["right"] or changed["other"]
+        return not _NEGATION.search(right) and (same(right) or says(right, wanted, same))
     concluded = _CONCLUDED.fullmatch(found)
     if concluded is not None and not _NEGATION.search(concluded[1]) and same(concluded[1]):
         return True
+    kept = _without_rejected(found, wanted)
+    if kept != found:
+        return not _NEGATION.search(kept) and (same(kept) or says(kept, wanted, same))
     found = _APPOSITION.sub("", found)
     if same(found):
         return True
-    clause = re.split(r";\s+|(?<=[a-z\d])[.:]\s+", found)[-1]
-    clause = clause.replace("none other than ", "")
+    first, *others = _SENTENCE_END.split(found)
+    if others and ";" not in found and not _DENIAL.search(found) and same(first):
+        return True
+    clause = (others or [first])[-1].replace("none other than ", "")
     match = _CORRECTED.fullmatch(clause)
-    if match is not None and not _NEGATION.search(match[1]):
-        return same(match[1])
+    if match is not None and not _NEGATION.search(match["right"]):
+        return same(match["right"])
     if len(clause.split()) > MAX_WORDS or _NEGATION.search(clause):
         return False
-    if clause != found and same(clause):
-        return True
+    return (clause != found and same(clause)) or _clause_says(clause, wanted, same)
+
+
+def _without_rejected(text: str, wanted: str) -> str:
+    """It is X, for It is X, not Y: without what the end says it is not, if that is not X."""
+    match = _REJECTED.fullmatch(text)
+    if match is None or _AUXILIARY.search(match["right"]):
+        return text
+    gold = tokens(wanted)
+    if not gold or set(gold) <= set(tokens(match["wrong"])):
+        return text
+    return match["right"]
+
+
+def _clause_says(clause: str, wanted: str, same: Callable[[str], bool]) -> bool:
     math = _MATH.findall(clause)
     if math:
         return same(math[-1])
-    if not _VERB.search(clause) or len(clause.split()) < 3:
+    if len(clause.split()) < 3:
         return False
+    if "=" in clause and same(clause.rpartition("=")[2]):
+        return True
+    if not _VERB.search(clause):
+        return _amounts_to(clause, wanted, same, has_verb=False)
     if any(same(date) for date in _DATE.findall(clause)[-1:]):
         return True
-    match = _CLAUSE.fullmatch(clause)
-    if match is not None and same(match[1]):
-        return True
-    numbers = _NUMBER.findall(clause)
-    if numbers and re.fullmatch(r"[\d.,/$%-]+", wanted):
-        return same(numbers[-1].rstrip(","))
-    return _names(clause, wanted)
+    for form in (_CLAUSE, _PREDICATE, _SUBJECT, _CLEFT, _ELLIPSIS):
+        match = form.fullmatch(clause)
+        if match is not None and same(match[1]):
+            return True
+    return _amounts_to(clause, wanted, same) or _names(clause, wanted)
+
+
+def _amounts_to(
+    clause: str, wanted: str, same: Callable[[str], bool], *, has_verb: bool = True
+) -> bool:
+    """Whether the last number of the clause is it, alone like the gold or with what follows."""
+    clause, wanted = words_as_digits(clause), words_as_digits(wanted)
+    amounts = list(_AMOUNT.finditer(clause))
+    if not amounts:
+        return False
+    last = amounts[-1]
+    if re.fullmatch(r"[\d.,/$%-]+", wanted):
+        return has_verb and same(last[0].rstrip(","))
+    return len(amounts) == 1 and same(clause[last.start() :])
 
 
 def _names(clause: str, wanted: str) -> bool:
@@ -90,3 +199,131 @@ def _names(clause: str, wanted: str) -> bool:
     capitals = {token for word in words[1:] if word[:1].isupper() for token in tokens(word)}
     numbers = {token for token in others if token.isdigit()}
     return (capitals | numbers) <= set(gold) and (wanted != wanted.lower() or len(gold) > 1)
+
+
+# Two sentences.
+
+_BE = r"(?:is|are|was|were)"
+MIN_STATEMENT_WORDS = 4
+_FILLERS = frozenset(
+    str.split(
+        "is are was were be been being located situated found currently presently now today also"
+        " of in on at to for by from with and that which who whom whose where it its he she they"
+        " his her their has have had there as this these those still up meaning did does do"
+    )
+)
+_PRONOUN = re.compile(r"(?:it|he|she|they|this|that)\b", re.IGNORECASE)
+_PHRASES = tuple(
+    (re.compile(rf"\b(?:{phrase})\b", re.IGNORECASE), word)
+    for word, phrase in _TABLES["phrases"].items()
+)
+_DEGREES = re.compile("\\s*\N{DEGREE SIGN}\\s?C\\b")
+_BY = re.compile(r"\bby\b", re.IGNORECASE)
+_SYNONYMS: dict[str, str] = {
+    word: name for name, words in _TABLES["synonyms"].items() for word in words
+}
+_WHERE = re.compile(
+    rf"(?P<place>.+?),? {_BE} (?:the place )?where (?P<what>.+?) (?:{_BE}(?: \w+ed| found)?|lies"
+    r"|stands)(?P<now> now)?"
+)
+_PASSIVE = re.compile(
+    rf"(?P<object>.+?) (?:{_BE}|has been|have been|had been) (?P<verb>\w+) by (?P<subject>.+)"
+)
+
+
+def same_statement(found: str, wanted: str) -> bool:
+    """Whether two sentences say the same in the same words: in another order, with common
+    synonyms, or with a pronoun for the subject. Names follow each other alike, and stand on the
+    same side of the verb unless one sentence is in the passive or both say what something is."""
+    if len(found) > MAX_STATEMENT_CHARS:
+        return False
+    found, wanted = _phrased(found), _phrased(wanted)
+    if _turns(found, wanted) or _turns(wanted, found):
+        return True
+    words, gold = _content(found), _content(wanted)
+    if len(gold) < MIN_STATEMENT_WORDS or not (_VERB.search(found) and _VERB.search(wanted)):
+        return False
+    if not _same_round(found, wanted):
+        return False
+    if _PRONOUN.match(found):
+        missing = Counter(gold) - Counter(words)
+        subject = gold[: sum(missing.values())]
+        return Counter(subject) == missing and sorted(words) == sorted(gold[len(subject) :])
+    if sorted(words) != sorted(gold):
+        return False
+    is_passive = bool(_BY.search(found)) != bool(_BY.search(wanted))
+    return is_passive or _is_copular(found, wanted) or _subjects(found) == _subjects(wanted)
+
+
+def _phrased(text: str) -> str:
+    text = _DEGREES.sub(" degrees celsius", text).replace("%", " percent")
+    for pattern, word in _PHRASES:
+        text = pattern.sub(word, text)
+    return text
+
+
+def _same_round(found: str, wanted: str) -> bool:
+    """Whether the names, numbers and common verbs that both hold follow each other alike, from
+    whichever one starts."""
+    capitals = [
+        {token for word in text.split()[1:] if word[:1].isupper() for token in tokens(word)}
+        for text in (found, wanted)
+    ]
+    sides = [
+        [
+            _SYNONYMS.get(token, token)
+            for token in tokens(text)
+            if (token in capitals[0] | capitals[1] and token not in dates.MONTHS)
+            or token in _SYNONYMS
+            or token.isdigit()
+        ]
+        for text in (found, wanted)
+    ]
+    both = set(sides[0]) & set(sides[1])
+    one, other = ([token for token in side if token in both] for side in sides)
+    if len(one) != len(other) or len(one) > MAX_WORDS:
+        return False
+    return not one or any(one[turn:] + one[:turn] == other for turn in range(len(one)))
+
+
+def _subjects(text: str) -> set[str]:
+    """The capitalised words, but the first, before the verb."""
+    verb = _VERB.search(text)
+    words = text[: verb.start() if verb is not None else 0].split()[1:]
+    return {token for word in words if word[:1].isupper() for token in tokens(word)}
+
+
+def _is_copular(*texts: str) -> bool:
+    return all(re.search(rf"\b{_BE}\b", text) for text in texts)
+
+
+def _turns(one: str, other: str) -> bool:
+    where = _WHERE.fullmatch(one)
+    if where is not None:
+        straight = f"{where['what']} in {where['place']}"
+        if _content(straight) == _content(other):
+            return True
+    passive = _PASSIVE.fullmatch(one)
+    if passive is None:
+        return False
+    subject, verb, objects = map(_content, passive.group("subject", "verb", "object"))
+    words = _content(other)
+    if len(words) != len(subject) + 1 + len(objects) or not subject or not objects:
+        return False
+    middle = words[len(subject)]
+    return (
+        words[: len(subject)] == subject
+        and words[len(subject) + 1 :] == objects
+        and _stem(middle) == _stem(verb[0] if verb else "")
+    )
+
+
+def _content(text: str) -> list[str]:
+    found = (token for token in tokens(text) if token not in _FILLERS)
+    return [_SYNONYMS.get(token, singular(token)) for token in found]
+
+
+def _stem(verb: str) -> str:
+    """The consonants of a verb without its ending: sings, sang and sung are one."""
+    bare = re.sub(r"[aeiou]", "", re.sub(r"(?:s|d|n)$", "", verb[1:]))
+    return verb[:1] + re.sub(r"(.)\1", r"\1", bare)

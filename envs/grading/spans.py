@@ -1,31 +1,39 @@
-"""What is neither one number nor one date: 7 to 10 percent, at most 30, the mid-18th century."""
+"""What is neither one number nor one date: 7 to 10 percent, March 3-5, at most 30, after 1850, once
+every five years, the mid-18th century."""
 
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from msgspec.structs import replace
 
-from envs.grading.numbers import leading_number
+from envs.grading import dates
+from envs.grading.numbers import leading_number, words_as_digits
 from envs.grading.quantities import Quantity, quantity, same_quantity
 
 MAX_CHARS = 120
 
-_BETWEEN = re.compile(r"\s+(?:to|until|till|through|and)\s+|\s*-\s*", re.IGNORECASE)
-_START = re.compile(r"(from|between)\s+", re.IGNORECASE)
+# Between two ends.
+
+_BETWEEN = re.compile(
+    r"\s+(?:up\s+)?(?:to|until|till|through|thru)\s+|\s+and\s+|\s*(?:-|~|\u81f3|\u5230)\s*",
+    re.IGNORECASE,
+)
+_START = re.compile(
+    r"(?:lasted |ran |lasting |running |ranging )?(from|between|anywhere between|\u4ece)\s*(?=\S)",
+    re.IGNORECASE,
+)
+_BOTH_YEARS = re.compile(r"(\d{2})(\d{2})\s*-\s*(\d{2})")
+
+Ends = tuple[Quantity, Quantity]
+Days = tuple[frozenset[dates.Date], frozenset[dates.Date]]
 
 
-def span(text: str) -> tuple[Quantity, Quantity] | None:
+def span(text: str) -> Ends | None:
     """The two ends of 1870 to 1939, 5-10 years or between 7% and 10%; None for anything else."""
-    if len(text) > MAX_CHARS:
-        return None
-    start = _START.match(text)
-    text = text[start.end() :] if start is not None else text
-    is_between = start is not None and start[1].lower() == "between"
-    for match in _BETWEEN.finditer(text):
-        if match[0].strip().lower() == "and" and not is_between:
-            continue
-        low, high = quantity(text[: match.start()]), quantity(text[match.end() :])
+    for start, end in _ends(text):
+        low, high = quantity(start), quantity(end)
         if low is None or high is None:
             continue
         if not low.has_unit:  # 7 to 10 percent
@@ -35,18 +43,98 @@ def span(text: str) -> tuple[Quantity, Quantity] | None:
     return None
 
 
-def same_span(one: tuple[Quantity, Quantity], other: tuple[Quantity, Quantity]) -> bool:
+def same_span(one: Ends, other: Ends) -> bool:
     """Whether both ends are the same."""
     return all(same_quantity(*pair) for pair in zip(one, other, strict=True))
 
 
+def days(text: str) -> Days | None:
+    """The first and the last day, or month, of June 3 to July 5, 2014, or March 3-5, 2014."""
+    for start, end in _ends(text):
+        whole = _completed(start, end)
+        first, last = (dates.dates(side) for side in whole)
+        if first and last:
+            return first, last
+    return None
+
+
+def same_days(one: Days, other: Days) -> bool:
+    """Whether both ends may mean the same days."""
+    return all(bool(a & b) for a, b in zip(one, other, strict=True))
+
+
+def _ends(text: str) -> list[tuple[str, str]]:
+    """Each way to cut the text in a start and an end."""
+    if len(text) > MAX_CHARS:
+        return []
+    start = _START.match(text)
+    text = text[start.end() :] if start is not None else text
+    is_between = start is not None and "between" in start[1].lower()
+    years = _BOTH_YEARS.fullmatch(text)
+    if (
+        years is not None
+        and years[2] < years[3]
+        and years[1] in ("15", "16", "17", "18", "19", "20")
+    ):
+        text = f"{years[1]}{years[2]}-{years[1]}{years[3]}"  # 1914-18
+    found = []
+    for match in _BETWEEN.finditer(text):
+        if match[0].strip().lower() == "and" and not is_between:
+            continue
+        found.append((text[: match.start()], text[match.end() :]))
+    return found
+
+
+_HAN_YEAR = re.compile("(\\d{4}\u5e74)(\\d{1,2}\u6708)?.*")
+_YEAR = re.compile(r"\b\d{4}\b")
+_MONTH_NAME = re.compile(rf"\b(?:{dates.MONTH})", re.IGNORECASE)
+
+
+def _completed(start: str, end: str) -> tuple[str, str]:
+    """Both ends with the month and the year that one of them leaves out."""
+    han = _HAN_YEAR.match(start)
+    if han is not None:
+        return start if start[-1] in "\u65e5\u53f7\u6708" else f"{start}\u65e5", _han_end(han, end)
+    months = _MONTH_NAME.search(start), _MONTH_NAME.search(end)
+    if months[0] is None and months[1] is not None:  # 3 to 5 March 2014
+        start = f"{start} {months[1][0]}"
+    if months[0] is not None and months[1] is None:  # March 3 to 5, 2014
+        end = f"{months[0][0]} {end}"
+    years = _YEAR.search(start), _YEAR.search(end)
+    if years[0] is None and years[1] is not None:
+        start = f"{start} {years[1][0]}"
+    return start, end
+
+
+def _han_end(start: re.Match[str], end: str) -> str:
+    if "\u5e74" in end:
+        return end
+    return f"{start[1]}{end}" if "\u6708" in end else f"{start[1]}{start[2] or ''}{end}"
+
+
+# Open on one side.
+
 _BOUNDS = (
-    ("most", r"(?:(?:at|the) most|up to|no more than|not more than|a maximum of|maximum)\s+(.+)"
-             r"|(.+?)\s+(?:or (?:less|fewer)|at most|maximum)"),
-    ("least", r"(?:at least|no (?:less|fewer) than|not (?:less|fewer) than|a minimum of|minimum)"
-              r"\s+(.+)|(.+?)\s+(?:or (?:more|greater)|at least|minimum)"),
-    ("over", r"(?:more than|over|greater than|above|exceeding|in excess of)\s+(.+)"),
-    ("under", r"(?:less than|fewer than|under|below)\s+(.+)"),
+    ("most", r"(?:(?:at|the) (?:very )?most|up to|no (?:more|greater|longer|later) than|not (?:more"
+             r"|greater) than|(?:with )?a maximum(?: of)?|maximum|not exceeding|\\le"
+             r"|\u6700\u591a|\u81f3\u591a|\u4e0d\u8d85\u8fc7)\s*(?P<end>.+)"
+             r"|(?P<start>.+?)\s*(?:or (?:less|fewer|under|below)|at (?:the )?most|maximum"
+             r"|\u4ee5\u5185)"),
+    ("least", r"(?:at (?:the very )?least|no (?:less|fewer|earlier) than|not (?:less|fewer) than"
+              r"|(?:with )?a minimum(?: of)?|minimum|upwards? of|\\ge"
+              r"|\u81f3\u5c11|\u6700\u5c11|\u4e0d\u5c11\u4e8e|\u4e0d\u4f4e\u4e8e)\s*(?P<end>.+)"
+              r"|(?P<start>.+?)\s*(?:(?:or|and) (?:more|greater|above|over|older|up)|at least"
+              r"|minimum|\u4ee5\u4e0a)"),
+    ("over", r"(?:more than|over|greater than|above|exceeding|in excess of|higher than|>"
+             r"|\u8d85\u8fc7|\u591a\u4e8e)\s*(?P<end>.+)|(?P<start>.+?)\s*(?:-?plus|\+)"),
+    ("under", r"(?:less than|fewer than|under|below|lower than|smaller than|<"
+              r"|\u5c11\u4e8e|\u4e0d\u5230|\u4f4e\u4e8e)\s*(?P<end>.+)"),
+    ("after", r"(?:(?:sometime |some time )?after|later than|following|subsequent to|post-?)\s*"
+              r"(?P<end>.+)|(?P<start>.+?)\s*(?:\u5e74\u4e4b\u540e|\u4e4b\u540e|\u4ee5\u540e|\u540e)"),
+    ("before", r"(?:(?:sometime |some time )?before|earlier than|prior to|ahead of|pre-?)\s*"
+               r"(?P<end>.+)|(?P<start>.+?)\s*(?:\u4e4b\u524d|\u4ee5\u524d|\u524d)"),
+    ("since", r"(?:ever )?since\s*(?P<end>.+)|(?:starting|beginning) (?:in|from|on)\s*(?P<last>.+)"
+              r"|from\s+(?P<start>.+?)\s+(?:on|onwards?|forward)"),
 )  # fmt: skip
 _BOUND_FORMS = [(name, re.compile(form, re.IGNORECASE | re.DOTALL)) for name, form in _BOUNDS]
 
@@ -60,12 +148,50 @@ def bound(text: str) -> tuple[str, str] | None:
     return None
 
 
+# How often.
+
+_TIMES = {"once": 1, "twice": 2, "thrice": 3}
+_ADVERBS = {
+    "hourly": "hour", "daily": "day", "weekly": "week", "monthly": "month", "quarterly": "3 months",
+    "yearly": "year", "annually": "year", "annual": "year", "fortnightly": "2 weeks",
+    "semiannually": "6 months", "biennially": "2 years", "biennial": "2 years",
+}  # fmt: skip
+_OFTEN = re.compile(
+    r"(?:(?P<times>once|twice|thrice|(?P<count>\d{1,4}) times?)\s+)?"
+    r"(?:(?P<every>every|each|per|in every)\s+|(?P<one>an?|in an?|a single)\s+|\u6bcf)"
+    r"(?P<other>other\s+|second\s+|2nd\s+)?(?P<period>\d{1,4}(?:rd|th)?\s*)?(?P<unit>\w+)"
+)
+
+
+def frequency(text: str) -> tuple[Fraction, str] | None:
+    """Times in one of a unit of time: every five years, once every 5 years, twice a year, daily."""
+    text = words_as_digits(text.lower().strip()) if len(text) <= MAX_CHARS else ""
+    if text in _ADVERBS:
+        text = f"every {_ADVERBS[text]}"
+    match = _OFTEN.fullmatch(text)
+    if match is None or (match["one"] and not match["times"]):
+        return None
+    unit = quantity(f"1 {match['unit']}")
+    if unit is None or [name for name, _ in unit.dimension] != ["second"]:
+        return None
+    times = Fraction(match["count"] or _TIMES.get(match["times"] or "", 1))
+    period = Fraction(re.sub(r"\D", "", match["period"] or "") or 1) * (2 if match["other"] else 1)
+    return (times / (period * unit.factor), "second") if period else None
+
+
+# Centuries and decades.
+
 _PERIOD = re.compile(
-    r"(?:in\s+)?(?:the\s+)?(?:(early|beginning|start|mid|middle|late|end)(?:[\s-]+(?:part\s+)?)"
-    r"(?:of\s+)?(?:the\s+)?)?(?:(\w+(?:[\s-]\w+)?)[\s-]+century|(\d{2,3}0)s)(?:\s+(bc|bce|ad|ce))?",
+    r"(?:(?:in|during)\s+)?(?:the\s+)?(?:(early|beginning|start|mid|middle|late|end|first half"
+    r"|second half|2nd half|1st half|latter half|turn)(?:[\s-]+(?:part\s+|years\s+)?)"
+    r"(?:of\s+)?(?:the\s+)?)?"
+    r"(?:(\w+(?:[\s-]\w+)?)[\s-]+century|(\d{2,3}0|[1-9]0(?=s))'?s)(?:\s+(bc|bce|ad|ce))?",
     re.IGNORECASE,
 )
-_PARTS = {"beginning": "early", "start": "early", "middle": "mid", "end": "late"}
+_PARTS = {
+    "beginning": "early", "start": "early", "middle": "mid", "end": "late",
+    "1st half": "first half", "2nd half": "second half", "latter half": "second half",
+}  # fmt: skip
 
 
 def period(text: str) -> tuple[str, int, int, bool] | None:

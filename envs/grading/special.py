@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from pathlib import Path
 
 from envs.grading.words import tokens
 
-_TRUTH = {
-    "yes": True, "true": True, "no": False, "false": False,
-    "yep": True, "yeah": True, "nope": False, "correct": True, "incorrect": False,
-    "\u662f": True, "\u5bf9": True, "\u6b63\u786e": True, "\u5426": False, "\u9519": False,
-    "\u4e0d\u662f": False, "\u9519\u8bef": False,
-}  # fmt: skip
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TRUTH = {word: says == "yes" for says, words in _TABLES.items() for word in words}
 _SPECIAL = (
     ("nothing",
      r"(?:there (?:is|are) )?no (?:real |valid |integer )?(?:solutions?|roots?)(?: exists?)?"
@@ -25,11 +23,15 @@ _SPECIAL = (
      r"|\(-\s*\\infty,\s*\+\s*\\infty\)|(?:the )?real numbers"),
 )  # fmt: skip
 _SPECIAL_FORMS = [(name, re.compile(form, re.IGNORECASE)) for name, form in _SPECIAL]
+_NO_ANSWER = re.compile(
+    r"no (?:idea|clue|answer|information|one|evidence|data)\b|no,? (?:but|wait)\b"
+)
 _CLAIM = re.compile(r"^(?:the|this|that) (?:claim|statement|answer|proposition) is ")
 
 
 _SHORT_TRUTH = re.compile(
-    r"(?:they|it|he|she|both|we|these|those)\s+(?:are|is|was|were|did|do|does|has|have|had|can|could)"
+    r"(?:they|it|he|she|both|we|these|those|they both|both of them)\s+"
+    r"(?:are|is|was|were|did|do|does|has|have|had|can|could)(?: both)?"
     r"\s*(not|n't)?|(?P<bare>not)"
 )
 
@@ -41,12 +43,14 @@ def truth(text: str) -> bool | None:
 
 def truth_of(found: str) -> bool | None:
     """What an answer says, alone or as the first word of a sentence that does not say both."""
-    low = found.lower()
+    low = found.lower().strip(" .!")
     if low in _TRUTH:
         return _TRUTH[low]
     short = _SHORT_TRUTH.fullmatch(low)
     if short is not None:
         return short[1] is None and short["bare"] is None
+    if _NO_ANSWER.match(low):
+        return None
     words = tokens(_CLAIM.sub("", low))
     first = _TRUTH.get(words[0]) if words else None
     if first is None or any(_TRUTH.get(word) is (not first) for word in words[1:]):

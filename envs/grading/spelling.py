@@ -54,7 +54,9 @@ _LATEX = (
     ),
     (re.compile(r"\\sqrt\s*([0-9A-Za-z])"), r"\\sqrt{\1}"),
 )
+_BOLD = re.compile(r"(?<![\w)}*])\*\*([^*\n]+)\*\*(?![\w({*])")
 _WRAPPERS = (
+    re.compile(r'\{\s*"\w+"\s*:\s*"?([^{}"]*)"?\s*\}'),
     re.compile(r"\$\$(.*)\$\$", re.DOTALL),
     re.compile(r"\$([^$]*[^$\s][^$]*)\$", re.DOTALL),
     re.compile(r"\\\((.*)\\\)", re.DOTALL),
@@ -67,18 +69,24 @@ _WRAPPERS = (
     re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"),
 )
 _LEAD_IN = re.compile(
-    r"(?:in|on|at|by)\s+(?=(?:the year )?\d)"
+    r"(?:in|on|at)\s+(?=(?:the year )?\d)"
     r"|(?:(?:so|thus|therefore|hence)\b,?\s*)?"
     r"(?:(?:the|my|our)\s+)?(?:final\s+|correct\s+)?(?:answer|result|solution)"
     r"\s*(?:\bis\b|\bare\b|\bequals\b|=|:)+(?:\s*:)?\s*"
     r"|(?:it\s+is|it's|that\s+is|they\s+are)\s+"
-    r"|(?:definitely|certainly|clearly|simply|exactly|precisely|indeed)\s+(?=\S)"
+    r"|(?:definitely|certainly|clearly|simply|exactly|precisely|indeed|just"
+    r"|surely|undoubtedly|obviously|a total of|namely)\s+(?=\S)"
+    r"|(?:no|neither|not) (?:more|fewer|less) (?:and|or|nor) (?:no |not )?"
+    r"(?:more|fewer|less) than\s+"
     r"|(?:so|thus|therefore|hence),?\s+(?=\S)"
+    r"|(?:\u516c\u5143|\u662f|\u4e3a|\u5728|\u4e8e|\u76f8\u5dee)(?=[\d\u96f6\u3007\u4e00\u4e8c\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d\u5341\u4e24])"
+    r"|(?:none other than|no other than|nothing but|none but|the so-called)\s+(?=\S)"
+    r"|(?:\u4e00\u5171|\u603b\u5171|\u5171\u8ba1|\u5408\u8ba1|\u5171)(?:\u6709|\u662f|\u4e3a)?\s*(?=\S)"
     r"|\u6700\u7ec8\u7b54\u6848(?:\u662f|\u4e3a|:)?\s*|\u7b54\u6848?(?:\u662f|\u4e3a|:)\s*",
     re.IGNORECASE,
 )
 _APPROXIMATELY = re.compile(
-    r"(?:\\approx|\\sim|approximately|approx\.?|about|around|roughly|nearly|almost|\u5927\u7ea6|\u7ea6|~)"
+    r"(?:\\approx|\\sim|approximately|approx\.?|about|around|roughly|nearly|almost|circa|(?-i:ca?\.)|\u5927\u7ea6|\u7ea6|~)"
     r"\s*(?=[\d$.\\-])",
     re.IGNORECASE,
 )
@@ -99,7 +107,7 @@ def unify(text: str) -> str:
 
 def clean(text: str) -> str:
     """An answer without its wrappers: LaTeX delimiters, boxes, bold, lead-ins, a full stop."""
-    text = unify(text).strip()
+    text = _BOLD.sub(r"\1", unify(text).strip())
     for _ in range(6):  # wrappers nest: **$\boxed{5}$.**
         before = text
         text = _strip_once(text)
@@ -117,7 +125,8 @@ def squashed(text: str) -> str:
     """The cleaned text without spaces and optional braces, to compare as a string."""
     text = re.sub(r"\s+", "", text)
     text = re.sub(r"\{([0-9A-Za-z])\}", r"\1", text)
-    return text.replace("_", "").replace(r"\cdot", "*").replace(r"\times", "*")
+    text = re.sub(r"(?<!\d)_|_(?!\d)", "", text)
+    return text.replace(r"\cdot", "*").replace(r"\times", "*")
 
 
 def words_of(text: str) -> str:

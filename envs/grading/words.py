@@ -8,26 +8,23 @@ import unicodedata
 from collections import Counter
 from pathlib import Path
 
-from envs.grading.numbers import CARDINALS, ORDINALS
+from envs.grading.numbers import words_as_digits
 from envs.grading.spelling import unify, words_of
 
-_SHORT: dict[str, str] = tomllib.loads(
-    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-)["short"]
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_SHORT: dict[str, str] = _TABLES["short"]
+_PLURALS: dict[str, str] = _TABLES["plurals"]
+_STROKES: dict[str, str] = _TABLES["strokes"]
+_VOWELS: dict[str, str] = _TABLES["vowels"]
+_INITIALS = re.compile(r"\b((?:[a-z]\.)+[a-z]\b\.?|(?:[a-z]\.){2,}|ph\.\s?d\b\.?)")
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _CJK_CHARACTER = re.compile(f"[{_CJK}]")
 _TOKEN = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
-_ROMAN = {
-    numeral: str(number)
-    for number, numeral in enumerate(
-        str.split("ii iii iv v vi vii viii ix x xi xii xiii xiv xv xvi xvii xviii xix xx"),
-        start=2,
-    )
-    if numeral not in ("v", "x")
-}
-_SAME = {"&": "and", "st": "saint", "mt": "mount", "vs": "versus", **_SHORT, **_ROMAN}
+_ROMAN_NUMERAL = re.compile(r"(?=[ivxl]{2})(xl|l?x{0,3})(ix|iv|v?i{0,3})([a-e]?)")
+_ROMAN_DIGITS = {"i": 1, "v": 5, "x": 10, "l": 50}
+_SAME = {"&": "and", "st": "saint", "mt": "mount", "vs": "versus", **_SHORT}
 ROMAN_LETTERS = {"i": "1", "v": "5", "x": "10"}  # numerals behind a name only: Saturn V
-_NUMBER_WORDS = {word: str(number) for word, number in CARDINALS.items() if number <= 20}
+_ORDINAL = re.compile(r"(\d+)(?:st|nd|rd|th)")
 _EXCLUSIVE = frozenset({"yes", "no", "noanswer"})
 
 
@@ -59,26 +56,58 @@ def token_f1(found: list[str], wanted: list[str]) -> float:
 def tokens(text: str) -> list[str]:
     """Words in one form: no case, accents, punctuation or articles; numerals as digits."""
     text = re.sub(r"\\[a-zA-Z]+", " ", unify(text)).casefold()
-    text = re.sub(r"(?<=\w)'s\b", "s", text).replace("&", " and ")
+    text = re.sub(r"(?<=\w)'s\b", "", text).replace("&", " and ")
     text = re.sub(r"(?<=\w) vs?\. (?=\w)", " versus ", text)
-    text = re.sub(
-        r"\b((?:[a-z]\.)+[a-z]\b\.?|(?:[a-z]\.){2,})", lambda match: match[0].replace(".", ""), text
-    )
+    text = re.sub(r"\bno\.?\s*(?=\d)|#\s*(?=\d)", "number ", text)
+    text = _INITIALS.sub(lambda match: match[0].replace(".", ""), text)
     text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
-    text = text.replace("'", "")
-    plain = "".join(
-        sign for sign in unicodedata.normalize("NFD", text) if not unicodedata.combining(sign)
+    found = _TOKEN.findall(
+        words_as_digits(without_accents(text.replace("'", ""))).replace("_", " ")
     )
-    plain = unicodedata.normalize("NFC", plain)
-    found = [_SAME.get(token, token) for token in _TOKEN.findall(plain.replace("_", " "))]
+    found = [_SAME.get(token, _with_number(token)) for token in found]
     for place in range(1, len(found)):
         is_numeral = found[place] != "i" or place == len(found) - 1
         if is_numeral and found[place - 1].isalpha():
             found[place] = ROMAN_LETTERS.get(found[place], found[place])
-    if len(found) > 1 and found[-1] in ORDINALS:  # Elizabeth the Second
-        found[-1] = str(ORDINALS[found[-1]])
-    kept = [_NUMBER_WORDS.get(token, token) for token in found if token not in ("a", "an", "the")]
+    if len(found) > 1:  # Elizabeth the Second
+        found[-1] = _ORDINAL.sub(r"\1", found[-1])
+    kept = [token for token in found if token not in ("a", "an", "the")]
     return kept or found
+
+
+def without_accents(text: str) -> str:
+    """Letters without marks and strokes: Toghon Temur, Lodz, strasse."""
+    text = "".join(_STROKES.get(sign, sign) for sign in text)
+    kept = (sign for sign in unicodedata.normalize("NFD", text) if not unicodedata.combining(sign))
+    return unicodedata.normalize("NFC", "".join(kept))
+
+
+def transliterated(text: str) -> str:
+    """German and Nordic vowels with two letters: Ergaenzung, Soeren, Aarhus."""
+    return "".join(_VOWELS.get(sign, sign) for sign in unicodedata.normalize("NFC", text))
+
+
+def _with_number(token: str) -> str:
+    """XXXIII as 33, IIIE (of a rocket) as 3e."""
+    match = _ROMAN_NUMERAL.fullmatch(token)
+    if match is None:
+        return token
+    values = [_ROMAN_DIGITS[sign] for sign in match[1] + match[2]]
+    pairs = zip(values, [*values[1:], 0], strict=True)
+    return f"{sum(value if value >= after else -value for value, after in pairs)}{match[3]}"
+
+
+def singular(token: str) -> str:
+    """A plain plural without its ending."""
+    if token in _PLURALS:
+        return _PLURALS[token]
+    if len(token) > 4 and token.endswith(("xes", "zes", "ches", "shes", "sses")):
+        return token[:-2]
+    if len(token) > 4 and token.endswith("ies"):
+        return token[:-3] + "y"
+    if len(token) > 3 and token.endswith("s") and not token.endswith(("ss", "us", "is")):
+        return token[:-1]
+    return token
 
 
 _FUNCTIONS = frozenset(

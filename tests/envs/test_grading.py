@@ -134,7 +134,7 @@ async def test_wrong(gold: str, answer: str) -> None:
         ("x^2+2x+1", "(x+1)^2", True),
         (r"\frac{\sqrt{3}}{2}", r"\frac{1}{2}\sqrt3", True),
         ("y = 2x + 3", "2x - y + 3 = 0", True),
-        (r"(3, \infty)", "x > 3", True),
+        (r"(-\infty, 2) \cup (3, \infty)", r"\mathbb{R} \setminus [2,3]", True),
         (r"\sqrt{-1}", "i", True),
         (r"\sqrt{2}", "1.41421356237", False),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}", True),
@@ -246,7 +246,7 @@ def test_half_of_the_fresh_pairs_is_held_out() -> None:
     assert not golds[0] & golds[1]
     forms = [Counter((row.kind, row.label) for row in half) for half in found]
     assert all(abs(forms[0][form] - forms[1][form]) <= 4 for form in forms[0] | forms[1])
-    seen = [both[number - 1] for number in pairs.READ_BEFORE]
+    seen = [both[number - 1] for number in pairs.READ_BEFORE[20261122]]
     assert all(row in found[0] for row in seen)
 
 

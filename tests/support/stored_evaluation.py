@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from envs.grading.words import is_wordy
 from envs.grading.spelling import clean
+from envs.grading.words import is_wordy
 from launchers.evaluation.config import resolve_sets
 from launchers.evaluation.store import CONFIG_FILE, ROWS_FILE, EvalRow, Saved
 

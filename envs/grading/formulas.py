@@ -1,0 +1,340 @@
+r"""Formulas in one form: as Python or in words, vectors, sums of a few terms, inequalities.
+
+All is rewritten to what math-verify reads: x**2 and x squared as x^{2}, 2i - 3j as a column, x > 2
+and all real numbers greater than 2 as (2,\infty), 40 in base nine as 40_9.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from itertools import pairwise
+
+from envs.grading.numbers import as_number, words_as_digits
+from envs.grading.quantities import quantity
+from envs.grading.units import Unit
+
+MAX_CHARS = 400
+MAX_TERMS = 30
+
+
+def formulas(found: str, wanted: str) -> tuple[str, str] | None:
+    """Both texts rewritten, without a unit that one of them leaves out; None for two units."""
+    (answer, unit), (gold, other) = _measured(found), _measured(wanted)
+    if unit is not None and other is not None and unit != other:
+        return None
+    answer, gold = formula(answer), formula(gold)
+    if _COLUMN.fullmatch(gold) and _ROW.fullmatch(answer):
+        answer = _column(answer[1:-1].split(","))
+    if _COLUMN.fullmatch(answer) and _ROW.fullmatch(gold):
+        gold = _column(gold[1:-1].split(","))
+    return answer, gold
+
+
+_COLUMN = re.compile(r"\\begin\s*\{[pb]matrix\}[^&]*\\\\[^&]*\\end\s*\{[pb]matrix\}")
+_ROW = re.compile(r"[(\[][^()\[\]]*,[^()\[\]]*[)\]]")
+_MEASURED = re.compile(r"(.*\\[a-z].*?)\s+([A-Za-z\N{DEGREE SIGN}][A-Za-z./^{}\d ]{0,40})")
+_NO_UNITS = re.compile(r"(?:square |sq\.? |cubic )?units?(?:\^\{?[23]\}?)?")
+
+
+def _measured(text: str) -> tuple[str, Unit | None]:
+    r"""An expression and the unit behind it: 5\sqrt{3} cm."""
+    match = _MEASURED.fullmatch(text) if len(text) <= MAX_CHARS else None
+    if match is None:
+        return text, None
+    if _NO_UNITS.fullmatch(match[2]):
+        return match[1], None
+    is_name = len(match[2]) > 1 or match[2] == "m"
+    amount = quantity(f"1 {match[2]}") if is_name else None
+    if amount is None or not amount.dimension or amount.words:
+        return text, None
+    return match[1], Unit(amount.dimension, amount.factor)
+
+
+def formula(text: str) -> str:
+    """A cleaned answer, rewritten; as it is when no rule knows it."""
+    if len(text) > MAX_CHARS:
+        return text
+    text = _from_words(_from_python(text))
+    text = _RATIO.sub(r"\\frac{\1}{\2}", _in_radians(_with_base(text)))
+    return interval(vector(expanded(text))).strip()
+
+
+# Python, words.
+
+_PYTHON = (
+    (re.compile(r"\*\*\s*\(([^()]*)\)"), r"^{\1}"),
+    (re.compile(r"\*\*\s*(-?\w+)"), r"^{\1}"),
+    (re.compile(r"\*\*"), "^"),
+    (re.compile(r"\^\(([^()]*)\)"), r"^{\1}"),
+    (re.compile(r"(?<![A-Za-z\\])Rational\((-?\d+),\s*(\d+)\)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"(?<![A-Za-z\\])exp\(([^()]*)\)"), r"e^{\1}"),
+    (re.compile(r"(?<=[\d*])\s*\*?\s*I(?![A-Za-z])"), "i"),
+    (re.compile(r"(?<![A-Za-z\\])oo(?![A-Za-z])"), r"\\infty "),
+    (re.compile(r"(?<![A-Za-z\\])abs\(([^()]*)\)"), r"|\1|"),
+    (re.compile(r"\\(?:lvert|rvert|vert)(?![a-z])"), "|"),
+)
+_MATRIX = re.compile(r"(?:(?:Matrix|np\.array|array)\()?\[(\[[^\[\]]*\](?:,\s*\[[^\[\]]*\])*)\]\)?")
+_ATOM = r"(?:\\?[A-Za-z]+(?:\{[^{}]*\})*|\d+(?:\.\d+)?|\([^()]*\)|[A-Za-z])"
+_WORDS = (
+    (re.compile(rf"(?:the )?(?:positive )?(?:square )?root of ({_ATOM})"), r"\\sqrt{\1}"),
+    (re.compile(rf"(?:the )?cube root of ({_ATOM})"), r"\\sqrt[3]{\1}"),
+    (re.compile(rf"(?<=\d) (?:square )?root ({_ATOM})"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<=[\w)}]) squared\b"), "^{2}"),
+    (re.compile(r"(?<=[\w)}]) cubed\b"), "^{3}"),
+    (re.compile(r" to the (?:power of )?(-?\d+)(?:[snrt][tdh])?(?: power)?\b"), r"^{\1}"),
+    (re.compile(r"\btimes\b|\bmultiplied by\b"), r"\\cdot "),
+    (re.compile(rf"({_ATOM}) (?:over|divided by) ({_ATOM})"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\bplus or minus\b"), r"\\pm "),
+    (re.compile(r"\bplus\b"), "+"),
+    (re.compile(r"\b(?:minus|negative)\b"), "-"),
+    (re.compile(r"\b(?:is )?equals?(?: to)?\b"), "="),
+    (re.compile(r"\b(?:is )?(?:strictly )?greater than or equal to\b|\bis at least\b"), r"\\ge "),
+    (re.compile(r"\b(?:is )?(?:strictly )?less than or equal to\b|\bis at most\b"), r"\\le "),
+    (re.compile(r"\b(?:is )?(?:strictly )?(?:greater|more|larger) than\b"), ">"),
+    (re.compile(r"\b(?:is )?(?:strictly )?(?:less|smaller) than\b"), "<"),
+    (re.compile(r"\bis not equal to\b"), r"\\ne "),
+    (re.compile(r"\binfinity\b"), r"\\infty "),
+    (re.compile(r"\bdegrees?\b"), "\N{DEGREE SIGN}"),
+)  # fmt: skip
+
+
+def _from_python(text: str) -> str:
+    for pattern, form in _PYTHON:
+        text = pattern.sub(form, text)
+    matrix = _MATRIX.fullmatch(text)
+    if matrix is not None:
+        rows = re.findall(r"\[([^\[\]]*)\]", matrix[1])
+        text = _column([row.replace(",", " & ") for row in rows])
+    return text
+
+
+def _from_words(text: str) -> str:
+    if re.search(r"[a-z]{4}", text) is None:
+        return text
+    text = words_as_digits(text)
+    for pattern, form in _WORDS:
+        text = pattern.sub(form, text)
+    return text
+
+
+_BASE = re.compile(
+    r"([0-9A-Z]+)(?:\s+in)?\s*[,(]?\s*(?:in )?base[\s-]*(\d{1,2})\)?"
+    r"|base[\s-]*(\d{1,2})[:\s]+([0-9A-Z]+)"
+)
+_RATIO = re.compile(r"^(\d{1,9})\s*(?::|to)\s*([1-9]\d{0,8})$")
+_ANGLE = re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc))\s*[({]?(\d{1,4})\s*\N{DEGREE SIGN}[)}]?")
+
+
+def _with_base(text: str) -> str:
+    match = _BASE.fullmatch(text)
+    return text if match is None else f"{match[1] or match[4]}_{match[2] or match[3]}"
+
+
+def _in_radians(text: str) -> str:
+    return _ANGLE.sub(lambda match: rf"{match[1]}(\frac{{{match[2]}\pi}}{{180}})", text)
+
+
+# Vectors.
+
+_UNIT_VECTOR = (
+    r"\\(?:mathbf|hat|vec|boldsymbol|bm)\s*\{\s*\\?(?:mathbf\s*\{)?\s*([ijk])(?:math)?\s*\}{1,2}"
+)
+_TERM = re.compile(r"([+-]?)([^+-]*?)\s*(?:\\cdot|\*)?\s*<([ijk])>")
+_ANGLES = re.compile(r"\\langle(.*)\\rangle", re.DOTALL)
+_TRANSPOSED = re.compile(
+    r"[(\[]([^()\[\]]*,[^()\[\]]*)[)\]]\s*\^\s*\{?\s*(?:T|\\top|\\intercal)\s*\}?"
+)
+
+
+def vector(text: str) -> str:
+    r"""3\mathbf{i} - \mathbf{j} + 2k, \langle 3, -1, 2 \rangle and (3, -1, 2)^T as a column."""
+    for form in (_ANGLES, _TRANSPOSED):
+        match = form.fullmatch(text)
+        if match is not None:
+            return _column(match[1].split(","))
+    plain = re.sub(_UNIT_VECTOR, r"<\1>", text)
+    if "<" not in plain or plain == text:
+        plain = re.sub(r"(?<![A-Za-z\\])([ijk])(?![A-Za-z])", r"<\1>", text)
+        if not {"<i>", "<j>", "<k>"} <= set(re.findall(r"<[ijk]>", plain)):
+            return text
+    plain = plain.replace(" ", "")
+    parts: dict[str, str] = {}
+    place = 0
+    for match in _TERM.finditer(plain):
+        if match.start() != place or match[3] in parts:
+            return text
+        place = match.end()
+        parts[match[3]] = f"{match[1].replace('+', '')}{match[2] or '1'}"
+    names = "ijk" if "k" in parts else "ij"
+    return _column([parts.get(name, "0") for name in names]) if place == len(plain) else text
+
+
+def _column(rows: list[str]) -> str:
+    lines = r" \\ ".join(row.strip() for row in rows)
+    return rf"\begin{{pmatrix}}{lines}\end{{pmatrix}}"
+
+
+# Sums.
+
+_SUM = re.compile(
+    r"\\sum\s*_\s*\{\s*([a-z])\s*=\s*(-?\d{1,3})\s*\}\s*\^\s*(?:\{\s*(\d{1,3})\s*\}|(\d))(.+)"
+)
+
+
+def expanded(text: str) -> str:
+    r"""\sum_{k=0}^{3} x^k as its terms, if the whole is one sum of a few."""
+    match = _SUM.fullmatch(text)
+    if match is None:
+        return text
+    name, first, last, body = match[1], int(match[2]), int(match[3] or match[4]), match[5].strip()
+    if not 0 < last - first + 1 <= MAX_TERMS or len(body) > 40:
+        return text
+    variable = re.compile(rf"(?<![A-Za-z\\]){name}(?![A-Za-z])|(?<=[\d^]){name}")
+    return " + ".join(
+        f"({variable.sub(lambda _, value=number: f'{{{value}}}', body)})"
+        for number in range(first, last + 1)
+    )
+
+
+# Inequalities and sets of numbers, as intervals.
+
+_SIGN = r"(?:<|>|\\le|\\ge|\\lt|\\gt)"
+_REALS = r"(?:\\mathbb\s*\{?\s*R\s*\}?|\\R|R)"
+_NAME = r"\\?[A-Za-z]+(?:\([a-z]\))?"
+_BUILDER = re.compile(
+    rf"\\?\{{\s*({_NAME})\s*(?:\\in\s*{_REALS}\s*)?(?:\\mid|\\vert|\||:|\\colon)\s*(.+?)\s*\\?\}}"
+)
+_ALL = re.compile(
+    r"(?:the set of |for )?(?:all |any |every )?(?:(?:real )?(?:numbers?|values?)|reals)(?: of)?"
+    rf"(?: {_NAME})?(?:,? (?:that|which) (?:are|is)| such that| with| where| for which)?"
+    rf"(?: {_NAME}(?= ?{_SIGN}))?",
+    re.IGNORECASE,
+)
+_FRENCH = re.compile(r"(?<![\w)])([\]\[])([^\[\](){},;]+[,;][^\[\](){},;]+)([\]\[])")  # ]2, 3[
+_LITERAL = re.compile(
+    r"[(\[][^()\[\]]+,[^()\[\]]+[)\]](?:\s*\\cup\s*[(\[][^()\[\]]+,[^()\[\]]+[)\]])*"
+)
+_EVERY = re.compile(rf"^(?:for )?(?:all|any|every) (?={_NAME}\s*{_SIGN})")
+_MEMBER = re.compile(rf"({_NAME})\s*\\in\s*(.+)")
+_CHAIN = re.compile(rf"(.+?)\s*({_SIGN})\s*({_NAME})\s*({_SIGN})\s*(.+)")
+_RIGHT = re.compile(rf"(?:{_NAME}\s*)?({_SIGN})\s*(.+)")
+_LEFT = re.compile(rf"(.+?)\s*({_SIGN})\s*({_NAME})")
+_NOT_EQUAL = re.compile(rf"({_NAME})\s*\\ne\s*(.+)")
+_EXCEPT = re.compile(
+    rf"(?:{_REALS}|\(-\\infty,\s*\\infty\)|(?:all |the )?(?:real numbers?|reals)(?: {_NAME})?)\s*"
+    r"(?:\\setminus|\\backslash|-|,? ?except(?: for)?|,? ?other than|,? ?excluding"
+    r"|,? ?but not)\s*(.+)",
+    re.IGNORECASE,
+)
+_BETWEEN = re.compile(
+    rf"(?:{_NAME} (?:is |lies )?)?between (.+?) and (.+?),?(?: \(?(inclusive|exclusive)\)?)",
+    re.IGNORECASE,
+)
+_UNION = re.compile(r"\s*(?:\\cup|\\lor|\\vee|\bor\b|\\text\s*\{\s*or\s*\})\s*", re.IGNORECASE)
+_BOTH = re.compile(r"\s*(?:\\land|\\wedge|\band\b|\\text\s*\{\s*and\s*\})\s*", re.IGNORECASE)
+_UNBOUND = r"\infty"
+
+
+def interval(text: str) -> str:
+    r"""x > 2, 1 \le x < 3, \{x : x > 2\}, x \ne 2, all real numbers but 2 as intervals."""
+    plain = text.replace(r"\lt", "<").replace(r"\gt", ">")
+    plain = re.sub(r"\\(?:left|right)(?![a-z])", "", plain).strip()
+    builder = _BUILDER.fullmatch(plain)
+    plain = builder[2] if builder is not None else plain
+    excluded = _EXCEPT.fullmatch(plain) or (_NOT_EQUAL.fullmatch(plain) if "," in plain else None)
+    if excluded is not None:
+        return _without(re.sub(r"^\\?\{|\\?\}$", "", excluded[excluded.lastindex or 1])) or text
+    plain = _FRENCH.sub(_bracketed, plain)
+    plain = _EVERY.sub("", plain)
+    stated = _ALL.match(plain)
+    if stated is not None and re.match(
+        rf"\s*{_SIGN}|\s*{_NAME}\s*{_SIGN}|\s*between", plain[stated.end() :]
+    ):
+        plain = plain[stated.end() :].strip()
+    if plain != text and _LITERAL.fullmatch(plain):
+        return plain
+    if builder is None and not re.search(rf"{_SIGN}|\\ne|\\in(?![a-z])|between", plain):
+        return text
+    parts = [_one_interval(part) for part in _UNION.split(plain)]
+    if not all(parts):
+        return text
+    return r" \cup ".join(part for part in parts if part)
+
+
+def _bracketed(match: re.Match[str]) -> str:
+    opening = "(" if match[1] == "]" else "["
+    return f"{opening}{match[2].replace(';', ',')}{')' if match[3] == '[' else ']'}"
+
+
+def _one_interval(text: str) -> str:
+    """One condition as an interval; "" if it is none."""
+    both = _BOTH.split(text)
+    if len(both) == 2 and "between" not in text:
+        ends = [_ends(_one_interval(part)) for part in both]
+        if not all(ends):
+            return ""
+        low = next((end for end in ends if _UNBOUND not in end[0]), ends[0])
+        high = next((end for end in ends if _UNBOUND not in end[1]), ends[1])
+        return f"{low[0]},{high[1]}" if low is not high else ""
+    between = _BETWEEN.fullmatch(text)
+    if between is not None:
+        opening, closing = "[]" if between[3].lower() == "inclusive" else "()"
+        return f"{opening}{between[1]},{between[2]}{closing}"
+    member = _MEMBER.fullmatch(text)
+    if member is not None:
+        return member[2]
+    unequal = _NOT_EQUAL.fullmatch(text)
+    if unequal is not None:
+        return _without(unequal[2])
+    chain = _CHAIN.fullmatch(text)
+    if chain is not None:
+        return _chained(chain)
+    right = _RIGHT.fullmatch(text)
+    if right is not None and not re.search(_SIGN, right[2]):
+        return _half(right[1], right[2])
+    left = _LEFT.fullmatch(text)
+    if left is not None and not re.search(_SIGN, left[1]):
+        return _half(_TURNED[left[2]], left[1])
+    return text if re.fullmatch(r"[(\[][^()\[\]]+,[^()\[\]]+[)\]]|\\\{[^{}]+\\\}", text) else ""
+
+
+_TURNED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
+
+
+def _chained(chain: re.Match[str]) -> str:
+    low, first, _, second, high = chain.groups()
+    if (first in ("<", r"\le")) != (second in ("<", r"\le")):
+        return ""
+    if first in (">", r"\ge"):
+        low, first, second, high = high, _TURNED[second], _TURNED[first], low
+    opening, closing = "(" if first == "<" else "[", ")" if second == "<" else "]"
+    return f"{opening}{low.strip()},{high.strip()}{closing}"
+
+
+def _half(sign: str, end: str) -> str:
+    end = end.strip()
+    if sign in (">", r"\ge"):
+        return f"{'(' if sign == '>' else '['}{end},{_UNBOUND})"
+    return f"(-{_UNBOUND},{end}{')' if sign == '<' else ']'}"
+
+
+def _ends(text: str) -> tuple[str, str]:
+    low, comma, high = text.partition(",")
+    return (low, high) if comma and "cup" not in text else ("", "")
+
+
+def _without(values: str) -> str:
+    """All real numbers but these."""
+    points = [point.strip() for point in re.split(r",\s*(?:and\s)?|\s+and\s+|\s+or\s+", values)]
+    if len(points) > 1:
+        numbers = [as_number(point) for point in points]
+        if None in numbers:
+            return ""
+        points = [point for _, point in sorted(zip(map(_fraction, points), points, strict=True))]
+    ends = [f"-{_UNBOUND}", *points, _UNBOUND]
+    return r" \cup ".join(f"({low},{high})" for low, high in pairwise(ends))
+
+
+def _fraction(point: str) -> Fraction:
+    return as_number(point) or Fraction(0)
