@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentenv.engines.server import Request, ServerLostError
+from agentenv.engines.sglang import SGLangAnswer
+from agentenv.engines.vllm import VLLMAnswer
+from agentenv.errors import EngineError
+from agentenv.types import SamplingParams, VersionSpan
 from tests.engines.dialogues import CLIENTS, play, read_dialogue
 from tests.engines.world import World
 
@@ -52,3 +58,30 @@ def streamed_by_sglang(events: list[Any]) -> tuple[list[int], list[float]]:
     """Without --incremental-streaming-output each event repeats the turn."""
     sampled = events[-1]["meta_info"]["output_token_logprobs"]
     return [token for _, token, _ in sampled], [logprob for logprob, _, _ in sampled]
+
+
+def test_tokens_and_logprobs_that_cannot_be_are_refused() -> None:
+    """They would fail in the learner, or in the entropies, far from who sent them."""
+    position = {"logprob": -0.5, "top_logprobs": [{"logprob": -0.5}]}
+    for token, logprob, kind in ((9, -0.5, EngineError), (-1, -0.5, EngineError),
+                                 (8, 1e308, ServerLostError)):  # fmt: skip
+        content = [{**position, "logprob": logprob, "top_logprobs": [{"logprob": logprob}]}]
+        event = {"choices": [{"token_ids": [token], "logprobs": {"content": content}}]}
+        answer = VLLMAnswer("s", "top_k", VersionSpan, 9)
+        with pytest.raises(kind):
+            answer.add(json.dumps(event).encode())
+
+
+@pytest.mark.parametrize("missing", ["output_top_logprobs", "output_token_logprobs"])
+def test_an_event_with_fewer_figures_than_tokens_is_lost(missing: str) -> None:
+    meta = {
+        "completion_tokens": 1,
+        "output_token_logprobs": [[-0.5, 3, None]],
+        "output_top_logprobs": [[[-0.5, 3, None]]],
+    }
+    request = Request("r", [1], SamplingParams(max_tokens=8))
+    for figures, lost in ((meta, False), ({**meta, missing: []}, True)):
+        answer = SGLangAnswer("s", request, 4, VersionSpan, 9)
+        event = json.dumps({"output_ids": [3], "meta_info": figures}).encode()
+        with pytest.raises(ServerLostError, match="missing") if lost else nullcontext():
+            answer.add(event)

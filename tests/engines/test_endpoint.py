@@ -43,6 +43,10 @@ def model_at(url: str, **keys: Any) -> ChatModel:
         b'{"choices": [{}]}',
         b'{"choices": [{"message": {"content": 5}}]}',
         b'{"choices": [{"message": {"content": "x"}}], "usage": 7}',
+        b'{"choices": [{"message": {}}], "usage": {"prompt_tokens": %s}}' % (b"9" * 400),
+        b'{"choices": [{"message": {}}], "usage": {"completion_tokens": 99999999999}}',
+        b'{"choices": [{"message": {"tool_calls": [{"index": 999999999}]}}]}',
+        b'{"choices": [{"message": {"tool_calls": [{"function": "search"}]}}]}',
     ],
 )
 def test_what_is_no_chat_completion_has_one_error(body: bytes) -> None:

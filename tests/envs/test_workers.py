@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from agentenv.errors import ConfigError, InfraError
+from agentenv.foreign import decode
 from envs.grading.layers import Layered
 from envs.grading.math import MathEquivalence
-from envs.workers import JobDiedError, JobRaisedError, JobStoppedError, WorkerPool
+from envs.workers import JobDiedError, JobRaisedError, JobStoppedError, WorkerPool, _frame
 from tests.support.warehouse import ROOT
 
 HANDLER = "tests.support.jobs:work"
@@ -86,6 +87,14 @@ async def test_a_job_that_fails_harms_no_other(
         await failing
     is_killed = error is not JobRaisedError
     assert pool.stats() == {"jobs/num_jobs": 4, "jobs/num_killed": is_killed}
+
+
+def test_what_messagepack_does_not_hold_becomes_text() -> None:
+    """The policy may write any number into the arguments that a grader gets to see."""
+    message = {"payload": [{"count": 10**30, "ratio": 0.5, "half": "a\ud800"}, -(2**63), -(10**30)]}
+    found = decode(_frame(message)[4:], packed=True)
+    assert found["payload"][0] == {"count": str(10**30), "ratio": 0.5, "half": "a\\ud800"}
+    assert found["payload"][1:] == [str(-(2**63)), str(-(10**30))]
 
 
 async def test_a_cancelled_job_gives_its_place_back(make_pool: Callable[..., WorkerPool]) -> None:
