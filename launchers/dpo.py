@@ -13,10 +13,12 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
 
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any
 
+from agentenv.errors import ConfigError
 from launchers.command import Work, make_parser, parse, run_command
 from launchers.config import TrainConfig
 from launchers.rundir import RunDirectory
@@ -38,15 +40,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("launchers/dpo.py", "Train a policy on preferences.", DPORunConfig)
     parser.add_argument(
         "--self-critic",
-        type=int,
-        default=0,
+        type=_rounds,
         metavar="N",
         help="N rounds on the policy's own answers; CONFIG is that of a training run",
     )
     arguments = parse(parser, argv)
-    if not arguments.self_critic:
+    if arguments.self_critic is None:
         return run_command(arguments, DPORunConfig, partial(train_supervised, Preference.of))
-    return run_command(arguments, TrainConfig, self_critic(arguments.self_critic))
+    return run_command(arguments, SelfCriticRunConfig, self_critic(arguments.self_critic))
+
+
+def _rounds(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ArgumentTypeError(f"expected a number of rounds, at least 1, found {text}")
+    return number
+
+
+class SelfCriticRunConfig(TrainConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The configuration of a training run that says what a round of the self-critic is."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.self_critic is None:
+            raise ConfigError(
+                "self_critic: --self-critic needs the table [self_critic], or one key of it, as "
+                "self_critic.num_questions=32"
+            )
 
 
 def self_critic(num_rounds: int) -> Work:

@@ -184,7 +184,8 @@ async def serve(config: RetrieverConfig, stop: asyncio.Event) -> None:
         except OSError as error:
             raise AgentEnvError(f"cannot listen on {config.host}:{config.port}: {error}") from error
         port = runner.addresses[0][1]
-        logger.info("serving on http://%s:%d/retrieve", config.host, port)
+        told = "serving on http://%s:%d (POST /retrieve, /search and /batch_search)"
+        logger.info(told, config.host, port)
         await stop.wait()
     finally:
         await runner.cleanup()

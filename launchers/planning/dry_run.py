@@ -156,6 +156,9 @@ def _sizes(config: AnyRun) -> Iterator[str]:
         yield f"up to {most} prompts = {most * size} trajectories are under way at a time"
         passes = f"{config.train.num_epochs} passes over the questions"
         yield passes if config.train.num_steps is None else f"{config.train.num_steps} updates"
+        if config.self_critic is not None:
+            asked, answers = config.self_critic.num_questions, config.self_critic.num_samples
+            yield f"a round of the self-critic takes {asked} questions x {answers} answers"
     elif isinstance(config, SupervisedRunConfig):
         loop = config.loop
         length = f"{loop.num_steps} steps" if loop.num_steps else f"{loop.num_epochs or 3} passes"

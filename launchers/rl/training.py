@@ -19,7 +19,7 @@ from pathlib import Path
 from agentenv.data.dataset import TaskStream
 from agentenv.deadline import uncancelled
 from agentenv.env import shared_stats
-from agentenv.errors import ConfigError, EnvError, LearnerError
+from agentenv.errors import EnvError, LearnerError
 from agentenv.metrics import (
     LoopLag,
     Throughput,
@@ -177,8 +177,6 @@ class Training:
 
     async def run_rounds(self, num_rounds: int) -> None:
         """So many rounds of the self-critic by themselves, in place of reinforcement learning."""
-        if self.config.self_critic is None:
-            raise ConfigError("--self-critic: the configuration has no table [self_critic]")
         async with AsyncExitStack() as stack:
             await self._set_up(stack)
             if self.checkpoint is None:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import tomllib
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 
 from launchers import dpo, evaluate, serve, sft, train
-from launchers.evaluation.store import read_rows
+from launchers.evaluation.store import EvalRow, read_rows
 from launchers.terminal import EXIT_MISSING
+from tests.support.dense import TEXTS, make, save_encoder
+from tests.support.openai_endpoint import ScriptedEndpoint
 from tests.support.published import SYSTEM, make_workspace
+from tests.support.retriever import retriever
 from tests.support.warehouse import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -42,7 +43,7 @@ COMMANDS = {
     **dict.fromkeys(("server_judge", "server_summarizer"), serve.main),
 }
 EVALUATIONS = ("eval_reasoning", "eval_deep_search")
-OTHERS = ("synthesize_tools", "eval_tool_star")  # which have tests of their own
+OTHERS = ("synthesize_tools", "eval_tool_star")  # other tests plan them for 8 GPUs
 
 SMALL_RL = (
     "model.path={folder}/runs/cold-start",
@@ -180,19 +181,23 @@ def test_a_step_of_preferences(small: Path) -> None:
     assert step["dpo/loss"] == pytest.approx(0.6931, abs=1e-3), "ln 2 before the first step"
 
 
-class Helper(BaseHTTPRequestHandler):
-    """Judge of evaluations: everything is right."""
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        body = json.dumps({"choices": [{"message": {"content": "CORRECT"}}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("here")
+def test_a_round_of_the_self_critic(small: Path) -> None:
+    """By the command of docs/reproduce.md, then preferences are trained on the pairs it leaves."""
+    few = ("self_critic.num_questions=6", f"prompt.template={small}/rl.jsonl")
+    few += ("self_critic.threshold=0",)  # the right form alone: so small a model is hardly right
+    own = ("run.name=critic", f"eval.sets.test.path={small}/rl.jsonl", "eval.sets.test.max_tasks=2")
+    overrides = arguments("tool_star_rl_3b", small, SMALL_RL, *few, *own)
+    assert dpo.main([*overrides, "--self-critic", "1"]) == 0
+    (found,) = [row for row in rows_of(small / "runs/critic") if "self_critic/num_steps" in row]
+    assert found["self_critic/num_steps"] >= 1
+    assert found["self_critic/grad_norm"] > 0
+    assert found["policy_version"] == 1
+    left = f"data.train={small}/runs/critic/pairs/*.jsonl"
+    again = ("data.dataset_info=", left, "dpo.num_steps=1", "run.name=of-critic")
+    assert dpo.main(arguments("dpo_self_critic", small, SMALL_SUPERVISED, *again)) == 0
 
 
 @pytest.mark.slow
@@ -203,24 +208,47 @@ class Helper(BaseHTTPRequestHandler):
 )
 def test_an_evaluation(name: str, sets: str, small: Path) -> None:
     """Of two questions a set, graded by the rules and a judge."""
+    rows = ask(name, sets, small)
+    assert all(SYSTEM in row.segments[0]["env"] for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_evaluation_with_helpers_and_wikipedia(small: Path, tmp_path: Path) -> None:
+    """Of two questions: one set searches the web, one the passages of E5 and FAISS."""
+    pytest.importorskip("faiss")
+    (tmp_path / "encoder").mkdir()
+    keys = make(tmp_path, save_encoder(tmp_path / "encoder"))
+    index = [f"backend.{key}={getattr(keys, key)}" for key in ("index", "corpus", "encoder")]
+    with retriever("backend.name=faiss", *index) as address:
+        url = f"sets.hotpotqa.search.backend.url={address}"
+        refiner = "assist.refiner.min_response_tokens=64"
+        rows = ask("eval_tool_star", "gsm8k,hotpotqa", small, url, refiner)
+    told = {
+        row.dataset: str([part["env"] for part in row.segments if "env" in part]) for row in rows
+    }
+    assert TEXTS[0] in told["hotpotqa"]
+    assert TEXTS[0] not in told["gsm8k"]
+
+
+def ask(name: str, sets: str, small: Path, *more: str) -> list[EvalRow]:
+    """The rows of two questions of each of the sets by configs/NAME.toml."""
     out = small / "evals" / name
     paths = [f"sets.{one}.path={small}/{one}.jsonl" for one in sets.split(",")]
-    with ThreadingHTTPServer(("127.0.0.1", 0), Helper) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}"
+    verdict = {"choices": [{"message": {"content": "CORRECT"}}]}  # everything is right
+    with ScriptedEndpoint(lambda *_: verdict) as helper:
         changed = [override.format(folder=small) for override in SMALL_EVALUATION]
         roles = tomllib.loads((CONFIGS / f"{name}.toml").read_text(encoding="utf-8"))["roles"]
-        changed += [f"roles.{role}={{url='{url}'}}" for role in roles]
+        changed += [f"roles.{role}={{url='{helper.url}'}}" for role in roles]
         subject = [str(small / "runs" / "cold-start"), "--config", str(CONFIGS / f"{name}.toml")]
         asked = ["--set", sets, "--n", "2", "--out", str(out)]
-        assert evaluate.main([*subject, *asked, *paths, *changed]) == 0
-        server.shutdown()
+        assert evaluate.main([*subject, *asked, *paths, *changed, *more]) == 0
     rows = read_rows(out)
     assert len(rows) == 2 * len(paths)
     assert [row.error for row in rows if row.end == "failed"] == []
     assert all(row.action_tokens for row in rows)
-    assert all(SYSTEM in row.segments[0]["env"] for row in rows)
     assert (out / "report.md").is_file()
+    return rows
 
 
 @pytest.mark.slow

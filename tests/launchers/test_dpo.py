@@ -171,8 +171,19 @@ def test_rounds_between_updates_count_as_no_policy_version_of_their_own(warehous
     assert (found / "trajectories" / "self-critic-000002.jsonl").is_file()
 
 
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
 def test_the_self_critic_needs_its_table(
-    warehouse: Path, capsys: pytest.CaptureFixture[str]
+    warehouse: Path, capsys: pytest.CaptureFixture[str], more: list[str]
 ) -> None:
-    assert dpo.main([str(warehouse), "run.name=none", "--self-critic", "1"]) == 2
-    assert "has no table [self_critic]" in capsys.readouterr().err
+    assert dpo.main([str(warehouse), "run.name=none", "--self-critic", "1", *more]) == 2
+    assert "--self-critic needs the table [self_critic]" in capsys.readouterr().err
+    assert not (warehouse.parent / "runs" / "none").exists()
+
+
+@pytest.mark.parametrize("rounds", ["0", "-1", "many"])
+def test_rounds_are_counted_from_one(
+    warehouse: Path, capsys: pytest.CaptureFixture[str], rounds: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        dpo.main([str(warehouse), "--self-critic", rounds, *CRITIC])
+    assert "--self-critic" in capsys.readouterr().err

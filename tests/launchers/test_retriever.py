@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import signal
-import subprocess
-import sys
 import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,7 +15,6 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-import launchers.retriever
 from agentenv.env import close_shared
 from agentenv.errors import ConfigError, InfraError, ToolError
 from agentenv.types import Message, Task, ToolCall
@@ -29,6 +25,7 @@ from envs.search.providers import HttpBackend, RemoteBackend, RemoteSearchConfig
 from envs.web_search import WebSearchEnv
 from launchers.retriever import Retriever, RetrieverConfig, main, read_config
 from tests.support.dense import TEXTS, make, save_encoder
+from tests.support.retriever import retriever
 from tests.support.warehouse import ROOT
 
 EVALUATION = tomllib.loads((ROOT / "configs" / "eval_tool_star.toml").read_text(encoding="utf-8"))
@@ -206,21 +203,8 @@ async def test_a_reply_that_is_no_batch_is_a_failure_of_machinery(reply: str) ->
 
 
 def test_the_command_serves_until_it_is_told_to_stop(corpus: Path) -> None:
-    command = [sys.executable, str(Path(launchers.retriever.__file__))]
-    with subprocess.Popen(
-        [*command, "port=0", f"backend.corpus={corpus}"], stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
-        try:
-            address = ""
-            for line in process.stderr:
-                if line.startswith("serving on "):
-                    address = line.removeprefix("serving on ").strip()
-                    break
-            found = asyncio.run(_post(address, {"query": "norway"}))
-        finally:
-            process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+    with retriever(f"backend.corpus={corpus}") as address:
+        found = asyncio.run(_post(f"{address}/retrieve", {"query": "norway"}))
     assert found["result"][0][0]["document"]["id"] == "oslo"
 
 

@@ -1,0 +1,27 @@
+"""launchers/retriever.py as a process of its own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import launchers.retriever
+
+
+@contextmanager
+def retriever(*overrides: str) -> Iterator[str]:
+    """The address of a server that is started with these keys; it ends well when it is told to."""
+    command = [sys.executable, str(Path(launchers.retriever.__file__)), "port=0", *overrides]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            lines = iter(process.stderr)
+            address = next(line for line in lines if line.startswith("serving on "))
+            yield address.split()[2]
+        finally:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
