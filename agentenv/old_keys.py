@@ -45,7 +45,10 @@ DROPPED: dict[str, dict[str, Dropped]] = {
             0.75, f"{_ALWAYS} 0.75; algorithm.truncated says which leaves count"
         ),
     },
-    "ARPO": {"rise_scale": Dropped(0.02, _ZSCORE)},
+    "ARPO": {
+        "fork_mode": Dropped("sample", "its name is algorithm.fork_rule; an environment has modes"),
+        "rise_scale": Dropped(0.02, _ZSCORE),
+    },
     "ChatDataConfig": {
         "tags": Dropped(
             {f"{one}_tag": "" for one in _CHAT_TAGS},

@@ -49,7 +49,7 @@ class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
     `learners.credit` computes it. Loss: that of GRPO, `Algorithm.token_loss`.
 
     Differs from the paper: sampling a fork is the default, its text forks iff P > tau
-    (fork_mode = "threshold"); entropies are means over the window; the loss is a token-mean
+    (fork_rule = "threshold"); entropies are means over the window; the loss is a token-mean
     without KL.
 
     The paper's signal is inert: with entropy_weight = 0.2 a standard deviation of dH moves the
@@ -85,12 +85,12 @@ class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
             extra=ESSENTIAL,
         ),
     ] = 0.2
-    fork_mode: Annotated[
+    fork_rule: Annotated[
         Literal["sample", "threshold"],
         Meta(description="fork with that probability, or when it exceeds fork_threshold"),
     ] = "sample"
     fork_threshold: Annotated[
-        float, Meta(ge=0, le=1, description="threshold of fork_mode threshold (tau)")
+        float, Meta(ge=0, le=1, description="threshold of fork_rule threshold (tau)")
     ] = 0.5
     fork_criterion: Annotated[
         Criterion,
@@ -125,8 +125,8 @@ class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
 class ARPOPlan:
     """Fork where the policy became uncertain after a tool result (ARPO, arXiv 2507.19849, 3.1).
 
-    P = clip(alpha + beta * `rise_term`, 0, 1). fork_mode "sample": each of beam_size - 1 siblings
-    starts with probability P; fork_mode "threshold", the paper's text: all of them start if
+    P = clip(alpha + beta * `rise_term`, 0, 1). fork_rule "sample": each of beam_size - 1 siblings
+    starts with probability P; fork_rule "threshold", the paper's text: all of them start if
     P > tau. Forks share the first turn of their root, so they inherit its baseline. What is left
     of the budget when nothing is growing any more starts from scratch, all at once.
 
@@ -155,7 +155,7 @@ class ARPOPlan:
         if budget <= 0:
             return 0
         probability = self.fork_probability(tree, node, entropies)
-        if self.rules.fork_mode == "threshold":
+        if self.rules.fork_rule == "threshold":
             return budget if probability > self.rules.fork_threshold else 0
         return sum(rng.random() < probability for _ in range(budget))
 

@@ -120,9 +120,9 @@ class ReleasedAEPO(
 
 def check_criterion(rules: ARPO) -> None:
     """Raise ConfigError for fork keys that the released rollout does not read."""
-    if (rules.fork_mode, rules.fork_criterion) != ("sample", "paper"):
+    if (rules.fork_rule, rules.fork_criterion) != ("sample", "paper"):
         raise ConfigError(
-            'algorithm.compat = "reference" has one fork criterion: leave fork_mode and '
+            'algorithm.compat = "reference" has one fork criterion: leave fork_rule and '
             "fork_criterion out"
         )
 

@@ -102,13 +102,13 @@ class MathEquivalence:
         self._cache = ResultCache(max_memory_entries=MAX_CACHED)
 
     async def start(self) -> None:
-        """Load math-verify now rather than in the first grading."""
+        """Refuse where math-verify is missing. It is loaded, which takes seconds, for the first
+        pair that no cheaper rule decides."""
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError(
                 'grader: mathematical equivalence needs math-verify: pip install "agentenv[math]", '
                 "or set math = false to compare expressions as text"
             )
-        await self._pool.start()
 
     async def equal(self, answer: str, gold: str, *, plain: bool = False) -> tuple[bool, str]:
         """Whether the two are equal, and why. Raises GraderError when no process can be had."""

@@ -118,7 +118,7 @@ def test_headers_say_which_rule_is_the_papers_and_which_the_codes() -> None:
         assert "a mean over tokens, as in the code" in said
         algorithm = resolved(name)["algorithm"]
         assert algorithm["aggregation"] == "token-mean"
-        assert algorithm.get("fork_mode", "sample") == "sample"
+        assert algorithm.get("fork_rule", "sample") == "sample"
 
 
 def test_the_relative_variant_differs_by_the_signal_alone() -> None:

@@ -68,7 +68,7 @@ def test_arpo_looks_at_the_window_only_and_at_a_mean() -> None:
 
 def test_arpo_threshold_mode_forks_above_tau_only() -> None:
     tree, node = make_tree(0.3)
-    plan = arpo(fork_mode="threshold", beam_size=3)
+    plan = arpo(fork_rule="threshold", beam_size=3)
     assert plan.on_fork_point(tree, node, [0.31 * UNIT], Random(0)) == 2
     assert plan.on_fork_point(tree, node, [0.30 * UNIT], Random(0)) == 0
 

@@ -65,7 +65,7 @@ def test_compat_has_its_own_defaults_of_split_and_penalty() -> None:
 
 
 def test_compat_has_one_fork_criterion_and_three_algorithms() -> None:
-    for keys in ({"fork_mode": "threshold"}, {"fork_criterion": "relative"}):
+    for keys in ({"fork_rule": "threshold"}, {"fork_criterion": "relative"}):
         with pytest.raises(ConfigError, match="one fork criterion"):
             released(ARPO(compat="reference", **keys))
 
