@@ -163,6 +163,7 @@ def _sglang_arguments(served: Served, config: LaunchConfig, model: dict[str, Any
         found += ["--enable-memory-saver"]
     if served.on_cpu:
         found += ["--device", "cpu", "--disable-overlap-schedule", "--skip-server-warmup"]
+        found += ["--sleep-on-idle"]  # else it takes a core from everybody else all the time
         found += ["--max-total-tokens", str(_cpu_tokens(config, model))]
         return found if config.max_num_seqs else [*found, "--max-running-requests", "64"]
     found += ["--tp-size", str(config.tensor_parallel_size)]

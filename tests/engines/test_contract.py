@@ -26,6 +26,7 @@ async def subject(world: World) -> AsyncIterator[EngineSubject]:
     await engine.close()
 
 
+@pytest.mark.slow
 async def test_greedy_equals_transformers_before_and_after_each_update(
     subject: EngineSubject, world: World
 ) -> None:

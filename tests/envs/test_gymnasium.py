@@ -24,7 +24,7 @@ TASK = Task("t", "", "How much is 24 and 10?", ("34",))
     ("env_id", "kwargs"),
     [
         ("agentenv/QAGrader-v0", {"grader": {"kind": "exact"}}),
-        ("agentenv/DeepSearch-v0", {"python": {"timeout_s": 20.0}}),
+        ("agentenv/DeepSearch-v0", {"python": {"timeout_s": 20.0, "preload": []}}),
     ],
 )
 def test_gymnasiums_checker_finds_nothing(env_id: str, kwargs: dict[str, Any]) -> None:
@@ -34,7 +34,9 @@ def test_gymnasiums_checker_finds_nothing(env_id: str, kwargs: dict[str, Any]) -
 
 
 def test_an_episode_with_tools_through_gymnasium() -> None:
-    env = gymnasium.make("agentenv/DeepSearch-v0", tasks=[TASK], python={"timeout_s": 20.0})
+    env = gymnasium.make(
+        "agentenv/DeepSearch-v0", tasks=[TASK], python={"timeout_s": 20.0, "preload": []}
+    )
     prompt, info = env.reset(seed=1)
     assert str(prompt).endswith(TASK.question)
     assert [tool["name"] for tool in info["tools"]] == ["search", "python"]
@@ -56,7 +58,10 @@ def test_an_episode_with_tools_through_gymnasium() -> None:
     ],
 )  # fmt: skip
 def test_native_tool_calls_through_gymnasium(protocol: str, text: str, shown: str) -> None:
-    env = gymnasium.make("agentenv/CodeInterpreter-v0", tasks=[TASK], protocol=protocol)
+    python = {"preload": []}
+    env = gymnasium.make(
+        "agentenv/CodeInterpreter-v0", tasks=[TASK], protocol=protocol, python=python
+    )
     env.reset(seed=1)
     found, _, terminated, *_ = env.step("<think>.</think>" + text)
     assert (found, terminated) == (shown, False)
@@ -75,6 +80,8 @@ def test_every_registered_environment_is_stepped_many_at_a_time(
 ) -> None:
     """By each of Gymnasium's ways: two episodes that call a tool, if there is one, and answer."""
     own: dict[str, Any] = {}
+    if name in ("CodeInterpreter", "DeepSearch"):
+        own["python"] = {"preload": []}
     if name == "Quickstart":
         own["corpus"] = str(tmp_path / "kb.jsonl")
         Path(own["corpus"]).write_text('{"id": "1", "title": "Lima", "text": "A city."}\n')

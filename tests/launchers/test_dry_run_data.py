@@ -32,6 +32,8 @@ TRAIN = (
     + """
 [env]
 id = "agentenv/DeepSearch-v0"
+[python]
+preload = []
 [algorithm]
 name = "grpo"
 [train]
