@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
 from typing import Any, TypeVar, overload
@@ -44,8 +45,9 @@ def decode(data: bytes | bytearray | str, kind: Any = Any, *, packed: bool = Fal
     try:
         if isinstance(data, str):
             data = data.encode()
-        value = _decoder(kind, packed).decode(data)
-        if not packed and _is_open(kind):
+        read, is_open = _decoder(kind, packed)
+        value = read(data)
+        if is_open and data.count(b"[") + data.count(b"{") > MAX_DEPTH:
             _check_depth(data)
         return value
     except (ValueError, RecursionError, OverflowError) as error:  # msgspec's own are ValueErrors
@@ -101,20 +103,16 @@ def printable(text: str) -> str:
 
 
 @cache
-def _decoder(kind: Any, packed: bool) -> msgspec.json.Decoder[Any] | msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind) if packed else msgspec.json.Decoder(kind)
-
-
-@cache
-def _is_open(kind: Any) -> bool:
-    """Whether there is a place in the type where anything may stand, nested as it likes."""
-    return "AnyType()" in repr(msgspec.inspect.type_info(kind))
+def _decoder(kind: Any, packed: bool) -> tuple[Callable[[bytes | bytearray], Any], bool]:
+    """What decodes a type, and whether there is a place in it where anything may stand in JSON,
+    nested as it likes."""
+    if packed:
+        return msgspec.msgpack.Decoder(kind).decode, False
+    return msgspec.json.Decoder(kind).decode, "AnyType()" in repr(msgspec.inspect.type_info(kind))
 
 
 def _check_depth(data: bytes | bytearray) -> None:
     """Raises ValueError for JSON that is nested too deeply."""
-    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
-        return
     # every second piece between quotes is a text, once the quotes within texts are gone
     bare = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHERS)
     brackets = b"".join(bare.split(b'"')[::2]).translate(_STEPS)
