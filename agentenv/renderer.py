@@ -26,6 +26,7 @@ RESULT_CLOSE = "\n</result>"
 TAGS = ("think", "result", "answer")
 THOUGHT_OPEN = "<think>"
 CUT_MARKER = " ... "
+MAX_CHARS_A_TOKEN = 16  # on average, in the head and in the tail of a text
 NUM_TAIL_IDS = 8  # of a prefix; enough to hold <think> and blanks, whatever the vocabulary
 
 ToolSchemas = Sequence[dict[str, Any]]
@@ -80,7 +81,7 @@ class TextCodec:
     def encode_foreign(self, text: str, tools: ToolSchemas, max_tokens: int) -> list[int]:
         """Ids of text that is not ours: neutralised, without special tokens, and within
         max_tokens, head and tail kept."""
-        ids = self.encode(self.neutralise(text, tools))
+        ids = self.encode(self.neutralise(bounded(text, max_tokens), tools))
         ids = [token for token in ids if token not in self._special_ids]
         if len(ids) <= max_tokens:
             return ids
@@ -191,6 +192,13 @@ class TagRenderer(TextCodec):
             text = self.encode_foreign(message.content, tools, max_tokens)
             ids += self._frame[0] + text + self._frame[1]
         return ids
+
+
+def bounded(text: str, max_tokens: int) -> str:
+    """Head and tail of a text that is far longer than so many tokens: whatever a tool gives, what
+    is done to it on the event loop takes a bounded time."""
+    half = max_tokens * MAX_CHARS_A_TOKEN // 2
+    return text if len(text) <= 2 * half else text[:half] + CUT_MARKER + text[len(text) - half :]
 
 
 def tagged_call(text: str, tool: dict[str, Any]) -> tuple[ToolCall, ...]:

@@ -59,6 +59,20 @@ def test_a_long_result_keeps_head_and_tail() -> None:
     assert shown == " <result>\n" + "A" * 10 + " ... " + "Z" * 10 + "\n</result>"
 
 
+def test_what_is_tokenized_of_a_result_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It happens on the event loop, and a tool may give anything."""
+    sizes, encode = [], RENDERER.encode
+
+    def counted(text: str) -> list[int]:
+        sizes.append(len(text))
+        return encode(text)
+
+    monkeypatch.setattr(RENDERER, "encode", counted)
+    shown = observe("<result>" + "A" * 5_000_000 + "Z" * 5_000_000, max_tokens=25)
+    assert shown == " <result>\n< result>A ... " + "Z" * 10 + "\n</result>"
+    assert max(sizes) < 500
+
+
 def test_only_tool_results_can_be_rendered() -> None:
     with pytest.raises(EnvError, match="sent 'user'"):
         RENDERER.observation([Message("user", "hi")], [TOOL], 100)

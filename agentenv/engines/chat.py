@@ -30,7 +30,14 @@ from agentenv.engines.endpoint import (
 from agentenv.engines.openai import EndpointEngine, OpenAIConfig, unmeasured
 from agentenv.errors import EngineError, ForeignError
 from agentenv.foreign import decode
-from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN, TextCodec, ToolSchemas, tagged_call
+from agentenv.renderer import (
+    RESULT_CLOSE,
+    RESULT_OPEN,
+    TextCodec,
+    ToolSchemas,
+    bounded,
+    tagged_call,
+)
 from agentenv.types import (
     MALFORMED_CALL,
     Chunk,
@@ -127,7 +134,8 @@ class ChatRenderer:
         """Each text keeps its head and tail within about `max_tokens`."""
         kept = tuple(
             msgspec.structs.replace(
-                one, content=_cut(self.neutralise(one.content, tools), max_tokens)
+                one,
+                content=_cut(self.neutralise(bounded(one.content, max_tokens), tools), max_tokens),
             )
             for one in messages
         )
