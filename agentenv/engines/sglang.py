@@ -383,7 +383,9 @@ async def probe(http: HttpClient, vocab_size: int | None, layout: Layout | None)
         model = await http.call_as(ModelInfo, "GET", "/model_info")
         args = await http.call_as(ServerArgs, "GET", "/server_info")
     except MalformedReplyError as error:
-        raise ConfigError(f"{error}; expected SGLang {TRIED} or newer") from error
+        raise ConfigError(
+            f"cannot read /server_info or /model_info: {error}; expected SGLang {TRIED} or newer"
+        ) from error
     places = [Path(model.model_path), Path(model.tokenizer_path)]
     await _check_fields(http, args)
     _check_args(http.name, args, model)
