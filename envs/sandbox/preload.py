@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,18 +39,46 @@ def preload(names: Sequence[str], optional: Sequence[str]) -> list[str]:
     return missing
 
 
-def import_without_stat() -> None:
-    """Where files can be opened but not asked about by path, importing opens them."""
+def ask_by_opening() -> None:
+    """Where files can be opened but not asked about by path, Python opens them to ask.
+
+    Links are followed always. What cannot be opened is not there, and what is there counts as
+    accessible: that nothing can be written shows when it is tried.
+    """
     machinery: Any = importlib.import_module("importlib._bootstrap_external")
-    machinery._path_stat = _stat_by_opening
+    machinery._path_stat = os.stat = os.lstat = _stat_by_opening
+    os.access = _access_by_opening
+    os.environ["MPLCONFIGDIR"] = sys.prefix  # matplotlib insists on a folder that is there
 
 
-def _stat_by_opening(path: str) -> os.stat_result:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _stat_by_opening(
+    path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True
+) -> os.stat_result:
+    if isinstance(path, int):
+        return os.fstat(path)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=dir_fd)
+    except PermissionError as error:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
     try:
         return os.fstat(fd)
     finally:
         os.close(fd)
+
+
+def _access_by_opening(
+    path: Any,
+    mode: int,
+    *,
+    dir_fd: int | None = None,
+    effective_ids: bool = False,
+    follow_symlinks: bool = True,
+) -> bool:
+    try:
+        _stat_by_opening(path, dir_fd=dir_fd)
+    except OSError:
+        return False
+    return True
 
 
 def _nothing() -> None:

@@ -68,16 +68,21 @@ _READING: _Numbers = {
     "restart_syscall": (219, 128), "getdents": (78, None), "getdents64": (217, 61),
     "fstatfs": (138, 44), "fadvise64": (221, 223),
 }  # fmt: skip
-_FILES: _Numbers = {
+_ASKING: _Numbers = {
     "stat": (4, None), "lstat": (6, None), "newfstatat": (262, 79), "statx": (332, 291),
     "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "statfs": (137, 43),
-    "readlink": (89, None), "readlinkat": (267, 78), "chdir": (80, 49),
+    "readlink": (89, None), "readlinkat": (267, 78),
+}  # fmt: skip
+_CHANGING: _Numbers = {
     "ftruncate": (77, 46), "truncate": (76, 45), "fallocate": (285, 47), "mkdir": (83, None),
     "mkdirat": (258, 34), "rmdir": (84, None), "unlink": (87, None), "unlinkat": (263, 35),
     "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "link": (86, None),
     "linkat": (265, 37), "symlink": (88, None), "symlinkat": (266, 36), "creat": (85, None),
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "utimensat": (280, 88),
-    "fsync": (74, 82), "fdatasync": (75, 83), "sendfile": (40, 71), "copy_file_range": (326, 285),
+    "fsync": (74, 82), "fdatasync": (75, 83),
+}  # fmt: skip
+_OTHER_FILES: _Numbers = {
+    "chdir": (80, 49), "sendfile": (40, 71), "copy_file_range": (326, 285),
 }  # fmt: skip
 _OWN_PROCESS: _Numbers = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131)}
 _SPECIAL: _Numbers = {"clone": (56, 220), "prctl": (157, 167), "capset": (126, 91)}
@@ -114,7 +119,8 @@ def program(
     """The filter for one session, whose process sees itself as `pid`.
 
     `files` lets it change files and ask about them by path, which something else must then
-    confine; without it, it can only open them for reading, which Landlock decides about.
+    confine; without it, it can only open them for reading, which Landlock decides about, else no
+    path is there, and the system is one that can only be read.
     `threads` lets it start threads, which something else must then count. With `fork_flags`
     there is somebody who listens, and decides about these forks and about signals.
     Raises ValueError for another machine.
@@ -128,7 +134,7 @@ def program(
     ]
     if machine == "x86_64":
         code += [(IF_AT_LEAST, 0, 1, X32), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
-    names = _READING | _FILES if files else _READING
+    names = _READING | _ASKING | _CHANGING | _OTHER_FILES if files else _READING
     for number in _column(names.values(), column):
         code += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
     for numbers, place in _OPEN.values():
@@ -136,7 +142,11 @@ def program(
             mask = 0 if files else NOT_READING
             code += _when(number, place, (0,), mask, errno.EROFS)
     if not files:  # what the C library's fstat is
-        code += _when((262, 79)[column], 3, (AT_EMPTY_PATH,), AT_EMPTY_PATH)
+        code += _when((262, 79)[column], 3, (AT_EMPTY_PATH,), AT_EMPTY_PATH, errno.ENOENT)
+        # libraries can live with these answers
+        for calls, refusal in ((_ASKING, errno.ENOENT), (_CHANGING, errno.EROFS)):
+            for number in _column(calls.values(), column):
+                code += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | refusal)]
     for number in _column(_OWN_PROCESS.values(), column):
         code += _when(number, 0, (0,), 0) if fork_flags else _when(number, 0, (pid,))
     code += _when((72, 25)[column], 1, FCNTL)

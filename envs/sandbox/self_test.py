@@ -25,7 +25,7 @@ _PROBES = {
     """,
     "read the environment of the host": """
         import os
-        own = {{"HOME", "PWD", "LC_CTYPE", "PYTHONHASHSEED", *{own!r}}}
+        own = {{"HOME", "PWD", "LC_CTYPE", "PYTHONHASHSEED", "MPLCONFIGDIR", *{own!r}}}
         print(*sorted(os.environ.keys() - own))
         for pid in ("self", "1"):
             try:

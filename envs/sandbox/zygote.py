@@ -266,7 +266,7 @@ def _confine(config: dict[str, Any], home: str) -> str:
     confine.drop_privileges(seen="fork_flags" in config)
     if rung == "landlock":
         confine.restrict_self_by(config["rules_fd"])
-        preload.import_without_stat()
+        preload.ask_by_opening()
     os.closerange(CHANNEL_FD + 1, 1 << 20)
     if rung != "unsafe":
         machine = platform.machine()
