@@ -1,6 +1,6 @@
 """Try attacks on every rung of the Python sandbox and print what became of them.
 
-    python tests/check_sandbox.py FILE.json [--timeout-s 5] [--rung namespaces]
+    python tests/check_sandbox.py FILE.json... [--timeout-s 5] [--rung namespaces]
 
 FILE.json maps names to snippets. {SECRET_FILE}, {SECRET_DIR} and {HOST_SOCKET} are filled in; a
 snippet that prints PWNED got through. So did one after which the host misses something, or the
@@ -169,11 +169,11 @@ def read_attacks(path: Path) -> dict[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, nargs="+")
     parser.add_argument("--timeout-s", type=float, default=5.0)
     parser.add_argument("--rung", choices=RUNGS, action="append")
     options = parser.parse_args(arguments)
-    attacks = read_attacks(options.file)
+    attacks = {name: code for path in options.file for name, code in read_attacks(path).items()}
     table: dict[str, dict[str, Outcome]] = {}
     for rung in options.rung or RUNGS:
         try:

@@ -33,7 +33,11 @@ PARTS = {
     ),
     "attacks": (
         "Attacks on every rung of the sandbox",
-        ["tests/check_sandbox.py", "tests/fixtures/sandbox_attacks.json"],
+        [
+            "tests/check_sandbox.py",
+            "tests/fixtures/sandbox_attacks.json",
+            "tests/fixtures/sandbox_attack_groups.json",
+        ],
     ),
     "mutants": ("Which test kills each mutant", ["tests/mutants/run.py"]),
     "embedded": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,13 @@ import pytest
 
 from agentenv.errors import ConfigError
 from envs.sandbox.process import Rung
-from tests.check_sandbox import RUNGS, attack_all, read_attacks
+from tests.check_sandbox import MARK, RUNGS, attack_all, host_secrets, read_attacks
 
 ROOT = Path(__file__).resolve().parents[2]
-ATTACKS = read_attacks(ROOT / "tests" / "fixtures" / "sandbox_attacks.json")
+FIXTURES = ROOT / "tests" / "fixtures"
+GROUPS = read_attacks(FIXTURES / "sandbox_attack_groups.json")
+ATTACKS = read_attacks(FIXTURES / "sandbox_attacks.json") | GROUPS
+RARE = {"numbers_of_x32", "calls_of_32_bits"}  # few kernels have them
 
 
 @pytest.mark.slow
@@ -28,6 +32,20 @@ async def test_no_attack_gets_through(rung: Rung) -> None:
         pytest.skip(f"not offered here: {error}")
     assert {name: one.hole for name, one in outcomes.items() if one.hole} == {}
     assert psutil.Process().children(recursive=True) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="the kernel itself refuses much to ordinary users")
+def test_each_group_succeeds_where_nothing_guards() -> None:
+    """Else it would show nothing that no sandbox lets it through."""
+    stopped = []
+    with host_secrets() as places:
+        for name, code in GROUPS.items():
+            command = [sys.executable, "-c", places.fill_in(code)]
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            if MARK not in result.stdout and name not in RARE:
+                stopped.append((name, result.stderr[-200:]))
+    assert stopped == []
 
 
 @pytest.mark.slow

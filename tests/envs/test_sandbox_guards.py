@@ -1,0 +1,148 @@
+"""What forged frames, forks and signals would do if one guard were missing, and do not do."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agentenv.errors import ConfigError
+from envs.sandbox import Sandbox
+from envs.sandbox import process as sandbox_process
+from envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
+from envs.sandbox.process import SessionProcess
+from tests.check_sandbox import RUNGS
+from tests.envs.test_sandbox_bounds import FRAME
+from tests.envs.test_sandbox_forks import CLONE
+from tests.support.sandboxes import children, said
+
+Remove = Callable[[str, str, str], None]
+
+
+@pytest.fixture
+def remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remove:
+    """Leave a guard out of a copy of what runs inside."""
+
+    def without(name: str, guard: str, nothing: str) -> None:
+        folder = shutil.copytree(sandbox_process.HERE, tmp_path / "sandbox")
+        text = (folder / name).read_text()
+        assert text.count(guard) == 1, f"{name} has no longer one {guard!r}"
+        (folder / name).write_text(text.replace(guard, nothing))
+        monkeypatch.setattr(sandbox_process, "HERE", folder)
+
+    return without
+
+
+@pytest.fixture(params=RUNGS)
+async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
+    one = Sandbox(rungs=(request.param,), preload=())
+    yield one
+    await one.close()
+
+
+async def shifted(sandbox: Sandbox) -> bool:
+    """Whether a cell could answer a call that came after it."""
+    session = sandbox.session(1)
+    await session.run(FRAME, 10)
+    late = "import time; forge(number(), 'early'); time.sleep(0.05); forge(number(), 'forged')"
+    await session.run(late, 10)
+    result = await session.run("6 * 7", 10)
+    session.close()
+    return result.output == "forged"
+
+
+async def test_numbers_that_can_be_guessed(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not await shifted(sandbox)
+    monkeypatch.setattr(secrets, "randbits", lambda _: 5)
+    assert await shifted(sandbox)
+
+
+async def computed_s(sandbox: Sandbox) -> float:
+    """CPU time that a session takes after its call, in a fifth of a second."""
+    session = sandbox.session(1)
+    await session.run(FRAME, 10)
+    assert (await session.run("forge(number(), 'early')\nwhile True: pass", 10)).ok
+    process = max(children(), key=psutil.Process.create_time)
+    await asyncio.sleep(0.1)
+    before = process.cpu_times().user
+    await asyncio.sleep(0.5)
+    after = process.cpu_times().user
+    session.close()
+    return after - before
+
+
+async def test_a_session_that_is_not_stopped(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await computed_s(sandbox) == 0.0
+    monkeypatch.setattr(SessionProcess, "stop", lambda _: None)
+    assert await computed_s(sandbox) > 0.0
+
+
+async def num_forks(sandbox: Sandbox) -> str:
+    await sandbox.start()
+    flags = FORK_INTO_NAMESPACES if sandbox.rung == "namespaces" else FORK_BESIDE
+    session = sandbox.session(1)
+    code = f"""
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+pid = libc.syscall({CLONE}, ctypes.c_long({flags}), 0, 0, 0, 0)
+if pid == 0:
+    libc._exit(0)
+int(pid > 0)
+"""
+    made = await said(session, code)
+    session.close()
+    return made
+
+
+async def test_forks_that_nobody_asked_for(sandbox: Sandbox, remove: Remove) -> None:
+    assert await num_forks(sandbox) == "0"
+    remove("births.py", "self._answer(call, errno.EAGAIN)", "self._answer(call)")
+    open_ = Sandbox(rungs=(sandbox.rung or "landlock",), preload=())
+    assert await num_forks(open_) == "1"
+    await open_.close()
+
+
+async def crossed(sandbox: Sandbox) -> bool:
+    """Whether a fork could read what its parent wrote."""
+    parent = sandbox.session(1)
+    await parent.run("import os\nreading, writing = os.pipe()", 10)
+    child = await parent.fork()
+    await parent.run("os.write(writing, b'across')", 10)
+    result = await child.run("os.set_blocking(reading, False); os.read(reading, 6)", 5)
+    parent.close()
+    child.close()
+    return result.output == "b'across'"
+
+
+async def test_a_fork_that_shares_a_pipe(sandbox: Sandbox, remove: Remove) -> None:
+    assert not await crossed(sandbox)
+    assert sandbox.counters.num_live_forks == 0
+    guard = "if open_files != STANDARD or not channel"
+    remove("births.py", guard, "if not channel")
+    open_ = Sandbox(rungs=(sandbox.rung or "landlock",), preload=())
+    assert await crossed(open_)
+    await open_.close()
+
+
+async def test_a_signal_to_the_zygote(sandbox: Sandbox, remove: Remove) -> None:
+    code = "import os; os.kill(os.getppid(), 0)"
+    session = sandbox.session(1)
+    assert "Operation not permitted" in await said(session, code)
+    session.close()
+    remove(
+        "births.py",
+        "elif _same_process(pid, arguments[0]):",
+        "elif _same_process(pid, arguments[0]) or True:",
+    )
+    open_ = Sandbox(rungs=(sandbox.rung or "landlock",), preload=())
+    with pytest.raises(ConfigError, match="its self-test failed: it could signal processes"):
+        await open_.start()
