@@ -35,6 +35,7 @@ _DASHED = re.compile(rf"(\d{{1,2}})-({MONTH})-(\d{{4}})")
 _WEEKDAY = re.compile(r"\b(?:mon|tues|wednes|thurs|fri|satur|sun)day\b")
 _NAMED = re.compile(rf"(?:\d{{1,4}}\s+){{0,2}}(?:{MONTH})(?:\s+\d{{1,4}}){{0,2}}")
 _ORDERED = re.compile(r"\d{4}([-/.])\d{1,2}(?:\1\d{1,2})?")
+_COMPACT = re.compile(r"(?:1[5-9]|20)\d{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])")
 _EITHER = re.compile(r"\d{1,2}([-/.])\d{1,2}\1(?:\d{4}|\d{2})")
 _MONTH_YEAR = re.compile(r"(\d{1,2})[-/.](\d{4})")
 _HAN = re.compile("(\\d{4})\\s*\u5e74\\s*(\\d{1,2})\\s*\u6708(?:\\s*(\\d{1,2})\\s*[\u65e5\u53f7])?")
@@ -74,6 +75,8 @@ def dates(text: str) -> frozenset[Date]:
         text = f"{month_year[2]}-{month_year[1].zfill(2)}"
     if _EITHER.fullmatch(text):
         return _parsed(text, day_first=True) | _parsed(text, day_first=False)
+    if _COMPACT.fullmatch(text):
+        return _parsed(text, day_first=False)
     if _ORDERED.fullmatch(text):
         return _parsed(re.sub(r"[/.]", "-", text), day_first=False)
     if _NAMED.fullmatch(text):

@@ -248,10 +248,14 @@ def _is_nickname(short: str, long: str) -> bool:
 # Word order.
 
 
+_POSSESSIVE = re.compile(r"(?:the\s+)?(\S[^,']*)'s\s+(\S[^,']*)")
+
+
 def _is_turned(one: str, other: str) -> bool:
     """Whether what stands round commas, "of", "in" and the like is the same in another order: the
     gorge of the Rhine and the Rhine Gorge; Shakespeare, William; Bay Ridge in Brooklyn; Duke Peter
     I of Bourbon and Peter I, Duke of Bourbon; Paris is the capital and the capital is Paris."""
+    one, other = (_POSSESSIVE.sub(r"\2 of \1", text) for text in (one, other))
     parts = [[_numbered(part) for part in _LINK.split(text) if part] for text in (one, other)]
     flat = [[word for part in side for word in part] for side in parts]
     if flat[0] == flat[1]:
@@ -269,7 +273,8 @@ def _is_turned(one: str, other: str) -> bool:
         last, _, first = with_comma.partition(",")
         if tokens(f"{first} {last}") == tokens(without):
             return True
-        if len(flat[0]) > 2 and sorted(flat[0]) == sorted(flat[1]):
+        num_numbers = sum(word.isdigit() for word in flat[0])  # whose places mean something
+        if len(flat[0]) > 2 and num_numbers < 2 and sorted(flat[0]) == sorted(flat[1]):
             return True
     sides = [_COPULA.split(text, maxsplit=1) for text in (one, other)]
     if any(len(side) != 3 for side in sides) or sides[0][1] != sides[1][1]:

@@ -109,6 +109,9 @@ _BELOW_ZERO = re.compile(
 _SQUARED = re.compile(r"\b(\w+) (squared|cubed)\b")
 
 
+_CAPITALS = re.compile(r"\b[A-Z][a-z]")
+
+
 def quantity(text: str) -> Quantity | None:
     """A cleaned text as a number with an optional unit; None when it is anything else."""
     if len(text) > MAX_CHARS:
@@ -173,6 +176,7 @@ def _with_unit(value: Fraction, rest: str) -> Quantity | None:
     words = rest.lower()
     if (
         is_list(rest)
+        or len(_CAPITALS.findall(rest)) > 1  # the name of one thing: 1984 South Asian Games
         or not _NOUN.fullmatch(words)
         or _NOT_A_NOUN & set(words.split())
         or len(words) < 2
