@@ -1,6 +1,7 @@
-"""Draw the golds of tests/fixtures/fresh_pairs.json from the real sets, by a seed.
+"""Draw golds for labelled pairs from the real sets, by a seed: 20261122 for those of
+tests/fixtures/fresh_pairs.json, 20261207 for those of new_pairs.json.
 
-    python tests/draw_golds.py DATA_FOLDER OUT.json
+    python tests/draw_golds.py DATA_FOLDER SEED OUT.json
 
 A pool is read in the order of its file, without duplicates, and sampled with
 random.Random("SEED:pool"). Sets that may not be passed on give at most 25 golds each. What a pair
@@ -16,8 +17,6 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-
-SEED = 20261122
 
 Item = dict[str, Any]
 
@@ -48,7 +47,7 @@ DRAW = {  # how many of each pool
 }  # fmt: skip
 
 
-def draws(folder: Path) -> dict[str, list[Item]]:
+def draws(folder: Path, seed: int) -> dict[str, list[Item]]:
     """The golds of each pool, with question and set."""
     found = {**_paragraph_pools(folder), **_maths_pools(folder / "eval")}
     for name in _EVAL_SETS:
@@ -63,7 +62,7 @@ def draws(folder: Path) -> dict[str, list[Item]]:
         if re.search(r"[\u4e00-\u9fff]", str(item["gold"])) and len(str(item["gold"])) < 40
     ]
     return {
-        name: random.Random(f"{SEED}:{name}").sample(found[name], min(count, len(found[name])))
+        name: random.Random(f"{seed}:{name}").sample(found[name], min(count, len(found[name])))
         for name, count in DRAW.items()
     }
 
@@ -231,11 +230,12 @@ def _text(item: Item) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 2:
-        sys.stderr.write("usage: draw_golds.py DATA_FOLDER OUT.json\n")
+    if len(arguments) != 3 or not arguments[1].isdigit():
+        sys.stderr.write("usage: draw_golds.py DATA_FOLDER SEED OUT.json\n")
         return 2
-    found = {"seed": SEED, "draws": draws(Path(arguments[0]))}
-    Path(arguments[1]).write_text(json.dumps(found, ensure_ascii=False, indent=1), encoding="utf-8")
+    seed = int(arguments[1])
+    found = {"seed": seed, "draws": draws(Path(arguments[0]), seed)}
+    Path(arguments[2]).write_text(json.dumps(found, ensure_ascii=False, indent=1), encoding="utf-8")
     return 0
 
 

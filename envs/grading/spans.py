@@ -115,7 +115,8 @@ def _han_end(start: re.Match[str], end: str) -> str:
 # Open on one side.
 
 _BOUNDS = (
-    ("most", r"(?:(?:at|the) (?:very )?most|up to|as (?:much|many) as|no (?:more|greater|longer|later) than|not (?:more"
+    ("most", r"(?:(?:at|the) (?:very )?most|up to|as (?:much|many) as"
+             r"|no (?:more|greater|longer|later) than|not (?:more"
              r"|greater) than|(?:with )?a maximum(?: of)?|maximum|not exceeding|\\le"
              r"|\u6700\u591a|\u81f3\u591a|\u4e0d\u8d85\u8fc7)\s*(?P<end>.+)"
              r"|(?P<start>.+?)\s*(?:or (?:less|fewer|under|below)|at (?:the )?most|maximum"
