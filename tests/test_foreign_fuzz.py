@@ -51,7 +51,7 @@ from envs.sandbox.process import Channel
 from envs.sandbox.remote import MARK, RemoteSandbox
 from envs.sandbox.sandbox import Sandbox
 from envs.search.cache import ResultCache
-from envs.search.corpus import Query
+from envs.search.corpus import Hit, Query
 from envs.search.pages import FetchConfig, PageReader, PagesConfig
 from envs.search.providers import (
     PROVIDERS,
@@ -519,6 +519,47 @@ async def test_servers_of_tools(said: bytes) -> None:
     fine = json.dumps(MCP_REPLY).encode().hex()
     source.call_timeout_s = 5.0
     assert (await say.call({"said": fine}, None)).text == "x"
+
+
+@pytest.fixture(scope="module")
+def cache_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A cache of a hundred searches."""
+    path = tmp_path_factory.mktemp("cache") / "cache.db"
+
+    async def fill() -> None:
+        cache = ResultCache(path)
+        for number in range(100):
+            cache.put(str(number), msgspec.json.encode([Hit("x" * 300, str(number))]))
+        await cache.close()
+
+    asyncio.run(fill())
+    return path.read_bytes()
+
+
+PLACES = st.lists(st.tuples(st.integers(0, 1 << 17), st.integers(1, 5000)), max_size=3)
+
+
+@fuzzed(0.15)
+@given(places=PLACES, new=st.sampled_from([b"\x00", b"\xff", b"[", b"7"]), keep=st.integers(0, 9))
+async def test_files_of_a_cache(
+    places: list[tuple[int, int]], new: bytes, keep: int, cache_file: bytes, tmp_path: Path
+) -> None:
+    data = bytearray(cache_file)
+    for start, size in places:
+        data[start % len(data) : start % len(data) + size] = new * size
+    path = tmp_path / f"{next(numbers)}.db"
+    path.write_bytes(data if keep else data[: len(data) // 2])
+    try:
+        cache = ResultCache(path)
+    except ConfigError:
+        outcomes["cache", "ConfigError"] += 1
+    else:
+        found = [cache.get_as(lambda value: decode(value, list[Hit]), str(n)) for n in range(100)]
+        outcomes["cache", "found" if None not in found else "misses"] += 1
+        cache.put("new", b"[]")
+        assert cache.get("new") == b"[]"
+        await cache.close()
+    path.unlink()
 
 
 PACKED = framed(msgspec.msgpack.encode({"result": [1, "x", {"a": 1.5}], "error": "e", "pid": 3}))
