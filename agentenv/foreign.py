@@ -26,6 +26,7 @@ from agentenv.errors import ForeignError
 # Levels of nesting. Deeper values could be decoded, and then end whatever walks them by recursion
 # (an encoder, a template, `repr`), depending on how deep its own stack is.
 MAX_DEPTH = 100
+MAX_ROW_CHARS = 1 << 20
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ def decode(data: bytes | bytearray | str, kind: Any = Any, *, packed: bool = Fal
             data = data.encode()
         read, is_open = _decoder(kind, packed)
         value = read(data)
-        if is_open and data.count(b"[") + data.count(b"{") > MAX_DEPTH:
+        if is_open:
             _check_depth(data)
         return value
     except (ValueError, RecursionError, OverflowError) as error:  # msgspec's own are ValueErrors
@@ -55,14 +56,15 @@ def decode(data: bytes | bytearray | str, kind: Any = Any, *, packed: bool = Fal
 
 
 def decode_loose(text: bytes | str) -> Any:
-    """JSON as Python's own encoder writes it, with NaN, for files of others. Raises
-    ForeignError."""
+    """JSON as Python's own encoder writes it, with NaN, for files of others. What is larger than a
+    row ever is, is not looked through for its depth. Raises ForeignError."""
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         value = json.loads(text)
         if "\\ud" in text or "\\uD" in text:  # which may be half of a surrogate pair
             json.dumps(value, ensure_ascii=False).encode()
-        _check_depth(text.encode())
+        if len(text) <= MAX_ROW_CHARS:
+            _check_depth(text.encode())
         return value
     except (ValueError, RecursionError) as error:
         raise ForeignError(_reason(error)) from error
@@ -113,6 +115,8 @@ def _decoder(kind: Any, packed: bool) -> tuple[Callable[[bytes | bytearray], Any
 
 def _check_depth(data: bytes | bytearray) -> None:
     """Raises ValueError for JSON that is nested too deeply."""
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+        return
     # every second piece between quotes is a text, once the quotes within texts are gone
     bare = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHERS)
     brackets = b"".join(bare.split(b'"')[::2]).translate(_STEPS)
