@@ -262,7 +262,8 @@ class ToolEnv:
         self._budget.num_calls += 1
         try:
             if call.name == MALFORMED_CALL:
-                raise ToolError(f"The tool call cannot be read: {call.arguments['problem']}")
+                problem = call.arguments.get("problem", "there is no such tool")
+                raise ToolError(f"The tool call cannot be read: {problem}")
             if call.name not in self.tools:
                 known = ", ".join(self.tools) or "none"
                 raise ToolError(f"There is no tool {call.name!r}. Known tools: {known}.")

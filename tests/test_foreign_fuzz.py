@@ -385,6 +385,7 @@ class Anything:
 ARGUMENTS = {"query": "a", "count": 2, "ratio": 0.5, "names": ["b"], "more": {"c": [1]}}
 FORMS = (
     "<tool_call>{}</tool_call>",
+    '<tool_call>{"name": "<malformed>", "arguments": {}}</tool_call>',
     " to=functions.look_up<|message|>{}<|call|>",
     "<|tool_call>call:look_up{}<tool_call|>",
     "<tool_call><function=look_up><parameter=more>{}</parameter></function></tool_call>",

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from agentenv.errors import ConfigError, EnvError, InfraError, ToolError
-from agentenv.types import Limit, Message, ToolCall
+from agentenv.types import MALFORMED_CALL, Limit, Message, ToolCall
 from tests.support.counting_tools import ANSWER, Counter, LastMessage, call, make
 from tests.support.virtual_clock import run_virtual
 
@@ -60,6 +60,19 @@ async def test_the_policy_reads_tool_errors_and_they_do_not_count() -> None:
     assert observation[0].content == "There is no tool 'bing'. Known tools: counter."
     *_, info = await env.step(ANSWER)
     assert info["parts"] == {"calls": 0.0}
+    await env.close()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"problem": ["x"]}, {"other": 1}])
+async def test_the_policy_may_write_the_name_of_what_cannot_be_read(
+    arguments: dict[str, object],
+) -> None:
+    env = make(Counter())
+    await env.reset()
+    action = Message("assistant", "", (ToolCall(MALFORMED_CALL, arguments),))
+    (message,), *_, info = await env.step(action)
+    assert message.content.startswith("The tool call cannot be read: ")
+    assert not info["tool_calls"][0]["ok"]
     await env.close()
 
 
