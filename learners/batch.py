@@ -1,4 +1,4 @@
-"""A tree as packed arrays, and micro-batches of whole trees side by side (numpy only).
+"""A tree as packed arrays, and micro-batches of trees side by side (numpy only).
 
 What travels to the learner's ranks is an `EncodedTree`: its tokens in pre-order, each stored once.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -29,6 +29,17 @@ from learners.credit import Floats, Sharing, TreeCredit
 Ints = NDArray[np.int32]
 
 
+class Whole(Struct, frozen=True, array_like=True):
+    """What a part of a tree knows of the tree. `number` is the tree's in the mini-batch; one of the
+    ranks with a part is its home and counts its leaves; `max_staleness` is as in EncodedTree;
+    num_actions: int32 per node, its trained tokens."""
+
+    number: int
+    is_home: bool
+    max_staleness: int
+    num_actions: bytes
+
+
 class EncodedTree(Struct, frozen=True, array_like=True):
     """One tree (or one sequence) as raw little-endian arrays, an entry per token or per node.
 
@@ -38,6 +49,9 @@ class EncodedTree(Struct, frozen=True, array_like=True):
     engine gave none), adv_pos, adv_neg, weight; 0 where not trained. int32 per node, in
     pre-order: starts (first token), parents (-1 for the root). float64 per node: returns and
     advantages of the leaves, nan at other nodes; empty for sequences without a group.
+
+    Several ranks may have a part each of a tree (`learners.dealing`). A part has all nodes, those
+    without tokens that lead to none of its leaves, and trains only some of its tokens.
     """
 
     token_ids: bytes
@@ -55,6 +69,7 @@ class EncodedTree(Struct, frozen=True, array_like=True):
     parents: bytes
     returns: bytes = b""
     advantages: bytes = b""
+    whole: Whole | None = None  # of which this is a part
 
     @property
     def num_tokens(self) -> int:
@@ -77,7 +92,9 @@ class EncodedTree(Struct, frozen=True, array_like=True):
 
     @property
     def max_staleness(self) -> int:
-        """Of the trained tokens; 0 when all are of the current version."""
+        """Of the trained tokens of the whole tree; 0 when all are of the current version."""
+        if self.whole is not None:
+            return self.whole.max_staleness
         return int(self.ints("staleness")[self.actions()].max(initial=0))
 
 
@@ -150,6 +167,7 @@ def from_arrays(
         action=action.tobytes(),
         starts=first.tobytes(),
         parents=above.tobytes(),
+        whole=None,
         **{
             name: np.asarray(one, np.float64).tobytes()
             for name, one in (defaults | figures).items()
@@ -210,6 +228,13 @@ def _versions(node: Node, default: int) -> list[int]:
 
 
 Longs = NDArray[np.int64]
+T = TypeVar("T")
+
+
+class Gather(Protocol):
+    """The values of all ranks, by rank; all of them must call it."""
+
+    def __call__(self, value: T, /) -> list[T]: ...
 
 
 @dataclass(frozen=True)
@@ -382,6 +407,9 @@ class LeafMap:
     for a root; first, last: int64 [nodes], range of leaves below a node, `last` exclusive;
     leaf_node: int64 [leaves]; returns, advantages: float64 [leaves], nan without a group; lengths:
     float64 [leaves], trained tokens of a trajectory.
+
+    Of a part of a tree all leaves are here, but not all tokens, so that `to_leaves` gives a part of
+    the sum too; `over_parts` adds them up. is_home: bool [leaves], whether this rank counts them.
     """
 
     node: Longs
@@ -389,15 +417,17 @@ class LeafMap:
     first: Longs
     last: Longs
     leaf_node: Longs
-    group: Longs  # [leaves], the tree of a leaf
+    group: Longs  # [leaves], the tree of a leaf: its number in the mini-batch, below 0 if whole
     returns: Floats
     advantages: Floats
     lengths: Floats
+    is_home: NDArray[np.bool_]
 
     @classmethod
     def of(cls, trees: Sequence[EncodedTree]) -> LeafMap:
         none = np.zeros(0, np.int64)  # a rank may have no tree
         nodes, parents, groups, figures = [none], [none], [none], [np.zeros((2, 0))]
+        counts, homes = [none], [none.astype(np.bool_)]
         num_nodes = 0
         for number, tree in enumerate(trees):
             starts = tree.ints("starts").astype(np.int64)
@@ -406,7 +436,11 @@ class LeafMap:
             parent = tree.ints("parents").astype(np.int64)
             nodes.append(owner[tree.actions()] + num_nodes)
             parents.append(np.where(parent < 0, -1, parent + num_nodes))
-            groups.append(np.full(len(starts), number, np.int64))
+            whole = tree.whole
+            groups.append(np.full(len(starts), -1 - number if whole is None else whole.number))
+            homes.append(np.full(len(starts), whole is None or whole.is_home))
+            here = np.bincount(owner[tree.actions()], minlength=len(starts))
+            counts.append(here if whole is None else np.frombuffer(whole.num_actions, np.int32))
             empty = np.full(len(starts), np.nan)
             leaf_figures = [
                 tree.floats(name) if getattr(tree, name) else empty
@@ -415,15 +449,9 @@ class LeafMap:
             figures.append(np.stack(leaf_figures))
             num_nodes += len(starts)
         parent, node = np.concatenate(parents), np.concatenate(nodes)
-        is_leaf = np.ones(num_nodes, np.bool_)
-        is_leaf[parent[parent >= 0]] = False
-        first: Longs = np.cumsum(is_leaf) - is_leaf  # leaves before the node, in pre-order
-        last = first + is_leaf
-        for i in range(num_nodes - 1, 0, -1):
-            if parent[i] >= 0:
-                last[parent[i]] = max(last[parent[i]], last[i])
+        is_leaf, first, last = leaf_ranges(parent)
         returns, advantages = np.concatenate(figures, axis=1)[:, is_leaf]
-        counts = np.bincount(node, minlength=num_nodes)
+        num_actions = np.concatenate(counts).astype(np.float64)
         return cls(
             node=node,
             parent=parent,
@@ -433,7 +461,8 @@ class LeafMap:
             group=np.concatenate(groups)[is_leaf],
             returns=returns,
             advantages=advantages,
-            lengths=_path_sums(counts.astype(np.float64), parent)[is_leaf],
+            lengths=_path_sums(num_actions, parent)[is_leaf],
+            is_home=np.concatenate(homes)[is_leaf],
         )
 
     @property
@@ -444,6 +473,20 @@ class LeafMap:
         """float64 [tokens] -> [leaves]: sum over the trained tokens of each trajectory."""
         per_node = np.bincount(self.node, values, minlength=len(self.parent))
         return _path_sums(per_node.astype(np.float64), self.parent)[self.leaf_node]
+
+    def over_parts(self, values: Floats, gather: Gather) -> Floats:
+        """float64 [leaves], each summed over the ranks that have a part of its tree, in the order
+        of ranks, so that all get the same; every rank must call it."""
+        _, first, tree = np.unique(self.group, return_index=True, return_inverse=True)
+        ordinal = np.arange(self.num_leaves) - first[tree]  # in its tree
+        is_part = self.group >= 0
+        keys = (self.group << 32 | ordinal)[is_part]
+        everywhere = gather((keys, values[is_part]))
+        known, place = np.unique(np.concatenate([k for k, _ in everywhere]), return_inverse=True)
+        sums = np.bincount(place, np.concatenate([v for _, v in everywhere]), len(known))
+        out = values.copy()
+        out[is_part] = sums[np.searchsorted(known, keys)]
+        return out
 
     def to_tokens(self, values: Floats) -> Floats:
         """float64 [leaves] -> [tokens]: sum over the leaves below each token."""
@@ -465,6 +508,19 @@ class LeafMap:
             return np.maximum(mean, 0.0), np.minimum(mean, 0.0), weight
         positive = self.to_tokens(weights * np.maximum(advantages, 0.0))
         return positive, self.to_tokens(weights * np.minimum(advantages, 0.0)), weight
+
+
+def leaf_ranges(parent: Longs) -> tuple[NDArray[np.bool_], Longs, Longs]:
+    """Per node of one tree or several, in pre-order: whether it is a leaf, and the range of the
+    leaves below it, in their order, the end exclusive."""
+    is_leaf = np.ones(len(parent), np.bool_)
+    is_leaf[parent[parent >= 0]] = False
+    first: Longs = np.cumsum(is_leaf) - is_leaf
+    last = first + is_leaf
+    for i in range(len(parent) - 1, 0, -1):
+        if parent[i] >= 0:
+            last[parent[i]] = max(last[parent[i]], last[i])
+    return is_leaf, first, last
 
 
 def _path_sums(values: Floats, parent: Longs) -> Floats:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import json
 import logging
 import os
@@ -22,6 +21,7 @@ from learners import ranks as wire
 from learners.algorithm import Algorithm
 from learners.batch import EncodedTree, encode
 from learners.credit import CreditedTree
+from learners.dealing import deal, deal_parts, idle_share
 from learners.deepspeed_settings import deepspeed_settings
 from learners.learner import (
     Agreement,
@@ -33,30 +33,6 @@ from learners.learner import (
 )
 from learners.lora import check_installed
 from learners.ranks import RankGroup
-
-PAIR_COST = 1e-4  # of an attention pair, in tokens outside attention: a model of about 1e9 weights
-
-
-def cost(tree: EncodedTree) -> float:
-    """Work that a tree is, in tokens: each token, and each pair of a token and one it sees."""
-    depth = tree.ints("depth")
-    return tree.num_tokens + PAIR_COST * float(depth.sum(dtype="int64") + len(depth))
-
-
-def deal(trees: Sequence[EncodedTree], num_ranks: int) -> list[list[int]]:
-    """Places of the trees of each rank, in their order: the largest first, each to the rank with
-    the least so far (Graham 1969). A rank may get none."""
-    if num_ranks == 1:
-        return [list(range(len(trees)))]
-    costs = [cost(tree) for tree in trees]
-    ranks = [(0.0, rank) for rank in range(num_ranks)]
-    hands: list[list[int]] = [[] for _ in range(num_ranks)]
-    for place in sorted(range(len(trees)), key=lambda i: (-costs[i], i)):
-        total, rank = heapq.heappop(ranks)
-        hands[rank].append(place)
-        heapq.heappush(ranks, (total + costs[place], rank))
-    return [sorted(hand) for hand in hands]
-
 
 MAX_SAVED = 20  # skipped steps of a run
 
@@ -185,17 +161,22 @@ class DeepSpeedLearner:
         encoded = await asyncio.to_thread(self._encode, groups)
         count = -(-len(encoded) // self.config.groups_per_minibatch)
         cuts = list(pairwise(len(encoded) * i // count for i in range(count + 1)))
-        parts: list[list[list[EncodedTree]]] = [[] for _ in range(self.config.num_ranks)]
-        for first, last in cuts:
-            hands = deal(encoded[first:last], self.config.num_ranks)
-            for part, hand in zip(parts, hands, strict=True):
-                part.append([encoded[first + place] for place in hand])
-        replies = await self._call([wire.Update(part, lr_scale, agreement) for part in parts])
+        dealt = [await asyncio.to_thread(self._deal, encoded[slice(*cut)]) for cut in cuts]
+        shares = zip(*(parts for parts, _ in dealt), strict=True)
+        commands = [wire.Update(list(share), lr_scale, agreement) for share in shares]
+        replies = await self._call(commands)
         for step in replies[0].steps:
             span = slice(*cuts[int(step["minibatch"])])
             trees = [tree for tree, _ in groups[span]]
             self.evidence.save(step, self._policy_version, trees, encoded[span])
-        return {"num_trained": float(len(encoded))} | replies[0].metrics
+        metrics = {"num_trained": float(len(encoded)), **replies[0].metrics}
+        if self.config.num_ranks > 1:
+            metrics["idle_share"] = idle_share([loads for _, loads in dealt])
+        return metrics
+
+    def _deal(self, trees: Sequence[EncodedTree]) -> tuple[list[list[EncodedTree]], list[float]]:
+        config = self.config
+        return deal_parts(trees, config.num_ranks, config.max_tokens_per_microbatch)
 
     def _encode(self, groups: Sequence[CreditedTree]) -> list[EncodedTree]:
         return [encode(tree, credit, self._policy_version) for tree, credit in groups]

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -42,18 +42,17 @@ from torch import Tensor
 
 from agentenv.errors import DataError
 from learners.algorithm import Aggregation, Algorithm, Band
-from learners.batch import ActionTokens, EncodedTree, LeafMap
+from learners.batch import ActionTokens, EncodedTree, Gather, LeafMap
 from learners.credit import Floats
 from learners.learner import Metrics
 from learners.losses import MAX_LOG_RATIO, LossBatch, sequence_terms
 
-SumOverRanks = Callable[[Floats], Floats]
 WIDE = (0.5, 2.0)  # the band whose outside is reported when no mask is set
 
 
 @dataclass
 class MiniBatch:
-    """Figures per trained token in the order of `ActionTokens`, float64, of this rank's trees.
+    """Figures per trained token in the order of `ActionTokens`, float64, of this rank's share.
 
     proximal, entropies, reference (None without one): see LossBatch; is_measured, bool: whose
     proximal log-prob was computed. adv_pos, adv_neg and weight already hold the aggregation's
@@ -106,18 +105,16 @@ class MiniBatch:
             slope=slope,
         )
 
-    def terms(
-        self, algorithm: Algorithm, current: Floats, sum_over_ranks: SumOverRanks
-    ) -> tuple[Floats, Floats]:
+    def terms(self, algorithm: Algorithm, current: Floats, gather: Gather) -> tuple[Floats, Floats]:
         """Value and slope per token of a loss that clips whole trajectories; `current` are the
         current log-probs. Sets the metric `sequences_clipped`."""
         assert self.leaves is not None
-        ratio = sequence_ratios(current - self.proximal, self.leaves)
+        ratio = sequence_ratios(current - self.proximal, self.leaves, gather)
         low, high = algorithm.clip_low, algorithm.clip_high
         advantages, weights = self.leaf_advantages, self.leaf_weights
         value, slope = sequence_terms(ratio, advantages, low, high)
-        clipped = (slope == 0.0) & (advantages != 0.0)
-        counts = sum_over_ranks(np.array([float(clipped.sum()), float(len(clipped))]))
+        clipped = ((slope == 0.0) & (advantages != 0.0))[self.leaves.is_home]
+        counts = over_all(np.array([float(clipped.sum()), float(len(clipped))]), gather)
         self.metrics["sequences_clipped"] = float(counts[0] / max(counts[1], 1.0))
         return self.leaves.to_tokens(weights * value), self.leaves.to_tokens(weights * slope)
 
@@ -129,13 +126,13 @@ def prepare(
     entropies: Floats,
     reference: Floats | None,
     algorithm: Algorithm,
-    sum_over_ranks: SumOverRanks,
+    gather: Gather,
     is_measured: NDArray[np.bool_] | None = None,
 ) -> MiniBatch:
     """Credit, weights and batch statistics of one mini-batch. `is_measured`, bool [tokens]: whose
     proximal log-prob was computed (None: all); the others have that of the engine.
 
-    `sum_over_ranks` adds an array over all ranks, each of which calls `prepare` with its share.
+    Each rank calls `prepare` with its share of the trees and of their tokens.
     Raises DataError if the algorithm needs entropies or groups that the trees do not carry.
     """
     if is_measured is None:
@@ -145,28 +142,29 @@ def prepare(
     leaves = LeafMap.of(trees) if algorithm.needs_leaves else None
     adv_pos, adv_neg, weight = tokens.adv_pos, tokens.adv_neg, tokens.weight
     advantages = leaf_weights = np.zeros(0)
-    share = float(weight.sum())
+    share, num_kept = float(weight.sum()), (0, 0)  # of trajectories: those kept, and all
     log_ratio = proximal - tokens.behaviour
     if leaves is not None:
         if np.isnan(leaves.advantages).any():
             raise DataError("the trees carry no advantages of their leaves")
-        advantages = leaf_advantages(algorithm, leaves, proximal, reference)
+        advantages = leaf_advantages(algorithm, leaves, proximal, reference, gather)
         plain = coefficients(algorithm.aggregation, leaves.lengths)
-        mask = sequence_weights(log_ratio, leaves, algorithm.sequence_mask)
+        mask = sequence_weights(log_ratio, leaves, algorithm.sequence_mask, gather)
         leaf_weights = plain * mask
         adv_pos, adv_neg, _ = leaves.credit(advantages, leaf_weights, algorithm.credit_sharing)
         weight = leaves.to_tokens(plain)
-        share = denominator(algorithm.aggregation, leaves.lengths, algorithm.norm_length)
+        home = leaves.is_home
+        share = denominator(algorithm.aggregation, leaves.lengths[home], algorithm.norm_length)
+        num_kept = int((leaf_weights[home] > 0).sum()), int(home.sum())
     ratio = ratios(proximal, tokens.behaviour)
     band = algorithm.token_mask
     moments = ratio_moments(ratio, tokens.weight * is_measured, band)
-    kept = leaf_weights > 0
-    counts = np.array([share, weight.sum(), kept.sum(), len(kept)])
+    counts = np.array([share, weight.sum(), *num_kept])
     known = np.where(np.isnan(entropies), 0.0, entropies)
     first = np.array([tokens.weight.sum(), (tokens.weight * known).sum()])
-    sums = sum_over_ranks(np.concatenate([counts, first, moments]))
+    sums = over_all(np.concatenate([counts, first, moments]), gather)
     mean = float(sums[5] / max(sums[4], 1.0))
-    second = sum_over_ranks(np.array([(tokens.weight * (known - mean) ** 2).sum()]))[0]
+    second = over_all(np.array([(tokens.weight * (known - mean) ** 2).sum()]), gather)[0]
     std = float(np.sqrt(second / (sums[4] - 1.0))) if sums[4] > 1.0 else float("nan")
     metrics = ratio_metrics(sums[6:])
     if algorithm.sequence_mask is not None:
@@ -193,8 +191,18 @@ def prepare(
     )
 
 
+def over_all(values: Floats, gather: Gather) -> Floats:
+    """An array added up over all ranks."""
+    total: Floats = np.sum(gather(values), axis=0)
+    return total
+
+
 def leaf_advantages(
-    algorithm: Algorithm, leaves: LeafMap, proximal: Floats, reference: Floats | None
+    algorithm: Algorithm,
+    leaves: LeafMap,
+    proximal: Floats,
+    reference: Floats | None,
+    gather: Gather,
 ) -> Floats:
     """Advantages of the leaves, [leaves]; with a KL in the reward computed anew, group by group.
 
@@ -203,7 +211,8 @@ def leaf_advantages(
     if algorithm.kl_reward == 0:
         return leaves.advantages
     assert reference is not None
-    returns = leaves.returns - algorithm.kl_reward * leaves.to_leaves(proximal - reference)
+    log_ratios = leaves.over_parts(leaves.to_leaves(proximal - reference), gather)
+    returns = leaves.returns - algorithm.kl_reward * log_ratios
     advantages = np.zeros_like(returns)
     for group in np.unique(leaves.group):
         mine = leaves.group == group
@@ -240,19 +249,22 @@ def token_importance(ratio: Floats, cap: float | Literal["none"], mask: Band | N
     return weight
 
 
-def sequence_ratios(log_ratio: Floats, leaves: LeafMap) -> Floats:
+def sequence_ratios(log_ratio: Floats, leaves: LeafMap, gather: Gather) -> Floats:
     """exp of the mean log-ratio of each trajectory's trained tokens, float64 [leaves]; 1 for a
     trajectory without one. Log-ratios are clamped to +-20."""
     sums = leaves.to_leaves(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    sums = leaves.over_parts(sums, gather)
     means: Floats = np.exp(sums / np.maximum(leaves.lengths, 1.0))
     return means
 
 
-def sequence_weights(log_ratio: Floats, leaves: LeafMap, mask: Band | None) -> Floats:
+def sequence_weights(
+    log_ratio: Floats, leaves: LeafMap, mask: Band | None, gather: Gather
+) -> Floats:
     """1 for trajectories inside the band, 0 outside, float64 [leaves]."""
     if mask is None:
         return np.ones(leaves.num_leaves)
-    return mask.holds(sequence_ratios(log_ratio, leaves)).astype(np.float64)
+    return mask.holds(sequence_ratios(log_ratio, leaves, gather)).astype(np.float64)
 
 
 def ratio_moments(ratio: Floats, weight: Floats, mask: Band | None) -> Floats:

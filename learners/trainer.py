@@ -22,7 +22,15 @@ from learners.batch import ActionTokens, EncodedTree, MicroBatch, pack
 from learners.checkpoint import REFERENCE, Checkpoint, Held, changing, held
 from learners.credit import Floats
 from learners.learner import Agreement, LearnerConfig, Metrics, Score
-from learners.minibatch import MiniBatch, behaviour_ratios, means, over_ranks, over_steps, prepare
+from learners.minibatch import (
+    MiniBatch,
+    behaviour_ratios,
+    means,
+    over_all,
+    over_ranks,
+    over_steps,
+    prepare,
+)
 
 
 class Reference:
@@ -113,7 +121,7 @@ class Trainer:
         metrics = over_steps([step for _, step in steps])
         metrics |= means(self.backend.gather(behaviour_ratios(prepared)))
         counts = [[len(part.weight), part.weight.sum()] for part in tokens]
-        num_tokens, num_flat_tokens = self._sum_over_ranks(np.sum(counts, axis=0)).tolist()
+        num_tokens, num_flat_tokens = over_all(np.sum(counts, axis=0), self.backend.gather).tolist()
         metrics |= {"num_tokens": float(num_tokens), "num_flat_tokens": float(num_flat_tokens)}
         return metrics | times(start_wall, start_cpu)
 
@@ -121,7 +129,7 @@ class Trainer:
         """One step on the negative log-likelihood, averaged over the weights of all tokens."""
         start_wall, start_cpu = time.perf_counter(), time.process_time()
         weight = ActionTokens.of(sequences).weight
-        total = float(self._sum_over_ranks(weight.sum()))
+        total = float(over_all(weight.sum(), self.backend.gather))
         loss_sum = 0.0
         for batch in self.backend.passes(self.pack(sequences)):
             logprobs, _, _ = self.backend.forward(batch)
@@ -159,10 +167,6 @@ class Trainer:
     def _tensor(self, values: Floats, like: Tensor) -> Tensor:
         return torch.from_numpy(values).to(like)
 
-    def _sum_over_ranks(self, values: Floats) -> Floats:
-        total: Floats = np.sum(self.backend.gather(values), axis=0)
-        return total
-
     def _prepare_all(self, minibatches: Sequence[Sequence[EncodedTree]]) -> list[MiniBatch]:
         """Before the first step: log-probs of the current weights, and of the reference if the
         algorithm has one."""
@@ -190,7 +194,7 @@ class Trainer:
             entropies,
             reference,
             self.algorithm,
-            self._sum_over_ranks,
+            self.backend.gather,
             is_needed,
         )
 
@@ -211,7 +215,7 @@ class Trainer:
         terms = None
         if self.algorithm.clips_sequences:
             current = self.figures(minibatch.trees)[0]
-            terms = minibatch.terms(self.algorithm, current, self._sum_over_ranks)
+            terms = minibatch.terms(self.algorithm, current, self.backend.gather)
         sums: Counter[str] = Counter()
         maxima: dict[str, float] = {}
         for batch in self.backend.passes(self.pack(minibatch.trees)):

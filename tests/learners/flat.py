@@ -51,7 +51,7 @@ def figures(algorithm: Algorithm, trees: list[TrajectoryTree], seed: int = 0) ->
     proximal = tokens.behaviour + rng.normal(0, 0.4, shape)
     reference = proximal + rng.normal(0, 0.5, shape) if algorithm.needs_reference else None
     minibatch = prepare(
-        encoded, tokens, proximal, tokens.entropies, reference, algorithm, lambda x: x
+        encoded, tokens, proximal, tokens.entropies, reference, algorithm, lambda x: [x]
     )
     theta = torch.from_numpy(proximal + rng.normal(0, 0.5, shape)).requires_grad_()
     entropies = torch.from_numpy(rng.uniform(0.1, 3, shape)).requires_grad_()
@@ -63,7 +63,7 @@ def tree_form(algorithm: Algorithm, figures: Figures, num_cuts: int = 1) -> Tens
     minibatch, theta = figures.minibatch, figures.theta
     terms = None
     if algorithm.clips_sequences:
-        terms = minibatch.terms(algorithm, theta.detach().numpy(), lambda x: x)
+        terms = minibatch.terms(algorithm, theta.detach().numpy(), lambda x: [x])
     order = np.random.default_rng(1).permutation(len(theta))
     total = torch.zeros((), dtype=torch.float64)
     for index in np.array_split(order, num_cuts):

@@ -56,6 +56,17 @@ def uneven_trees(count: int, version: int = 0) -> list[TrajectoryTree]:
     ]
 
 
+def undivided_tree() -> TrajectoryTree:
+    """One trajectory, and two empty ones, which to give to another rank would save nothing."""
+    tree = random_tree(Random(2), num_leaves=3)
+    first = tree.nodes[1]
+    del tree.nodes[2:]
+    first.end, first.reward = "terminated", 1.0
+    for _ in range(2):
+        tree.add(tree.root).end = "terminated"
+    return tree
+
+
 def encoded(trees: list[TrajectoryTree], version: int = 0) -> list[EncodedTree]:
     return [encode(tree, credit, version) for tree, credit in credited(trees, ALGORITHM)]
 

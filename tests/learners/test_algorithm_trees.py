@@ -170,62 +170,11 @@ def test_missing_entropies_are_an_error_where_they_are_read() -> None:
     missing = np.full_like(tokens.entropies, np.nan)
     args = (encoded, tokens, tokens.behaviour, missing, None)
     with pytest.raises(DataError, match="entropies"):
-        prepare(*args, AEPO(group_size=2), lambda x: x)
+        prepare(*args, AEPO(group_size=2), lambda x: [x])
     for algorithm in (AEPO(group_size=2, entropy_advantage=0.0), GRPO(group_size=2)):
-        batch = prepare(*args, algorithm, lambda x: x).loss_batch(
+        batch = prepare(*args, algorithm, lambda x: [x]).loss_batch(
             np.arange(len(missing)), torch.zeros(1, dtype=torch.float64), None
         )
         loss, metrics = algorithm.loss(batch, batch.proximal, torch.zeros(len(missing)))
         assert loss.isfinite()
         assert all(value.isfinite() for value in metrics.values())
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_shares_of_ranks_add_up(name: str) -> None:
-    """Two ranks with their own trees and one without any: the sum of their losses is that of
-    one rank with all trees."""
-    algorithm, trees = ALGORITHMS[name], grown(4)
-    whole = figures(algorithm, trees)
-    tokens, batch = whole.minibatch.tokens, whole.minibatch
-    edges = np.cumsum([0, *(tree.num_action_tokens for tree in batch.trees)])
-    shares = [(0, 1), (1, 3), (3, 3)]
-    theta, current = whole.theta.detach(), whole.entropies.detach()
-
-    def share(first: int, last: int, total) -> tuple:
-        span = slice(edges[first], edges[last])
-        part = ActionTokens.of(batch.trees[first:last])
-        reference = None if batch.reference is None else batch.reference[span]
-        args = (batch.trees[first:last], part, batch.proximal[span], part.entropies, reference)
-        return prepare(*args, algorithm, total), span
-
-    def run(total_of) -> float:
-        loss = 0.0
-        for number, (first, last) in enumerate(shares):
-            part, span = share(first, last, lambda x, n=number: total_of(x, n))
-            terms = None
-            if algorithm.clips_sequences:
-                terms = part.terms(
-                    algorithm, theta[span].numpy(), lambda x, n=number: total_of(x, n)
-                )
-            index = np.arange(span.stop - span.start)
-            given = part.loss_batch(index, theta, terms)
-            loss += float(algorithm.loss(given, theta[span], current[span])[0])
-        return loss
-
-    calls: list[list[np.ndarray]] = [[] for _ in shares]
-    results: list[np.ndarray] = []
-
-    def record(values: np.ndarray, rank: int) -> np.ndarray:
-        """First round: what each rank gives, in order; the second sum needs the first's result."""
-        place = len(calls[rank])
-        calls[rank].append(values)
-        return results[place] if place < len(results) else values
-
-    for _ in range(3):  # each round fixes one more sum
-        for of_rank in calls:
-            of_rank.clear()
-        loss = run(record)
-        results = [np.sum(together, axis=0) for together in zip(*calls, strict=True)]
-    assert len(tokens.weight) == edges[-1]
-    expected = float(tree_form(algorithm, whole).detach())
-    assert loss == pytest.approx(expected, rel=1e-9, abs=1e-12)

@@ -15,7 +15,7 @@ import pytest
 from agentenv.errors import ConfigError, LearnerError
 from learners import ranks as wire
 from learners.batch import encode_sequence
-from learners.deepspeed_learner import DeepSpeedLearner, cost, deal
+from learners.deepspeed_learner import DeepSpeedLearner
 from learners.worker import Place, failure, find_place
 from tests.learners.ranks import (
     ALGORITHM,
@@ -190,14 +190,3 @@ def test_half_a_place_is_refused() -> None:
         find_place({"RANK": "1"})
     with pytest.raises(ConfigError, match="RANK = 2 of WORLD_SIZE = 2"):
         find_place({"RANK": "2", "WORLD_SIZE": "2"})
-
-
-def test_whole_trees_are_dealt_by_cost() -> None:
-    trees = encoded(uneven_trees(8))
-    assert deal(trees, 1) == [list(range(len(trees)))]
-    hands = deal(trees, 3)
-    assert sorted(place for hand in hands for place in hand) == list(range(len(trees)))
-    loads = [sum(cost(trees[place]) for place in hand) for hand in hands]
-    largest = max(cost(tree) for tree in trees)
-    assert max(loads) <= max(largest, 4 / 3 * sum(loads) / 3)
-    assert deal(trees[:1], 2) == [[0], []]

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from agentenv.errors import ConfigError, LearnerError
 from learners.batch import EncodedTree, encode_sequence
 from learners.checkpoint import Checkpoint, restore, save
+from learners.dealing import deal_parts
 from learners.deepspeed_learner import DeepSpeedLearner
 from learners.learner import LearnerConfig, OptimizerConfig
 from learners.trainer import Trainer
@@ -27,6 +28,7 @@ from tests.learners.ranks import (
     plain_torch,
     train,
     two_ranks,
+    undivided_tree,
     uneven_trees,
     weights_in,
     weights_of,
@@ -42,13 +44,15 @@ async def test_two_ranks_equal_one(backend: str, model_dir: Path, tmp_path: Path
     learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "learner.log")
     oracle = plain_torch(model_dir, config, torch.float32)
     try:
-        # three mini-batches: uneven trees; then the last one has one tree, so a rank has none
+        # three mini-batches: uneven trees, the largest divided; then a tree that one rank has alone
         trees = uneven_trees(7)
         metrics = await learner.update(credited(trees, learner.algorithm))
         expected = train(oracle, trees, config.groups_per_minibatch)
         for name in expected.keys() - {"cpu_s", "wall_s"}:
             assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
-        lone = uneven_trees(1)
+        lone = [undivided_tree()]
+        shares, _ = deal_parts(encoded(lone), 2, config.max_tokens_per_microbatch)
+        assert [len(own) for own in shares] == [1, 0]
         assert (await learner.update(credited(lone, learner.algorithm)))["num_steps"] == 1
         train(oracle, lone, 1)
         found = weights_in(await learner.publish(tmp_path / "published"))

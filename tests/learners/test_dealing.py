@@ -1,0 +1,283 @@
+"""Trees and parts of trees on several ranks do what whole trees do on one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentenv.tree import TrajectoryTree
+from agentenv.types import VersionSpan
+from learners.algorithm import Algorithm, Band
+from learners.arpo import ARPO
+from learners.baselines import GRPO, GSPO, DrGRPO
+from learners.batch import ActionTokens, EncodedTree, LeafMap, encode, from_arrays, pack
+from learners.dealing import Paths, cost, deal, deal_parts, idle_share, load, part, share
+from learners.deepspeed_learner import DeepSpeedLearner
+from learners.learner import LearnerConfig
+from learners.minibatch import prepare
+from learners.trainer import Trainer
+from tests.learners.flat import figures, grown, tree_form
+from tests.learners.ranks import (
+    encoded,
+    largest_difference,
+    plain_torch,
+    two_ranks,
+    uneven_trees,
+    weights_in,
+    weights_of,
+)
+from tests.learners.test_algorithm_trees import ALGORITHMS, NARROW
+from tests.learners.threads import Meeting, trainers
+from tests.learners.trees import credited, credits_of, random_tree, tiny_model
+
+MODEL = tiny_model(dtype=torch.float64)
+
+
+def encode_all(algorithm: Algorithm, trees: Sequence[TrajectoryTree], version: int = 0):
+    pairs = zip(trees, credits_of(algorithm, list(trees)), strict=True)
+    return [encode(tree, credit, version) for tree, credit in pairs if credit is not None]
+
+
+def test_sequences_are_dealt_whole_by_cost() -> None:
+    trees = encoded(uneven_trees(8))
+    assert deal(trees, 1) == [list(range(len(trees)))]
+    hands = deal(trees, 3)
+    assert sorted(place for hand in hands for place in hand) == list(range(len(trees)))
+    loads = [sum(cost(trees[place]) for place in hand) for hand in hands]
+    largest = max(cost(tree) for tree in trees)
+    assert max(loads) <= max(largest, 4 / 3 * sum(loads) / 3)
+    assert deal(trees[:1], 2) == [[0], []]
+
+
+def test_one_rank_has_the_trees_themselves() -> None:
+    trees = encoded(uneven_trees(5))
+    (own,), (load_of_it,) = deal_parts(trees, 1, 10**6)
+    assert all(one is tree for one, tree in zip(own, trees, strict=True))
+    assert load_of_it == pytest.approx(sum(map(cost, trees)))
+
+
+def test_a_part_by_hand() -> None:
+    """A prompt of 2; a turn of 2 with leaves of 1 and 2 below it; a leaf of 3."""
+    action = np.array([False, False, *[True] * 8])
+    tree = from_arrays(
+        range(10), action, [0, 2, 4, 5, 7], [-1, 0, 1, 1, 0], weight=[0, 0, 2, 2, 1, 1, 1, 1, 1, 1]
+    )
+    first, middle = (part(tree, [i], 7, is_home=not i) for i in (0, 1))
+    assert first.ints("token_ids").tolist() == [0, 1, 2, 3, 4]
+    assert first.actions().tolist() == [False, False, True, True, True]
+    assert middle.ints("token_ids").tolist() == [0, 1, 2, 3, 5, 6]
+    assert middle.actions().tolist() == [False, False, False, False, True, True]
+    assert middle.ints("pred").tolist() == [-1, 0, 1, 2, 3, 4]
+    assert middle.floats("weight").tolist() == [0, 0, 0, 0, 1, 1]
+    assert middle.ints("parents").tolist() == [-1, 0, 1, 1, 0]
+    leaves = LeafMap.of([first, middle])
+    assert leaves.lengths.tolist() == [3, 4, 3] * 2
+    assert leaves.is_home.tolist() == [True] * 3 + [False] * 3
+    assert part(tree, [0, 1, 2], 7, is_home=True) is tree
+
+
+def test_costs_by_hand() -> None:
+    """The same tree. Pairs: of depth d, a token sees d + 1."""
+    paths = Paths([2, 2, 1, 2, 3], [-1, 0, 1, 1, 0], 100)
+
+    def work(*positions: int) -> float:
+        return len(positions) + 1e-4 * sum(position + 1 for position in positions)
+
+    shared = work(0, 1, 2, 3)
+    assert paths.cost([0]) == pytest.approx(shared + work(4))
+    assert paths.cost([0, 1]) == pytest.approx(shared + work(4, 4, 5))
+    assert paths.cost([0, 2]) == pytest.approx(shared + work(4, 2, 3, 4))
+    assert paths.cost(paths.leaves) == pytest.approx(shared + work(4, 4, 5, 2, 3, 4))
+    small = Paths([2, 2, 1, 2, 3], [-1, 0, 1, 1, 0], 7)
+    assert small.cost([0, 1]) == paths.cost([0, 1])
+    assert small.cost(small.leaves) == pytest.approx(paths.cost([0, 1]) + work(0, 1, 2, 3, 4))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 6), st.sampled_from([20, 60, 10**6]))
+def test_every_token_is_trained_on_one_rank(seed: int, num_ranks: int, max_tokens: int) -> None:
+    grown_trees = [random_tree(Random(seed * 10 + i), index=i) for i in range(3)]
+    trees = encode_all(GRPO(group_size=6), grown_trees)
+    shares, loads = deal_parts(trees, num_ranks, max_tokens)
+    assert len(shares) == len(loads) == num_ranks
+    parts = [tree for one in shares for tree in one]
+    expected = ActionTokens.of(trees)
+    found = ActionTokens.of(parts)
+    for name in ("behaviour", "adv_pos", "adv_neg", "weight", "entropies"):
+        assert sorted(getattr(found, name)) == sorted(getattr(expected, name))
+    assert Counter(_contexts(parts)) == Counter(_contexts(trees))
+    assert sum(LeafMap.of(parts).is_home) == LeafMap.of(trees).num_leaves
+
+
+def _contexts(trees: Sequence[EncodedTree]) -> list[tuple[int, ...]]:
+    """Each trained token with all that it sees, in any micro-batch."""
+    contexts = []
+    for batch in pack(trees, 40):
+        for source, target in zip(batch.source.tolist(), batch.targets.tolist(), strict=True):
+            seen = [i for i in range(source + 1) if batch.end[i] > source]
+            assert batch.position_ids[seen].tolist() == list(range(len(seen)))
+            contexts.append((*batch.token_ids[seen].tolist(), target))
+    return contexts
+
+
+def test_loads_are_what_ranks_compute() -> None:
+    """Up to what packing saves where pieces of a tree share a micro-batch."""
+    trees = encode_all(ARPO(group_size=16), [grow_large(Random(i), i) for i in range(8)])
+    for num_ranks in (1, 4, 8):
+        shares, loads = deal_parts(trees, num_ranks, 1500)
+        for one, expected in zip(shares, loads, strict=True):
+            batches = pack(one, 1500)
+            pairs = sum(int(batch.position_ids.sum()) + len(batch.end) for batch in batches)
+            found = sum(len(batch.end) for batch in batches) + 1e-4 * pairs
+            assert found == pytest.approx(expected, rel=0.05)
+
+
+def grow_large(random: Random, index: int) -> TrajectoryTree:
+    tree = random_tree(random, index=index, num_leaves=16)
+    for node in tree.nodes:
+        node.observation_ids = node.observation_ids * 20
+    return tree
+
+
+def test_a_tree_is_divided_where_that_pays_and_stays_whole_where_not() -> None:
+    leaves = 16
+    wide = Paths([10, *[100] * leaves], [-1, *[0] * leaves], 10**6)
+    (first, second) = share([wide], 2)
+    assert first[0] == list(range(8))
+    assert second[0] == list(range(8, 16))
+    loads = [load(hand, [wide]) for hand in share([wide], 16)]
+    assert idle_share([loads]) < 1e-9
+    prompt = Paths([10_000, 1, 1], [-1, 0, 0], 10**6)
+    assert share([prompt], 2) == [{0: [0, 1]}, {}]
+    assert share([wide] * 4, 4) == [{i: list(range(16))} for i in range(4)]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("num_ranks", [2, 5])
+def test_losses_of_ranks_add_up(name: str, num_ranks: int) -> None:
+    """Parts of trees on all ranks: the sum of their losses is that of one rank with the trees."""
+    algorithm, trees = ALGORITHMS[name], grown(4)
+    whole = figures(algorithm, trees)
+    batch, theta, current = whole.minibatch, whole.theta.detach(), whole.entropies.detach()
+    place = {value: i for i, value in enumerate(batch.tokens.behaviour.tolist())}
+    shares, _ = deal_parts(batch.trees, num_ranks, 10**6)
+    shares.append([])  # a rank without any
+    meeting = Meeting(len(shares))
+
+    def loss_of(rank: int) -> float:
+        own, gather = shares[rank], meeting.gather_of(rank)
+        tokens = ActionTokens.of(own)
+        index = np.array([place[value] for value in tokens.behaviour], np.int64)
+        reference = None if batch.reference is None else batch.reference[index]
+        args = (own, tokens, batch.proximal[index], tokens.entropies, reference)
+        mine = prepare(*args, algorithm, gather)
+        terms = None
+        if algorithm.clips_sequences:
+            terms = mine.terms(algorithm, theta[index].numpy(), gather)
+        given = mine.loss_batch(np.arange(len(index)), theta, terms)
+        for name, value in mine.metrics.items():
+            assert value == pytest.approx(batch.metrics[name], rel=1e-9), name
+        return float(algorithm.loss(given, theta[index], current[index])[0])
+
+    expected = float(tree_form(algorithm, whole).detach())
+    assert sum(meeting.run(loss_of)) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert any(tree.whole is not None for one in shares for tree in one)
+
+
+WHOLE_UPDATES = {
+    **{name: ALGORITHMS[name] for name in ("arpo", "aepo", "gspo", "cispo", "dapo", "rloo")},
+    **{name: ALGORITHMS[name] for name in ("grpo as printed", "dr_grpo", "reinforce_pp")},
+    "hard sharing": ARPO(group_size=2, sharing="hard", kl_reward=0.1),
+    "kl in gspo": GSPO(group_size=2, clip_low=0.1, clip_high=0.1, kl_reward=0.1, kl_loss=0.1),
+    "both masks": DrGRPO(group_size=2, sequence_mask=NARROW, token_mask=Band(low=0.2, high=3.0)),
+}
+MAX_TOKENS = 60
+CONFIG = LearnerConfig(
+    backend="torch",
+    num_epochs_per_batch=2,
+    max_tokens_per_microbatch=MAX_TOKENS,
+    optimizer="adamw",
+    learning_rate=1e-3,
+)
+
+
+@pytest.mark.parametrize("name", WHOLE_UPDATES)
+def test_updates_of_two_and_four_ranks_equal_those_of_one(name: str) -> None:
+    """Weights and metrics after two updates, the second on trees partly of the first's version,
+    with parts of trees, a rank without any, and uneven numbers of micro-batches."""
+    algorithm = WHOLE_UPDATES[name]
+    batches = [
+        [encode_all(algorithm, trees) for trees in (grown(1, 2), grown(2, 1))],
+        [encode_all(algorithm, _versions(grown(3, 2)), 1)],
+    ]
+    found = {}
+    for num_ranks in (1, 2, 4):
+        meeting = Meeting(num_ranks)
+        ranks = trainers(MODEL, algorithm, CONFIG, meeting)
+        metrics = []
+        for minibatches in batches:
+            shares = [deal_parts(one, num_ranks, MAX_TOKENS)[0] for one in minibatches]
+            has_parts = any(tree.whole for parts in shares for own in parts for tree in own)
+            assert has_parts == (num_ranks > 1)
+            metrics.append(_update(meeting, ranks, shares))
+        weights = [torch.cat([w.flatten() for w in weights_of(rank).values()]) for rank in ranks]
+        assert all(torch.equal(weights[0], other) for other in weights)
+        found[num_ranks] = weights[0], metrics
+    for num_ranks in (2, 4):
+        difference = (found[1][0] - found[num_ranks][0]).abs()
+        assert float(difference.max()) < 1e-5, "AdamW magnifies gradients of almost nothing"
+        assert float(difference.mean()) < 1e-8
+        for ours, expected in zip(found[num_ranks][1], found[1][1], strict=True):
+            for key in expected.keys() - {"cpu_s", "wall_s"}:
+                assert ours[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-8), key
+
+
+def _update(
+    meeting: Meeting, ranks: Sequence[Trainer], shares: list[list[list[EncodedTree]]]
+) -> dict[str, float]:
+    def update(rank: int) -> dict[str, float]:
+        trainer = ranks[rank]
+        metrics = trainer.update([parts[rank] for parts in shares], 1.0)
+        trainer.moved = False  # as if it was published
+        return metrics
+
+    return meeting.run(update)[0]
+
+
+def _versions(trees: list[TrajectoryTree]) -> list[TrajectoryTree]:
+    """All but the first have one stale turn; all tokens of such a tree are scored again, wherever
+    they are."""
+    for tree in trees[1:]:
+        for node in tree.nodes[2:]:
+            node.version_spans = [VersionSpan(1, 0, len(node.action_ids))]
+    return trees
+
+
+@pytest.mark.slow
+async def test_four_processes_at_zero_3_equal_one(model_dir: Path, tmp_path: Path) -> None:
+    """Every rank has a part of the large tree, and they run different numbers of micro-batches."""
+    algorithm = GSPO(group_size=4, clip_low=0.1, clip_high=0.1, kl_reward=0.1)
+    config = two_ranks(num_ranks=4, zero_stage=3)
+    oracle = plain_torch(model_dir, config, torch.float32, algorithm)
+    groups = credited(uneven_trees(3), algorithm)
+    trees = [encode(tree, credit, 0) for tree, credit in groups]
+    shares, _ = deal_parts(trees, 4, config.max_tokens_per_microbatch)
+    assert all(any(tree.whole is not None for tree in own) for own in shares)
+    assert len({len(pack(own, config.max_tokens_per_microbatch)) for own in shares}) > 1
+    learner = await DeepSpeedLearner.start(config, algorithm, model_dir, tmp_path / "learner.log")
+    try:
+        metrics = await learner.update(groups)
+        expected = oracle.update([trees], 1.0)
+        for name in expected.keys() - {"cpu_s", "wall_s"}:
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+        found = weights_in(await learner.publish(tmp_path / "published"))
+        assert largest_difference(found, weights_of(oracle)) < 1e-5
+    finally:
+        await learner.close()

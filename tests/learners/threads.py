@@ -1,0 +1,91 @@
+"""Ranks of plain torch as threads of this process, for tests that need many of them cheaply."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from learners.algorithm import Algorithm
+from learners.backend import TorchBackend, scale_learning_rates
+from learners.batch import Gather
+from learners.learner import LearnerConfig
+from learners.policy import Policy
+from learners.trainer import Trainer
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """Where ranks gather what each of them has. Whoever fails lets the others go."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._values: list[Any] = [None] * num_ranks
+        self._barrier = threading.Barrier(num_ranks)
+
+    def gather_of(self, rank: int) -> Gather:
+        def gather(value: T) -> list[T]:
+            self._values[rank] = value
+            self._barrier.wait()
+            found = list(self._values)
+            self._barrier.wait()
+            return found
+
+        return gather
+
+    def run(self, work: Callable[[int], T]) -> list[T]:
+        """`work` of every rank at the same time."""
+
+        def guarded(rank: int) -> T:
+            try:
+                return work(rank)
+            except BaseException:
+                self._barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(self.num_ranks) as pool:
+            futures = [pool.submit(guarded, rank) for rank in range(self.num_ranks)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in errors:
+            if not isinstance(error, threading.BrokenBarrierError):
+                raise error
+        return [future.result() for future in futures]
+
+
+class ThreadBackend(TorchBackend):
+    """Meets the others in this process."""
+
+    def __init__(self, policy: Policy, config: LearnerConfig, rank: int, meeting: Meeting) -> None:
+        super().__init__(policy, config)
+        self.rank, self.num_ranks = rank, meeting.num_ranks
+        self.gather = meeting.gather_of(rank)  # type: ignore[method-assign]
+
+    def step(self, lr_scale: float) -> float:
+        params = [param for param in self.policy.parameters() if param.requires_grad]
+        own = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in params]
+        for param, *parts in zip(params, *self.gather(own), strict=True):
+            param.grad = torch.stack(parts).sum(0)
+        norm = float(torch.nn.utils.clip_grad_norm_(params, self.grad_clip or math.inf))
+        if math.isfinite(norm):
+            scale_learning_rates(self.base_optimizer, lr_scale)
+            self.base_optimizer.step()
+        self.skip()
+        return norm
+
+
+def trainers(
+    model: PreTrainedModel, algorithm: Algorithm, config: LearnerConfig, meeting: Meeting
+) -> Sequence[Trainer]:
+    """One for each rank, with a copy of the model."""
+    policies = [Policy(deepcopy(model)) for _ in range(meeting.num_ranks)]
+    return [
+        Trainer(ThreadBackend(policy, config, rank, meeting), algorithm, config)
+        for rank, policy in enumerate(policies)
+    ]
