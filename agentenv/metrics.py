@@ -18,6 +18,7 @@ from statistics import fmean
 from msgspec import Struct, field
 
 from agentenv.tree import Node, TrajectoryTree
+from agentenv.types import Info
 
 Metrics = dict[str, float]
 
@@ -105,11 +106,12 @@ def num_tool_calls(tree: TrajectoryTree) -> int:
 
 
 def _tool_metrics(trees: Sequence[TrajectoryTree]) -> Metrics:
-    calls = [call for tree in trees for n in tree.nodes for call in n.info.get("tool_calls", ())]
-    names = sorted({call["name"] for call in calls})
+    calls: dict[str, list[Info]] = {}
+    for node in (node for tree in trees for node in tree.nodes):
+        for call in node.info.get("tool_calls", ()):
+            calls.setdefault(call["name"], []).append(call)
     metrics: Metrics = {}
-    for name in names:
-        of_name = [call for call in calls if call["name"] == name]
+    for name, of_name in sorted(calls.items()):
         metrics[f"tool/{name}/calls"] = len(of_name)
         metrics[f"tool/{name}/errors"] = sum(not call.get("ok", True) for call in of_name)
         metrics[f"tool/{name}/mean_s"] = fmean(call.get("duration_s", 0.0) for call in of_name)

@@ -23,7 +23,7 @@ from agentenv.call_syntax import PARSERS, THOUGHT_CLOSE, Parser, after_thoughts
 from agentenv.errors import ConfigError, DataError, EnvError
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TextCodec, ToolSchemas
-from agentenv.types import Completion, Message, ToolCall
+from agentenv.types import UNKNOWN_TOOL, Completion, Message, ToolCall
 
 Style = Literal[
     "auto", "hermes", "llama", "qwen_xml", "glm", "atem", "lfm", "harmony", "gemma"
@@ -32,7 +32,6 @@ Senders = tuple[tuple[str, str | None], ...]  # (role, tool) of each message of 
 
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
 WAY_OUT = "use renderer.name = 'tags'"
-UNKNOWN_TOOL = "unknown"  # whose results a call to no known tool gets
 
 _STAND_IN = "qZ{}Zq"  # short, and changed by no template
 _SAID = "qSaidq"

@@ -35,7 +35,16 @@ from agentenv.tools import (
     ToolLimits,
     ToolSource,
 )
-from agentenv.types import MALFORMED_CALL, Info, Limit, Message, Task, ToolCall, ToolResult
+from agentenv.types import (
+    MALFORMED_CALL,
+    UNKNOWN_TOOL,
+    Info,
+    Limit,
+    Message,
+    Task,
+    ToolCall,
+    ToolResult,
+)
 
 FIRST_DELAY_S = 0.1  # before the first retry of a call; doubles with each, up to MAX_DELAY_S
 MAX_DELAY_S = 5.0
@@ -181,7 +190,8 @@ class ToolEnv:
     async def step(self, action: Message) -> StepResult:
         """Run the calls of `action` in order; without any, grade and end the episode.
 
-        info["tool_calls"] says of each call: name, arguments, ok, error, duration_s.
+        info["tool_calls"] says of each call: name (UNKNOWN_TOOL for any that no tool has),
+        arguments, ok, error, duration_s.
         """
         states = self._open_states("step")
         self._written.append(action)
@@ -265,6 +275,7 @@ class ToolEnv:
                 problem = call.arguments.get("problem", "there is no such tool")
                 raise ToolError(f"The tool call cannot be read: {problem}")
             if call.name not in self.tools:
+                record["name"] = UNKNOWN_TOOL  # records are counted by name
                 known = ", ".join(self.tools) or "none"
                 raise ToolError(f"There is no tool {call.name!r}. Known tools: {known}.")
             self._budget.use(call.name, self._limits(call.name))

@@ -65,6 +65,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 Info = dict[str, Any]
 
 
+UNKNOWN_TOOL = "unknown"  # stands for whatever name a policy gives a tool that does not exist
 MALFORMED_CALL = "<malformed>"  # name of a call that cannot be read; arguments["problem"] says why
 
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from agentenv.errors import ConfigError, EnvError, InfraError, ToolError
-from agentenv.types import MALFORMED_CALL, Limit, Message, ToolCall
+from agentenv.types import MALFORMED_CALL, UNKNOWN_TOOL, Limit, Message, ToolCall
 from tests.support.counting_tools import ANSWER, Counter, LastMessage, call, make
 from tests.support.virtual_clock import run_virtual
 
@@ -56,8 +56,9 @@ async def test_the_policy_reads_tool_errors_and_they_do_not_count() -> None:
     observation, *_, info = await env.step(call())
     assert observation[0].content == "count what?"
     assert (info["tool_calls"][0]["ok"], info["tool_calls"][0]["error"]) == (False, "count what?")
-    observation, *_ = await env.step(call("bing"))
+    observation, *_, info = await env.step(call("bing"))
     assert observation[0].content == "There is no tool 'bing'. Known tools: counter."
+    assert info["tool_calls"][0]["name"] == UNKNOWN_TOOL  # a metric has its name
     *_, info = await env.step(ANSWER)
     assert info["parts"] == {"calls": 0.0}
     await env.close()
