@@ -2,8 +2,9 @@
 
     python tests/bench/bench_sandbox.py [--sessions 500] [--plain]
 
-New session with its first call, warm call, calls per second over many live sessions, memory of
-each (PSS: what is shared counts in parts), and the processes that are left after closing.
+New session with its first call, warm call, fork of a session with 64 MB of variables, calls per
+second over many live sessions, memory of each (PSS: what is shared counts in parts), and the
+processes that are left after closing.
 --plain preloads neither, as the quick start does.
 """
 
@@ -25,9 +26,11 @@ from envs.sandbox import Rung, Sandbox, SandboxSession
 
 NUM_NEW, NUM_WARM, NUM_ROUNDS = 100, 1000, 20
 TIMEOUT_S = 60.0
+PAUSE_S = 0.03
 FIRST = "import numpy, sympy; int(numpy.arange(4).sum()) + sympy.Integer(36)"
 PLAIN_FIRST = "import math; math.isqrt(1764)"
 WARM = "6 * 7"
+STATE = "x = [bytearray(b'x' * 2000) for _ in range(32_000)]; 42"  # 64 MB
 
 
 def spread(seconds: list[float]) -> str:
@@ -65,6 +68,18 @@ async def measure(rung: Rung, num_sessions: int, plain: bool) -> None:
     await timed(session, WARM)
     print(f"  warm call: {spread([await timed(session, WARM) for _ in range(NUM_WARM)])}")
     session.close()
+    parent = sandbox.session(0)
+    await timed(parent, STATE)
+    forks = []
+    for _ in range(NUM_NEW):
+        start = time.perf_counter()
+        child = await parent.fork()
+        forks.append(time.perf_counter() - start)
+        child.close()
+        await asyncio.sleep(PAUSE_S)  # its end is not to be part of the next one
+    parent.close()
+    live = sandbox.counters.num_live_forks
+    print(f"  fork at 64 MB of state: {spread(forks)}, {live} of {NUM_NEW} copied")
 
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     sessions = [sandbox.session(seed) for seed in range(num_sessions)]
