@@ -47,7 +47,7 @@ from agentenv.tools import tool
 from agentenv.types import Message, SamplingParams, Task, ToolCall, VersionSpan
 from envs.grading.judge import Judge, JudgeConfig
 from envs.mcp_tools import MCPTools
-from envs.sandbox.process import Channel
+from envs.sandbox.channel import Channel
 from envs.sandbox.remote import MARK, RemoteSandbox
 from envs.sandbox.sandbox import Sandbox
 from envs.search.cache import ResultCache

@@ -11,15 +11,13 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from agentenv.errors import ConfigError, EnvError, InfraError
+from envs.sandbox.channel import CellAnswer, ChannelClosedError, SessionProcess
 from envs.sandbox.process import (
     NAMESPACES_ADVICE,
-    CellAnswer,
-    ChannelClosedError,
     MissingModuleError,
     Rung,
     SandboxLimits,
     SandboxSetup,
-    SessionProcess,
     ZygoteProcess,
 )
 from envs.sandbox.self_test import find_escape

@@ -9,8 +9,9 @@ import tempfile
 from pathlib import Path
 
 from agentenv.errors import InfraError
+from envs.sandbox.channel import ChannelClosedError
 from envs.sandbox.preload import ONE_THREAD
-from envs.sandbox.process import ChannelClosedError, ZygoteProcess
+from envs.sandbox.process import ZygoteProcess
 
 TIMEOUT_S = 10.0
 

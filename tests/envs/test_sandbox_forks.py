@@ -232,8 +232,11 @@ made, ctypes.get_errno()
         one.close()
 
 
-async def test_a_session_that_forks_otherwise_than_asked_is_replayed(sandbox: Sandbox) -> None:
+async def test_a_session_that_forks_otherwise_than_asked_is_replayed(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever it does with the one clone that it is granted."""
+    monkeypatch.setattr("envs.sandbox.sandbox.FORK_TIMEOUT_S", 0.5)
     parent = sandbox.session(1)
     await parent.run("x = 5", 10)
     for answer in ("lambda flags: -1", "lambda flags: 1 << 20", "lambda flags: os._exit(1)"):

@@ -14,8 +14,8 @@ import pytest
 from agentenv.errors import ConfigError
 from envs.sandbox import Sandbox
 from envs.sandbox import process as sandbox_process
+from envs.sandbox.channel import SessionProcess
 from envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
-from envs.sandbox.process import SessionProcess
 from tests.check_sandbox import RUNGS
 from tests.envs.test_sandbox_bounds import FRAME
 from tests.envs.test_sandbox_forks import CLONE
