@@ -35,7 +35,7 @@ else:  # inside, these files are all there is
 
 RECEIVE, SEND, ADD_FD = 0xC0502100, 0xC0182101, 0x40182103  # ioctls of a listener
 GO_ON, AT_THIS_NUMBER = 1, 1
-DEADLINE_S = 5.0
+DEADLINE_S = 2.0  # from the host's wish to the birth; who takes longer is killed
 STANDARD = {"0": "/dev/null", "1": "/dev/null", "2": "/dev/null"}
 
 Announce = Callable[[int, int], None]  # a session's number, and its process; 0: there is none

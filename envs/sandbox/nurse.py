@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:  # inside, these files are all there is
     import confine
 
-ANSWER_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 1.0
 MAX_ENTRIES = 2000
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -46,7 +46,8 @@ class Nurse:
         try:
             self._socket.sendall(f"{parent} {child}".encode())
             return self._socket.recv(1) == b"1"
-        except OSError:
+        except OSError:  # what it says later would be taken for the answer to another request
+            self._socket.close()
             return False
 
 

@@ -184,6 +184,35 @@ os.chdir("a")
     child.close()
 
 
+async def test_forks_of_forks(sandbox: Sandbox) -> None:
+    """Namespaces can be nested 32 deep; beyond, the record is replayed."""
+    line = [sandbox.session(1)]
+    await line[0].run("x = []", 10)
+    for number in range(36):
+        line.append(await line[-1].fork())
+        await line[-1].run(f"x.append({number})", 10)
+    assert await said(line[-1], "x") == str(list(range(36)))
+    assert await said(line[0], "x") == "[]"
+    counters = sandbox.counters
+    assert counters.num_live_forks + counters.num_replays == 36
+    assert counters.num_live_forks > 25
+    for one in line:
+        one.close()
+
+
+async def test_without_a_nurse_it_is_replayed(sandbox: Sandbox) -> None:
+    await sandbox.start()
+    if sandbox.rung != "namespaces":
+        pytest.skip("there, nothing is to be copied")
+    for process in zygote_of(sandbox).children(recursive=True):
+        process.kill()
+    parent, child = await two(sandbox, "x = 3")
+    assert await said(child, "x") == "3"
+    assert (sandbox.counters.num_live_forks, sandbox.counters.num_replays) == (0, 1)
+    parent.close()
+    child.close()
+
+
 SHARED = {
     "open file": "f = open('/dev/null')",
     "pipe": "import os; f = os.pipe()",

@@ -146,3 +146,25 @@ async def test_a_signal_to_the_zygote(sandbox: Sandbox, remove: Remove) -> None:
     open_ = Sandbox(rungs=(sandbox.rung or "landlock",), preload=())
     with pytest.raises(ConfigError, match="its self-test failed: it could signal processes"):
         await open_.start()
+
+
+async def test_where_the_kernel_asks_nobody_forks_are_replays(
+    sandbox: Sandbox, remove: Remove
+) -> None:
+    """Each session is then process 1 of its own namespace, or may signal its own number only."""
+    await sandbox.start()
+    asking = "listener = seccomp.install(machine, seccomp.listening(machine, flags), listen=True)"
+    remove("zygote.py", asking, "raise OSError")
+    other = Sandbox(rungs=(sandbox.rung or "landlock",), preload=())
+    parent = other.session(1)
+    await parent.run("import os; x = os.urandom(4)", 10)
+    child = await parent.fork()
+    assert await said(parent, "x") == await said(child, "x")
+    assert (other.counters.num_live_forks, other.counters.num_replays) == (0, 1)
+    if other.rung == "namespaces":
+        assert await said(child, "os.getpid(), os.getppid()") == "(1, 0)"
+    assert "not permitted" in await said(child, "os.kill(os.getppid() or 2, 0)")
+    assert await said(child, "os.kill(os.getpid(), 0)") == ""
+    parent.close()
+    child.close()
+    await other.close()
