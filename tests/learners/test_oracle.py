@@ -1,0 +1,168 @@
+"""The real trainer against the oracle: the gradient of every step of two updates.
+
+Random trees, mixed versions, two mini-batches, two epochs, all algorithms with their options.
+Where a step would move the weights by its own rule, both are moved by the same noise.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentenv.tree import TrajectoryTree
+from learners.aepo import AEPO
+from learners.algorithm import Algorithm, Band
+from learners.arpo import ARPO
+from learners.backend import TorchBackend
+from learners.baselines import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforcePP
+from learners.batch import EncodedTree, encode
+from learners.learner import LearnerConfig
+from learners.policy import Policy
+from learners.trainer import Trainer
+from tests.learners.oracle import VERSION, Oracle, grow
+from tests.learners.trees import VOCABULARY, credits_of, tiny_model
+
+EPOCHS = 2
+KINDS: dict[str, type[Algorithm]] = {
+    "grpo": GRPO, "dr_grpo": DrGRPO, "dapo": DAPO, "rloo": RLOO, "reinforce_pp": ReinforcePP,
+    "gspo": GSPO, "cispo": CISPO, "arpo": ARPO, "aepo": AEPO,
+}  # fmt: skip
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((kind, {}) for kind in KINDS),
+    ("grpo", {"proximal": "always"}),
+    ("grpo", {"aggregation": "seq-mean-token-mean", "proximal": "always"}),
+    ("grpo", {"aggregation": "seq-mean-token-sum"}),
+    ("grpo", {"dual_clip": 1.2, "normalize_by_std": False}),
+    ("grpo", {"importance_cap": "none", "proximal": "always"}),
+    ("gspo", {"clip_low": 0.2, "clip_high": 0.3, "proximal": "always"}),
+    ("arpo", {"sharing": "hard"}),
+    ("arpo", {"sharing": "hard", "aggregation": "seq-mean-token-mean"}),
+    ("arpo", {"token_mask": (0.3, 3.0), "sequence_mask": (0.2, 5.0), "importance_cap": 1.5}),
+    ("aepo", {"entropy_advantage": 1.0}),
+    ("aepo", {"dual_clip": float("inf"), "proximal": "always"}),
+    ("aepo", {"sharing": "hard", "entropy_balanced_clipping": False}),
+    *(("grpo", {"kl_loss": 0.3, "kl_kind": kind}) for kind in ("k1", "abs", "k2", "k3")),
+    ("dr_grpo", {"kl_loss": 0.2}),
+    ("rloo", {"kl_reward": 0.1}),
+    ("gspo", {"kl_reward": 0.1, "clip_low": 0.3, "clip_high": 0.3}),
+    ("arpo", {"entropy_bonus": 0.05}),
+]
+MASKS = ("token_mask", "sequence_mask")
+FAMILIES = [("qwen3", 1 << 20), ("llama", 40)]  # whole, and cut into micro-batches of 40 tokens
+FEW = (0, 7, 8, 15, 18, 27)  # of every kind of machinery one, where the rest would take long
+
+
+def name_of(value: Any) -> str:
+    return " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "family", "max_tokens"),
+    [
+        pytest.param(*case, *family, marks=() if number in FEW else pytest.mark.slow)
+        for number, case in enumerate(CASES)
+        for family in ([FAMILIES[number % 2]] if number not in FEW else FAMILIES)
+    ],
+    ids=name_of,
+)
+def test_every_step_of_an_update_has_the_gradient_of_the_flat_trajectories(
+    kind: str, settings: dict[str, Any], family: str, max_tokens: int
+) -> None:
+    settings = dict(settings)
+    trees = [grow(1, index, VOCABULARY) for index in range(7)]
+    model = exact(tiny_model(family, torch.float64))
+    oracle = Oracle(copy.deepcopy(model), kind, EPOCHS, **settings)
+    proximal = settings.pop("proximal", "stale")
+    bands = {
+        name: Band(**dict(zip(("low", "high"), settings.pop(name), strict=True)))
+        for name in MASKS
+        if name in settings
+    }
+    algorithm = KINDS[kind](group_size=2, **settings, **bands)
+    trainer = recording(model, algorithm, proximal, max_tokens)
+    for number in range(2):
+        groups = encoded(trees, algorithm)
+        cut = [groups[:3], groups[3:]]
+        found = trainer.update([[one for _, one in part] for part in cut], 1.0)
+        expected = oracle.update([[tree for tree, _ in part] for part in cut])
+        losses = []
+        for step, ours in enumerate(trainer.backend.steps):
+            theirs, loss = next(expected)
+            losses.append(loss)
+            assert float(theirs.norm()) > 0
+            assert float((ours - theirs).norm() / theirs.norm()) < 1e-10, (number, step)
+            move(oracle.model, number * 10 + step)
+        assert next(expected, None) is None, "as many steps"
+        assert found["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-9, abs=1e-12)
+        trainer.moved = False  # as after a publish
+
+
+def exact(model: Any) -> Any:
+    """The model with norms in float64, which transformers computes in float32."""
+
+    def norm(self: Any, hidden: Tensor) -> Tensor:
+        scale = torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * hidden * scale
+
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = MethodType(norm, module)
+    return model
+
+
+def encoded(
+    trees: list[TrajectoryTree], algorithm: Algorithm
+) -> list[tuple[TrajectoryTree, EncodedTree]]:
+    """Those with something to teach, as the learner gets them."""
+    credits = credits_of(algorithm, trees)
+    return [
+        (tree, encode(tree, credit, VERSION))
+        for tree, credit in zip(trees, credits, strict=True)
+        if credit is not None and credit.has_signal
+    ]
+
+
+def recording(model: Any, algorithm: Algorithm, proximal: str, max_tokens: int) -> Any:
+    """A real trainer whose steps keep the gradient in `backend.steps` and move by noise."""
+    config = LearnerConfig(
+        backend="torch",
+        optimizer="adamw",
+        proximal=proximal,
+        num_epochs_per_batch=EPOCHS,
+        max_tokens_per_microbatch=max_tokens,
+    )
+
+    class Recording(TorchBackend):
+        steps: list[Tensor]
+        num_steps = 0
+
+        def step(self, lr_scale: float) -> float:
+            parameters = list(self.policy.model.parameters())
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            self.steps.append(torch.cat([grad.flatten() for grad in grads]))
+            per_update = 2 * EPOCHS
+            update, step = divmod(self.num_steps, per_update)
+            move(self.policy.model, update * 10 + step)
+            self.num_steps += 1
+            self.skip()
+            return 1.0
+
+    class Recorded(Trainer):
+        def update(self, *args: Any) -> Any:
+            self.backend.steps = []
+            return super().update(*args)
+
+    return Recorded(Recording(Policy(model), config), algorithm, config)
+
+
+@torch.no_grad()
+def move(model: Any, number: int) -> None:
+    """The same step for both."""
+    generator = torch.Generator().manual_seed(number)
+    for parameter in model.parameters():
+        parameter += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
