@@ -19,7 +19,6 @@ import errno
 import fcntl
 import os
 import platform
-import re
 import signal
 import struct
 import time
@@ -186,7 +185,7 @@ class Births:
         channel = open_files.pop(str(self._channel_fd), "")
         if open_files != STANDARD or not channel.startswith("socket:"):
             raise RefusedError(f"open files are shared: {open_files}")
-        old_files = ""
+        old_files = "-"  # the device of no mapping
         if self._nurse is not None:
             if os.stat(f"{folder}/cwd").st_dev != os.stat(f"{folder}/root/tmp").st_dev:
                 raise RefusedError("it is in its parent's folder")
@@ -250,5 +249,6 @@ def _children() -> set[int]:
 def _shared_memory(pid: int, device: str = "-") -> set[str]:
     """Mappings that two processes can write to each other by, and those of files of `device`."""
     with open(f"/proc/{pid}/maps") as file:
-        found = re.findall(rf"^(\S+) (?:...s|.... \S+ {device}) ", file.read(), re.MULTILINE)
-    return set(found)
+        lines = [(line, line.index(" ")) for line in file]
+    known = f" {device} "
+    return {line[:end] for line, end in lines if line[end + 4] == "s" or known in line}
