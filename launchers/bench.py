@@ -1,6 +1,7 @@
 """What training trees as trees is worth: tree against flat layouts of the same trajectories.
 
     python launchers/bench.py learner [--json FILE] [--shapes NAME ...] [--repeats N] [--dense]
+    python launchers/bench.py deal [--json FILE]
 
     tree     every shared token once, attention in blocks between forks
     dense    the same tokens, attention under one dense mask (--dense)
@@ -10,7 +11,10 @@
 All compute the same loss and, with it, the same gradients. Printed are CPU seconds and peak memory
 of a step, beside what counting tokens, attention pairs and FLOPs lets one expect: `counted` is the
 ratio, varlen over tree, of floating point operations, what a machine would reach on which every
-operation costs the same.
+operation costs the same. `computed` are the tokens of all micro-batches over those of the trees:
+trees that are cut repeat the paths to their pieces.
+
+`deal` shows how long ranks wait for each other on simulated trees, and trains nothing.
 """
 
 from __future__ import annotations
@@ -47,6 +51,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task, VersionSpan
+from launchers.planning.idle import NARROW, WIDE, Shape, simulated
 from launchers.terminal import View
 from learners.attention import TreeLayout, visible_pairs
 from learners.batch import (
@@ -56,9 +61,11 @@ from learners.batch import (
     MicroBatch,
     encode,
     encode_sequence,
+    from_arrays,
     pack,
 )
 from learners.credit import tree_credit
+from learners.dealing import PAIR_COST, deal, deal_parts, idle_share
 from learners.policy import Policy, tensors
 
 
@@ -69,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.json and not options.json.absolute().parent.is_dir():
             raise ConfigError(f"--json {options.json}: there is no such folder")
-        figures = run(options.shapes, options.repeats, options.dense, view)
+        if options.part == "deal":
+            figures = run_deal(view)
+        else:
+            figures = run(options.shapes, options.repeats, options.dense, view)
         if options.json:
             options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     except (AgentEnvError, OSError) as error:
@@ -86,7 +96,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
     learner = parts.add_parser("learner", help="trees against flat layouts")
-    learner.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    dealing = parts.add_parser("deal", help="idle ranks, on simulated trees")
+    for part in (learner, dealing):
+        part.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     learner.add_argument("--shapes", nargs="+", metavar="NAME", help="only these; default all")
     learner.add_argument("--repeats", type=int, default=3, metavar="N", help="medians of N")
     learner.add_argument("--dense", action="store_true", help="also trees under a dense mask")
@@ -274,13 +286,15 @@ WARM_UP = [[[-1, 0, 64], [0, 64, 0], [0, 64, 0]]]
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one shape: medians of CPU seconds and peak memory by layout, and counted ratios."""
+    """Of one shape: medians of CPU seconds and peak memory by layout, counted ratios, and tokens
+    of the tree layout's micro-batches over those of the trees."""
 
     cpu_s: dict[str, float]
     peak_mb: dict[str, float]
     tokens: float
     pairs: float
     flops: float
+    computed: float
 
     @property
     def flat_best_over_tree(self) -> float:
@@ -329,11 +343,15 @@ def measure(trees: list[Nodes], layouts: Sequence[str], repeats: int) -> Figures
         if abs(loss - losses["varlen"]) > 1e-4 * abs(losses["varlen"]):
             raise ArithmeticError(f"layouts differ: {name} {losses}")
     counts = {name: count(name, trees, model) for name in ("tree", "varlen")}
-    ratios = (flat / tree for flat, tree in zip(counts["varlen"], counts["tree"], strict=True))
+    tokens, pairs, flops = np.divide(counts["varlen"], counts["tree"]).tolist()
+    computed = counts["tree"][0] / sum(sum(node[1:]) for tree in trees for node in tree)
     return Figures(
         {name: median(values) for name, values in seconds.items()},
         {name: in_own_process(name, trees) for name in layouts},
-        *ratios,
+        tokens,
+        pairs,
+        flops,
+        computed,
     )
 
 
@@ -347,14 +365,22 @@ def tables(found: dict[str, Figures]) -> tuple[Table, Table]:
     """One row a shape: speed beside what was counted, and memory."""
     layouts = list(next(iter(found.values())).cpu_s)
     speed = _table("CPU seconds; ratios are flat over tree, share is measured over counted FLOPs")
-    for name in ("shape", *layouts, "best flat", "FLOPs", "share", "tokens", "pairs"):
+    for name in ("shape", *layouts, "best flat", "FLOPs", "share", "tokens", "pairs", "computed"):
         speed.add_column(name, justify="left" if name == "shape" else "right", no_wrap=True)
     memory = _table("peak memory of a step beyond the model, MB")
     for name in ("shape", *layouts):
         memory.add_column(name, justify="left" if name == "shape" else "right", no_wrap=True)
     for name, one in found.items():
         ratio = one.flat_best_over_tree
-        figures = (*one.cpu_s.values(), ratio, one.flops, ratio / one.flops, one.tokens, one.pairs)
+        figures = (
+            *one.cpu_s.values(),
+            ratio,
+            one.flops,
+            ratio / one.flops,
+            one.tokens,
+            one.pairs,
+            one.computed,
+        )
         speed.add_row(name, *(f"{figure:.2f}" for figure in figures))
         memory.add_row(name, *(f"{figure:.0f}" for figure in one.peak_mb.values()))
     return speed, memory
@@ -373,11 +399,83 @@ def flattened(found: dict[str, Figures]) -> dict[str, float]:
             f"{name}.counted": one.flops,
             f"{name}.counted_tokens": one.tokens,
             f"{name}.counted_pairs": one.pairs,
+            f"{name}.computed_over_unique": one.computed,
         }
         for layout in one.cpu_s:
             figures[f"{name}.{layout}_cpu_s"] = one.cpu_s[layout]
             figures[f"{name}.{layout}_peak_mb"] = one.peak_mb[layout]
     return {name: round(value, 4) for name, value in figures.items()}
+
+
+# Dealing: how long ranks wait for each other.
+
+CASES = ((4, 16), (4, 8), (8, 16), (8, 8), (16, 16), (64, 16), (64, 64))  # ranks, groups
+SPREADS = {"narrow": NARROW, "wide": WIDE}
+BUDGET = 24_000  # tokens of a micro-batch
+
+
+def run_deal(view: View) -> dict[str, float]:
+    """Whole trees against trees and parts of trees, on 64 simulated ARPO trees of 40,000 tokens
+    with 16 leaves of 8 roots; a table, and the figures as {SPREAD.RANKSxGROUPS.figure: value}."""
+    figures: dict[str, float] = {}
+    for name, spread in SPREADS.items():
+        shapes = simulated(16, 8, spread, tree_tokens=40_000)
+        trees = [encode_shape(shape) for shape in shapes]
+        largest = max(sum(shape.sizes) for shape in shapes)
+        table = _table(
+            f"{name} spread, largest tree {largest:,} tokens; idle and empty passes in %"
+        )
+        columns = ("ranks", "groups", "idle: whole", "parts", "empty: whole", "parts")
+        for column in (*columns, "computed", "load"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for num_ranks, groups in CASES:
+            case = try_dealing(trees, num_ranks, groups)
+            percent = (f"{100 * case[key]:.1f}" for key in list(case)[:4])
+            ratios = (f"{case[key]:.2f}" for key in ("computed_over_unique", "largest_load"))
+            table.add_row(str(num_ranks), str(groups), *percent, *ratios)
+            figures |= {f"{name}.{num_ranks}x{groups}.{key}": v for key, v in case.items()}
+        view.show(table)
+    return {name: round(value, 4) for name, value in figures.items()}
+
+
+def try_dealing(trees: Sequence[EncodedTree], num_ranks: int, groups: int) -> dict[str, float]:
+    """idle_share of ranks with whole trees and with parts; empty passes at ZeRO 3, where all run as
+    many as the one with most; tokens computed with parts over those of the trees; largest load with
+    parts over that with whole trees. Counted on the micro-batches that the ranks would run."""
+    loads: dict[str, list[list[float]]] = {"whole": [], "parts": []}
+    passes: dict[str, list[list[float]]] = {"whole": [], "parts": []}
+    computed = 0
+    for first in range(0, len(trees), groups):
+        step = trees[first : first + groups]
+        dealt = {
+            "whole": [[step[i] for i in hand] for hand in deal(step, num_ranks)],
+            "parts": deal_parts(step, num_ranks, BUDGET)[0],
+        }
+        for name, shares in dealt.items():
+            packed = [pack(own, BUDGET) for own in shares]
+            loads[name].append([sum(map(_cost, batches)) for batches in packed])
+            passes[name].append([float(len(batches)) for batches in packed])
+        computed += sum(len(batch.token_ids) for batches in packed for batch in batches)
+    most = {name: sum(map(max, steps)) for name, steps in loads.items()}
+    return {
+        "idle_whole": idle_share(loads["whole"]),
+        "idle_parts": idle_share(loads["parts"]),
+        "empty_passes_whole": idle_share(passes["whole"]),
+        "empty_passes_parts": idle_share(passes["parts"]),
+        "computed_over_unique": computed / sum(tree.num_tokens for tree in trees),
+        "largest_load": most["parts"] / most["whole"],
+    }
+
+
+def _cost(batch: MicroBatch) -> float:
+    return len(batch.token_ids) + PAIR_COST * visible_pairs(batch.end)
+
+
+def encode_shape(shape: Shape) -> EncodedTree:
+    """All but the prompt is trained."""
+    starts = np.cumsum([0, *shape.sizes])
+    action = np.arange(starts[-1]) >= shape.sizes[0]
+    return from_arrays(np.zeros(len(action)), action, starts[:-1], shape.parents, weight=action)
 
 
 if __name__ == "__main__":

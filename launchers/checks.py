@@ -26,6 +26,7 @@ from launchers.assembly import AskingAssembly, Assembly
 from launchers.config import TABLES, TrainConfig
 from launchers.data import check_graders
 from launchers.evaluation.config import EvaluateConfig
+from launchers.planning.idle import check_idle
 from launchers.rundir import check_writable
 from launchers.serving.roles import check_roles
 from launchers.supervised.config import SupervisedRunConfig
@@ -105,6 +106,12 @@ async def sizes(assembly: Assembly[TrainConfig]) -> None:
             f"learner.groups_per_minibatch = {part} does not divide queue.groups_per_step = "
             f"{groups}"
         )
+
+
+async def idle_ranks(assembly: Assembly[TrainConfig]) -> None:
+    """The ranks of the learner find enough to do."""
+    config = assembly.config
+    check_idle(config.learner, config.algorithm, config.limits)
 
 
 async def demonstrations(assembly: Assembly[TrainConfig]) -> None:
@@ -259,6 +266,7 @@ def part(name: str) -> Callable[[Any], Awaitable[object]]:
 
 CHECKS: tuple[Check, ...] = (
     Check("sizes divide", "configuration", TRAIN, sizes),
+    Check("idle ranks", "configuration", TRAIN, idle_ranks),
     Check("cold start and renderer", "configuration", TRAIN, demonstrations),
     Check("names of evaluation sets", "configuration", TRAIN, evaluation_sets),
     Check("adapter", "configuration", TRAIN, adapter),

@@ -170,6 +170,8 @@ class DeepSpeedLearner:
             trees = [tree for tree, _ in groups[span]]
             self.evidence.save(step, self._policy_version, trees, encoded[span])
         metrics = {"num_trained": float(len(encoded)), **replies[0].metrics}
+        once = self.config.num_epochs_per_batch * sum(tree.num_tokens for tree in encoded)
+        metrics["computed_over_unique"] = metrics.pop("num_computed_tokens") / once
         if self.config.num_ranks > 1:
             metrics["idle_share"] = idle_share([loads for _, loads in dealt])
         return metrics

@@ -223,6 +223,7 @@ class Trainer:
             loss_batch = minibatch.loss_batch(batch.index, logprobs, terms)
             loss, metrics = self.algorithm.loss(loss_batch, logprobs, entropies)
             self.backend.backward(loss)
+            sums["num_computed_tokens"] += len(batch.token_ids)
             for name, value in metrics.items():
                 if name.endswith("_max"):
                     maxima[name] = max(maxima.get(name, -math.inf), float(value))

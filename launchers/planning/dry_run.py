@@ -29,6 +29,7 @@ from launchers.config import ServeConfig, TrainConfig
 from launchers.evaluation.benchmarks import benchmark
 from launchers.evaluation.config import EvaluateConfig
 from launchers.help import values_of
+from launchers.planning.idle import expected_idle
 from launchers.planning.memory import GIB
 from launchers.planning.plan import AnyRun, Machine, Plan, Process, make_plan, wanted_by
 from launchers.rundir import find_checkpoint
@@ -152,6 +153,12 @@ def _sizes(config: AnyRun) -> Iterator[str]:
             f"an update takes {groups} prompts x {size} = {groups * size} trajectories in "
             f"{steps} optimizer steps; at most {config.queue.max_staleness} versions old"
         )
+        if config.learner.num_ranks > 1:
+            idle = expected_idle(config.learner, config.algorithm, config.limits)
+            yield (
+                f"{config.learner.num_ranks} learner ranks are expected to wait {idle:.1%} of "
+                "their time for the one with the most (simulated trees, docs/learner.md)"
+            )
         most = groups * (config.queue.max_staleness + 1)
         yield f"up to {most} prompts = {most * size} trajectories are under way at a time"
         passes = f"{config.train.num_epochs} passes over the questions"

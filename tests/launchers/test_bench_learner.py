@@ -10,6 +10,8 @@ import torch
 
 from launchers import bench
 from launchers.bench import FLAT, count, make_model, make_step
+from launchers.planning.idle import WIDE, simulated
+from learners.dealing import Paths, idle_share, load, share
 
 # A prompt of 5; two turns of 4, the first with a result of 6 and two turns of 3 and 2 below it.
 TREE = [[-1, 0, 5], [0, 4, 6], [1, 3, 0], [1, 2, 0], [0, 4, 0]]
@@ -77,6 +79,31 @@ def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.Monk
     expected = flat / figures["small.tree_cpu_s"]
     assert figures["small.flat_best_over_tree"] == pytest.approx(expected, rel=0.05)
     assert figures["small.counted"] > 1
+    assert figures["small.computed_over_unique"] == 1
     assert bench.main(["learner", "--shapes", "unheard-of"]) == 2
     nowhere = str(tmp_path / "nowhere" / "figures.json")
     assert bench.main(["learner", "--json", nowhere]) == 2, "before minutes are spent"
+
+
+def test_idle_ranks_of_the_goal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the micro-batches that ranks would run: at most 5 % idle on 8 ranks with 16 groups a
+    mini-batch, and what whole trees cost there. The command shows more."""
+    monkeypatch.setattr(bench, "CASES", ((8, 16),))
+    target = tmp_path / "figures.json"
+    assert bench.main(["deal", "--json", str(target)]) == 0
+    figures = msgspec.json.decode(target.read_bytes())
+    for spread, whole in (("narrow", 0.05), ("wide", 0.25)):
+        assert figures[f"{spread}.8x16.idle_parts"] <= 0.05
+        assert figures[f"{spread}.8x16.idle_whole"] > whole
+        assert figures[f"{spread}.8x16.computed_over_unique"] < 1.1
+        assert figures[f"{spread}.8x16.largest_load"] < 1
+
+
+def test_what_is_expected_is_what_micro_batches_give() -> None:
+    shapes = simulated(16, 8, WIDE, tree_tokens=40_000, count=32)
+    assert sum(sum(shape.sizes) for shape in shapes) / 32 == pytest.approx(40_000, rel=0.01)
+    found = bench.try_dealing([bench.encode_shape(shape) for shape in shapes], 8, 16)
+    paths = [Paths(shape.sizes, shape.parents, bench.BUDGET) for shape in shapes]
+    steps = [paths[:16], paths[16:]]
+    loads = [[load(hand, step) for hand in share(step, 8)] for step in steps]
+    assert idle_share(loads) == pytest.approx(found["idle_parts"], abs=0.02)

@@ -38,6 +38,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = tra
         (("resources.learner_gpus=[0,1,2,9]",), r"there is no GPU 9"),
         (("limits.max_response_tokens=90000",), r"exceed the context of 5632 tokens"),
         (("learner.groups_per_minibatch=3",), r"groups_per_minibatch = 3 does not divide"),
+        (
+            ("learner.num_ranks=16", "learner.groups_per_minibatch=1"),
+            r"learner.num_ranks = 16: ranks would wait 4\d% of their time .* learner.allow_idle",
+        ),
         (("grader.judge={url='{role:judge}', model='judge'}",), r"no \[roles.judge\]"),
     ],
 )
@@ -45,6 +49,18 @@ def test_what_cannot_work_is_refused(
     capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], reason: str
 ) -> None:
     assert re.search(reason, refused(capsys, str(REASONING), "--gpus", "8", *overrides))
+
+
+def test_idle_ranks_are_told_and_may_be_allowed(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*overrides: str) -> float:
+        assert train.main([str(REASONING), "--dry-run", "--gpus", "24", *overrides]) == EXIT_MISSING
+        text = " ".join(capsys.readouterr().out.split())
+        found = re.search(r"learner ranks are expected to wait (\S+)% of their time", text)
+        return float(found[1])
+
+    assert told() < 2.0
+    few = ("learner.num_ranks=16", "learner.groups_per_minibatch=1", "learner.allow_idle=true")
+    assert 40.0 < told(*few) < 50.0
 
 
 def test_without_gpus_main_memory_is_what_counts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from learners.policy import Policy
 from learners.trainer import Trainer
 from tests.learners.trees import credited, random_tree, tiny_model
 
+OF_THE_RANKS = {"cpu_s", "wall_s", "num_computed_tokens"}  # metrics that depend on their number
 ALGORITHM = ARPO(group_size=4, importance_cap=1e9)
 
 

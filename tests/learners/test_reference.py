@@ -16,6 +16,7 @@ from learners.lora import LoRAConfig, is_adapter
 from learners.trainer import Trainer
 from learners.worker import Rank
 from tests.learners.ranks import (
+    OF_THE_RANKS,
     encoded,
     largest_difference,
     plain_torch,
@@ -52,7 +53,7 @@ async def test_two_ranks_equal_one(case: str, model_dir: Path, tmp_path: Path) -
         for count in (7, 5, 1):  # with the last, a rank has no tree
             metrics = await learner.update(credited(uneven_trees(count), learner.algorithm))
             expected = train(oracle, uneven_trees(count), config.groups_per_minibatch)
-            for name in expected.keys() - {"cpu_s", "wall_s"}:
+            for name in expected.keys() - OF_THE_RANKS:
                 assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
         assert abs(metrics["kl_to_reference"]) > 1e-2
         found = weights_in(await learner.publish(tmp_path / "published"))
