@@ -34,7 +34,7 @@ from launchers.evaluation.subject import (
     weights_digest,
 )
 from launchers.evaluation.watched import SET, ask_one
-from launchers.planning.dry_run import check_arguments, dry_run
+from launchers.planning.dry_run import add_dry_run, check_arguments, dry_run
 from launchers.terminal import View, run_until_done, to_its_end
 
 STORED = ("compare", "regrade", "report")  # commands over stored evaluations
@@ -126,6 +126,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         f"through the env API. {EPILOG}.",
     )
     out = f"where rows and report go, and are taken up again; default {FOLDER}/NAME"
+    add_dry_run(parser)
     add_arguments(parser, EvaluateConfig, out)
     parser.add_argument(
         "--set", default="", metavar="NAMES", help="sets by name, with commas; of a run: the one "

@@ -36,7 +36,7 @@ from launchers.evaluation.subject import (
     find_subject,
     given_keys,
 )
-from launchers.planning.dry_run import check_arguments, dry_run
+from launchers.planning.dry_run import add_dry_run, check_arguments, dry_run
 from launchers.synthesis.config import SynthesisConfig, SynthesisPlan, make_plan, set_name
 from launchers.synthesis.output import (
     TRAJECTORIES,
@@ -100,6 +100,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "data for launchers/sft.py and questions for launchers/train.py.",
     )
     out = f"where the data goes, and is taken up again; default {FOLDER}/NAME"
+    add_dry_run(parser)
     add_arguments(parser, SynthesisConfig, out)
     arguments = parser.parse_intermixed_args(argv)
     check_arguments(parser, arguments)

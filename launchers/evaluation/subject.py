@@ -37,7 +37,6 @@ from launchers.data import Say, load_set, said
 from launchers.evaluation.benchmarks import load_benchmark
 from launchers.evaluation.config import EvaluateConfig, QuestionSet, merged
 from launchers.help import add_key_help
-from launchers.planning.dry_run import add_dry_run
 from launchers.rundir import CONFIG_FILE, find_checkpoint
 from launchers.serving.roles import fill_roles
 from launchers.verl_keys import refuse_verl_keys
@@ -353,7 +352,6 @@ def add_arguments(
         help="of a vLLM or SGLang server: its tokenizer, so that token ids go in and out"
     )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR", help=out)
-    add_dry_run(parser)
     add_key_help(parser, config_type)
 
 

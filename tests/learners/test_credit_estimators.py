@@ -113,11 +113,11 @@ def test_a_sequence_is_masked_by_its_geometric_mean() -> None:
     shift = np.zeros(len(leaves.node))
     last = leaves.leaf_node[0]
     shift[leaves.node == last] = 3.0
-    means = minibatch.sequence_ratios(shift, leaves)
+    means = minibatch.sequence_ratios(shift, leaves, lambda x: [x])
     share = (leaves.node == last).sum() / leaves.lengths[0]
     assert means[0] == pytest.approx(np.exp(3.0 * share))
     assert (means[1:] == 1.0).all()
-    weights = minibatch.sequence_weights(shift, leaves, Band(low=0.9, high=1.1))
+    weights = minibatch.sequence_weights(shift, leaves, Band(low=0.9, high=1.1), lambda x: [x])
     assert weights.tolist() == [0.0] + [1.0] * (leaves.num_leaves - 1)
 
 
