@@ -7,7 +7,7 @@ import argparse
 import asyncio
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from itertools import groupby
 from pathlib import Path
@@ -295,7 +295,7 @@ def dry_run(
     if not isinstance(config, ServeConfig):
         place = _model_of(config, model, resolve, plan)
         try:
-            _read(config, run, place, absent, view)
+            _read(config, run, place, {one.key for one in absent}, view)
         except (AgentEnvError, OSError) as error:
             plan.problems.append(str(error))
     show_plan(plan, view)
@@ -329,9 +329,9 @@ def _model_of(config: AnyRun, path: str, resolve: Resolve, plan: Plan) -> Path |
 
 
 def _read(
-    config: AnyRun, run: Path, model: Path | None, absent: Sequence[Absent], view: View
+    config: AnyRun, run: Path, model: Path | None, absent: Collection[str], view: View
 ) -> None:
-    from launchers.planning.reading import read_what_is_here  # it knows those that plan
+    from launchers.planning.reading import read_what_is_here  # slow to load
 
     assert not isinstance(config, ServeConfig)
     view.say("\ndata that is here:")

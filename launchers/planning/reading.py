@@ -28,7 +28,6 @@ from launchers.config import TrainConfig
 from launchers.data import EnvMaker
 from launchers.evaluation.config import EvaluateConfig
 from launchers.evaluation.subject import EvaluationAssembly, Subject
-from launchers.planning.dry_run import Absent
 from launchers.supervised.config import SupervisedRunConfig
 from launchers.supervised.data import count_rows
 from launchers.supervised.run import SupervisedAssembly
@@ -53,10 +52,11 @@ AnyRun = TrainConfig | SupervisedRunConfig | EvaluateConfig
 
 
 async def read_what_is_here(
-    config: AnyRun, folder: Path, model: Path | None, absent: Collection[Absent], say: Say
+    config: AnyRun, folder: Path, model: Path | None, absent: Collection[str], say: Say
 ) -> None:
     """Read, render, grade, and say what was found; `model` is a directory with a tokenizer, None
-    if it is not here. Raises what the run would refuse."""
+    if it is not here; `absent` are the keys of what else is not. Raises what the run would
+    refuse."""
     async with AsyncExitStack() as stack:
         stack.push_async_callback(close_shared)
         assembly = _assembly(config, folder, model, stack, say)
@@ -88,7 +88,7 @@ def _assembly(
 
 
 async def _read_sets(
-    assembly: AskingAssembly[Any], model: Path | None, absent: Collection[Absent], say: Say
+    assembly: AskingAssembly[Any], model: Path | None, absent: Collection[str], say: Say
 ) -> None:
     config = assembly.config
     assembly.is_whole = False  # of some files only the ends are read
@@ -146,8 +146,8 @@ def _is_made(config: Any, one: SetConfig) -> bool:
     return isinstance(config, TrainConfig) and bool(config.run.setup) and RUN in str(one.rows)
 
 
-def _lacks(absent: Collection[Absent], table: str) -> bool:
-    return any(one.key.startswith(f"{table}.") for one in absent)
+def _lacks(absent: Collection[str], table: str) -> bool:
+    return any(key.startswith(f"{table}.") for key in absent)
 
 
 async def _refuse(assembly: Assembly[Any], skipped: Collection[str]) -> None:
@@ -190,7 +190,7 @@ async def _gold(maker: EnvMaker, task: Task) -> str:
 
 
 async def _read_dialogues(
-    assembly: Assembly[Any], model: Path | None, absent: Collection[Absent], say: Say
+    assembly: Assembly[Any], model: Path | None, absent: Collection[str], say: Say
 ) -> None:
     config = assembly.config
     if _lacks(absent, "data") or (config.run.setup and RUN in str(config.data)):
