@@ -187,9 +187,9 @@ class Births:
             raise RefusedError(f"open files are shared: {open_files}")
         old_files = "-"  # the device of no mapping
         if self._nurse is not None:
-            if os.stat(f"{folder}/cwd").st_dev != os.stat(f"{folder}/root/tmp").st_dev:
+            if os.stat(f"{folder}/cwd").st_dev != _device_of_files(birth.child):
                 raise RefusedError("it is in its parent's folder")
-            device = os.stat(f"/proc/{birth.parent}/root/tmp").st_dev
+            device = _device_of_files(birth.parent)
             old_files = f"{os.major(device):02x}:{os.minor(device):02x}"
         if _shared_memory(birth.child, old_files) - self._ours:
             raise RefusedError("memory is shared")
@@ -244,6 +244,11 @@ def _is_child(pid: int) -> bool:
 
 def _children() -> set[int]:
     return {int(name) for name in os.listdir("/proc") if name.isdigit() and _is_child(int(name))}
+
+
+def _device_of_files(pid: int) -> int:
+    """The device of a session's own files, as the process itself sees its root."""
+    return os.stat(os.path.join("/proc", str(pid), "root", "tmp")).st_dev
 
 
 def _shared_memory(pid: int, device: str = "-") -> set[str]:
