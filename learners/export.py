@@ -9,6 +9,9 @@ A directory is complete when it has model.safetensors or model.safetensors.index
 
     CHECKPOINT/            config, tokenizer, chat template and weights in the training dtype
     CHECKPOINT/trainer/    float32 weights, in as many files as there were ranks
+
+Names are those of published models, which transformers and engines read. A parameter in memory may
+be several tensors there: transformers keeps the experts of a layer as one.
 """
 
 from __future__ import annotations
@@ -100,6 +103,39 @@ def write_adapter_only(backend: RankBackend, source: Path, directory: Path) -> N
             write_adapter(directory, backend.config.lora, copies, str(source))
 
 
+class Parts:
+    """The tensors in a directory that one parameter of a model is there, each a copy of its own.
+
+    `whole` gives the parameter. It is asked once for all of them if each is taken once.
+    """
+
+    def __init__(self, model: Any, name: str, whole: Callable[[], Tensor]) -> None:
+        self._make = lambda: on_disk(model, name, whole())
+        self._left: dict[str, Tensor] = {}
+
+    def take(self, name: str) -> Tensor:
+        if name not in self._left:
+            self._left = self._make()  # type: ignore[no-untyped-call]
+        return torch.clone(self._left.pop(name))
+
+
+def on_disk(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors by name that transformers writes for a parameter (or buffer) of the model, and
+    makes it of when it loads them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
+    return found
+
+
+def disk_shapes(
+    model: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of `on_disk`."""
+    meta = torch.empty(shape, dtype=dtype, device="meta")
+    return {disk: tuple(part.shape) for disk, part in on_disk(model, name, meta).items()}
+
+
 def entries(model: Any) -> Iterator[Entry]:
     """Tied weights once, under their first name; adapters are merged into what they adapt."""
     for name, param in list(model.named_parameters()):
@@ -115,32 +151,59 @@ def entries(model: Any) -> Iterator[Entry]:
 
         shape = tuple(getattr(param, "ds_shape", param.shape))
         needed = (param, *(found[:2] if found else ()))
-        yield Entry(plain_name(name), param.dtype, shape, tensor, needed)
+        yield from _entries_of(model, plain_name(name), param.dtype, shape, tensor, needed)
     everywhere = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, buffer in model.state_dict().items():
         if name not in everywhere:
-            yield Entry(name, buffer.dtype, tuple(buffer.shape), buffer.detach)
+            shape = tuple(buffer.shape)
+            yield from _entries_of(model, name, buffer.dtype, shape, buffer.detach)
+
+
+def _entries_of(
+    model: Any,
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    tensor: Callable[[], Tensor],
+    needed: Sequence[Any] = (),
+) -> Iterator[Entry]:
+    """Of one parameter or buffer of the model."""
+    shapes = disk_shapes(model, name, shape, dtype)
+    if len(shapes) == 1:
+        (disk,) = shapes
+        yield Entry(disk, dtype, shape, tensor, needed)
+        return
+    parts = Parts(model, name, tensor)
+    for disk, part in shapes.items():
+        yield Entry(disk, dtype, part, partial(parts.take, disk), needed)
 
 
 def gathered(model: Any) -> Iterator[Entry]:
     """Entries whose tensors can be had while they are looked at; collective at ZeRO stage 3."""
     for bucket in buckets(entries(model), BUCKET_BYTES):
-        with _whole([param for entry in bucket for param in entry.params]):
+        needed = {id(param): param for entry in bucket for param in entry.params}
+        with _whole([*needed.values()]):
             yield from bucket
 
 
 def buckets(entries: Iterable[Entry], max_bytes: int) -> Iterator[list[Entry]]:
-    """Neighbouring entries of at most max_bytes together; a larger one comes alone."""
+    """Neighbouring entries of at most max_bytes together; a larger one comes alone, and what is one
+    parameter in memory stays together, since it is gathered at once."""
     bucket: list[Entry] = []
     size = 0
     for entry in entries:
-        if bucket and size + entry.num_bytes > max_bytes:
+        if bucket and size + entry.num_bytes > max_bytes and not _are_parts(bucket[-1], entry):
             yield bucket
             bucket, size = [], 0
         bucket.append(entry)
         size += entry.num_bytes
     if bucket:
         yield bucket
+
+
+def _are_parts(one: Entry, other: Entry) -> bool:
+    """Whether both are of one parameter."""
+    return bool(one.params and other.params) and one.params[0] is other.params[0]
 
 
 def _whole(params: list[Any]) -> AbstractContextManager[Any]:
@@ -289,10 +352,20 @@ def export(
     copy_files(checkpoint, out, dtype)
     weights = Weights(_base_of(checkpoint, saved))
     wanted = getattr(torch, dtype)
+    model = _without_weights(checkpoint)
+    fused = {} if saved is None else _fused(saved, model)
+    kept = {  # as they are: float32 biases of routers
+        disk
+        for name, buffer in model.named_buffers()
+        for disk in disk_shapes(model, name, tuple(buffer.shape), buffer.dtype)
+    }
 
     def tensor(name: str) -> Tensor:
-        found = weights.tensor(name) if saved is None else trained(saved, weights, name)
-        return found.to(wanted) if found.is_floating_point() else found
+        if name in fused:
+            found = fused[name].take(name)
+        else:
+            found = weights.tensor(name) if saved is None else trained(saved, weights, name)
+        return found if name in kept or not found.is_floating_point() else found.to(wanted)
 
     entries = (
         Entry(name, wanted, weights.shape(name), partial(tensor, name)) for name in weights.names()
@@ -301,6 +374,24 @@ def export(
     if saved is not None and saved.meta.lora is not None:
         adapter = {name: whole(saved, name) for name in saved.shapes if is_adapter(name)}
         write_adapter(out / ADAPTER_FOLDER, saved.meta.lora, adapter, saved.meta.base_model)
+
+
+def _without_weights(directory: Path) -> Any:
+    """The model of a config.json on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+
+
+def _fused(saved: Checkpoint, model: Any) -> dict[str, Parts]:
+    """By their names on disk: trained weights that are called otherwise in memory."""
+    found: dict[str, Parts] = {}
+    for name, shape in saved.shapes.items():
+        shapes = {} if is_adapter(name) else disk_shapes(model, name, shape, torch.float32)
+        if shapes and list(shapes) != [name]:
+            found |= dict.fromkeys(shapes, Parts(model, name, partial(whole, saved, name)))
+    return found
 
 
 def whole(saved: Checkpoint, name: str) -> Tensor:

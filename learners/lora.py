@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 BASE = ".base_layer."
 ADAPTER_FOLDER = "adapter"
+# What layers of experts are called in published models; peft looks for these names among experts.
+OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 class LoRAConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +38,10 @@ class LoRAConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 0.0
     target_modules: Annotated[
         list[str],
-        Meta(description="names of the layers, as q_proj; empty: all linear ones but the head"),
+        Meta(
+            description="names of the layers, as q_proj; empty: all linear ones but the head, of a "
+            "model with experts those of attention"
+        ),
     ] = []
 
 
@@ -52,9 +57,10 @@ def frozen_model(checkpoint: Path | None) -> Path | None:
 def add_adapters(model: Any, config: LoRAConfig) -> list[Any]:
     """Put adapters into the model and freeze all else; returns their dropout modules.
 
-    Raises ConfigError if peft is missing or no layer has one of the names.
+    Raises ConfigError if peft is missing, no layer has one of the names, or one is an expert's or
+    the router's.
     """
-    peft_config = _peft_config(config)
+    peft_config = _peft_config(config, _targets(model, config))
     from peft import inject_adapter_in_model
 
     try:
@@ -66,6 +72,34 @@ def add_adapters(model: Any, config: LoRAConfig) -> list[Any]:
         for module in model.modules()
         if hasattr(module, "lora_dropout") and ADAPTER in module.lora_dropout
     ]
+
+
+def has_experts(model: Any) -> bool:
+    """Whether layers choose among experts, which transformers keeps as one tensor of three axes."""
+    return any(param.ndim == 3 and "experts" in name for name, param in model.named_parameters())
+
+
+def _targets(model: Any, config: LoRAConfig) -> list[str]:
+    """Names of layers for peft, none of which it would take for the experts as a whole; what it
+    puts there could not be merged."""
+    from torch import nn
+
+    if not has_experts(model):
+        return list(config.target_modules)
+    wrong = [name for name in config.target_modules if name.rsplit(".", 1)[-1] in OF_EXPERTS]
+    if wrong:
+        raise ConfigError(
+            f"learner.lora.target_modules: {', '.join(wrong)} would be an expert or the router of "
+            f"{type(model).__name__}, which take no adapters; expected layers of attention, as "
+            "q_proj"
+        )
+    head = model.get_output_embeddings()
+    linear = {
+        name.rsplit(".", 1)[-1]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    return list(config.target_modules) or sorted(linear - OF_EXPERTS)
 
 
 def is_adapter(name: str) -> bool:
@@ -108,7 +142,8 @@ def write_adapter(
         for name, tensor in weights.items()
     }
     save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    peft_config = _peft_config(config)
+    layers = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in weights}
+    peft_config = _peft_config(config, list(config.target_modules) or sorted(layers))
     peft_config.base_model_name_or_path = base
     peft_config.inference_mode = True
     peft_config.save_pretrained(str(directory))
@@ -120,7 +155,7 @@ def check_installed() -> None:
         raise ConfigError("learner.lora needs peft: install it with pip install 'agentenv[lora]'")
 
 
-def _peft_config(config: LoRAConfig) -> Any:
+def _peft_config(config: LoRAConfig, targets: list[str]) -> Any:
     check_installed()
     import peft
 
@@ -129,6 +164,6 @@ def _peft_config(config: LoRAConfig) -> Any:
         r=config.r,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
-        target_modules=list(config.target_modules) or "all-linear",
+        target_modules=targets or "all-linear",
         bias="none",
     )

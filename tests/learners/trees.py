@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -16,6 +18,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from agentenv.tree import Node, TrajectoryTree
@@ -32,13 +36,33 @@ MODELS = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
 }
+EXPERTS = {
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+    ),
+    "glm4_moe": (  # the first layer is dense; an expert that all tokens share; a bias in routing
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+            "head_dim": 8,
+        },
+    ),
+}
 
 
 def tiny_model(
     name: str = "qwen3", dtype: torch.dtype = torch.float32, **changes: Any
 ) -> PreTrainedModel:
     """Two layers, random weights large enough that log-probs differ from token to token."""
-    config_class, model_class, extra = MODELS[name]
+    config_class, model_class, extra = (MODELS | EXPERTS)[name]
     torch.manual_seed(0)
     config = config_class(
         vocab_size=VOCABULARY,
@@ -53,6 +77,9 @@ def tiny_model(
         **(extra | changes),
     )
     model: Any = model_class(config)
+    for name, buffer in model.named_buffers():
+        if "bias" in name:
+            buffer.normal_(std=0.2)
     return model.to(dtype).eval()
 
 

@@ -1,0 +1,176 @@
+"""Models with experts: computed as transformers does, written under the names of published ones.
+
+In memory transformers keeps the experts of a layer as one tensor; on disk each has its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
+
+from agentenv.errors import ConfigError
+from learners import export
+from learners import ranks as wire
+from learners.baselines import GRPO
+from learners.deepspeed_learner import DeepSpeedLearner
+from learners.export import Weights, buckets, entries
+from learners.export import export as export_offline
+from learners.lora import LoRAConfig
+from learners.worker import Rank
+from tests.learners.ranks import (
+    ALGORITHM,
+    encoded,
+    largest_difference,
+    plain_torch,
+    train,
+    two_ranks,
+    uneven_trees,
+    weights_in,
+)
+from tests.learners.test_tree_equality import WHOLE, gradients, relative, some_trees
+from tests.learners.trees import EXPERTS, credited, flat_loss, tiny_model, tree_loss
+
+PPO = GRPO(group_size=6, dual_clip=float("inf"))
+CONFIG = two_ranks(num_ranks=1, backend="torch", learning_rate=1e-2)
+
+
+@pytest.fixture
+def _float64_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        scale = (hidden.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+        return self.weight * (hidden * scale)
+
+    for norm in (Qwen3MoeRMSNorm, Glm4MoeRMSNorm):
+        monkeypatch.setattr(norm, "forward", forward)
+
+
+@pytest.fixture(params=EXPERTS)
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A model as transformers saves it."""
+    tiny_model(request.param).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    return tmp_path / "model"
+
+
+@pytest.mark.usefixtures("_float64_norms")
+@pytest.mark.parametrize("name", EXPERTS)
+def test_loss_and_gradient_equal_the_flat_ones_in_float64(name: str) -> None:
+    plain, model = (tiny_model(name, torch.float64) for _ in range(2))
+    for one in (plain, model):
+        one.set_experts_implementation("eager")  # grouped products have no float64
+    trees, packed = some_trees(7)
+    flat = flat_loss(plain, trees, PPO)
+    expected = gradients(plain, flat)
+    for max_tokens in (WHOLE, 60):
+        loss = tree_loss(model, packed, PPO, max_tokens=max_tokens)
+        assert relative(loss, flat) < 1e-6
+        assert relative(gradients(model, loss), expected) < 1e-6
+    routed = [p for n, p in model.named_parameters() if n.endswith(("gate.weight", "down_proj"))]
+    assert all(param.grad is not None and param.grad.norm() > 0 for param in routed)
+
+
+@pytest.mark.slow
+def test_what_is_published_has_the_names_of_transformers(directory: Path, tmp_path: Path) -> None:
+    rank = Rank(wire.Init.of(CONFIG, ALGORITHM, str(directory), seed=0))
+    rank.write_model(tmp_path / "v0", publish=True)
+    before, now = (
+        load_file(directory / "model.safetensors"),
+        load_file(tmp_path / "v0" / "model.safetensors"),
+    )
+    assert "model.layers.1.mlp.experts.3.gate_proj.weight" in now
+    assert largest_difference(now, before) == 0
+    kept = encoded(uneven_trees(4))
+    rank.run(wire.Update([kept[:2], kept[2:]], 1.0))
+    rank.write_model(tmp_path / "v1", publish=True)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "v1").state_dict()
+    trained = rank.backend.policy.model.state_dict()
+    assert all(torch.equal(again[name], weight) for name, weight in trained.items())
+    moved = load_file(tmp_path / "v1" / "model.safetensors")
+    assert all(not torch.equal(moved[name], before[name]) for name in moved if "proj" in name)
+
+
+def test_a_checkpoint_is_exported_under_the_same_names(directory: Path, tmp_path: Path) -> None:
+    """From the float32 weights beside it, not from those in the training dtype."""
+    rank = Rank(wire.Init.of(CONFIG, ALGORITHM, str(directory), seed=0))
+    kept = encoded(uneven_trees(4))
+    rank.run(wire.Update([kept[:2], kept[2:]], 1.0))
+    checkpoint = tmp_path / "step-000001"
+    rank.write_model(checkpoint, publish=False)
+    rank.run(wire.Save(str(checkpoint / "trainer")))
+    expected = load_file(checkpoint / "model.safetensors")
+    coarse = {n: w if n.endswith("bias") else w.bfloat16() for n, w in expected.items()}
+    export.save_file(coarse, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    export_offline(checkpoint, tmp_path / "out", dtype="float32", max_shard_bytes=20_000)
+    out = Weights(tmp_path / "out")
+    assert largest_difference({name: out.tensor(name) for name in out.names()}, expected) == 0
+    export_offline(checkpoint, tmp_path / "half", dtype="bfloat16")
+    half = load_file(tmp_path / "half" / "model.safetensors")
+    kinds = {n: torch.float32 if n.endswith("bias") else torch.bfloat16 for n in expected}
+    assert {n: w.dtype for n, w in half.items()} == kinds, "routing goes by float32 biases"
+
+
+def test_the_experts_of_a_layer_are_gathered_once() -> None:
+    """At ZeRO stage 3 a bucket is what is gathered together."""
+    found = list(buckets(entries(tiny_model("qwen3_moe")), 1000))
+    owners = [{id(entry.params[0]) for entry in bucket} for bucket in found]
+    assert sum(map(len, owners)) == len(set().union(*owners)) > 10
+
+
+@pytest.mark.slow
+async def test_two_ranks_at_stage_3_equal_one(tmp_path: Path) -> None:
+    """The router and the experts are trained by both, and published whole."""
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    config = two_ranks(zero_stage=3)
+    learner = await DeepSpeedLearner.start(
+        config, ALGORITHM, tmp_path / "model", tmp_path / "learner.log"
+    )
+    oracle = plain_torch(tmp_path / "model", config, torch.float32)
+    try:
+        trees = uneven_trees(7)
+        await learner.update(credited(trees, learner.algorithm))
+        train(oracle, trees, config.groups_per_minibatch)
+        published = await learner.publish(tmp_path / "published")
+        oracle.backend.policy.model.save_pretrained(tmp_path / "expected")
+        found, expected = weights_in(published), weights_in(tmp_path / "expected")
+        assert largest_difference(found, expected) < 1e-4
+        before = weights_in(tmp_path / "model")
+        assert not torch.equal(*(w["model.layers.0.mlp.gate.weight"] for w in (found, before)))
+    finally:
+        await learner.close()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+def test_adapters_leave_experts_and_router_alone(directory: Path, tmp_path: Path) -> None:
+    """They belong on linear layers; an expert is none. What is published is whole all the same."""
+    config = replace(CONFIG, lora=LoRAConfig(r=4))
+    rank = Rank(wire.Init.of(config, ALGORITHM, str(directory), seed=0))
+    trained = {n for n, p in rank.backend.policy.model.named_parameters() if p.requires_grad}
+    assert any("q_proj.lora_A" in name for name in trained)
+    assert not any(".experts." in name or ".gate." in name for name in trained)
+    kept = encoded(uneven_trees(4))
+    rank.run(wire.Update([kept[:2], kept[2:]], 1.0))
+    rank.write_model(tmp_path / "v1", publish=True)
+    found, before = weights_in(tmp_path / "v1"), weights_in(directory)
+    changed = {name for name in before if not torch.equal(found[name], before[name])}
+    assert found.keys() == before.keys()
+    assert "model.layers.1.self_attn.q_proj.weight" in changed
+    assert not any(".experts." in name or ".gate." in name for name in changed)
+    rank.write_model(tmp_path / "step-000001", publish=False)
+    plain = AutoModelForCausalLM.from_pretrained(directory)
+    adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "step-000001" / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "v1")
+    ids = torch.tensor([[1, 2, 3, 4]])
+    torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-5, rtol=1e-5)
+    wrong = replace(CONFIG, lora=LoRAConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    with pytest.raises(ConfigError, match="down_proj would be an expert or the router"):
+        Rank(wire.Init.of(wrong, ALGORITHM, str(directory), seed=0))
