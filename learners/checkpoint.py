@@ -5,8 +5,9 @@ and any ZeRO stage can go on from them, to the bit when both are as before.
     DIR/rank-00000-of-00002.safetensors   NAME|master, NAME|exp_avg, ...: flat float32 fragments;
                                           NAME|reference if there is a reference policy
 
-A directory is written as DIR.partial, made durable and renamed. At every moment the older one or
-the new one is whole: an older one of the same name is first renamed to DIR.old.
+Each rank writes its file tensor by tensor. A directory is written as DIR.partial, made durable and
+renamed. At every moment the older one or the new one is whole: an older one of the same name is
+first renamed to DIR.old.
 
 A fragment is a run of elements of one parameter, flattened, of which this rank keeps float32
 weights and optimizer state. At ZeRO stage 0 a fragment is the whole parameter, at stages 1 and 2
@@ -29,12 +30,12 @@ import msgspec
 import torch
 from msgspec import Struct
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from agentenv.disk import finished_folder, replace_folder, sync
 from agentenv.errors import DataError, LearnerError
 from learners.lora import LoRAConfig
+from learners.tensor_file import Place, write_tensors
 
 if TYPE_CHECKING:
     from learners.backend import RankBackend
@@ -281,7 +282,9 @@ def _fresh(partial: Path) -> None:
 
 
 def _write_shard(backend: RankBackend, partial: Path, reference: Held | None) -> None:
-    tensors, index = {}, {}
+    places: list[Place] = []
+    loads: list[Callable[[], Tensor]] = []
+    index = {}
     if backend.stage or backend.rank == 0:  # at stage 0 all ranks hold the same
         for fragment in fragments(backend):
             states, step = moments(backend, fragment)
@@ -290,7 +293,9 @@ def _write_shard(backend: RankBackend, partial: Path, reference: Held | None) ->
                 start, elements = reference[fragment.name]
                 parts[REFERENCE] = elements[fragment.start - start :][: fragment.size]
             for kind, value in parts.items():
-                tensors[f"{fragment.name}{SEPARATOR}{kind}"] = value.float().cpu().contiguous()
+                name = f"{fragment.name}{SEPARATOR}{kind}"
+                places.append(Place(name, torch.float32, tuple(value.shape)))
+                loads.append(value.float)
             index[fragment.name] = {
                 "shape": fragment.shape,
                 "start": fragment.start,
@@ -298,11 +303,14 @@ def _write_shard(backend: RankBackend, partial: Path, reference: Held | None) ->
                 "step": step,
                 "kinds": list(parts),
             }
-    tensors["rng_cpu"] = torch.get_rng_state()
+    generators = {"rng_cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        tensors["rng_cuda"] = torch.cuda.get_rng_state()
+        generators["rng_cuda"] = torch.cuda.get_rng_state()
+    for name, state in generators.items():
+        places.append(Place(name, state.dtype, tuple(state.shape)))
+        loads.append(state.clone)
     path = partial / shard_name(backend.rank, backend.num_ranks)
-    save_file(tensors, path, metadata={"fragments": json.dumps(index)})
+    write_tensors(path, places, loads, {"fragments": json.dumps(index)})
     sync(path)
 
 

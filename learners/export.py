@@ -1,7 +1,8 @@
-"""Hugging Face directories for engines and for users, written shard by shard.
+"""Hugging Face directories for engines and for users, written tensor by tensor.
 
-Only one shard is in memory at a time; at ZeRO stage 3 weights are gathered bucket by bucket. With
-adapters the directory holds the merged model, and the adapter by itself in DIR/adapter.
+Only one tensor is in main memory at a time, beside what the rank holds; at ZeRO stage 3 weights are
+gathered bucket by bucket. With adapters the directory holds the merged model, and the adapter by
+itself in DIR/adapter.
 
 A directory is complete when it has model.safetensors or model.safetensors.index.json.
 
@@ -24,12 +25,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, dtype
 
 from agentenv.disk import sync, write_whole
@@ -45,6 +46,7 @@ from learners.lora import (
     plain_name,
     write_adapter,
 )
+from learners.tensor_file import DTYPES, Place, write_tensors
 
 if TYPE_CHECKING:
     from learners.backend import RankBackend
@@ -84,7 +86,7 @@ def write_model(
     whole = gathered(backend.policy.model)
     if backend.rank == 0:
         copy_files(source, directory, backend.config.dtype)
-        write_weights(whole, directory, durable=durable)
+        write_weights(entries(backend.policy.model), whole, directory, durable=durable)
     for _ in whole:  # of the other ranks, which gather too
         pass
     if backend.config.lora is not None and durable:
@@ -146,8 +148,7 @@ def entries(model: Any) -> Iterator[Entry]:
         def tensor(param: Tensor = param, found: Any = found) -> Tensor:
             if found is not None:
                 return merged(param, *found)
-            # A gathered weight is gone after its bucket.
-            return param.detach().clone() if hasattr(param, "ds_id") else param.detach()
+            return param.detach()
 
         shape = tuple(getattr(param, "ds_shape", param.shape))
         needed = (param, *(found[:2] if found else ()))
@@ -217,6 +218,7 @@ def _whole(params: list[Any]) -> AbstractContextManager[Any]:
 
 
 def write_weights(
+    planned: Iterable[Entry],
     entries: Iterable[Entry],
     directory: Path,
     *,
@@ -225,45 +227,39 @@ def write_weights(
 ) -> None:
     """Write safetensors of at most max_shard_bytes, then the index if there are several.
 
-    Names of shards hold their number, which is known at the end only, so they are renamed then.
+    `planned` are the same entries, of which no tensor is asked; it says what each shard will hold
+    before its first tensor is there.
     """
-    parts: list[tuple[Path, list[str]]] = []
-    shard: dict[str, Tensor] = {}
-    size = total = 0
-
-    def flush() -> None:
-        nonlocal shard, size
-        path = directory / f"model-{len(parts) + 1:05d}.partial"
-        save_file(shard, path, metadata={"format": "pt"})
+    shards = [
+        [Place(entry.name, entry.dtype, entry.shape) for entry in shard]
+        for shard in buckets(planned, max_shard_bytes)
+    ] or [[]]
+    given = iter(entries)
+    partials = []
+    for number, places in enumerate(shards, 1):
+        partials.append(directory / f"model-{number:05d}.partial")
+        loads = (entry.tensor for entry in islice(given, len(places)))
+        write_tensors(partials[-1], places, loads, {"format": "pt"})
         if durable:
-            sync(path)
-        parts.append((path, list(shard)))
-        shard, size = {}, 0
-
-    for entry in entries:
-        if shard and size + entry.num_bytes > max_shard_bytes:
-            flush()
-        shard[entry.name] = entry.tensor().cpu().contiguous()
-        size += entry.num_bytes
-        total += entry.num_bytes
-    flush()
-    _name_shards(parts, directory, total)
+            sync(partials[-1])
+    _name_shards(partials, shards, directory)
     if durable:
         sync(directory)
 
 
-def _name_shards(parts: list[tuple[Path, list[str]]], directory: Path, total: int) -> None:
+def _name_shards(partials: list[Path], shards: list[list[Place]], directory: Path) -> None:
     for stale in directory.glob("model*.safetensors"):
         stale.unlink()
-    if len(parts) == 1:
+    if len(shards) == 1:
         (directory / INDEX).unlink(missing_ok=True)
-        os.replace(parts[0][0], directory / WEIGHTS)
+        os.replace(partials[0], directory / WEIGHTS)
         return
     places: dict[str, str] = {}
-    for number, (path, names) in enumerate(parts, 1):
-        final = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+    for number, (path, shard) in enumerate(zip(partials, shards, strict=True), 1):
+        final = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         os.replace(path, directory / final)
-        places |= dict.fromkeys(names, final)
+        places |= dict.fromkeys((place.name for place in shard), final)
+    total = sum(place.num_bytes for shard in shards for place in shard)
     index = {"metadata": {"total_size": total}, "weight_map": places}
     write_whole(directory / INDEX, json.dumps(index, indent=2) + "\n")
 
@@ -321,6 +317,9 @@ class Weights:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file(name).get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> dtype:
+        return DTYPES[self._file(name).get_slice(name).get_dtype()]
+
     def tensor(self, name: str) -> Tensor:
         found: Tensor = self._file(name).get_tensor(name)
         return found
@@ -365,12 +364,17 @@ def export(
             found = fused[name].take(name)
         else:
             found = weights.tensor(name) if saved is None else trained(saved, weights, name)
-        return found if name in kept or not found.is_floating_point() else found.to(wanted)
+        return found.to(written(name))
 
-    entries = (
-        Entry(name, wanted, weights.shape(name), partial(tensor, name)) for name in weights.names()
-    )
-    write_weights(entries, out, max_shard_bytes=max_shard_bytes, durable=True)
+    def written(name: str) -> torch.dtype:
+        before = weights.dtype(name)
+        return wanted if before.is_floating_point and name not in kept else before
+
+    entries = [
+        Entry(name, written(name), weights.shape(name), partial(tensor, name))
+        for name in weights.names()
+    ]
+    write_weights(entries, entries, out, max_shard_bytes=max_shard_bytes, durable=True)
     if saved is not None and saved.meta.lora is not None:
         adapter = {name: whole(saved, name) for name in saved.shapes if is_adapter(name)}
         write_adapter(out / ADAPTER_FOLDER, saved.meta.lora, adapter, saved.meta.base_model)

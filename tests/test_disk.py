@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,8 @@ from typing import Any
 import pytest
 
 from agentenv.disk import finished_folder, replace_folder, write_whole
+
+ROOT = Path(__file__).parents[1]
 
 
 def broken_off() -> Iterator[bytes]:
@@ -73,3 +78,40 @@ def test_after_every_step_the_older_folder_or_the_new_one_is_whole(
     replace_folder(partial, folder)
     assert found[0] == "older"
     assert found[-1] == "newer"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from agentenv.disk import replace_folder
+
+left, rename = int(sys.argv[3]), Path.rename
+def killing(path, target):
+    global left
+    moved, left = rename(path, target), left - 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return moved
+Path.rename = killing
+replace_folder(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(("renames", "expected"), [(1, "older"), (2, "newer")])
+def test_kill_9_inside_the_swap_leaves_a_whole_folder_and_the_next_one_takes_its_place(
+    renames: int, expected: str, tmp_path: Path
+) -> None:
+    folder, partial = tmp_path / "best", tmp_path / "best.partial"
+    for place, text in ((folder, "older"), (partial, "newer")):
+        place.mkdir()
+        (place / "file").write_text(text)
+    command = [sys.executable, "-c", KILLED, str(partial), str(folder), str(renames)]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == -signal.SIGKILL
+    assert folder.exists() == (renames == 2)
+    assert (finished_folder(folder) / "file").read_text() == expected
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    (partial / "file").write_text("newest")
+    replace_folder(partial, folder)
+    assert (finished_folder(folder) / "file").read_text() == "newest"
+    assert [one.name for one in tmp_path.iterdir()] == ["best"]

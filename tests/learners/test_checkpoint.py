@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -160,6 +161,39 @@ def test_which_checkpoint_is_resumed(tmp_path: Path) -> None:
     assert checkpoints.to_resume(str(checkpoints.path(1))) == checkpoints.path(1)
     with pytest.raises(ConfigError, match=r"step-000011\.partial: not a complete checkpoint"):
         checkpoints.to_resume(str(tmp_path / "step-000011.partial"))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from launchers.rundir import Checkpoints
+
+rename = Path.rename
+def killing(path, target):
+    rename(path, target)
+    os.kill(os.getpid(), signal.SIGKILL)
+Path.rename = killing
+Checkpoints(Path(sys.argv[1])).keep_best(2)
+"""
+
+
+def test_kill_9_between_the_two_renames_of_the_best_one_leaves_a_whole_one_to_resume(
+    tmp_path: Path,
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        make(checkpoints, step)
+    checkpoints.keep_best(1)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "best").exists(), "the kill fell into the window"
+    found = checkpoints.to_resume("best")
+    assert found is not None
+    assert (found / "model.safetensors").read_text() == "1"
+    checkpoints.keep_best(2)
+    found = checkpoints.to_resume("best")
+    assert found == tmp_path / "best"
+    assert (found / "model.safetensors").read_text() == "2"
 
 
 def test_rotation_and_newer_ones_set_aside(tmp_path: Path) -> None:

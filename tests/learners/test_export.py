@@ -115,9 +115,9 @@ def test_an_index_is_written_last_and_stale_shards_go(tmp_path: Path) -> None:
         export.Entry(name, torch.float32, (10,), lambda w=weight: w)
         for name, weight in weights.items()
     ]
-    export.write_weights(entries, tmp_path, max_shard_bytes=80)
+    export.write_weights(entries, entries, tmp_path, max_shard_bytes=80)
     assert len(list(tmp_path.glob("model-*-of-00002.safetensors"))) == 2
-    export.write_weights(entries, tmp_path)
+    export.write_weights(entries, entries, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [export.WEIGHTS]
 
 
