@@ -6,6 +6,10 @@
              and steps its env only after every sibling holds its own copy
     end      terminated (by the env), truncated (by which limit), or failed (infrastructure);
              then the plan may start fresh roots, and a failed branch is replaced by one
+    failure  a turn that the engine failed is sampled again; a step that the env failed is taken
+             again, in a fresh env that has been led to the same place; only then the branch fails
+    time     a branch is out of time once it was worked for `max_seconds`, its tree after
+             `max_tree_seconds`: what is live then ends, and nothing is tried again
 
 An `Actor` serves any number of rollouts, a `Rollout` grows one tree, and a `Guide` may take part in
 its growing. `agentenv/branch.py` holds what a branch is. Each env and each fork is closed exactly
@@ -16,21 +20,38 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextvars import copy_context
 from functools import partial
+from itertools import count
 from random import Random
+from typing import TypeVar
 
 from msgspec.structs import replace
 
+from agentenv.backoff import backoff_s
 from agentenv.branch import Branch, OpenEnvs
-from agentenv.deadline import Deadline, rollout_clock
+from agentenv.deadline import Alarm, Deadline, WorkClock, waiting, working
 from agentenv.engine import Engine
 from agentenv.env import Env, StepResult
-from agentenv.errors import AgentEnvError, DataError, EngineDeadError, EngineError, EnvError
+from agentenv.errors import (
+    AgentEnvError,
+    ConfigError,
+    DataError,
+    EngineDeadError,
+    EngineError,
+    EnvError,
+    GraderError,
+    InfraError,
+    OutageError,
+)
 from agentenv.plan import RolloutPlan
 from agentenv.renderer import Renderer
-from agentenv.tree import TrajectoryTree
+from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Chunk, Completion, Info, Limit, Limits, Message, SamplingParams, Task
 
+FIRST_RETRY_S, MAX_RETRY_S = 0.5, 20.0  # before a turn or a step is taken again
+
+T = TypeVar("T")
 Opening = Callable[[], Awaitable[None]]  # gives a branch its env and its tokens
 
 
@@ -103,24 +124,37 @@ class Rollout:
         self.limits = limits
         self.prompt_messages: list[Message] | None = None  # of the first root
         self._session = session
-        self._clock = rollout_clock(actor.engine)
+        self._clock = WorkClock()  # runs while that of any branch does
+        self._is_over = False  # the tree has no time left: nothing begins any more
+        self._growing: set[Deadline] = set()  # those of the branches that are not at their end
         self._guide = actor.make_guide(self)
         self._group = asyncio.TaskGroup()
+        self._context = copy_context()
         self._next_root = 0
         self._num_prompt_tokens = 0
 
     async def run(self, first_root: int) -> None:
         """Grow the tree from its start to its last leaf; the first root is named `first_root`."""
         self._next_root = first_root
-        async with self._group:
-            self._start_roots(self.plan.on_start(self.tree))
+        alarm = Alarm(self.limits.seconds_of_tree, self._clock, self._run_out)
+        alarm.set()
+        try:
+            async with self._group:
+                self._start_roots(self.plan.on_start(self.tree))
+        finally:
+            alarm.cancel()
+
+    def _run_out(self) -> None:
+        """The time of the tree is over: its live branches end by their limit of seconds."""
+        self._is_over = True
+        for deadline in list(self._growing):
+            deadline.expire()
 
     # starting branches
 
-    def _start_roots(self, count: int) -> None:
-        for _ in range(count):
-            deadline = self._clock() + self.limits.max_seconds
-            branch = Branch(str(self._next_root), self.tree.root, deadline)
+    def _start_roots(self, number: int) -> None:
+        for _ in range(0 if self._is_over else number):
+            branch = Branch(str(self._next_root), self.tree.root, WorkClock(outer=self._clock))
             self._next_root += 1
             self.tree.num_roots += 1
             self._start(branch, partial(self._open_root, branch))
@@ -128,17 +162,33 @@ class Rollout:
     def _start(self, branch: Branch, opening: Opening) -> None:
         self.tree.num_started += 1
         self.tree.num_live += 1
-        self._group.create_task(self._grow(branch, opening))
+        context = self._context.copy()  # without the clock of the branch that it forks from
+        self._group.create_task(self._grow(branch, opening), context=context)
 
     async def _open_root(self, branch: Branch) -> None:
-        branch.env = self.actor.make_env(self.tree.task)
-        seed = Random(f"{self.actor.seed}/{self.tree.task.id}").getrandbits(31)
-        messages, info = await self.actor.envs.reset(branch.env, seed)
-        branch.tools = info.get("tools", ())
+        messages = await self._reset(branch)
         if messages != self.prompt_messages:  # rendered once for all roots
             self._render_prompt(messages, branch)
         branch.prefix_ids = self.tree.root.observation_ids
         branch.num_prompt_tokens = self._num_prompt_tokens
+
+    async def _reset(self, branch: Branch) -> list[Message]:
+        """Give the branch a fresh env; the messages of its prompt."""
+        seed = Random(f"{self.actor.seed}/{self.tree.task.id}").getrandbits(31)
+
+        async def reset() -> tuple[list[Message], Info]:
+            await self._drop_env(branch)
+            branch.env = self.actor.make_env(self.tree.task)
+            return await self.actor.envs.reset(branch.env, seed)
+
+        messages, info = await self._through_outage(branch, "reset", reset)
+        branch.tools = info.get("tools", ())
+        return messages
+
+    async def _drop_env(self, branch: Branch) -> None:
+        env, branch.env = branch.env, None
+        if env is not None:
+            await self.actor.envs.close(env, self.tree.task.id)
 
     def _render_prompt(self, messages: list[Message], branch: Branch) -> None:
         if self.prompt_messages is not None:
@@ -161,11 +211,12 @@ class Rollout:
         `origin` is the branch as it was before the turn; the branch itself may be further on.
         """
         rng = Random(self._key(origin, "fork"))
-        count = self.plan.on_fork_point(self.tree, origin.cursor, entropies, rng)
-        origin.cursor.num_forks = count
+        wanted = self.plan.on_fork_point(self.tree, origin.cursor, entropies, rng)
+        origin.cursor.num_forks = num_forks = 0 if self._is_over else wanted
         holding = []
-        for number in range(1, count + 1):
-            sibling = origin.sibling(f"{origin.name}.{origin.num_turns}+{number}")
+        for number in range(1, num_forks + 1):
+            name = f"{origin.name}.{origin.num_turns}+{number}"
+            sibling = origin.sibling(name, self._clock)
             held = asyncio.Event()  # also set when the sibling failed to get its env
             self._start(sibling, partial(self._open_fork, sibling, branch, held))
             holding.append(held)
@@ -182,43 +233,57 @@ class Rollout:
     # one branch from opening to end
 
     async def _grow(self, branch: Branch, opening: Opening) -> None:
-        cut: tuple[Limit, Message | None] | None
         try:
-            try:
-                async with Deadline(branch.deadline, self._clock, _OutOfTimeError()):
-                    await opening()
-                    cut = await self._turns(branch)
-            except _OutOfTimeError:
-                cut = Limit.SECONDS, None
+            cut = await self._in_time(branch, opening)
+            if cut is not None and not branch.is_open:
+                raise EnvError(f"no env within {branch.clock():g} s")
             if cut is not None:
                 await self._truncate(branch, *cut)
-        except (EngineDeadError, DataError):
+        except (EngineDeadError, DataError, ConfigError):  # would be no better a second time
             raise
         except AgentEnvError as error:
             self._fail(branch, error)
         else:
-            self.tree.num_live -= 1
-            leaf = branch.pending
-            assert leaf is not None
-            assert leaf.end is not None
-            self._start_roots(self.plan.on_leaf_end(self.tree, leaf))
+            assert branch.pending is not None
+            assert branch.pending.end is not None
+            self._end(branch.pending)
         finally:
             await self._close(branch)
+
+    async def _in_time(
+        self, branch: Branch, opening: Opening
+    ) -> tuple[Limit, Message | None] | None:
+        """Open the branch and take its turns while there is time; returns what `_turns` does."""
+        deadline = Deadline(self.limits.max_seconds, branch.clock, _OutOfTimeError())
+        try:
+            with working(branch.clock):
+                async with deadline:
+                    self._growing.add(deadline)
+                    if self._is_over:
+                        deadline.expire()
+                    await opening()
+                    branch.is_open = True
+                    return await self._turns(branch)
+        except _OutOfTimeError:
+            return Limit.SECONDS, None
+        finally:
+            self._growing.discard(deadline)
 
     async def _turns(self, branch: Branch) -> tuple[Limit, Message | None] | None:
         """Take turns until the env ends the episode, or return the limit that does, with an
         action that the env has not seen."""
         renderer, limits = self.actor.renderer, self.limits
         while True:
-            completion = await self._generate(branch)
+            completion = await self._sample(branch)
             action = renderer.parse(completion, branch.tools, branch.prefix_ids)
             node = branch.add_action(self.tree, completion)
             if branch.forking is not None:
-                await branch.forking
+                with waiting():
+                    await branch.forking
             limit = branch.limit_of_action(completion, action, limits)
             if limit is not None:
                 return limit, action
-            result = await self._guide.step(branch, action)
+            result = await self._step(branch, action)
             messages, node.reward, terminated, truncated, info = result
             node.info.update(info)
             if terminated or truncated:
@@ -234,15 +299,32 @@ class Rollout:
             if limit is not None:
                 return limit, None
             branch.add_observation(observation_ids)
+            if branch.actions is not None:
+                branch.actions.append(action)
             assert branch.env is not None
             forkable = branch.env.fork_mode != "none"
             branch.may_fork = forkable and self.tree.num_started < self.plan.group_size
+
+    async def _sample(self, branch: Branch) -> Completion:
+        """Sample the next turn, once more with the same seed where the engine failed."""
+        branch.forking, attempt = None, 0
+        while True:
+            try:
+                return await self._generate(branch)
+            except EngineDeadError:
+                raise
+            except EngineError:
+                if attempt == self.limits.max_turn_retries:
+                    raise
+            await self._rest(branch, "turn", attempt)
+            attempt += 1
 
     async def _generate(self, branch: Branch) -> Completion:
         """Sample the next turn. Where the branch may fork, `_fork` starts as soon as the entropies
         of the first `fork_window` tokens are there, or at the end of a shorter turn."""
         actor, limits, window = self.actor, self.limits, self.plan.fork_window
-        asks, origin = branch.may_fork and window > 0, branch.sibling(branch.name)
+        asks = branch.may_fork and window > 0 and branch.forking is None
+        origin = branch.sibling(branch.name, self._clock)
         sampling = self._guide.sampling(branch)
         sampling = replace(
             sampling,
@@ -253,10 +335,13 @@ class Rollout:
             seed=Random(self._key(branch, "turn")).getrandbits(63),
         )
         first: list[float] = []
-        branch.forking = None
 
         def fork(entropies: list[float]) -> None:
-            branch.forking = self._group.create_task(self._fork(branch, origin, entropies[:window]))
+            forking = self._fork(branch, origin, entropies[:window])
+            try:
+                branch.forking = self._group.create_task(forking)
+            except RuntimeError:  # a last chunk, while the tree is being given up
+                forking.close()
 
         def on_tokens(chunk: Chunk) -> None:
             first.extend(chunk.entropies)
@@ -264,7 +349,7 @@ class Rollout:
                 fork(first)
 
         late = EngineError(f"no turn within {limits.engine_timeout_s} s")
-        async with Deadline(self._clock() + limits.engine_timeout_s, self._clock, late):
+        async with Deadline(branch.clock() + limits.engine_timeout_s, branch.clock, late):
             completion = await actor.engine.generate(
                 branch.prefix_ids,
                 sampling,
@@ -275,6 +360,67 @@ class Rollout:
         if asks and branch.forking is None:
             fork(completion.entropies)
         return completion
+
+    async def _step(self, branch: Branch, action: Message) -> StepResult:
+        """What the env answers. A step that the env fails is taken again in a fresh env that was
+        led to the same place, if that is possible."""
+        assert branch.env is not None
+        can_copy, attempt = branch.env.fork_mode != "none", 0
+        while True:
+            try:
+                if attempt:
+                    await self._lead_back(branch)
+                step = partial(self._guide.step, branch, action)
+                return await self._through_outage(branch, "step", step)
+            except OutageError:
+                raise
+            except (EnvError, GraderError):
+                allowed = self.limits.max_turn_retries if can_copy else 0
+                if attempt == allowed or branch.actions is None:
+                    raise
+            await self._rest(branch, "step", attempt)
+            attempt += 1
+
+    async def _lead_back(self, branch: Branch) -> None:
+        """Take the actions of the branch again in a fresh env. Raises EnvError where that answers
+        otherwise than the tree has it."""
+        there = await self._reset(branch) == self.prompt_messages
+        assert branch.actions is not None
+        assert branch.env is not None
+        size = self.limits.max_tool_result_tokens
+        path = self.tree.path(branch.cursor)[1:]
+        for node, action in zip(path, branch.actions, strict=True):
+            step = partial(branch.env.step, action)
+            result = await self._through_outage(branch, "step", step)
+            messages, _, terminated, truncated, _ = result
+            ids = self.actor.renderer.observation(messages, branch.tools, size)
+            there = there and not terminated and not truncated and ids == node.observation_ids
+        if not there:
+            branch.actions = None  # nor would another env be
+            raise EnvError("a step failed, and a fresh env answers otherwise than the first did")
+
+    async def _through_outage(
+        self, branch: Branch, use: str, call: Callable[[], Awaitable[T]]
+    ) -> T:
+        """Call until the machinery behind it works, for `outage_s` of the limits."""
+        began_s: float | None = None
+        for attempt in count():
+            try:
+                return await call()
+            except InfraError as error:
+                now = asyncio.get_running_loop().time()
+                began_s = now if began_s is None else began_s
+                if now - began_s >= self.limits.outage_s:
+                    raise OutageError(f"{use} failed for {now - began_s:g} s: {error}") from error
+            await self._rest(branch, use, attempt)
+        raise AssertionError
+
+    async def _rest(self, branch: Branch, use: str, attempt: int) -> None:
+        """Wait before a turn or a step is taken again."""
+        self.tree.num_retaken += 1
+        key = self._key(branch, use)
+        with waiting():
+            await asyncio.sleep(backoff_s(attempt, key, first_s=FIRST_RETRY_S, max_s=MAX_RETRY_S))
 
     # ends
 
@@ -290,12 +436,19 @@ class Rollout:
         """Record the failure; its place in the group goes to a fresh root while retries last."""
         leaf = branch.leaf(self.tree, "failed")
         leaf.error = f"{type(error).__name__}: {error}"
+        if self._is_over or self.tree.num_retries >= self.limits.max_failures:
+            self._end(leaf)
+            return
         self.tree.num_live -= 1
-        if self.tree.num_retries < self.limits.max_failures:
-            self.tree.num_retries += 1
-            self.tree.num_started -= 1
-            self.tree.num_roots -= branch.is_root
-            self._start_roots(1)
+        self.tree.num_retries += 1
+        self.tree.num_started -= 1
+        self.tree.num_roots -= branch.is_root
+        self._start_roots(1)
+
+    def _end(self, leaf: Node) -> None:
+        """A place of the group is done with; the plan says what begins now."""
+        self.tree.num_live -= 1
+        self._start_roots(self.plan.on_leaf_end(self.tree, leaf))
 
     async def _close(self, branch: Branch) -> None:
         """Close the env after the last sibling took its copy, even while being cancelled."""
@@ -357,8 +510,8 @@ class Actor:
         default `index` does), and the first from-scratch branch gets the name `first_root`.
         `max_failures` takes the place of that of the limits.
 
-        Raises EngineDeadError when no engine is left and DataError for a prompt that is too
-        long; every other failure is a failed leaf.
+        Raises EngineDeadError when no engine is left, DataError for a prompt that is too long and
+        ConfigError for what no retry mends; every other failure is a failed leaf.
         """
         tree = TrajectoryTree(task, index=index, policy_version=self.engine.policy_version)
         tree.add(None)

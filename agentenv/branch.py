@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from agentenv.deadline import Deadline, uncancelled
+from agentenv.deadline import Deadline, WorkClock, uncancelled
 from agentenv.env import Env
-from agentenv.errors import EnvError
+from agentenv.errors import AgentEnvError, EnvError
 from agentenv.renderer import ToolSchemas
 from agentenv.tree import End, Node, TrajectoryTree
 from agentenv.types import Completion, Info, Limit, Limits, Message
@@ -19,15 +19,19 @@ class Branch:
     """Where a trajectory stands: the tokens so far, what was counted, its env.
 
     `cursor` is the last node with an observation; `pending` an action below it whose observation
-    is not there yet, in the end the leaf. `deadline` is a moment on the clock of rollouts.
+    is not there yet, in the end the leaf. `clock` counts the seconds of work that the trajectory
+    has cost. `actions` are those that the env has seen, in order; None: its env was led elsewhere,
+    so that they do not tell its state.
     """
 
-    def __init__(self, name: str, cursor: Node, deadline: float) -> None:
+    def __init__(self, name: str, cursor: Node, clock: WorkClock) -> None:
         self.name = name
         self.cursor = cursor
         self.pending: Node | None = None
-        self.deadline = deadline
+        self.clock = clock
         self.env: Env | None = None
+        self.is_open = False  # it has its env and its prompt
+        self.actions: list[Message] | None = []
         self.tools: ToolSchemas = ()
         self.prefix_ids: list[int] = []
         self.num_prompt_tokens = 0
@@ -36,9 +40,11 @@ class Branch:
         self.may_fork = False  # the next turn follows a tool result and no fork begins with it
         self.forking: asyncio.Task[None] | None = None
 
-    def sibling(self, name: str) -> Branch:
-        """A branch at the same place: same prefix, counts and deadline, no env yet."""
-        other = Branch(name, self.cursor, self.deadline)
+    def sibling(self, name: str, outer: WorkClock) -> Branch:
+        """A branch at the same place: same prefix, counts and seconds, no env yet. Its clock is
+        inside `outer`."""
+        other = Branch(name, self.cursor, WorkClock(self.clock(), outer))
+        other.actions = None if self.actions is None else list(self.actions)
         other.tools = self.tools
         other.prefix_ids = self.prefix_ids
         other.num_prompt_tokens = self.num_prompt_tokens
@@ -92,7 +98,7 @@ class Branch:
         self.prefix_ids = self.prefix_ids[: len(self.prefix_ids) - len(self.pending.action_ids)]
         self.num_turns -= 1
         self.num_tool_calls -= num_tool_calls
-        self.pending, self.name = None, name
+        self.pending, self.name, self.actions = None, name, None
 
     def restart(
         self, tree: TrajectoryTree, prompt_ids: list[int], num_response_tokens: int
@@ -105,6 +111,7 @@ class Branch:
             None, branch=self.name, observation_ids=prompt_ids, continues=self.cursor.index
         )
         self.cursor, self.pending, self.prefix_ids = root, None, prompt_ids
+        self.actions = None
         self.num_prompt_tokens = len(prompt_ids) - num_response_tokens
 
     def limit_of_action(
@@ -162,8 +169,8 @@ class OpenEnvs:
         try:
             async with self._deadline("close"):
                 await env.close()
-        except EnvError as error:
-            logger.warning("task %s: %s", task_id, error)
+        except (AgentEnvError, TimeoutError) as error:
+            logger.warning("task %s: an env did not close: %r", task_id, error)
         finally:
             self.count -= 1
 

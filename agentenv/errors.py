@@ -6,6 +6,7 @@
     +-- ToolError      the tool call is at fault; its text is what the policy reads
     +-- InfraError     a tool's machinery is at fault; retried, never shown to the policy
     +-- EnvError       an environment could not go on; the leaf is marked failed
+    |   +-- OutageError   what it needs was gone for longer than is waited for
     +-- EngineError    an engine could not generate or load weights
     |   +-- EngineDeadError   no engine is left; the run ends with the reason
     +-- GraderError    a grader could not give a verdict
@@ -54,6 +55,11 @@ class InfraError(AgentEnvError):
 
 class EnvError(AgentEnvError):
     """An environment cannot go on; its leaf ends as failed and never counts as reward 0."""
+
+
+class OutageError(EnvError):
+    """What an environment needs stayed away for longer than it is waited for: trying the same step
+    again would wait as long again, so the trajectory begins afresh."""
 
 
 class EngineError(AgentEnvError):

@@ -38,7 +38,8 @@ class RolloutPlan(Protocol):
         ...
 
     def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
-        """Called after `leaf` ended without a failure; `tree.num_live` no longer counts it."""
+        """Called after `leaf` ended, or failed and is not replaced; `tree.num_live` no longer
+        counts it."""
         ...
 
 

@@ -16,14 +16,24 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from random import Random
 from typing import Any, Protocol, Self
 
 from msgspec import Struct
 
-from agentenv.deadline import uncancelled
+from agentenv.backoff import backoff_s
+from agentenv.deadline import (
+    Deadline,
+    WorkClock,
+    admitted,
+    uncancelled,
+    waiting,
+    work_clock,
+    working,
+)
 from agentenv.env import ForkMode, StepResult, shared
-from agentenv.errors import AgentEnvError, EnvError, InfraError, ToolError
+from agentenv.errors import AgentEnvError, EnvError, InfraError, OutageError, ToolError
 from agentenv.foreign import printable
 from agentenv.prompt import Instruction
 from agentenv.tools import (
@@ -47,7 +57,7 @@ from agentenv.types import (
 )
 
 FIRST_DELAY_S = 0.1  # before the first retry of a call; doubles with each, up to MAX_DELAY_S
-MAX_DELAY_S = 5.0
+MAX_DELAY_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
 
 logger = logging.getLogger(__name__)
@@ -93,8 +103,10 @@ class ToolEnv:
 
     `prompt` is the text of a system message, or a function from the task to all prompt messages;
     without it the question alone is the prompt. A call that fails by infrastructure, or takes
-    over `tool_timeout_s`, is tried `num_retries` more times and then raises EnvError; the policy
-    never reads about it. `tool_limits` bounds single tools by name, `max_tool_calls` all calls
+    over `tool_timeout_s`, is tried `num_retries` more times, and on until `outage_s` have passed
+    since it first failed; then it raises OutageError. The policy never reads about it, and the
+    waits count for no limit. With `num_retries` 0, and where the tool is not required, no outage
+    is waited for. `tool_limits` bounds single tools by name, `max_tool_calls` all calls
     together; beyond a bound, with `on_limit` "result", the policy reads that there are no more
     calls, and with "end" the episode ends as truncated and is graded.
 
@@ -111,6 +123,7 @@ class ToolEnv:
         prompt: Prompt = None,
         tool_timeout_s: float = 30.0,
         num_retries: int = 2,
+        outage_s: float = 300.0,
         tool_limits: Mapping[str, ToolLimits] | None = None,
         max_tool_calls: int | None = None,
         on_limit: OnLimit = "result",
@@ -124,6 +137,7 @@ class ToolEnv:
         self.prompt = prompt
         self.tool_timeout_s = tool_timeout_s
         self.num_retries = num_retries
+        self.outage_s = outage_s
         self._seed: int | None = None
         self._written: list[Message] = []
         self._budget = CallBudget(max_tool_calls)
@@ -156,6 +170,7 @@ class ToolEnv:
         tools: Sequence[ChosenTool] = (),
         max_tool_calls: int | None = None,
         on_limit: OnLimit | None = None,
+        outage_s: float | None = None,
         instruction: Instruction | None = None,
     ) -> None:
         """What a configuration says, before `reset`: it comes before what the class says.
@@ -168,6 +183,8 @@ class ToolEnv:
             self.max_tool_calls = max_tool_calls
         if on_limit is not None:
             self.on_limit = on_limit
+        if outage_s is not None:
+            self.outage_s = outage_s
         if instruction is not None:
             self.instruction = instruction
 
@@ -293,16 +310,15 @@ class ToolEnv:
 
         Failures of machinery are retried with jittered delays.
 
-        Raises ToolError, and EnvError when the retries are used up.
+        Raises ToolError, and OutageError when retries and patience are used up.
         """
         tool, limits = self.tools[call.name], self._limits(call.name)
         assert limits.num_retries is not None
-        rng = Random(f"{self._seed}/{self.task.id}/{self._budget.num_calls}")
-        problem = ""
-        for attempt in range(limits.num_retries + 1):
-            if attempt:
-                delay = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (attempt - 1))
-                await asyncio.sleep(delay * rng.uniform(0.5, 1.5))
+        patience_s = self.outage_s if limits.required and limits.num_retries else 0.0
+        loop = asyncio.get_running_loop()
+        key = f"{self._seed}/{self.task.id}/{self._budget.num_calls}"
+        began_s: float | None = None
+        for attempt in count():
             try:
                 result = await _within(limits, tool, call.arguments, state)
             except InfraError as error:
@@ -312,9 +328,15 @@ class ToolEnv:
             else:
                 record |= {"info": result.info} if result.info else {}
                 return result.text
-        text = f"tool {tool.name} failed {limits.num_retries + 1} times, the last time: {problem}"
+            began_s = loop.time() if began_s is None else began_s
+            if attempt >= limits.num_retries and loop.time() - began_s >= patience_s:
+                break
+            delay_s = backoff_s(attempt, key, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S)
+            with waiting():
+                await asyncio.sleep(delay_s)
+        text = f"tool {tool.name} failed {attempt + 1} times, the last time: {problem}"
         if limits.required:
-            raise EnvError(f"task {self.task.id}: {text}")
+            raise OutageError(f"task {self.task.id}: {text}")
         logger.warning("%s; the policy reads that it is not available", text)
         raise ToolError(f"The tool {tool.name!r} is not available at the moment.")
 
@@ -350,12 +372,14 @@ class ToolEnv:
 async def _within(
     limits: ToolLimits, tool: Tool, arguments: dict[str, Any], state: Any
 ) -> ToolResult:
-    """One try of a call. The deadline raises TimeoutError; the wait for a free place is not part
-    of it."""
+    """One try of a call. The deadline raises TimeoutError; waits for a place or for a rate limit
+    are not part of it."""
     async with contextlib.AsyncExitStack() as stack:
         if limits.max_concurrency is not None:
             size = limits.max_concurrency
             places = shared(("tool places", tool.name, size), lambda: asyncio.Semaphore(size))
-            await stack.enter_async_context(places)
-        async with asyncio.timeout(limits.timeout_s):
-            return await tool.call(arguments, state)
+            await stack.enter_async_context(admitted(places))
+        assert limits.timeout_s is not None
+        clock = work_clock() or stack.enter_context(working(WorkClock()))
+        await stack.enter_async_context(Deadline(clock() + limits.timeout_s, clock, TimeoutError()))
+        return await tool.call(arguments, state)

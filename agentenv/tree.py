@@ -102,8 +102,8 @@ class TrajectoryTree(Struct):
 
     `num_started` counts the trajectories of the budget that are taken: begun and not given back
     by a failure; `num_roots` those of them that began from scratch; `num_live` those still
-    growing; `num_retries` failures replaced by a fresh root. The actor that grows the tree keeps
-    them.
+    growing; `num_retries` failures replaced by a fresh root, `num_retaken` turns and steps that
+    were taken again on their branch. The actor that grows the tree keeps them.
     """
 
     task: Task
@@ -114,6 +114,7 @@ class TrajectoryTree(Struct):
     num_roots: int = 0
     num_live: int = 0
     num_retries: int = 0
+    num_retaken: int = 0
 
     @property
     def root(self) -> Node:

@@ -47,18 +47,52 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = "end"
     max_seconds: Annotated[
-        float, Meta(gt=0, description="wall time of one trajectory", extra=ESSENTIAL)
+        float,
+        Meta(
+            gt=0,
+            description="time in which a server or a tool works for one trajectory; what it waits "
+            "for a place, a rate limit, a pause or an outage does not count",
+            extra=ESSENTIAL,
+        ),
     ] = 600.0
+    max_tree_seconds: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="time in which any trajectory of one tree is worked for; then those that "
+            "are live are truncated and none is tried again; default four times max_seconds"
+        ),
+    ] = None
     engine_timeout_s: Annotated[
         float, Meta(gt=0, description="deadline of one turn's sampling")
     ] = 300.0
     env_timeout_s: Annotated[
         float, Meta(gt=0, description="deadline of one reset, fork, finish or close of an env")
     ] = 60.0
+    outage_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="how long a tool or an environment whose machinery is down is waited for "
+            "before its trajectory begins afresh; counts against no other limit",
+        ),
+    ] = 300.0
     max_failures: Annotated[
         int,
         Meta(ge=0, description="failed trajectories of one tree that are replaced by fresh ones"),
     ] = 4
+    max_turn_retries: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="times that a turn which the engine failed, or a step which the "
+            "environment failed, is taken again before its trajectory fails",
+        ),
+    ] = 3
+
+    @property
+    def seconds_of_tree(self) -> float:
+        """`max_tree_seconds` or its default."""
+        return 4 * self.max_seconds if self.max_tree_seconds is None else self.max_tree_seconds
 
 
 Role = Literal["system", "user", "assistant", "tool"]

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, TypedDict, cast
 
 import msgspec
 
+from agentenv.deadline import admitted
 from agentenv.errors import ConfigError, ForeignError, InfraError
 from agentenv.foreign import decode
 
@@ -123,7 +124,7 @@ class WorkerPool:
         runs out of memory is tried once more in a fresh one: others may have used up what it
         lacked.
         """
-        async with self._places:
+        async with admitted(self._places):
             num_closed = self._num_closed
             self._num_jobs += 1
             for last in (False, True):

@@ -66,6 +66,7 @@ class EnvMaker:
         self._asked = bool(self._told or prompt.template)
         self._settings: dict[str, Any] = {
             "on_limit": limits.on_limit,
+            "outage_s": limits.outage_s,
             "max_tool_calls": limits.max_tool_calls if self._told else None,
             "instruction": load_instruction(prompt, resolve),
         }

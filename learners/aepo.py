@@ -127,8 +127,8 @@ class AEPOPlan(ARPOPlan):
 
     def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
         roots = 0
-        if self.rules.budget_split and tree.num_roots == 1 and is_root_branch(leaf):
-            roots = self.num_roots(tree, leaf) - 1
+        if self.rules.budget_split and is_probe(tree, leaf):
+            roots = max(0, self.num_roots(tree, leaf) - tree.num_roots)
         return roots or super().on_leaf_end(tree, leaf)
 
     def num_roots(self, tree: TrajectoryTree, probe: Node) -> int:
@@ -143,12 +143,12 @@ class AEPOPlan(ARPOPlan):
         if after_tools:
             root = self.entropy(turns[0].entropies)
             wanted = num_roots_of(self.group_size, self.rules.beta_of_split, root, after_tools)
-        num_forks = tree.num_started - 1
+        num_forks = tree.num_started - tree.num_roots
         return max(1, min(wanted, self.group_size - num_forks))
 
     def fork_budget(self, tree: TrajectoryTree) -> int:
         if self.rules.budget_split and probing(tree):
-            return self.group_size - self.rules.num_initial - (tree.num_started - 1)
+            return self.group_size - self.rules.num_initial - (tree.num_started - tree.num_roots)
         return super().fork_budget(tree)
 
     def fork_probability(
@@ -172,10 +172,17 @@ def penalty_factor(penalty: float, run: int) -> float:
 
 
 def probing(tree: TrajectoryTree) -> bool:
-    """True while the first from-scratch trajectory is the only one and still grows."""
-    return tree.num_roots <= 1 and not any(
-        leaf.end != "failed" and is_root_branch(leaf) for leaf in tree.leaves()
-    )
+    """True while the first from-scratch trajectory that has not failed still grows."""
+    return not any(is_probe(tree, leaf) for leaf in tree.leaves())
+
+
+def is_probe(tree: TrajectoryTree, leaf: Node) -> bool:
+    """True for the end of the first from-scratch trajectory that has not failed. Others may have
+    begun beside it, in the places of forks that failed."""
+    if leaf.end == "failed" or not is_root_branch(leaf):
+        return False
+    failed = {node.branch for node in tree.failures()}
+    return all(str(number) in failed for number in range(int(leaf.branch)))
 
 
 def is_root_branch(node: Node) -> bool:

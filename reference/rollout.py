@@ -22,7 +22,7 @@ from random import Random
 from statistics import fmean
 
 from agentenv.tree import Node, TrajectoryTree
-from learners.aepo import AEPO, is_root_branch, penalty_factor, probing, sigmoid
+from learners.aepo import AEPO, is_probe, penalty_factor, probing, sigmoid
 from learners.arpo import ARPO, clip_probability
 
 WINDOW = 20
@@ -120,12 +120,12 @@ class ReleasedAEPOPlan(ReleasedARPOPlan):
         return super().on_fork_point(tree, node, entropies, rng)
 
     def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
-        if self.rules.budget_split and tree.num_roots == 1 and is_root_branch(leaf):
+        if self.rules.budget_split and is_probe(tree, leaf):
             steps = [self.entropy(turn) for turn in tree.path(leaf)[1:]]
             beta = self.rules.beta_of_split
             wanted = initial_rollouts(self.group_size, beta, steps[0], steps)
-            if wanted > 1:
-                return min(wanted - 1, self.group_size - tree.num_started)
+            if wanted > tree.num_roots:
+                return min(wanted - tree.num_roots, self.group_size - tree.num_started)
         return super().on_leaf_end(tree, leaf)
 
     def forks(self, draw: float, rise: float, run: int) -> bool:

@@ -216,7 +216,7 @@ class SlowToCopy(CountingEnv):
 
 
 def test_the_env_of_a_branch_that_failed_stays_open_until_its_fork_has_a_copy() -> None:
-    actor = make_actor(limits=Limits(max_failures=0))
+    actor = make_actor(limits=Limits(max_failures=0, max_turn_retries=0))
     config = ScriptedConfig(max_model_len=9000)
     actor.engine = FailingBehindTheWindow(config, CharTokenizer(), script=two_searches)
     actor.make_env = SlowToCopy

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentenv.deadline import Deadline, rollout_clock, uncancelled
+from agentenv.deadline import Deadline, WorkClock, uncancelled, waiting, working
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.errors import EnvError
 from agentenv.types import Completion, Limits
@@ -17,38 +16,59 @@ from tests.support.virtual_clock import run_virtual
 from tests.test_actor import AlwaysFork, make_actor, rollout, two_searches
 
 
-class Absent:
-    """An engine that is away from second 2 to second 12."""
+async def for_two_seconds_in_five() -> None:
+    """Waits for 3 s, works for 2 s, and so on."""
+    for _ in range(100):
+        with waiting():
+            await asyncio.sleep(3.0)
+        await asyncio.sleep(2.0)
 
-    @property
-    def outage_s(self) -> float:
-        return min(10.0, max(0.0, asyncio.get_running_loop().time() - 2.0))
 
-
-@pytest.mark.parametrize(("engine", "ends_at"), [(Absent(), 15.0), (Path(), 5.0)])
-def test_a_deadline_waits_for_the_engine_but_no_longer(engine: Any, ends_at: float) -> None:
-    """A limit of 5 s; an engine that is never away has no outage_s."""
+def test_a_deadline_on_a_work_clock_does_not_count_what_is_waited() -> None:
+    """5 s of work take 3 + 2 + 3 + 2 + 3 + 1."""
 
     async def main() -> float:
-        clock = rollout_clock(engine)
-        with pytest.raises(EnvError, match="late"):
-            async with Deadline(clock() + 5.0, clock, EnvError("late")):
-                await asyncio.sleep(100)
+        clock = WorkClock()
+        with pytest.raises(EnvError, match="late"), working(clock):
+            async with Deadline(5.0, clock, EnvError("late")):
+                await for_two_seconds_in_five()
+        assert clock() == pytest.approx(5.0, abs=0.01)
         return asyncio.get_running_loop().time()
 
-    assert run_virtual(main()) == pytest.approx(ends_at, abs=0.01)
+    assert run_virtual(main()) == pytest.approx(14.0, abs=0.02)
+
+
+def test_an_outer_clock_runs_while_any_inner_one_does_and_waits_within_waits_end_once() -> None:
+    async def work(clock: WorkClock, waits_s: float) -> None:
+        with working(clock):
+            with waiting() as outer, waiting():
+                await asyncio.sleep(waits_s)
+                outer.end()
+                outer.end()
+                await asyncio.sleep(1.0)  # the inner wait goes on
+            await asyncio.sleep(1.0)
+
+    async def main() -> list[float]:
+        outer = WorkClock()
+        clocks = [WorkClock(10.0, outer), WorkClock(0.0, outer)]
+        await asyncio.gather(work(clocks[0], 2.0), work(clocks[1], 2.5))
+        return [clock() for clock in (*clocks, outer)]
+
+    assert run_virtual(main()) == pytest.approx([11.0, 1.0, 1.5])
 
 
 class AwayEngine(ScriptedEngine):
     """Sampling takes 2 s a turn, but the engine is away from second 3 to second 13."""
 
-    @property
-    def outage_s(self) -> float:
-        return min(10.0, max(0.0, asyncio.get_running_loop().time() - 3.0))
-
     async def generate(self, *rest: Any, **keys: Any) -> Completion:
         now = asyncio.get_running_loop().time()
-        await asyncio.sleep(2.0 if now < 1.0 or now >= 13.0 else 15.0 - now)
+        if 1.0 <= now < 13.0:
+            await asyncio.sleep(max(0.0, 3.0 - now))
+            with waiting():
+                await asyncio.sleep(13.0 - asyncio.get_running_loop().time())
+            await asyncio.sleep(now + 2.0 - 3.0 if now < 3.0 else 2.0)
+        else:
+            await asyncio.sleep(2.0)
         return await super().generate(*rest, **keys)
 
 

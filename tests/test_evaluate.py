@@ -53,7 +53,7 @@ def test_a_failure_is_tried_again_with_the_same_seeds() -> None:
     answers: list[Answer] = []
 
     def faulty(task: Task) -> CountingEnv:
-        return CountingEnv(task, faults={"step": 0.1}, rng=rng)
+        return CountingEnv(task, faults={"reset": 0.1}, rng=rng)
 
     rng = Random(1)
     actor.make_env = faulty

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from agentenv.errors import ConfigError, EnvError, InfraError, ToolError
+from agentenv.errors import ConfigError, EnvError, InfraError, OutageError, ToolError
 from agentenv.types import MALFORMED_CALL, UNKNOWN_TOOL, Limit, Message, ToolCall
 from tests.support.counting_tools import ANSWER, Counter, LastMessage, call, make
 from tests.support.virtual_clock import run_virtual
@@ -87,10 +87,27 @@ def test_infrastructure_is_retried_and_never_shown() -> None:
         start = loop.time()
         observation, *_ = await env.step(call())
         assert observation[0].content == "1"
-        assert 0.15 <= loop.time() - start <= 0.45  # 0.1 and 0.2 s, jittered
-        counter.faults = [InfraError(f"gone {i}") for i in range(3)]
-        with pytest.raises(EnvError, match="counter failed 3 times, the last time: gone 2"):
+        assert 0.3 <= loop.time() - start <= 0.45  # 0.1 and 0.2 s, jittered
+        await env.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("outage_s", "num_tries"), [(0.0, 3), (60.0, 12)])
+def test_infrastructure_that_stays_away_is_waited_for_and_then_fails(
+    outage_s: float, num_tries: int
+) -> None:
+    """0.1 s, doubled up to 10 s, each up to half as long again, so 11 waits until 60 s are over."""
+
+    async def main() -> None:
+        counter = Counter()
+        counter.faults = [InfraError(f"gone {i}") for i in range(99)]
+        env = make(counter, outage_s=outage_s)
+        await env.reset(seed=4)
+        with pytest.raises(OutageError, match=r"failed (\d+) times, the last time: gone") as raised:
             await env.step(call())
+        assert f"failed {num_tries} times" in str(raised.value)
+        assert outage_s <= asyncio.get_running_loop().time() <= outage_s + 15
         await env.close()
 
     run_virtual(main())
@@ -99,7 +116,7 @@ def test_infrastructure_is_retried_and_never_shown() -> None:
 def test_a_tool_that_hangs_is_stopped() -> None:
     async def main() -> None:
         counter = Counter(latency_s=1000)
-        env = make(counter, tool_timeout_s=2, num_retries=1)
+        env = make(counter, tool_timeout_s=2, num_retries=1, outage_s=0)
         await env.reset()
         start = asyncio.get_running_loop().time()
         with pytest.raises(EnvError, match="no result within 2 s"):

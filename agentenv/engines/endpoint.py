@@ -20,6 +20,7 @@ from yarl import URL
 
 from agentenv.backoff import backoff_s
 from agentenv.call_syntax import after_thoughts
+from agentenv.deadline import admitted, waiting
 from agentenv.engines.client import (
     Count,
     FailedError,
@@ -130,10 +131,11 @@ class Endpoint:
                 delay_s = backoff_s(
                     attempt - 1, key, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S, at_least_s=wanted_s
                 )
-                await asyncio.sleep(delay_s)
+                with waiting():
+                    await asyncio.sleep(delay_s)
             self._check_open()
             try:
-                async with self._slots:
+                async with admitted(self._slots):
                     self.counts["requests"] += 1
                     return read(await self._client(path).call_json("POST", path, body))
             except RefusedError:
@@ -146,7 +148,7 @@ class Endpoint:
     async def events(self, path: str, body: Json, kind: type[T]) -> AsyncIterator[T]:
         """The same as a stream of events, asked once."""
         self._check_open()
-        async with self._slots:
+        async with admitted(self._slots):
             self.counts["requests"] += 1
             async with self._client(path).stream(path, {**body, "stream": True}) as events:
                 async for event in events:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from agentenv.deadline import admitted, waiting
 from agentenv.errors import ConfigError, EnvError, InfraError
 from envs.sandbox.channel import CellAnswer, ChannelClosedError, SessionProcess
 from envs.sandbox.process import (
@@ -325,8 +326,9 @@ class Sandbox:
     async def spawn(self, session: SandboxSession) -> SessionProcess:
         """A process for a session, in the zygote that runs now."""
         zygote = await self.start()
-        async with self._spawning:
-            await self._wait_for_room(session)
+        async with admitted(self._spawning):
+            with waiting():
+                await self._wait_for_room(session)
             process = None
             try:
                 process = await zygote.spawn(session.seed)

@@ -23,6 +23,7 @@ from msgspec import Meta, Struct
 from yarl import URL
 
 from agentenv.backoff import backoff_s
+from agentenv.deadline import admitted, waiting
 from agentenv.env import summed_stats
 from agentenv.errors import ConfigError, InfraError, ToolError
 from agentenv.foreign import decode_text, printable
@@ -196,11 +197,11 @@ class PageFetcher:
         status = 0
         for attempt in range(NUM_RETRIES + 1):
             if attempt:
-                await asyncio.sleep(
-                    backoff_s(attempt - 1, url, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S)
-                )
+                delay_s = backoff_s(attempt - 1, url, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S)
+                with waiting():
+                    await asyncio.sleep(delay_s)
             try:
-                async with self._slots, asyncio.timeout(self.config.timeout_s):
+                async with admitted(self._slots), asyncio.timeout(self.config.timeout_s):
                     reply = await self._follow(url)
             except TimeoutError:
                 limit = self.config.timeout_s

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from agentenv.backoff import backoff_s
+from agentenv.deadline import admitted, waiting
 from agentenv.engines.client import retry_after_s
 from agentenv.errors import ConfigError, InfraError
 
@@ -51,7 +52,9 @@ class SingleFlight(Generic[T]):
             flight = asyncio.get_running_loop().create_task(_await(fetch))
             self._flying[key] = flight
             flight.add_done_callback(lambda done: self._landed(key, done))
-        return await asyncio.shield(flight)
+            return await asyncio.shield(flight)
+        with waiting():  # it is made for another
+            return await asyncio.shield(flight)
 
     async def close(self) -> None:
         """Cancel every fetch and wait until each is gone."""
@@ -89,7 +92,8 @@ class TokenBucket:
         """Wait for a token, and for the end of a pause."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._paused_until:
-            await asyncio.sleep(self._paused_until - loop.time())
+            with waiting():
+                await asyncio.sleep(self._paused_until - loop.time())
         if self._rate <= 0:
             return
         now = loop.time()
@@ -97,7 +101,8 @@ class TokenBucket:
         self._free_at = max(self._free_at, now) + 1 / self._rate
         delay = self._free_at - now - self._burst / self._rate
         if delay > 0:
-            await asyncio.sleep(delay)
+            with waiting():
+                await asyncio.sleep(delay)
 
     def pause(self, seconds: float) -> None:
         """Give nobody a token for so long: the provider has asked for it."""
@@ -243,20 +248,21 @@ class Upstream:
         wanted_s: float | None = None
         for attempt in range(self.config.num_retries + 1):
             if attempt:
-                await asyncio.sleep(
-                    backoff_s(
-                        attempt - 1,
-                        f"{self.name} {request.key}",
-                        first_s=FIRST_DELAY_S,
-                        max_s=MAX_DELAY_S,
-                        at_least_s=wanted_s or 0.0,
-                    )
+                delay_s = backoff_s(
+                    attempt - 1,
+                    f"{self.name} {request.key}",
+                    first_s=FIRST_DELAY_S,
+                    max_s=MAX_DELAY_S,
+                    at_least_s=wanted_s or 0.0,
                 )
-            is_probe = await self._breaker.admit()
+                with waiting():
+                    await asyncio.sleep(delay_s)
+            with waiting():
+                is_probe = await self._breaker.admit()
             outcome = None
             try:
                 await self._bucket.take()
-                async with self._slots:  # only while the request is in the air
+                async with admitted(self._slots):  # only while the request is in the air
                     self.num_requests += 1
                     self.num_retries += attempt > 0
                     outcome = await self._attempt(request)

@@ -122,7 +122,14 @@ FAILED = "failed"
 # What changes no answer: how fast it goes, how many are asked, where the same questions are.
 _FREE = {"concurrency", "num_samples", "roles", "engine"}
 _FREE_OF_SET = {"path", "max_tasks", "num_samples"}
-_FREE_LIMITS = {"engine_timeout_s", "env_timeout_s", "max_failures"}
+_FREE_LIMITS = {
+    "engine_timeout_s",
+    "env_timeout_s",
+    "max_failures",
+    "max_turn_retries",
+    "max_tree_seconds",
+    "outage_s",
+}
 _FREE_HELPER = {"url", "api_key_env", "timeout_s", "num_retries", "max_concurrency"}
 _ENGINE_KEYS = ("name", "model", "dtype", "tokenizer", "script", "continuation", "extra_body")
 

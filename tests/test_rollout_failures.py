@@ -1,0 +1,286 @@
+"""What a failure costs a rollout: a turn, a wait, a trajectory, or the run."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from typing import Any
+
+import pytest
+
+from agentenv.actor import Actor
+from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
+from agentenv.errors import ConfigError, EngineError, EnvError, InfraError
+from agentenv.plan import Independent, RolloutPlan
+from agentenv.tool_env import ToolEnv
+from agentenv.tools import tool
+from agentenv.tree import Node, TrajectoryTree
+from agentenv.types import Completion, Limit, Limits, Message
+from learners.aepo import AEPO, AEPOPlan, is_probe
+from learners.arpo import ARPO, ARPOPlan
+from tests.support.toy import CharTokenizer, CountingEnv
+from tests.support.virtual_clock import run_virtual
+from tests.test_actor import TASK, AlwaysFork, make_actor, rollout
+from tests.test_tool_limits import Anything
+
+SIZE = 16
+GROUPS: list[RolloutPlan] = [
+    Independent(SIZE),
+    ARPO(group_size=SIZE, entropy_window=8).plan(256),
+    AEPO(group_size=SIZE, entropy_window=8).plan(256),
+]
+
+
+def three_searches(prompt: str, rng: Random) -> str:
+    if prompt.count("<result>") < 3:
+        return f"<think>{rng.random()}</think><search>q{rng.randrange(9)}</search>"
+    return "<think>done</think><answer>3</answer>"
+
+
+class FlakyEngine(ScriptedEngine):
+    """Turns fail with a probability, some after tokens of them were reported."""
+
+    def __init__(self, rng: Random, probability: float) -> None:
+        super().__init__(ScriptedConfig(max_model_len=9000), CharTokenizer(), script=three_searches)
+        self.rng, self.probability = rng, probability
+        self.num_turns = 0
+
+    async def generate(self, *rest: Any, **keys: Any) -> Completion:
+        self.num_turns += 1
+        fails, late = self.rng.random() < self.probability, self.rng.random() < 0.5
+        if fails and not late:
+            raise EngineError("gone")
+        completion = await super().generate(*rest, **keys)
+        if fails:
+            raise EngineError("gone")
+        return completion
+
+
+def turns_wasted(actor: Actor, trees: list[TrajectoryTree]) -> float:
+    """Turns that are in no trajectory of the group, as a share of those that were asked for."""
+    assert isinstance(actor.engine, FlakyEngine)
+    kept = {
+        (tree.index, node.index)
+        for tree in trees
+        for trajectory in tree.trajectories()
+        for node in trajectory.turns
+    }
+    return 1 - len(kept) / actor.engine.num_turns
+
+
+@pytest.mark.parametrize("plan", GROUPS)
+def test_failures_of_one_step_in_twenty_cost_few_turns_and_no_group(plan: RolloutPlan) -> None:
+    """Turns that the engine fails, then steps that the env fails; 5 groups of 16 with 3 calls."""
+    for of_engine, of_env in ((0.05, 0.0), (0.0, 0.05)):
+        actor = make_actor(faults={"step": of_env}, rng=Random(1))
+        actor.engine = FlakyEngine(Random(2), of_engine)
+        trees = [rollout(actor, plan, index) for index in range(5)]
+        assert all(len(list(tree.trajectories())) == SIZE for tree in trees)
+        assert not any(tree.failures() for tree in trees)
+        assert sum(tree.num_retaken for tree in trees) > 0
+        assert turns_wasted(actor, trees) <= 0.06
+
+
+def test_a_turn_that_is_taken_again_is_the_same_turn() -> None:
+    tree, again = (
+        rollout(actor, AlwaysFork(group_size=4))
+        for actor in (make_actor(three_searches), make_actor(three_searches))
+    )
+    actor = make_actor(three_searches)
+    actor.engine = FlakyEngine(Random(5), 0.1)
+    flaky = rollout(actor, AlwaysFork(group_size=4))
+    assert flaky.num_retaken
+    sampled = [
+        {leaf.branch: t.token_ids for t in one.trajectories() for leaf in [t.leaf]}
+        for one in (tree, again, flaky)
+    ]
+    assert sampled[0] == sampled[1] == sampled[2]
+
+
+class ForgetfulEnv(CountingEnv):
+    """Answers otherwise in each episode, and fails its second step."""
+
+    async def step(self, action: Message) -> Any:
+        if self.calls:
+            raise EnvError("broken")
+        messages, *rest = await super().step(action)
+        answers = [Message("tool", f"{message.content} {self.num_made}") for message in messages]
+        return answers, *rest
+
+
+def test_an_env_that_answers_otherwise_the_second_time_gives_way_to_a_fresh_root() -> None:
+    actor = make_actor(limits=Limits(max_failures=1))
+    actor.make_env = ForgetfulEnv
+    tree = rollout(actor, Independent(1))
+    assert [leaf.branch for leaf in tree.failures()] == ["0", "1"]
+    assert all("answers otherwise" in str(leaf.error) for leaf in tree.failures())
+
+
+class DownEnv(CountingEnv):
+    """Its machinery is down from second 5 to second `until`."""
+
+    until = 35.0
+
+    async def _maybe_fail(self, method: str) -> None:
+        await asyncio.sleep(1.0)
+        if method != "close" and 5.0 <= asyncio.get_running_loop().time() < self.until:
+            raise InfraError("connection refused")
+
+
+@pytest.mark.parametrize(("until", "num_failed"), [(35.0, 0), (2000.0, 5)])
+def test_an_outage_is_waited_for_and_costs_no_time_of_the_trajectory(
+    until: float, num_failed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some 17 s of work, within 20, though the outage is 30 s long; one that never ends is waited
+    for by each of 5 roots."""
+    monkeypatch.setattr(DownEnv, "until", until)
+    actor = make_actor(limits=Limits(max_seconds=20.0), engine={"latency_s": 1.0})
+    actor.make_env = DownEnv
+    tree = rollout(actor, Independent(1))
+    assert len(tree.failures()) == num_failed
+    assert [t.leaf.end for t in tree.trajectories()] == ["terminated"] * (num_failed == 0)
+
+
+class Misconfigured(CountingEnv):
+    async def step(self, action: Message) -> Any:
+        raise ConfigError("search.backend.api_key_env: the plan is spent")
+
+
+def test_a_mistake_of_the_configuration_ends_the_run_at_once() -> None:
+    actor = make_actor()
+    actor.make_env = Misconfigured
+    made = CountingEnv.num_made
+    with pytest.raises(ExceptionGroup) as raised:
+        rollout(actor, Independent(2))
+    assert raised.group_contains(ConfigError, match="plan is spent")
+    assert CountingEnv.num_made - made == 2
+
+
+class SlowToOpen(CountingEnv):
+    async def fork(self) -> CountingEnv:
+        await asyncio.sleep(50.0)
+        return await super().fork()
+
+
+def test_a_branch_that_never_got_its_env_has_failed() -> None:
+    actor = make_actor(limits=Limits(max_seconds=10.0, max_failures=0), engine={"latency_s": 1.0})
+    actor.make_env = SlowToOpen
+    tree = rollout(actor, AlwaysFork(group_size=2))
+    ends = {leaf.branch: leaf.end for leaf in tree.leaves()}
+    assert ends["0.1+1"] == "failed"
+    assert "truncated" not in [ends[name] for name in ends if "+" in name]
+
+
+class Unclosable(CountingEnv):
+    async def close(self) -> None:
+        await super().close()
+        raise InfraError("the service is gone")
+
+
+def test_an_env_that_cannot_be_closed_ends_no_run() -> None:
+    actor = make_actor()
+    actor.make_env = Unclosable
+    assert len(list(rollout(actor, Independent(3)).trajectories())) == 3
+
+
+class FailsAtFirst(CountingEnv):
+    """The first so many episodes of a test fail as they begin."""
+
+    left = 0
+
+    async def reset(self, **keys: Any) -> Any:
+        type(self).left -= 1
+        if type(self).left >= 0:
+            raise EnvError("no place")
+        return await super().reset(**keys)
+
+
+def test_the_rest_of_a_group_starts_when_its_last_live_branch_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ARPO of 8: four roots fail without a retry left; the other four places are tried all the
+    same."""
+    monkeypatch.setattr(FailsAtFirst, "left", 4)
+    actor = make_actor(limits=Limits(max_failures=0))
+    actor.make_env = FailsAtFirst
+    tree = rollout(actor, ARPO(group_size=8).plan(256))
+    assert (len(tree.failures()), len(list(tree.trajectories()))) == (4, 4)
+
+
+def test_the_probe_of_aepo_survives_forks_that_fail() -> None:
+    """Its split is decided where the probe ends, though roots began in the places of its forks."""
+    splits = []
+
+    class Watched(AEPOPlan):
+        def num_roots(self, tree: TrajectoryTree, probe: Node) -> int:
+            splits.append(probe.branch)
+            return super().num_roots(tree, probe)
+
+    plan = Watched(AEPO(group_size=8, entropy_window=8, base_probability=1.0), 256)
+    for index in range(20):
+        actor = make_actor(script=three_searches, faults={"fork": 0.5}, rng=Random(index))
+        tree = rollout(actor, plan, index)
+        assert len(list(tree.trajectories())) == 8 or tree.num_retries == 4
+        assert sum(is_probe(tree, leaf) for leaf in tree.leaves()) == 1
+    assert splits == ["0"] * 20
+
+
+def test_a_tree_ends_after_its_own_time_and_is_delivered_with_what_it_has() -> None:
+    """A step in two hangs for ever; each root alone has 30 s, the tree 70 s, and no root is begun
+    after that."""
+
+    class Hanging(CountingEnv):
+        async def step(self, action: Message) -> Any:
+            if self.calls and self.task is TASK and Hanging.made % 2:
+                await asyncio.Event().wait()
+            Hanging.made += 1
+            return await super().step(action)
+
+        made = 0
+
+    async def main() -> tuple[TrajectoryTree, float]:
+        limits = Limits(max_seconds=30.0, max_tree_seconds=70.0, max_failures=9)
+        actor = make_actor(limits=limits, engine={"latency_s": 1.0})
+        actor.make_env = Hanging
+        plan = ARPO(group_size=6, initial_rollouts=1, base_probability=0.0, entropy_weight=0.0)
+        tree = await actor.rollout(TASK, OneByOne(plan, 256))
+        return tree, asyncio.get_running_loop().time()
+
+    tree, seconds = run_virtual(main())
+    assert seconds == pytest.approx(70.0, abs=0.1)
+    assert tree.num_started < 6
+    assert [leaf.limit for leaf in tree.leaves()][-1] == Limit.SECONDS
+    assert not tree.failures()
+
+
+class OneByOne(ARPOPlan):
+    """Each trajectory begins when the one before has ended."""
+
+    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
+        return min(1, super().on_leaf_end(tree, leaf))
+
+
+@tool
+async def search(query: str) -> str:
+    """A search server that refuses connections from second 12 to second 42."""
+    await asyncio.sleep(0.5)
+    if 12.0 <= asyncio.get_running_loop().time() < 42.0:
+        raise InfraError("connection refused")
+    return "found"
+
+
+@pytest.mark.parametrize("plan", GROUPS[:2])
+def test_a_search_server_that_is_away_for_half_a_minute_costs_no_trajectory(
+    plan: RolloutPlan,
+) -> None:
+    """Six groups of 16 at once; turns of 5 s, and 30 s of work for a trajectory at most."""
+    limits = Limits(max_seconds=30.0)
+    actor = make_actor(script=three_searches, limits=limits, engine={"latency_s": 5.0})
+    actor.make_env = lambda task: ToolEnv(task, [search], Anything())
+
+    async def main() -> list[TrajectoryTree]:
+        return await asyncio.gather(*(actor.rollout(TASK, plan, index=index) for index in range(6)))
+
+    for tree in run_virtual(main()):
+        assert not tree.failures()
+        assert [t.leaf.end for t in tree.trajectories()] == ["terminated"] * SIZE
