@@ -11,13 +11,12 @@ import peft
 import pytest
 import torch
 from msgspec.structs import replace
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from agentenv.errors import ConfigError
-from learners import export
 from learners import ranks as wire
 from learners.baselines import GRPO
 from learners.deepspeed_learner import DeepSpeedLearner
@@ -107,7 +106,7 @@ def test_a_checkpoint_is_exported_under_the_same_names(directory: Path, tmp_path
     rank.run(wire.Save(str(checkpoint / "trainer")))
     expected = load_file(checkpoint / "model.safetensors")
     coarse = {n: w if n.endswith("bias") else w.bfloat16() for n, w in expected.items()}
-    export.save_file(coarse, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    save_file(coarse, checkpoint / "model.safetensors", metadata={"format": "pt"})
     export_offline(checkpoint, tmp_path / "out", dtype="float32", max_shard_bytes=20_000)
     out = Weights(tmp_path / "out")
     assert largest_difference({name: out.tensor(name) for name in out.names()}, expected) == 0
