@@ -166,6 +166,7 @@ def failure_kind(tree: TrajectoryTree) -> str:
 
 
 NO_TOOL = "no tool"  # an observation that answers no call
+STALL_MS = 50.0  # a loop that is later than this is stalled
 OTHER_TOOLS = "other tools"  # a policy can make up any number of names
 MAX_TOOLS = 32  # that a merged profile keeps apart
 
@@ -271,7 +272,11 @@ def _curve(turns: Sequence[Sequence[float]]) -> EntropyCurve:
 
 
 class LoopLag:
-    """Measures how late the event loop wakes a sleeper: the time others keep it busy."""
+    """Measures how late the event loop wakes a sleeper: the time others keep it busy.
+
+    A sleeper that comes late stands for all that would have come meanwhile, so that a stall counts
+    by how long it was: each lag is of `interval_s` of time, whether or not the loop ran then.
+    """
 
     def __init__(self, interval_s: float = 0.02, window: int = 20_000) -> None:
         self.interval_s = interval_s
@@ -283,12 +288,27 @@ class LoopLag:
         while True:
             due = loop.time() + self.interval_s
             await asyncio.sleep(self.interval_s)
-            self._lags_ms.append(max(0.0, loop.time() - due) * 1000)
+            self.add(max(0.0, loop.time() - due))
+
+    def add(self, lag_s: float) -> None:
+        """A sleeper woke so late, and with it those that were due meanwhile."""
+        for behind in range(min(int(lag_s / self.interval_s) + 1, self._lags_ms.maxlen or 1)):
+            self._lags_ms.append((lag_s - behind * self.interval_s) * 1000)
 
     def percentile_ms(self, percent: float) -> float:
         """The given percentile of the lags, in milliseconds; 0 before the first measurement."""
         lags = sorted(self._lags_ms)
         return lags[min(len(lags) - 1, int(len(lags) * percent / 100))] if lags else 0.0
+
+    def figures(self) -> Metrics:
+        """Of the last minutes: percentile and maximum in milliseconds, and the share of the time
+        in which a sleeper would have been over STALL_MS late."""
+        stalled = sum(lag > STALL_MS for lag in self._lags_ms)
+        return {
+            "lag_p99_ms": self.percentile_ms(99),
+            "lag_max_ms": max(self._lags_ms, default=0.0),
+            "stalled_share": stalled / max(1, len(self._lags_ms)),
+        }
 
 
 class Throughput:

@@ -2,6 +2,7 @@
 
     python launchers/bench.py learner [--json FILE] [--shapes NAME ...] [--repeats N] [--dense]
     python launchers/bench.py deal [--json FILE]
+    python launchers/bench.py overhead [--json FILE] [--sizes N ...]
 
     tree     every shared token once, attention in blocks between forks
     dense    the same tokens, attention under one dense mask (--dense)
@@ -14,7 +15,9 @@ ratio, varlen over tree, of floating point operations, what a machine would reac
 operation costs the same. `computed` are the tokens of all micro-batches over those of the trees:
 trees that are cut repeat the paths to their pieces.
 
-`deal` shows how long ranks wait for each other on simulated trees, and trains nothing.
+`deal` shows how long ranks wait for each other on simulated trees, and trains nothing. `overhead`
+says what the controller costs at thousands of rollouts (launchers/overhead.py); `--json -` prints
+the figures alone.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task, VersionSpan
+from launchers import overhead
 from launchers.planning.idle import NARROW, WIDE, Shape, simulated
 from launchers.terminal import View
 from learners.attention import TreeLayout, visible_pairs
@@ -78,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--json {options.json}: there is no such folder")
         if options.part == "deal":
             figures = run_deal(view)
+        elif options.part == "overhead":
+            return run_overhead(options, view)
         else:
             figures = run(options.shapes, options.repeats, options.dense, view)
         if options.json:
@@ -97,12 +103,35 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
     learner = parts.add_parser("learner", help="trees against flat layouts")
     dealing = parts.add_parser("deal", help="idle ranks, on simulated trees")
-    for part in (learner, dealing):
+    cost = parts.add_parser("overhead", help="CPU, lag and memory of the controller")
+    cost.add_argument(
+        "--sizes", nargs="+", type=int, choices=overhead.SIZES, default=list(overhead.SIZES),
+        metavar="N", help="rollouts at a time; default 1000 10000",
+    )  # fmt: skip
+    for part in (learner, dealing, cost):
         part.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     learner.add_argument("--shapes", nargs="+", metavar="NAME", help="only these; default all")
     learner.add_argument("--repeats", type=int, default=3, metavar="N", help="medians of N")
     learner.add_argument("--dense", action="store_true", help="also trees under a dense mask")
     return parser.parse_args(argv)
+
+
+def run_overhead(options: argparse.Namespace, view: View) -> int:
+    """The controller's figures as a table, or as JSON: to a file, or alone to the output."""
+    found = overhead.run(options.sizes)
+    text = json.dumps(found, indent=1)
+    if str(options.json) == "-":
+        sys.stdout.write(text + "\n")
+        return 0
+    table = _table("the controller, by rollouts at a time")
+    for name in ("rollouts", *next(iter(found.values()))):
+        table.add_column(name, justify="right", no_wrap=True)
+    for size, figures in found.items():
+        table.add_row(size, *map(str, figures.values()))
+    view.show(table)
+    if options.json:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    return 0
 
 
 # The layouts, and what counting says of them.

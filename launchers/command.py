@@ -95,7 +95,7 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
         view.say(line)
     code = EXIT_FAILED
     try:
-        run_until_done(work(config, run, view, arguments.resume))
+        run_until_done(work(config, run, view, arguments.resume), view)
         code = 0
     except KeyboardInterrupt:
         view.say("interrupted; the command with --resume goes on from the last checkpoint")

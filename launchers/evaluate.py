@@ -79,9 +79,11 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     if arguments.dry_run:
         return dry_run(config, arguments, view, subject.run, str(subject.model or ""))
     if arguments.question:
-        return run_until_done(ask_one(config, subject, arguments.question, arguments.answer, view))
+        return run_until_done(
+            ask_one(config, subject, arguments.question, arguments.answer, view), view
+        )
     out = arguments.out or Path(FOLDER) / _name(config, subject)
-    num_failed = run_until_done(run_evaluation(config, subject, out, view))
+    num_failed = run_until_done(run_evaluation(config, subject, out, view), view)
     if num_failed:
         view.say(f"{num_failed} trajectories failed; the same command asks them again")
     write_report(out, view)

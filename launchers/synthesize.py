@@ -75,7 +75,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     if arguments.dry_run:
         return dry_run(plan.evaluation, arguments, view, subject.run, str(subject.model or ""))
     out = arguments.out or Path(FOLDER) / f"{subject.name}-{'-'.join(plan.sets)}".replace("/", "-")
-    num_failed = run_until_done(synthesize(plan, subject, out, view))
+    num_failed = run_until_done(synthesize(plan, subject, out, view), view)
     if num_failed:
         view.say(f"{num_failed} trajectories failed; the same command asks them again")
     return 0

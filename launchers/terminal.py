@@ -29,6 +29,7 @@ from rich.progress import (
 from rich.table import Table as RichTable
 
 from agentenv.errors import AgentEnvError, ConfigError, DataError
+from launchers.event_loop import Watchdog
 from launchers.rundir import explain
 from launchers.tables import Table, as_rich
 
@@ -70,6 +71,11 @@ class View:
     def say(self, text: str) -> None:
         self._logger.info(text)
         self.console.print(escape(text), soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Something is wrong, and the command goes on."""
+        self._logger.warning(text)
+        self._errors.print(f"[bold yellow]warning:[/] {escape(text)}", soft_wrap=True)
 
     def fail(self, text: str) -> None:
         self._logger.error(text)
@@ -178,20 +184,29 @@ def to_its_end(
         view.close()
 
 
-def run_until_done(work: Coroutine[Any, Any, T]) -> T:
+def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
     """Run the work of a command to its end. SIGTERM cancels the work as Ctrl-C does; after either
-    of them this raises KeyboardInterrupt."""
+    of them this raises KeyboardInterrupt. `view` tells who holds up the event loop."""
+    runner = asyncio.Runner()
+    loop = runner.get_loop()
+
+    def stop_soon(task: asyncio.Task[Any]) -> None:
+        loop.call_soon_threadsafe(task.cancel)
 
     async def main() -> T:
         this = asyncio.current_task()
         assert this is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+        signal.signal(signal.SIGTERM, lambda *_: stop_soon(this))
         return await work
 
+    before = signal.getsignal(signal.SIGTERM)
     try:
-        return asyncio.run(main())
+        with Watchdog(loop, view.warn).watch(), runner:
+            return runner.run(main())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def first_reason(error: BaseException) -> AgentEnvError | OSError | None:

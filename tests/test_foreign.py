@@ -43,6 +43,7 @@ OURS = {
     "launchers/evaluation/store.py": "a result directory of ours",
     "launchers/evaluation/subject.py": "a run directory",
     "launchers/monitors.py": "a run directory",
+    "launchers/overhead.py": "figures and frames of ours",
     "launchers/rl/evaluations.py": "what was encoded before",
     "launchers/rl/report.py": "a run directory",
     "launchers/rundir.py": "a run directory",

@@ -25,6 +25,7 @@ from launchers.checks import refuse
 from launchers.evaluation.config import EvaluateConfig
 from launchers.evaluation.store import FAILED, EvalRow, Saved, Store, Wanted
 from launchers.evaluation.subject import EvaluationAssembly, Subject, weights_digest
+from launchers.event_loop import rolling_out
 from launchers.terminal import View
 
 # What a person sees while an evaluation goes on; nothing where there is no terminal.
@@ -180,9 +181,10 @@ async def run_evaluation(config: EvaluateConfig, subject: Subject, out: Path, vi
         def make_row(name: str, answer: Answer) -> EvalRow:
             return row_of(name, answer, assembly.seed(name))
 
-        await ask_into(
-            store, missing, actors, make_row, progress.add, concurrency=config.concurrency
-        )
+        with rolling_out():
+            await ask_into(
+                store, missing, actors, make_row, progress.add, concurrency=config.concurrency
+            )
         counted = [f"{name} {value:g}" for name, value in shared_stats().items() if value]
         if counted:
             view.say(f"environments: {', '.join(counted)}")

@@ -116,7 +116,7 @@ class Recorder:
             path, append = self.run.path / "samples.txt", when != "before_sft"
             report.write_samples(path, when, done, append=append)
 
-    def finish(self, *, policy_version: int, in_flight: int, loop_lag_ms: float) -> None:
+    def finish(self, *, policy_version: int, in_flight: int, event_loop: dict[str, float]) -> None:
         """Summary, table, curves; the wall time of phases is complete by now."""
         config, state = self.config, self.state
         summary = report.summarize(
@@ -126,7 +126,7 @@ class Recorder:
             algorithm=config.algorithm_name,
             policy_version=policy_version,
             in_flight=in_flight,
-            loop_lag_ms=loop_lag_ms,
+            event_loop=event_loop,
         )
         self.run.write_json("summary.json", summary)
         if self.report_set:

@@ -334,7 +334,7 @@ def summarize(
     algorithm: str,
     policy_version: int,
     in_flight: int,
-    loop_lag_ms: float,
+    event_loop: dict[str, float],
 ) -> dict[str, Any]:
     """The content of summary.json."""
     reports = {phase: state.reports.get(phase, {}).get(name) for phase in PHASES}
@@ -381,7 +381,7 @@ def summarize(
         "policy_version": policy_version,
         "incarnation": state.incarnation,
         "engine_learner_logprob_gap": {"mean": state.parity.mean, "max": state.parity.max},
-        "event_loop_lag_ms": {"p99": loop_lag_ms},
+        "event_loop": event_loop,
     }
 
 

@@ -30,6 +30,7 @@ from agentenv.metrics import (
 from agentenv.replay import ReplayQueue
 from agentenv.tree import TrajectoryTree
 from launchers.config import TrainConfig
+from launchers.event_loop import rolling_out
 from launchers.rl import report
 from launchers.rl.cold_start import ColdStart
 from launchers.rl.evaluations import Evaluator
@@ -164,15 +165,16 @@ class Training:
                 self._announce()
             measuring = asyncio.create_task(self.lag.run())
             stack.callback(measuring.cancel)
-            if self.checkpoint is None:
-                await self._begin()
-            await self._run_rl()
-            if "after_rl" not in self.state.reports:
-                await self.evaluator.around("after_rl")
+            with rolling_out():
+                if self.checkpoint is None:
+                    await self._begin()
+                await self._run_rl()
+                if "after_rl" not in self.state.reports:
+                    await self.evaluator.around("after_rl")
             self.recorder.finish(
                 policy_version=self.parts.learner.policy_version,
                 in_flight=self.queue.num_waiting,
-                loop_lag_ms=self.lag.percentile_ms(99),
+                event_loop=self.lag.figures(),
             )
 
     async def run_rounds(self, num_rounds: int) -> None:
@@ -384,7 +386,7 @@ class Training:
             **{f"env/{name}": value for name, value in shared_stats().items()},
             "time/sampled_tokens_per_s": self.throughput.rate(engine),
             **self.watch.take(),
-            "event_loop/lag_p99_ms": self.lag.percentile_ms(99),
+            **{f"event_loop/{name}": value for name, value in self.lag.figures().items()},
         }
         self.recorder.log(row)
         self.live.row = row

@@ -1,0 +1,152 @@
+"""The event loop of a command: what holds it up is named, and Ctrl-C gets through.
+
+Everything of a run shares one loop. A tool that sleeps, or computes for seconds, holds up every
+rollout, and nothing on the loop can say so; a thread beside it can. It also counts Ctrl-C where the
+system tells it, so that the second one ends the process even if the main thread never looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+HELD_S = (1.0, 10.0, 100.0)  # a loop that did not run for so long is told of
+BEAT_S = 0.2
+GRACE_S = 5.0  # from the second Ctrl-C to the end of the process, whatever it does
+EXIT_INTERRUPTED = 130
+NUM_FRAMES = 12  # of a stack that is shown
+LIBRARY = sysconfig.get_paths()["stdlib"]
+
+_num_rolling = 0  # how often `rolling_out` is entered
+
+
+@contextmanager
+def rolling_out() -> Iterator[None]:
+    """To be entered while rollouts grow: what holds up the loop is told of, garbage is collected
+    rarely, and what is there already is not looked through.
+
+    Full collections walk the tokens of every rollout: a third of the controller's time, and stalls
+    of over a second. Trees are freed by counting references; only cycles wait longer.
+    """
+    global _num_rolling
+    before = gc.get_threshold()
+    _num_rolling += 1
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+        _num_rolling -= 1
+
+
+class Watchdog:
+    """A thread that looks whether `loop`, which runs in the main thread, still goes round.
+
+    `tell` is called from that thread with who holds the loop while rollouts grow, and with its
+    stack. The second
+    Ctrl-C within `watch` ends the process after GRACE_S, if it has not ended until then.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[str], None]) -> None:
+        self._loop, self._tell = loop, tell
+        self._beat = time.monotonic()
+        self._pending = False  # a beat is asked for
+        self._told = 0  # of HELD_S, in this stall
+        self._num_interrupts = 0
+        self._ending = 0.0  # when the process is ended, after the second Ctrl-C
+        self._signals, self._wakeup = socket.socketpair()
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """To be entered in the main thread, around everything that runs on the loop."""
+        self._wakeup.setblocking(False)
+        before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            self._wakeup.close()
+            self._thread.join()
+            self._signals.close()
+
+    def _run(self) -> None:
+        self._signals.settimeout(BEAT_S)
+        while True:
+            try:
+                numbers = self._signals.recv(64)
+                if not numbers:
+                    return
+                self._count(numbers)
+            except TimeoutError:
+                pass
+            if self._ending and time.monotonic() > self._ending:
+                self._end()
+            self._look()
+
+    def _count(self, numbers: bytes) -> None:
+        self._num_interrupts += numbers.count(signal.SIGINT)
+        if self._num_interrupts >= 2 and not self._ending:
+            self._ending = time.monotonic() + GRACE_S
+
+    def _end(self) -> None:
+        self._tell(f"ended {GRACE_S:g} s after the second Ctrl-C\n{self._stack()}")
+        os._exit(EXIT_INTERRUPTED)
+
+    def _look(self) -> None:
+        if not self._pending:
+            self._pending, self._told, self._beat = True, 0, time.monotonic()
+            try:
+                self._loop.call_soon_threadsafe(self._go_on)
+            except RuntimeError:  # the loop is closed; what is left is the end of the command
+                return
+        held_s = time.monotonic() - self._beat
+        if _num_rolling and self._told < len(HELD_S) and held_s > HELD_S[self._told]:
+            self._told += 1
+            self._tell(
+                f"{self._holder()} holds up every rollout: the event loop has not run for "
+                f"{held_s:.0f} s; work that takes long belongs into a thread or a process\n"
+                f"{self._stack()}"
+            )
+
+    def _go_on(self) -> None:
+        self._pending = False
+
+    def _frame(self) -> FrameType | None:
+        return sys._current_frames().get(threading.main_thread().ident or 0)
+
+    def _holder(self) -> str:
+        return holder(self._frame())
+
+    def _stack(self) -> str:
+        return "".join(traceback.format_stack(self._frame())[-NUM_FRAMES:]).rstrip()
+
+
+def holder(frame: FrameType | None) -> str:
+    """Who runs in this frame: a tool by its name, else the innermost code that is not Python's."""
+    place = "the event loop"
+    inner = True
+    while frame is not None:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        owner = frame.f_locals.get("self")
+        tool = getattr(owner, "name", None)
+        if name == "call" and isinstance(tool, str) and hasattr(owner, "schema"):
+            return f"the tool {tool!r}" + ("" if inner else f" ({place})")
+        if inner and not path.startswith((LIBRARY, "<")):
+            place, inner = f"{name} in {path}:{frame.f_lineno}", False
+        frame = frame.f_back
+    return place

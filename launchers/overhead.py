@@ -1,0 +1,423 @@
+"""What the controller costs with thousands of rollouts in flight: CPU of an env step, lag, memory.
+
+    launchers/bench.py overhead --json -
+
+The real `Training` with everything on (ARPO, queue, parity probe, metrics, trajectories, what the
+learner is sent), a fast tokenizer, one tool. Only what is behind a connection is made up: the
+engine waits and answers with ready tokens, the learner's rank takes what it is sent.
+
+    rollouts    312 prompts a step, 16 trajectories each, max_staleness 1: up to 9,984 at a time;
+                twice as many trees are offered. About 1,000: 31 prompts, all waits a tenth
+    trajectory  4 calls with results of about 300 tokens each, turns of 40 tokens
+    env step    one turn of the policy, and what the env answers
+    floor       a bare asyncio loop whose coroutines wait as often and as long, in the same process
+    lag         how late a sleeper of 20 ms wakes; one that comes 1 s too late stands for all that
+                would have been late meanwhile (no coordinated omission)
+
+Figures are of the RL phase alone. CPU is that of the controller, `all_processes` adds the processes
+that it started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+import psutil
+from msgspec import Struct, msgpack
+from msgspec.structs import asdict
+
+from agentenv.config import load_config
+from agentenv.engine import EngineConfig, EngineStart
+from agentenv.env import register
+from agentenv.errors import AgentEnvError
+from agentenv.metrics import LoopLag
+from agentenv.tool_env import Grade, ToolEnv
+from agentenv.tools import StatelessTool
+from agentenv.types import Chunk, Completion, SamplingParams, Task, ToolResult, VersionSpan
+from envs.quickstart import COMPANIES
+from launchers.config import TrainConfig
+from launchers.rl.training import Training
+from launchers.rundir import RunDirectory
+from launchers.terminal import View, run_until_done
+from learners import ranks as wire
+from learners.learner import Score
+
+SIZES = {1000: 31, 10000: 312}  # rollouts -> prompts a step
+GROUP_SIZE = 16
+NUM_CALLS = 4
+TURN_TOKENS = 40
+RESULT_TOKENS = 300
+FACT = "the founder of {} was born in the year {} in Osberg and so on"  # about 38 tokens
+TURN_S, TOOL_S = 8.0, 2.0  # at 10,000; less in proportion below, so that as much happens a second
+WINDOW = 10  # tokens of a turn that the plan of ARPO looks at, and their part of the turn's time
+FIRST_PART = 0.2
+CONFIG, FIGURES = "overhead.toml", "figures.json"
+
+
+class Figures(Struct):
+    """Of one size. CPU in microseconds an env step; the controller's includes the floor."""
+
+    cpu_us_per_env_step: float
+    floor_us: float
+    all_processes_us: float
+    lag_p99_ms: float
+    lag_max_ms: float
+    rss_mb: float
+
+
+def run(sizes: Sequence[int]) -> dict[str, dict[str, float]]:
+    """The figures by size, each measured in a process of its own."""
+    return {str(size): _run(SIZES[size]) for size in sizes}
+
+
+def _run(prompts: int) -> dict[str, float]:
+    with socket.socket() as probe, tempfile.TemporaryDirectory(prefix="agentenv-") as folder:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        env = {**os.environ, "PYTHONPATH": path, wire.TOKEN_VARIABLE: secrets.token_hex(16)}
+        command = [sys.executable, "-m", "launchers.overhead"]
+        here = [str(prompts), folder, address]
+        quiet: dict[str, Any] = {"env": env, "stdout": subprocess.DEVNULL, "text": True}
+        probe.close()
+        rank = subprocess.Popen([*command, "rank", *here], **quiet)
+        try:
+            while not (Path(folder) / CONFIG).is_file() and rank.poll() is None:
+                time.sleep(0.1)
+            done = subprocess.run([*command, "measure", *here], stderr=subprocess.PIPE, **quiet)
+        finally:
+            rank.kill()
+            rank.wait()
+        if done.returncode:
+            raise AgentEnvError(f"a run of {prompts} prompts a step failed:\n{done.stderr[-4000:]}")
+        figures: dict[str, float] = json.loads((Path(folder) / FIGURES).read_text())
+        return figures
+
+
+# The workload: an env with one tool, and an engine and a rank that only wait and answer.
+
+_scale = 1.0  # of all waits
+num_turns = 0  # env steps so far
+
+
+class LookUp(StatelessTool):
+    """Waits, then gives a text of about RESULT_TOKENS tokens, each time another."""
+
+    name = "search"
+    description = "Search."
+    schema = {  # noqa: RUF012 - as the base class has it
+        "type": "object",
+        "properties": {"query": {"type": "string"}},
+        "required": ["query"],
+    }
+
+    def __init__(self) -> None:
+        self._rng = Random(0)
+
+    async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
+        await asyncio.sleep(_scale * TOOL_S * (0.5 + self._rng.random()))
+        facts = (FACT.format(company, self._rng.randrange(1000, 2000))
+                 for company in self._rng.choices(COMPANIES, k=7))  # fmt: skip
+        return ToolResult(" ".join(facts))
+
+
+_look_up = LookUp()
+_draw = Random(1)
+
+
+class LuckGrader:
+    """Right as often as not."""
+
+    async def grade(self, task: Task, written: Any, calls: Any) -> Grade:
+        right = _draw.random() < 0.5
+        return Grade(float(right), right)
+
+
+class LookUpEnv(ToolEnv):
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, tools=[_look_up], grader=LuckGrader())
+
+
+register("bench/Overhead-v0", "launchers.overhead:LookUpEnv")
+
+
+class WaitingConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engine that waits."""
+
+    is_exact: ClassVar[bool] = True
+
+    def max_context(self, model: Path, key: str = "engine") -> int:
+        return self.max_model_len
+
+    async def start(self, given: EngineStart) -> WaitingEngine:
+        return WaitingEngine(given.tokenizer)
+
+
+class WaitingEngine:
+    """Four calls, then an answer; figures of tokens are new objects, as those of a real client."""
+
+    policy_version = 0
+
+    def __init__(self, tokenizer: Any) -> None:
+        import numpy as np
+
+        def ids(text: str, size: int) -> list[int]:
+            end = list(tokenizer.encode(text, add_special_tokens=False))
+            filler = list(tokenizer.encode("and", add_special_tokens=False)[:1])
+            return filler * (size - len(end)) + end
+
+        self._call = np.array(ids("<search>it</search>", TURN_TOKENS), np.int64)
+        answer = ids("<answer>it</answer>", TURN_TOKENS - 1)
+        self._answer = np.array([*answer, tokenizer.eos_token_id], np.int64)
+        self._rng = Random(2)
+        # Entropy rises after the results of most turns, so that ARPO forks.
+        draws = np.random.default_rng(0)
+        self._entropies = draws.random((64, TURN_TOKENS)) * draws.random((64, 1)) * 2
+        self._logprobs = -draws.random((64, TURN_TOKENS))
+        self._stats = {"requests": 0.0, "sampled_tokens": 0.0, "prompt_tokens": 0.0}
+        self._prompt = 0
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session: str,
+        on_tokens: Callable[[Chunk], None] | None = None,
+        stream_interval: int = 1,
+    ) -> Completion:
+        global num_turns
+        if not session.startswith("probe"):
+            num_turns += 1
+        if not self._prompt:
+            self._prompt = len(prompt_ids)
+        turns = (len(prompt_ids) - self._prompt) / (TURN_TOKENS + RESULT_TOKENS)
+        last = round(turns) >= NUM_CALLS
+        row = self._rng.randrange(64)
+        token_ids = (self._answer if last else self._call).tolist()
+        logprobs = self._logprobs[row].tolist()
+        entropies = self._entropies[row].tolist()
+        seconds = _scale * TURN_S * (0.5 + self._rng.random())
+        await asyncio.sleep(FIRST_PART * seconds)
+        if on_tokens is not None:
+            first = slice(stream_interval)
+            on_tokens(Chunk(token_ids[first], logprobs[first], entropies[first]))
+        await asyncio.sleep((1 - FIRST_PART) * seconds)
+        self._stats["requests"] += 1
+        self._stats["sampled_tokens"] += len(token_ids)
+        return Completion(
+            token_ids,
+            logprobs,
+            entropies,
+            "stop",
+            [VersionSpan(self.policy_version, 0, len(token_ids))],
+            stop=None if last else "</search>",
+        )
+
+    async def load_weights(self, source: Path, policy_version: int) -> None:
+        self.policy_version = policy_version
+
+    def stats(self) -> dict[str, float]:
+        return dict(self._stats)
+
+    async def close(self) -> None:
+        pass
+
+
+class _Named(Struct):
+    type: str
+
+
+async def _serve_rank(address: str, token: str) -> None:
+    """A rank of the learner that obeys at once and computes nothing."""
+    host, port = address.rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    hello = wire.Hello(token, 0, 1, os.getpid(), socket.gethostname(), "")
+    writer.write(wire.pack_frame(hello))
+    version = 0
+    while True:
+        try:
+            size = int.from_bytes(await reader.readexactly(wire.PREFIX_BYTES), "little")
+            body = await reader.readexactly(size)
+        except (EOFError, OSError):
+            return writer.close()
+        kind = msgpack.decode(body, type=_Named).type
+        reply = wire.Done()
+        if kind == "Stop":
+            writer.close()
+            return await writer.wait_closed()
+        if kind == "WriteModel":
+            command = wire.unpack_command(body)
+            assert isinstance(command, wire.WriteModel)
+            version += command.publish
+            os.makedirs(command.directory, exist_ok=True)
+        elif kind == "Save":
+            saved = wire.unpack_command(body)
+            assert isinstance(saved, wire.Save)
+            os.makedirs(saved.directory, exist_ok=True)
+        elif kind == "Update":
+            reply.metrics = dict.fromkeys(
+                ("num_tokens", "num_flat_tokens", "num_computed_tokens", "loss"), 1.0
+            )
+        elif kind == "ScoreSequences":
+            scored = wire.unpack_command(body)
+            assert isinstance(scored, wire.ScoreSequences)
+            for one in scored.sequences:
+                count = one.num_action_tokens
+                reply.scores.append(Score([-0.5] * count, [0.5] * count, [True] * count))
+        reply.policy_version = version
+        writer.write(wire.pack_frame(reply))
+        await writer.drain()
+
+
+# Measuring.
+
+
+def _children_cpu_s() -> float:
+    """CPU time of all processes below this one, ended ones included."""
+    me = psutil.Process()
+    own = me.cpu_times()
+    total = own.children_user + own.children_system
+    for process in me.children(recursive=True):
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+class MeasuredTraining(Training):
+    """Takes the figures of its RL phase."""
+
+    figures: Figures
+    floor_us = 0.0
+
+    async def _run_rl(self) -> None:
+        global num_turns
+        lag = LoopLag()
+        sleeping = asyncio.create_task(lag.run())
+        process, peak = psutil.Process(), [0.0]
+
+        async def watch_memory() -> None:
+            while True:
+                peak[0] = max(peak[0], process.memory_info().rss / 1e6)
+                await asyncio.sleep(0.5)
+
+        watching = asyncio.create_task(watch_memory())
+        num_turns, before, below = 0, time.process_time(), _children_cpu_s()
+        await super()._run_rl()
+        own, others = time.process_time() - before, _children_cpu_s() - below
+        sleeping.cancel()
+        watching.cancel()
+        self.figures = Figures(
+            round(own / num_turns * 1e6, 1),
+            round(self.floor_us, 1),
+            round((own + others) / num_turns * 1e6, 1),
+            round(lag.percentile_ms(99), 1),
+            round(lag.figures()["lag_max_ms"], 1),
+            round(peak[0], 1),
+        )
+
+
+async def _floor(num_rollouts: int) -> float:
+    """CPU microseconds an env step of a loop that only waits."""
+    rng = Random(3)
+
+    async def rollout() -> None:
+        for number in range(NUM_CALLS + 1):
+            seconds = _scale * TURN_S * (0.5 + rng.random())
+            await asyncio.sleep(FIRST_PART * seconds)
+            await asyncio.sleep((1 - FIRST_PART) * seconds)
+            if number < NUM_CALLS:
+                await asyncio.sleep(_scale * TOOL_S * (0.5 + rng.random()))
+
+    before = time.process_time()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(num_rollouts):
+            group.create_task(rollout())
+    return (time.process_time() - before) / (num_rollouts * (NUM_CALLS + 1)) * 1e6
+
+
+def _write_workspace(folder: Path, prompts: int, address: str) -> None:
+    """Model, questions and configuration."""
+    from launchers.quickstart import build_model
+
+    build_model(folder / "model", seed=0)
+    rows = [{"question": f"Which one is it? ({n})", "answer": "it"} for n in range(4 * prompts)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / CONFIG).write_text(f"""
+[run]
+dir = "{folder}/runs"
+[model]
+path = "{folder}/model"
+[env]
+id = "bench/Overhead-v0"
+module = "launchers.overhead"
+[data]
+train = "{folder}/train.jsonl"
+[limits]
+max_prompt_tokens = 256
+max_response_tokens = 3800
+max_turn_tokens = 256
+max_seconds = 3600
+[algorithm]
+name = "arpo"
+group_size = {GROUP_SIZE}
+entropy_window = {WINDOW}
+[queue]
+groups_per_step = {prompts}
+max_staleness = 1
+[learner]
+groups_per_minibatch = {prompts}
+launch = "external"
+address = "{address}"
+[engine]
+name = "launchers.overhead:WaitingConfig"
+max_model_len = 4096
+[train]
+num_steps = 4
+max_logprob_gap = 1e9
+""")
+
+
+def measure(prompts: int, folder: Path) -> None:
+    """One size, in this process; the figures go to a file in the folder."""
+    global _scale
+    _scale = prompts / SIZES[10000]
+    config = load_config(TrainConfig, folder / CONFIG, [])
+    run = RunDirectory(folder / "run", resume=False, monitor=config.monitor, settings={})
+    training = MeasuredTraining(config, run, View(), resume="")
+    training.floor_us = asyncio.run(_floor(2 * prompts * GROUP_SIZE))
+    run_until_done(training.run_all(), training.view)
+    (folder / FIGURES).write_text(json.dumps(asdict(training.figures)))
+
+
+def main(part: str, prompts: str, folder: str, address: str) -> None:
+    """One of the two processes of a measurement."""
+    if part == "measure":
+        return measure(int(prompts), Path(folder))
+    _write_workspace(Path(folder), int(prompts), address)
+    while True:  # the controller listens as soon as its set-up is that far
+        try:
+            return asyncio.run(_serve_rank(address, os.environ[wire.TOKEN_VARIABLE]))
+        except ConnectionRefusedError:
+            time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    sys.modules["launchers.overhead"] = sys.modules["__main__"]
+    main(*sys.argv[1:])

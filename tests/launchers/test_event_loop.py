@@ -1,0 +1,103 @@
+"""A loop that is held up says by whom; the second Ctrl-C ends a process that never looks."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from agentenv.tools import tool
+from launchers import event_loop
+from launchers.event_loop import Watchdog, rolling_out
+from launchers.terminal import View, run_until_done
+
+
+def test_a_tool_that_blocks_is_named_with_its_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "HELD_S", (0.2, 60.0))
+    monkeypatch.setattr(event_loop, "BEAT_S", 0.02)
+    told: list[str] = []
+
+    @tool
+    def oracle(question: str) -> str:
+        """Thinks for long."""
+        time.sleep(0.6)
+        return question
+
+    with asyncio.Runner() as runner, Watchdog(runner.get_loop(), told.append).watch():
+        runner.run(oracle.call({"question": "why"}, None))
+        assert not told, "nothing rolls out"
+        with rolling_out():
+            runner.run(asyncio.sleep(0.3))
+            assert not told
+            runner.run(oracle.call({"question": "why"}, None))
+    (text,) = told
+    assert text.startswith("the tool 'oracle'")
+    assert "time.sleep(0.6)" in text
+
+
+def test_sigterm_cancels_and_both_handlers_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    ended = []
+
+    async def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(5)
+        finally:
+            ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_until_done(work(), View())
+    assert ended
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+STUBBORN = """
+import asyncio, os, signal, sys, threading, time
+from launchers import event_loop
+from launchers.terminal import View, run_until_done
+event_loop.GRACE_S = 0.2
+
+async def work():
+    while True:
+        try:
+            print("ready", flush=True)
+            while True:
+                time.sleep(0.1)
+        except BaseException:
+            pass
+
+run_until_done(work(), View())
+"""
+
+
+def test_the_second_ctrl_c_ends_a_process_that_ignores_it() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(STUBBORN)], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None, "the first one asks"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "second Ctrl-C" in errors
+
+
+def test_collections_are_rare_inside_and_as_before_behind() -> None:
+    before = gc.get_threshold()
+    with rolling_out():
+        assert gc.get_threshold()[0] > 100_000
+        assert gc.get_freeze_count() > 0
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
