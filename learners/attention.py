@@ -373,6 +373,7 @@ def windowed_attention(
 NAME = "agentenv_tree"
 # What layers pass on to any attention and this one need not read: dropout is refused before.
 _HARMLESS = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions"}
+_HARMLESS |= {"tree_cu_seqlens_q", "tree_segment_parents"}  # for recurrent layers
 Form = Literal["blocked", "flex", "dense"]
 
 # Transformers hands a four-dimensional mask on as it is. Without one it would take the positions
@@ -407,6 +408,22 @@ class TreeLayout:
         return visible(torch.from_numpy(self.end).to(self.device))
 
     @cached_property
+    def segments(self) -> tuple[Tensor, Tensor]:
+        """What lies between two forks: first tokens, int32 [segments + 1], the last one behind all;
+        the segment before each on its path, int64 [segments], -1 at the start of a path."""
+        ends = self.end[self.end < len(self.end)]
+        changes = np.flatnonzero(np.diff(self.end)) + 1
+        starts = np.unique(np.concatenate([[0, len(self.end)], changes, ends]))
+        above: list[int] = []
+        parents = []
+        for number, start in enumerate(starts[:-1].tolist()):
+            while above and self.end[starts[above[-1]]] <= start:
+                above.pop()
+            parents.append(above[-1] if above else -1)
+            above.append(number)
+        return torch.from_numpy(starts).int(), torch.tensor(parents)
+
+    @cached_property
     def longest_path(self) -> int:
         """In tokens."""
         return max(len(path) + last - first for path, first, last in _stretches(self.end, 1 << 30))
@@ -425,17 +442,18 @@ def default_form(device: torch.device) -> Form:
     return "blocked" if device.type == "cpu" and is_available() else "dense"
 
 
-def use_tree_attention(model: Any) -> None:
+def use_tree_attention(model: Any, *, is_known: bool = False) -> None:
     """Let the model's attention read tree layouts.
 
     Raises ConfigError for models whose attention cannot be replaced, and for attention dropout.
+    `is_known`: it can be, although the model does not say so.
     """
     config, name = model.config, type(model).__name__
     if getattr(config, "attention_dropout", 0.0):
         raise ConfigError(
             f"{name}: attention_dropout = {config.attention_dropout}, expected 0 in config.json"
         )
-    if not getattr(model, "_supports_attention_backend", False):
+    if not (is_known or getattr(model, "_supports_attention_backend", False)):
         raise ConfigError(
             f"{name}: its attention cannot be replaced; expected a model like Qwen2, Qwen3 or Llama"
         )

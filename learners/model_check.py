@@ -51,6 +51,14 @@ SIZES = {
     "v_head_dim": 16,
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }
 SPREAD = 0.15  # of random weights: log-probs differ from token to token, and with what is seen
 

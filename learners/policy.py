@@ -232,7 +232,8 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         causal = _without_adapters(model)
-        use_tree_attention(causal)
+        self.masks = recurrent_masks(causal)
+        use_tree_attention(causal, is_known=self.masks is not None)
         head = causal.get_output_embeddings()
         if not isinstance(head, LogprobHead):
             if type(head) is not nn.Linear:
@@ -258,17 +259,53 @@ class Policy(nn.Module):
         Shapes as in MicroBatch.
         """
         causal = _without_adapters(self.model)
+        keys: dict[str, Any] = {"attention_mask": NO_MASK}
+        if self.masks is not None:
+            keys = {"attention_mask": self.masks} | dict(
+                zip(SEGMENTS, layout.segments, strict=True)
+            )
         hidden = causal.base_model(
             input_ids=token_ids[None],
             position_ids=position_ids[None],
-            attention_mask=NO_MASK,
             tree_layout=layout,
             use_cache=False,
+            **keys,
         ).last_hidden_state
         logprobs, entropy, likeliest = causal.get_output_embeddings()(
             hidden[0].index_select(0, source), targets
         )
         return logprobs, entropy, likeliest == targets
+
+
+# Kinds of layers that carry a state along the row, as config.json names them.
+RECURRENT = {"conv", "linear_attention", "mamba"}
+SEGMENTS = ("tree_cu_seqlens_q", "tree_segment_parents")  # of tree-recurrence: `layout.segments`
+
+
+def recurrent_masks(model: Any) -> dict[str, Tensor | None] | None:
+    """Let convolutions and recurrent layers go on at a fork from where its path came from, by
+    tree-recurrence; the result is the model's masks by kind of layer. None without such layers.
+
+    Raises ConfigError where tree-recurrence is missing, and for layers that it does not know.
+    """
+    kinds = {*map(str, getattr(model.config.get_text_config(), "layer_types", None) or ())}
+    found = sorted(kinds & RECURRENT)
+    if not found:
+        return None
+    try:
+        import tree_recurrence
+    except ImportError as error:
+        raise ConfigError(
+            f"{type(model).__name__}: layers of type {', '.join(found)} need tree-recurrence: "
+            "install it with pip install 'agentenv[hybrid]'"
+        ) from error
+    support = tree_recurrence.install(model)
+    if support.mode != "tree":
+        raise ConfigError(
+            f"{type(model).__name__}: layers of type {', '.join(found)} do not follow a tree: "
+            f"{support.reason}"
+        )
+    return {kind: None if kind in RECURRENT else NO_MASK for kind in {*kinds, "full_attention"}}
 
 
 def _without_adapters(model: Any) -> Any:

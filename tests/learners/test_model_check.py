@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ LONGROPE = {
     "short_factor": [1.0 + 0.1 * n for n in range(48)],
     "long_factor": [2.0 + n for n in range(48)],
 }
+CONVOLUTIONS = {"layer_types": ["conv", "conv", "full_attention"] * 4, "num_hidden_layers": 12}
 RIGHT = [
     *((name, {}) for name in (
         "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "olmo2", "olmoe", "glm4", "glm4_moe",
@@ -39,6 +41,15 @@ RIGHT = [
     ("granitemoe", {"logits_scaling": 6.0}),
     ("cohere", {"logit_scale": 0.0625}),
     ("minicpm3", {}),
+    ("phimoe", {}),
+    ("minimax_m2", {}),
+    # convolutions and recurrent layers
+    *((name, {}) for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid",
+     "nemotron_h")),
+    ("lfm2", CONVOLUTIONS),
+    ("lfm2_moe", {**CONVOLUTIONS, "num_dense_layers": 1}),
+    ("granitemoehybrid", {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4}),
+    ("bamba", {"attn_layer_indices": [1, 3], "num_hidden_layers": 4}),
     # positions that are scaled alike at every length
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
      "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}),
@@ -46,12 +57,10 @@ RIGHT = [
      "original_max_position_embeddings": 32768}}),
 ]  # fmt: skip
 REFUSED = [
-    ("lfm2", {"layer_types": ["conv", "conv", "full_attention"] * 4, "num_hidden_layers": 12},
-     "layers of type conv"),
-    ("minimax", {}, "layers of type linear_attention"),
-    ("granitemoehybrid", {}, "layers of type"),
-    ("qwen3_next", {}, "its attention cannot be replaced"),
-    ("qwen3_5_text", {}, "its attention cannot be replaced"),
+    ("minimax", {}, "layers of type linear_attention do not follow a tree"),
+    ("jamba", {}, "layers of type linear_attention do not follow a tree"),
+    ("lfm3", {}, "layers of type conv do not follow a tree"),
+    ("gpt_oss", {"layer_types": ["full_attention"] * 36}, "attention with s_aux"),
     ("gpt_oss", {}, "attention with s_aux"),
     ("gemma2", {}, "attention with softcap"),
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type = dynamic"),
@@ -76,6 +85,15 @@ def test_another_model_is_refused_by_its_family_and_the_reason(
 ) -> None:
     CONFIG_MAPPING[family](**changes).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=f"the family {family} is not supported: .*{why}"):
+        check_model(tmp_path)
+
+
+def test_recurrent_layers_without_their_package_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tree_recurrence", None)
+    CONFIG_MAPPING["lfm2"](**CONVOLUTIONS).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"type conv need tree-recurrence: .*agentenv\[hybrid\]"):
         check_model(tmp_path)
 
 

@@ -11,11 +11,19 @@ from torch import Tensor
 from transformers import (
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -56,13 +64,54 @@ EXPERTS = {
         },
     ),
 }
+HYBRIDS = {
+    "lfm2": (Lfm2Config, Lfm2ForCausalLM, {"layer_types": ["conv", "full_attention"]}),
+    "qwen3_5": (
+        Qwen3_5TextConfig,
+        Qwen3_5ForCausalLM,
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+    ),
+    "granite": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {
+            "layer_types": ["mamba", "attention"],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 48,
+        },
+    ),
+}
+HYBRID_WITH_EXPERTS = {
+    "lfm2_moe": (
+        Lfm2MoeConfig,
+        Lfm2MoeForCausalLM,
+        {
+            "layer_types": ["conv", "full_attention"],
+            "num_dense_layers": 0,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
+    )
+}
 
 
 def tiny_model(
     name: str = "qwen3", dtype: torch.dtype = torch.float32, **changes: Any
 ) -> PreTrainedModel:
     """Two layers, random weights large enough that log-probs differ from token to token."""
-    config_class, model_class, extra = (MODELS | EXPERTS)[name]
+    config_class, model_class, extra = (MODELS | EXPERTS | HYBRIDS | HYBRID_WITH_EXPERTS)[name]
     torch.manual_seed(0)
     config = config_class(
         vocab_size=VOCABULARY,

@@ -1,0 +1,63 @@
+"""Models with convolutions and recurrent layers: these go on at a fork where its path came from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from learners.attention import TreeLayout
+from learners.batch import pack
+from learners.policy import Policy, tensors
+from tests.learners.test_tree_equality import ALGORITHMS, WHOLE, gradients, relative, some_trees
+from tests.learners.trees import HYBRIDS, flat_loss, tiny_model, tree_loss
+
+
+@pytest.fixture
+def _float64_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms and recurrent layers of transformers compute in float32 whatever the model's type."""
+    plain = torch.Tensor.to
+
+    def to(self: torch.Tensor, *args: Any, **keys: Any) -> torch.Tensor:
+        narrows = self.dtype == torch.float64 and torch.float32 in (*args, *keys.values())
+        return self if narrows else plain(self, *args, **keys)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.Tensor, "float", lambda self: to(self, torch.float32))
+
+
+@pytest.mark.usefixtures("_float64_throughout")
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_loss_and_gradient_equal_the_flat_ones_in_float64(name: str) -> None:
+    plain, model = (tiny_model(name, torch.float64) for _ in range(2))
+    trees, packed = some_trees(7)
+    flat = flat_loss(plain, trees, ALGORITHMS["ppo"])
+    expected = gradients(plain, flat)
+    for max_tokens in (WHOLE, 60):
+        loss = tree_loss(model, packed, ALGORITHMS["ppo"], max_tokens=max_tokens)
+        assert relative(loss, flat) < 1e-9
+        assert relative(gradients(model, loss), expected) < 1e-9
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_checkpointing_changes_nothing(name: str) -> None:
+    _, packed = some_trees(9)
+    (batch,) = pack(packed, WHOLE)
+    found = []
+    for checkpointing in (False, True):
+        model = tiny_model(name)
+        logprobs, entropies, _ = Policy(model, checkpointing=checkpointing)(
+            *tensors(batch, torch.device("cpu"))
+        )
+        found.append(gradients(model, (logprobs + 0.1 * entropies).sum()))
+    assert relative(*found) < 1e-6
+
+
+def test_segments_of_a_layout() -> None:
+    """Two trees side by side; the first forks behind token 1, its second branch behind token 3."""
+    end = np.array([7, 7, 3, 7, 5, 7, 7, 9, 9])
+    starts, parents = TreeLayout(end, torch.device("cpu")).segments
+    assert starts.tolist() == [0, 2, 3, 4, 5, 7, 9]
+    assert parents.tolist() == [-1, 0, 0, 2, 2, -1]
