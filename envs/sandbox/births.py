@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 else:  # inside, these files are all there is
     import seccomp
 
-RECEIVE, SEND, ADD_FD = 0xC0502100, 0xC0182101, 0x40182103  # ioctls of a listener
-GO_ON, AT_THIS_NUMBER = 1, 1
+# ioctls of a listener
+RECEIVE, SEND, ADD_FD, SET_FLAGS = 0xC0502100, 0xC0182101, 0x40182103, 0x40082104
+GO_ON, AT_THIS_NUMBER, WAKE_AT_ONCE = 1, 1, 1
 DEADLINE_S = 2.0  # from the host's wish to the birth; who takes longer is killed
 STANDARD = {"0": "/dev/null", "1": "/dev/null", "2": "/dev/null"}
 
@@ -85,6 +86,8 @@ class Births:
         self._granted: dict[int, Birth] = {}  # by the parent's process
         self._waiting: deque[tuple[Call, Birth]] = deque()
         self._birth: Birth | None = None
+        with contextlib.suppress(OSError):  # Linux 6.6: one of us works while the other waits
+            fcntl.ioctl(listener, SET_FLAGS, WAKE_AT_ONCE)
         self._ours = _shared_memory(os.getpid())
 
     def grant(self, parent: int, number: int, channel: int) -> None:

@@ -11,6 +11,7 @@ import secrets
 import signal
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -20,6 +21,8 @@ from agentenv.errors import ForeignError, InfraError
 from agentenv.foreign import decode
 
 MAX_FRAME_BYTES = 1 << 20
+HEADER_BYTES = 4
+READ_BYTES = 1 << 16
 
 
 class CellAnswer(Struct):
@@ -54,8 +57,11 @@ class Channel:
         sock.setblocking(False)
         self._socket = sock
 
-    async def ask(self, request: dict[str, Any]) -> CellAnswer:
-        """Send a request, and read the answer to it.
+    async def ask(
+        self, request: dict[str, Any], wake: Callable[[], None] | None = None
+    ) -> CellAnswer:
+        """Send a request, and read the answer to it; `wake` is called once that is there to be
+        read, so that who sleeps wakes once.
 
         Whatever else was said, before or instead, is nothing that a session says: it is closed.
         """
@@ -68,28 +74,29 @@ class Channel:
         else:
             raise ChannelClosedError("it ended, or spoke without being asked")
         number = secrets.randbits(53)  # so that none can be answered before it is asked
-        await self.send({**request, "number": number})
+        data = msgspec.json.encode({**request, "number": number})
+        await self._send(struct.pack("!I", len(data)) + data, wake)
         answer = await self.receive()
         if answer.number != number:
             raise ChannelClosedError("the answer to another request")
         return answer
 
-    async def send(self, message: dict[str, Any]) -> None:
-        """Write one frame."""
-        data = msgspec.json.encode(message)
-        try:
-            frame = struct.pack("!I", len(data)) + data
-            await asyncio.get_running_loop().sock_sendall(self._socket, frame)
-        except OSError as error:
-            raise ChannelClosedError(str(error)) from error
-
     async def receive(self) -> CellAnswer:
         """Read one frame."""
-        (size,) = struct.unpack("!I", await self._read(4))
-        if size > MAX_FRAME_BYTES:
-            raise ChannelClosedError(f"an answer of {size} bytes")
+        data = await self._read(READ_BYTES)
+        while len(data) < HEADER_BYTES:
+            data += await self._read(READ_BYTES)
+        end = HEADER_BYTES + int.from_bytes(data[:HEADER_BYTES])
+        if end - HEADER_BYTES > MAX_FRAME_BYTES:
+            raise ChannelClosedError(f"an answer of {end - HEADER_BYTES} bytes")
+        pieces, size = [data], len(data)
+        while size < end:
+            pieces.append(await self._read(end - size))
+            size += len(pieces[-1])
+        if size > end:
+            raise ChannelClosedError("it spoke without being asked")
         try:
-            return decode(await self._read(size), CellAnswer)
+            return decode(b"".join(pieces)[HEADER_BYTES:], CellAnswer)
         except ForeignError as error:
             raise ChannelClosedError(f"not an answer: {error}") from error
 
@@ -97,17 +104,26 @@ class Channel:
         """Close the socket; idempotent."""
         self._socket.close()
 
-    async def _read(self, size: int) -> bytes:
-        loop = asyncio.get_running_loop()
-        data = b""
-        while len(data) < size:
+    async def _send(self, frame: bytes, wake: Callable[[], None] | None) -> None:
+        try:
             try:
-                piece = await loop.sock_recv(self._socket, size - len(data))
-            except OSError as error:
-                raise ChannelClosedError(str(error)) from error
-            if not piece:
-                raise ChannelClosedError("end of file")
-            data += piece
+                num_sent = self._socket.send(frame)
+            except BlockingIOError:
+                num_sent = 0
+            if wake is not None:
+                wake()
+            if num_sent < len(frame):
+                await asyncio.get_running_loop().sock_sendall(self._socket, frame[num_sent:])
+        except OSError as error:
+            raise ChannelClosedError(str(error)) from error
+
+    async def _read(self, size: int) -> bytes:
+        try:
+            data = await asyncio.get_running_loop().sock_recv(self._socket, size)
+        except OSError as error:
+            raise ChannelClosedError(str(error)) from error
+        if not data:
+            raise ChannelClosedError("end of file")
         return data
 
 
@@ -134,14 +150,16 @@ class SessionProcess:
     async def ask(self, request: dict[str, Any]) -> CellAnswer:
         """One request and its answer. Raises ChannelClosedError; then, and when cancelled, the
         process can only be killed."""
-        send_signal(self._pidfd, signal.SIGCONT)
-        answer = await self._channel.ask(request)
+        answer = await self._channel.ask(request, self._go_on)
         self.stop()
         return answer
 
     def stop(self) -> None:
         """Until the next request."""
         send_signal(self._pidfd, signal.SIGSTOP)
+
+    def _go_on(self) -> None:
+        send_signal(self._pidfd, signal.SIGCONT)
 
     def kill(self) -> None:
         """End it, whatever its cell is doing; never waits; idempotent."""

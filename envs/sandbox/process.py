@@ -99,6 +99,20 @@ NAMESPACES_ADVICE = (
 )
 
 
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+_ASKED_BY_MALLOC = ("enabled", "hpage_pmd_size")
+
+
+def environment() -> dict[str, str]:
+    """Of a zygote. What its C library hands out lies in huge pages where those have 2 MB and are
+    had for the asking: a fork of a session then copies one entry for 512 pages."""
+    variables = {"PYTHONHASHSEED": "0"}
+    with suppress(OSError):
+        if (HUGE_PAGES / "hpage_pmd_size").read_text().strip() == str(confine.HUGE_PAGE):
+            variables["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+    return variables
+
+
 def bubblewrap(python: Interpreter) -> list[str]:
     """No network, a read-only system with nothing in it but /usr and the interpreter."""
     program = shutil.which("bwrap")
@@ -129,11 +143,16 @@ def bubblewrap(python: Interpreter) -> list[str]:
     command += ["--dir", "/sandbox"]
     for name in _INSIDE:
         command += ["--ro-bind", str(HERE / name), f"/sandbox/{name}"]
+    for name in _ASKED_BY_MALLOC:
+        command += ["--ro-bind-try", str(HUGE_PAGES / name), str(HUGE_PAGES / name)]
     command += ["--tmpfs", "/dev"]
     for name in _DEVICES:
         command += ["--dev-bind", name, name]
     command += ["--proc", "/proc", "--dir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
-    return [*command, "--chdir", "/", "--setenv", "PYTHONHASHSEED", "0", "--"]
+    command += ["--chdir", "/"]
+    for name, value in environment().items():
+        command += ["--setenv", name, value]
+    return [*command, "--"]
 
 
 def check_rung(limits: SandboxLimits, rung: Rung) -> None:
@@ -246,7 +265,7 @@ class ZygoteProcess:
                 # on the loop's own thread: the zygote dies with the thread that started it
                 process = subprocess.Popen(  # noqa: ASYNC220 - a few ms, once
                     [*prefix, python.program, "-s", "-B", script, settings],
-                    env={} if rung == "namespaces" else {"PYTHONHASHSEED": "0"},
+                    env={} if rung == "namespaces" else environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,

@@ -166,21 +166,28 @@ def program(
     return [*code, (RETURN, 0, 0, ERRNO | errno.EPERM)]
 
 
-def install(machine: str, code: Sequence[Instruction], *, listen: bool = False) -> int:
-    """Bind this process, and all it could ever start, to the filter. Needs no-new-privileges.
+def assembled(code: Iterable[Instruction]) -> bytes:
+    """As the kernel reads it: struct sock_filter, one after the other."""
+    return b"".join(struct.pack("=HBBI", *one) for one in code)
+
+
+def install(machine: str, filters: bytes, *, listen: bool = False) -> int:
+    """Bind this process, and all it could ever start, to an assembled filter. Needs
+    no-new-privileges.
 
     With `listen`, the descriptor at which the calls that the filter asks about arrive.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    filters = b"".join(struct.pack("=HBBI", *one) for one in code)  # struct sock_filter
-    header = _Program(len(code), ctypes.cast(ctypes.c_char_p(filters), ctypes.c_void_p))
+    header = _Program(len(filters) // 8, ctypes.cast(ctypes.c_char_p(filters), ctypes.c_void_p))
     flags = NEW_LISTENER if listen else 0
     number = SECCOMP[_column_of(machine)]
-    result = int(libc.syscall(number, SET_FILTER, ctypes.c_ulong(flags), ctypes.byref(header)))
+    result = int(_libc.syscall(number, SET_FILTER, ctypes.c_ulong(flags), ctypes.byref(header)))
     if result < 0:
         problem = ctypes.get_errno()
         raise OSError(problem, f"system call filter: {os.strerror(problem)}")
     return result
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Program(ctypes.Structure):

@@ -60,6 +60,7 @@ CHANNEL_FD = 3  # of a session, beside the standard three
 def main() -> None:
     config = json.loads(sys.argv[1])
     control = socket.socket(fileno=config["control_fd"])
+    os.environ.pop("GLIBC_TUNABLES", None)  # the C library has read it
     os.nice(NICENESS)  # the trainer comes first
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # and goes last, where memory runs out
@@ -91,9 +92,28 @@ def main() -> None:
     births = None
     if config["live_forks"]:
         births = _births(config, nurse, pids, functools.partial(_announce, control))
+    if config["rung"] == "namespaces" or births is not None:  # its own process 1, or asked about
+        config["filter"] = _filter(config, 1)
     control.send(json.dumps({"missing": missing, "live_forks": births is not None}).encode())
     gc.freeze()
+    confine.use_huge_pages()
+    config["alone"] = len(os.listdir("/proc/self/task")) == 1
     _serve(control, config, home, pids, births)
+
+
+def _filter(config: dict[str, Any], pid: int) -> bytes:
+    """The filter of system calls of a session whose process sees itself as `pid`; made once where
+    it is the same for all."""
+    if "filter" in config:
+        return bytes(config["filter"])
+    code = seccomp.program(
+        platform.machine(),
+        pid,
+        files=config["rung"] == "namespaces",
+        threads=config["rlimits"]["NPROC"] > 1,
+        fork_flags=config.get("fork_flags", 0),
+    )
+    return seccomp.assembled(code)
 
 
 def _births(
@@ -104,7 +124,8 @@ def _births(
     flags = confine.FORK_INTO_NAMESPACES if isolated else confine.FORK_BESIDE
     machine = platform.machine()
     try:
-        listener = seccomp.install(machine, seccomp.listening(machine, flags), listen=True)
+        above = seccomp.assembled(seccomp.listening(machine, flags))
+        listener = seccomp.install(machine, above, listen=True)
     except (OSError, ValueError):
         return None
     config["fork_flags"] = flags
@@ -213,9 +234,10 @@ def _spawn(channel: int, seed: int, config: dict[str, Any], home: str) -> int:
     isolated = config["rung"] == "namespaces"
     try:
         if isolated:
-            pid = confine.fork_into_namespaces(first="fork_flags" not in config)
+            first = "fork_flags" not in config
+            pid = confine.fork_into_namespaces(first=first, alone=config["alone"])
         else:
-            pid = os.fork()
+            pid = confine.fork(alone=config["alone"])
     except OSError as error:
         with contextlib.suppress(OSError):  # the host may have turned away meanwhile
             cells.send(channel, {"error": str(error)})
@@ -269,15 +291,7 @@ def _confine(config: dict[str, Any], home: str) -> str:
         preload.ask_by_opening()
     os.closerange(CHANNEL_FD + 1, 1 << 20)
     if rung != "unsafe":
-        machine = platform.machine()
-        code = seccomp.program(
-            machine,
-            os.getpid(),
-            files=rung == "namespaces",
-            threads=config["rlimits"]["NPROC"] > 1,
-            fork_flags=config.get("fork_flags", 0),
-        )
-        seccomp.install(machine, code)
+        seccomp.install(platform.machine(), _filter(config, os.getpid()))
     return home
 
 

@@ -6,13 +6,15 @@ import asyncio
 import errno
 import platform
 from collections.abc import AsyncIterator
+from pathlib import Path
 
+import psutil
 import pytest
 
 from agentenv.errors import EnvError
 from envs.sandbox import Sandbox, SandboxSession
 from envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
-from envs.sandbox.process import Rung
+from envs.sandbox.process import HUGE_PAGES, Rung, environment
 from tests.check_sandbox import RUNGS
 from tests.support.sandboxes import said, until, zygote_of
 
@@ -150,6 +152,28 @@ async def test_copies_are_independent(sandbox: Sandbox) -> None:
     for one in family:
         one.close()
     await until(lambda: len(zygote_of(sandbox).children()) <= 1)  # the nurse, if there is one
+
+
+def had_for_the_asking() -> bool:
+    enabled = HUGE_PAGES / "enabled"
+    return "GLIBC_TUNABLES" in environment() and "[never]" not in enabled.read_text()
+
+
+def huge_kb(pid: int) -> int:
+    rollup = Path("/proc", str(pid), "smaps_rollup").read_text()
+    return int(rollup.partition("AnonHugePages:")[2].split()[0])
+
+
+async def test_memory_lies_in_huge_pages_where_there_are_any(sandbox: Sandbox) -> None:
+    """Or else a fork copies an entry for each 4 kB."""
+    if not had_for_the_asking():
+        pytest.skip("this machine has none for the asking")
+    session = sandbox.session(1)
+    await session.run("x = [bytes(2000) for _ in range(8_000)]", 10)
+    process = max(zygote_of(sandbox).children(), key=psutil.Process.create_time)
+    assert huge_kb(process.pid) >= 2 << 10
+    assert await said(session, "import os; 'GLIBC_TUNABLES' in os.environ") == "False"
+    session.close()
 
 
 async def test_files_are_copied(sandbox: Sandbox) -> None:

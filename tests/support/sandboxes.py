@@ -24,8 +24,8 @@ def num_descriptors() -> int:
 
 def zygote_of(sandbox: Sandbox) -> psutil.Process:
     assert sandbox._zygote is not None
-    bubblewrap = psutil.Process(sandbox._zygote._process.pid)
-    return bubblewrap.children()[0]
+    process = psutil.Process(sandbox._zygote._process.pid)
+    return process.children()[0] if sandbox.rung == "namespaces" else process  # below bubblewrap
 
 
 async def until(condition: Callable[[], bool]) -> None:
