@@ -348,15 +348,14 @@ class Rollout:
             if branch.forking is None and len(first) >= window:
                 fork(first)
 
-        late = EngineError(f"no turn within {limits.engine_timeout_s} s")
-        async with Deadline(branch.clock() + limits.engine_timeout_s, branch.clock, late):
-            completion = await actor.engine.generate(
-                branch.prefix_ids,
-                sampling,
-                session=self._session,
-                on_tokens=on_tokens if asks else None,
-                stream_interval=max(1, window),
-            )
+        completion = await actor.engine.generate(
+            branch.prefix_ids,
+            sampling,
+            session=self._session,
+            on_tokens=on_tokens if asks else None,
+            stream_interval=max(1, window),
+            order=(int(branch.num_turns == 0), self.tree.index),
+        )
         if asks and branch.forking is None:
             fork(completion.entropies)
         return completion

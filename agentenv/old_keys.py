@@ -93,6 +93,13 @@ DROPPED: dict[str, dict[str, Dropped]] = {
             "the learner's log-probs those of another distribution; remove the key",
         ),
     },
+    "Limits": {
+        "engine_timeout_s": Dropped(
+            300.0,
+            "waiting for a place counted; a server that gives no token is lost after "
+            "engine.pool.first_token_s and engine.pool.silence_s",
+        ),
+    },
     "PagesConfig": {
         "max_page_chars": Dropped(100_000, f"{_ALWAYS} 100000; search.max_page_chars is smaller"),
         "num_workers": Dropped(2, f"{_ALWAYS} 2"),

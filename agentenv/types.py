@@ -62,9 +62,6 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "are live are truncated and none is tried again; default four times max_seconds"
         ),
     ] = None
-    engine_timeout_s: Annotated[
-        float, Meta(gt=0, description="deadline of one turn's sampling")
-    ] = 300.0
     env_timeout_s: Annotated[
         float, Meta(gt=0, description="deadline of one reset, fork, finish or close of an env")
     ] = 60.0

@@ -198,6 +198,7 @@ class WaitingEngine:
         session: str,
         on_tokens: Callable[[Chunk], None] | None = None,
         stream_interval: int = 1,
+        order: tuple[int, int] = (0, 0),
     ) -> Completion:
         global num_turns
         if not session.startswith("probe"):

@@ -212,6 +212,7 @@ class ChatEngine(EndpointEngine):
         session: str,
         on_tokens: Callable[[Chunk], None] | None = None,
         stream_interval: int = 1,
+        order: tuple[int, int] = (0, 0),
     ) -> Completion:
         """See Engine.generate; with `on_tokens` the request is streamed and not sent again."""
         body = self._body(self.pieces.read(prompt_ids), sampling)

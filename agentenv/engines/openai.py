@@ -162,6 +162,7 @@ class TokensEngine(EndpointEngine):
         session: str,
         on_tokens: Callable[[Chunk], None] | None = None,
         stream_interval: int = 1,
+        order: tuple[int, int] = (0, 0),
     ) -> Completion:
         """See Engine.generate; with `on_tokens` the request is streamed and not sent again."""
         sglang = self.endpoint.owner == "sglang"

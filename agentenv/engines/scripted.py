@@ -93,6 +93,7 @@ class ScriptedEngine:
         session: str,
         on_tokens: Callable[[Chunk], None] | None = None,
         stream_interval: int = 1,
+        order: tuple[int, int] = (0, 0),
     ) -> Completion:
         if self._closed:
             raise EngineDeadError("the scripted engine was closed")

@@ -150,6 +150,17 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_outage_s: Annotated[
         float, Meta(gt=0, description="the run ends when all servers are gone for this long")
     ] = 600.0
+    first_token_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="a server that has a request for this long and gives no token of it is "
+            "lost; pauses for new weights do not count",
+        ),
+    ] = 300.0
+    silence_s: Annotated[
+        float, Meta(gt=0, description="the same, after the first token: between two events")
+    ] = 30.0
     load_timeout_s: Annotated[
         float,
         Meta(

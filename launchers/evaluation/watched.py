@@ -64,6 +64,7 @@ class WatchedEngine:
         session: str,
         on_tokens: Callable[[Chunk], None] | None = None,
         stream_interval: int = 1,
+        order: tuple[int, int] = (0, 0),
     ) -> Completion:
         ids: list[int] = []
         shown = ""
@@ -80,7 +81,12 @@ class WatchedEngine:
             self._stage.heading("taken again, or from a shorter context", "magenta")
         self._stage.heading("policy", "green")
         completion = await self.engine.generate(
-            prompt_ids, sampling, session=session, on_tokens=show, stream_interval=1
+            prompt_ids,
+            sampling,
+            session=session,
+            on_tokens=show,
+            stream_interval=1,
+            order=order,
         )
         self._seen = [*prompt_ids, *completion.token_ids]
         whole = self._renderer.decode(completion.token_ids)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.deadline import Deadline, rollout_clock
+from agentenv.deadline import Deadline, WorkClock, working
 from agentenv.engines.server import Request, ServerLostError
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, Completion, VersionSpan
@@ -193,9 +193,9 @@ async def test_time_without_a_server_counts_for_no_deadline(b: Bench) -> None:
     begin = loop.time()
 
     async def within(seconds: float) -> Completion:
-        clock = rollout_clock(b.pool)
-        async with Deadline(clock() + seconds, clock, TimeoutError()):
-            return await b.ask(session="s")
+        with working(WorkClock()) as clock:
+            async with Deadline(seconds, clock, TimeoutError()):
+                return await b.ask(session="s")
 
     asking = asyncio.create_task(within(6.0))  # the turn takes 2.3 s, a retry at most 2
     await asyncio.sleep(0.95)

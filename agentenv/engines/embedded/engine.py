@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from agentenv.deadline import Wait
 from agentenv.engines.client import check_request
 from agentenv.engines.embedded.cache import SlotCache
 from agentenv.engines.embedded.scheduler import Event, Request, Scheduler
@@ -49,6 +50,7 @@ class Call:
     ) -> None:
         self.future, self._on_tokens = future, on_tokens
         self.over = False  # generate has returned or is about to
+        self.wait = Wait()  # until it is admitted, and while the engine sleeps
 
     def report(self, chunk: Chunk) -> None:
         """Hand out a chunk; if the callback raises, the call fails and the loop logs why."""
@@ -125,6 +127,7 @@ class EmbeddedEngine:
         session: str,
         on_tokens: Callable[[Chunk], None] | None = None,
         stream_interval: int = 1,
+        order: tuple[int, int] = (0, 0),
     ) -> Completion:
         """Sample one turn; see Engine.generate. A stop string's tokens stay in the output."""
         loop = self._enter()
@@ -137,13 +140,15 @@ class EmbeddedEngine:
         if prompt.dtype.kind not in "iu":
             raise EngineError("the prompt must be a list of token ids")
         prompt = prompt.astype(np.int32)
-        request = Request(prompt, sampling, session, stream_interval if on_tokens else 0)
+        request = Request(prompt, sampling, session, stream_interval if on_tokens else 0, order)
         call = self._calls[request] = Call(loop.create_future(), on_tokens)
+        call.wait.begin()
         self._commands.put(partial(self._scheduler.submit, request))
         try:
             return await call.future
         finally:
             call.over = True
+            call.wait.end()
             if self._calls.pop(request, None) is not None:  # cancelled, or a callback failed
                 self._commands.put(partial(self._scheduler.cancel, request))
 
@@ -156,6 +161,8 @@ class EmbeddedEngine:
     async def sleep(self) -> None:
         """See SleepingEngine.sleep. What runs has its keys and values computed again later."""
         await self._change(self._scheduler.sleep)
+        for call in self._calls.values():
+            call.wait.begin()
         if self._asleep_since is None:
             self._asleep_since = asyncio.get_running_loop().time()
 
@@ -233,6 +240,8 @@ class EmbeddedEngine:
             call = self._calls.get(request)
             if call is None:
                 continue
+            if chunk is None and outcome is None:
+                call.wait.end()
             if chunk is not None:
                 # A call of its own: one callback that raises must not cost the others theirs.
                 asyncio.get_running_loop().call_soon(call.report, chunk)

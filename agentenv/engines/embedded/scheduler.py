@@ -40,6 +40,7 @@ class Request:
     sampling: SamplingParams
     session: str
     chunk_size: int  # tokens of a Chunk, 0: no streaming
+    order: tuple[int, int] = (0, 0)  # of those that wait the smallest is admitted first
     rng: random.Random = field(init=False)
     context: IntArray = field(init=False)
     matcher: StopMatcher | None = None
@@ -102,6 +103,7 @@ class Request:
         )
 
 
+# A request, and its new tokens or what became of it; neither: it was admitted.
 Event = tuple[Request, Chunk | None, Completion | EngineError | None]
 
 
@@ -205,7 +207,10 @@ class Scheduler:
             request.enders |= request.matcher.candidates
         self.counts["requests"] += 1
         self.counts["prompt_tokens"] += len(request.prompt)
-        self.waiting.append(request)
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].order > request.order:
+            place -= 1
+        self.waiting.insert(place, request)
 
     def cancel(self, request: Request) -> None:
         """Forget a request; unknown and finished ones are ignored."""
@@ -313,6 +318,7 @@ class Scheduler:
         )
         self._model.reserve(len(request.prompt) + request.sampling.max_tokens)
         self.running[request.slot] = request
+        self.events.append((request, None, None))
         request.enter_version(self.policy_version)
         self.counts["cached_tokens"] += request.num_cached
         self._step = None

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable
+from heapq import heappop, heappush
 
 from agentenv.engines.pool.broadcast import Broadcast
 from agentenv.engines.pool.member import Member, State, Target, WeightProbe
@@ -25,7 +26,8 @@ MAX_SESSIONS = 65536  # whose home is remembered
 
 
 class Places:
-    """Hands out places on servers, first come first served.
+    """Hands out places on servers: to the smallest `order` first (Engine.generate), and to equal
+    ones in the order in which they came.
 
     A session has a home, since that holds its prefixes; the session goes elsewhere while its home
     is full or loads weights, and gets another home when the home is gone. Otherwise the least
@@ -35,13 +37,14 @@ class Places:
     def __init__(self, members: list[Member]) -> None:
         self._members = members
         self._homes: OrderedDict[str, Member] = OrderedDict()
-        self._waiting: deque[tuple[asyncio.Future[Member], str]] = deque()
+        self._waiting: list[tuple[tuple[int, int], int, asyncio.Future[Member], str]] = []  # a heap
+        self._num_came = 0
 
     @property
     def num_waiting(self) -> int:
-        return sum(not place.done() for place, _ in self._waiting)
+        return sum(not place.done() for _, _, place, _ in self._waiting)
 
-    async def acquire(self, session: str) -> Member:
+    async def acquire(self, session: str, order: tuple[int, int] = (0, 0)) -> Member:
         """A server with room; to be given back with `release`."""
         self.dispatch()
         member = None if self._waiting else self._choose(session)
@@ -49,7 +52,8 @@ class Places:
             member.in_flight += 1
             return member
         place: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
-        self._waiting.append((place, session))
+        self._num_came += 1
+        heappush(self._waiting, (order, self._num_came, place, session))
         try:
             return await place
         except asyncio.CancelledError:
@@ -64,19 +68,19 @@ class Places:
     def dispatch(self) -> None:
         """Serve those who wait as far as there is room."""
         while self._waiting:
-            place, session = self._waiting[0]
+            _, _, place, session = self._waiting[0]
             if not place.done():
                 member = self._choose(session)
                 if member is None:
                     return
                 member.in_flight += 1
                 place.set_result(member)
-            self._waiting.popleft()
+            heappop(self._waiting)
 
     def end(self, reason: str) -> None:
         """All who wait raise EngineDeadError."""
         while self._waiting:
-            place, _ = self._waiting.popleft()
+            _, _, place, _ = self._waiting.pop()
             if not place.done():
                 place.set_exception(EngineDeadError(reason))
 

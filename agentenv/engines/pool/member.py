@@ -17,6 +17,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from agentenv.deadline import Wait, WorkClock
 from agentenv.engines.server import Request, Server, ServerLoad, ServerLostError
 from agentenv.engines.server_config import PoolConfig
 from agentenv.engines.weights import Group, Manifest, Sender
@@ -151,6 +152,36 @@ UNKNOWN_VERSION = -1  # of a server that came back, until it has loaded the curr
 SETTLE_S = 0.2  # after a loss: by then the other connections to a dead process are down too
 NUM_LOADS = 2  # times that an update is offered to a server that refuses it
 IDLE = ServerLoad(0, 0, 0.0, 0)
+LISTEN_S = 1.0  # between two looks at whether requests have gone silent
+
+
+class Hearing:
+    """What is heard of one request on a server; `wait` is its rollout's, while the server is
+    paused. `problem` says after which silence it was given up."""
+
+    def __init__(self, clock: WorkClock) -> None:
+        self.wait = Wait()
+        self.problem = ""
+        self._clock = clock
+        self._since_s = clock()
+        self._has_tokens = False
+
+    def heard(self) -> None:
+        """Tokens have come."""
+        self._since_s, self._has_tokens = self._clock(), True
+
+    def is_lost(self, config: PoolConfig) -> bool:
+        """Whether it is silent for too long."""
+        silence_s = self._clock() - self._since_s
+        if silence_s <= (config.silence_s if self._has_tokens else config.first_token_s):
+            return False
+        what = "no more tokens" if self._has_tokens else "no first token"
+        self.problem = f"{what} of a request within {silence_s:.0f} s"
+        return True
+
+    def end(self) -> None:
+        """The request is over."""
+        self.wait.end()
 
 
 class State(Enum):
@@ -194,7 +225,10 @@ class Member:
         self.features: frozenset[str] = frozenset()
         self.epoch = 0  # connections so far; after each it may be another process
         self.in_flight = 0
-        self.attempts: set[asyncio.Task[Completion]] = set()
+        self.attempts: dict[asyncio.Task[Completion], Hearing] = {}
+        self._clock = WorkClock()  # stands still while its weights are being replaced
+        self._clock.go()
+        self._listening: asyncio.TimerHandle | None = None
         self.counts: Counter[str] = Counter()
         self.returning = asyncio.Lock()  # held while the server may come back into the pool
         self._replacing = asyncio.Lock()  # held while its weights are being replaced
@@ -241,6 +275,26 @@ class Member:
             "sampled_tokens": self.counts["sampled_tokens"],
             "lost": self.counts["lost"],
         }
+
+    # what runs on it
+
+    def hear(self) -> Hearing:
+        """Of a request that it gets now."""
+        hearing = Hearing(self._clock)
+        if self.state is State.LOADING:
+            hearing.wait.begin()
+        if self._listening is None:
+            self._listening = asyncio.get_running_loop().call_later(LISTEN_S, self._listen)
+        return hearing
+
+    def _listen(self) -> None:
+        """Break off the requests that it says nothing of; they, and it, are lost then."""
+        self._listening = None
+        for attempt, hearing in self.attempts.items():
+            if hearing.is_lost(self.config):
+                attempt.cancel()
+        if self.attempts:
+            self._listening = asyncio.get_running_loop().call_later(LISTEN_S, self._listen)
 
     # out of the pool
 
@@ -380,6 +434,9 @@ class Member:
         async with self._replacing:
             if self.serving:
                 self.state = State.LOADING
+            self._clock.stop()
+            for hearing in self.attempts.values():
+                hearing.wait.begin()
             try:
                 async with asyncio.timeout(self.config.load_timeout_s):
                     await load()
@@ -397,6 +454,9 @@ class Member:
             finally:
                 if self.state is State.LOADING:
                     self.state = State.SERVING
+                self._clock.go()
+                for hearing in self.attempts.values():
+                    hearing.wait.end()
             self.limit.restart()  # an engine may preempt what runs to change its weights
 
     def _doubt(self, error: BaseException) -> None:

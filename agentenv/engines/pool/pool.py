@@ -25,8 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from agentenv.deadline import waiting
 from agentenv.engines.pool.fleet import Fleet
-from agentenv.engines.pool.member import Member, Target
+from agentenv.engines.pool.member import Hearing, Member, Target
 from agentenv.engines.pool.turn import EntropyKind, Turn
 from agentenv.engines.server import (
     BrokenOffError,
@@ -129,6 +130,7 @@ class EnginePool:
         session: str,
         on_tokens: Callable[[Chunk], None] | None = None,
         stream_interval: int = 1,
+        order: tuple[int, int] = (0, 0),
     ) -> Completion:
         """Sample one turn; see Engine.generate. A server that is lost costs no token."""
         self._fleet.check_alive()
@@ -139,7 +141,7 @@ class EnginePool:
         self._counts["requests"] += 1
         key, retries = f"{self._seed}/{self._counts['requests']}", 0
         while True:
-            done, problem = await self._part(turn, session)
+            done, problem = await self._part(turn, session, order)
             if done is not None:
                 return done
             self._counts["continuations"] += bool(turn.token_ids)
@@ -149,13 +151,17 @@ class EnginePool:
                 raise EngineError(f"a turn was given up after {retries + 1} attempts: {problem}")
             retries += 1
             self._counts["retries"] += 1
-            await asyncio.sleep(self.config.backoff_s(retries, key))
+            with waiting():
+                await asyncio.sleep(self.config.backoff_s(retries, key))
 
-    async def _part(self, turn: Turn, session: str) -> tuple[Completion | None, str]:
+    async def _part(
+        self, turn: Turn, session: str, order: tuple[int, int]
+    ) -> tuple[Completion | None, str]:
         """Let one server sample. The turn if it is done by then; else what went wrong, which is
         empty for a request that was broken off on purpose. Raises what a server refuses."""
         self._fleet.check_alive()
-        member = await self._fleet.places.acquire(session)
+        with waiting():
+            member = await self._fleet.places.acquire(session, order)
         try:
             if member.asleep:  # since the place was given
                 raise BrokenOffError(member.reason)
@@ -187,9 +193,10 @@ class EnginePool:
         request = turn.request(f"{self._name}-{self._counts['attempts']}")
         self._counts["prompt_tokens"] += len(request.prompt_ids)
         member.counts["requests"] += 1
-        receive = partial(self._receive, member, turn)
+        hearing = member.hear()
+        receive = partial(self._receive, member, turn, hearing)
         attempt = asyncio.create_task(member.server.generate(request, receive))
-        member.attempts.add(attempt)
+        member.attempts[attempt] = hearing
         problem: BaseException | None = None
         try:
             watched: set[asyncio.Future[Any]] = {attempt, turn.stopped}
@@ -198,19 +205,21 @@ class EnginePool:
             if not attempt.done():
                 attempt.cancel()
                 await asyncio.wait({attempt})
-            member.attempts.discard(attempt)
+            del member.attempts[attempt]
+            hearing.end()
             problem = None if attempt.cancelled() else attempt.exception()
         if turn.stopped.done():
             return None
         if member.asleep and (attempt.cancelled() or problem is not None):
             raise BrokenOffError(member.reason)
         if attempt.cancelled():
-            raise ServerLostError(f"{member.name}: {member.reason}")
+            raise ServerLostError(f"{member.name}: {hearing.problem or member.reason}")
         if problem is not None:
             raise problem
         return attempt.result()
 
-    def _receive(self, member: Member, turn: Turn, chunk: Chunk) -> None:
+    def _receive(self, member: Member, turn: Turn, hearing: Hearing, chunk: Chunk) -> None:
+        hearing.heard()
         self._counts["sampled_tokens"] += len(chunk.token_ids)
         member.counts["sampled_tokens"] += len(chunk.token_ids)
         turn.receive(chunk, member.server.policy_version)
