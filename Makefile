@@ -21,10 +21,10 @@ train: environment
 
 test: environment
 	@$(MAKE) --no-print-directory -j 2 engines lint types
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 $(ARGS)
 
 check: environment lint types
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not engine_vllm and not engine_sglang" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not engine_vllm and not engine_sglang" $(ARGS)
 
 # what takes longer; writes docs/long-run.md
 long: environment

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import resource
 import signal
-from collections import Counter
-from pathlib import Path
+from collections import Counter, defaultdict
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 settings.register_profile("short", max_examples=50, deadline=None)  # time says nothing here
 settings.register_profile("long", max_examples=2000, deadline=None)  # of make long
@@ -39,6 +40,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.cpu_times:
         config.pluginmanager.register(CpuTimes(config.option.cpu_times))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with real servers first, then other long ones, so that workers end together."""
+    marks = defaultdict(set)
+    for item in items:
+        marks[item.path] |= {mark.name for mark in item.iter_markers()}
+
+    def place(item: pytest.Item) -> int:
+        names = marks[item.path]
+        return 0 if names & {"engine_vllm", "engine_sglang"} else 1 if "slow" in names else 2
+
+    items.sort(key=place)
+
+
+class Files(LoadScopeScheduling):
+    """A file goes to one worker as a whole, and so does the folder whose files share servers."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = PurePath(nodeid.partition("::")[0])
+        return str(file.parent if file.parent.name == "sglang" else file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Files:
+    config.option.loadscopereorder = False  # it would put files of few tests, the longest, last
+    return Files(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -102,6 +102,7 @@ async def test_it_is_asked_max_uses_times_in_an_episode_and_its_forks(
     assert len(server.requests) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [

@@ -144,6 +144,7 @@ class Point(msgspec.Struct):
     rest: Any = None
 
 
+@pytest.mark.slow
 @fuzzed()
 @given(damaged_json({"x": 1.5, "rest": [{"a": "b"}, 2]}), st.booleans())
 def test_decoding(data: bytes, packed: bool) -> None:
@@ -161,6 +162,7 @@ FLAT = {"result": [DOCUMENT, {"document": DOCUMENT}]}
 BATCH = [[[{"id": "1", "contents": "x"}]], [[0.5]]]
 
 
+@pytest.mark.slow
 @fuzzed()
 @given(damaged_json(PROVIDER, RETRIEVED, FLAT, BATCH), st.sampled_from(sorted(PROVIDERS)))
 def test_replies_of_providers(body: bytes, name: ProviderName) -> None:
@@ -207,6 +209,7 @@ async def one_turn(engine: ChatEngine, renderer: ChatRenderer, streamed: bool) -
         written(engine._body(engine.pieces.read(ids), SAMPLING))
 
 
+@pytest.mark.slow
 @fuzzed()
 @given(damaged_json(CHAT))
 async def test_chat_replies(body: bytes) -> None:
@@ -215,6 +218,7 @@ async def test_chat_replies(body: bytes) -> None:
     await one_turn(engine, renderer, streamed=False)
 
 
+@pytest.mark.slow
 @fuzzed(0.8)
 @given(damaged_stream(EVENTS))
 async def test_chat_streams(events: list[bytes]) -> None:
@@ -281,6 +285,7 @@ SGLANG = (
 )
 
 
+@pytest.mark.slow
 @fuzzed()
 @given(damaged_stream(VLLM[:2], VLLM))
 def test_events_of_vllm(events: list[bytes]) -> None:
@@ -296,6 +301,7 @@ def test_events_of_vllm(events: list[bytes]) -> None:
     written(ended("vllm", read, EngineError))
 
 
+@pytest.mark.slow
 @fuzzed()
 @given(damaged_stream(SGLANG[:2], SGLANG), st.sampled_from([1.0, 0.5]))
 def test_events_of_sglang(events: list[bytes], top_p: float) -> None:
@@ -322,6 +328,7 @@ ANSWER = {"ready": False, "error": "", "output": "42", "problem": "", "lost": Fa
 FRAME = framed(json.dumps(ANSWER).encode())
 
 
+@pytest.mark.slow
 @fuzzed()
 @given(damaged_json(ANSWER), st.none() | damaged(FRAME, FRAME * 2) | st.binary(max_size=9))
 async def test_frames_of_a_session(body: bytes, raw: bytes | None) -> None:
@@ -356,6 +363,7 @@ SERVICE = {"status": "Success", "message": "", "run_result": RUN}
 DONE = {"output": "42", "problem": "", "digest": "d", "differs": -1}
 
 
+@pytest.mark.slow
 @fuzzed(0.8)
 @given(damaged_json(SERVICE), damaged_json(DONE))
 async def test_replies_of_a_remote_sandbox(reply: bytes, answer: bytes) -> None:
@@ -395,6 +403,7 @@ FORMS = (
 )
 
 
+@pytest.mark.slow
 @fuzzed()
 @given(
     damaged_json(ARGUMENTS, {"name": "look_up", "arguments": ARGUMENTS}),
@@ -447,6 +456,7 @@ async def _closed() -> AsyncIterator[None]:
     await close_shared()
 
 
+@pytest.mark.slow
 @fuzzed(0.6)
 @given(reply=http_replies(SERVED))
 async def test_pages(reply: bytes, server: RawServer, reader: PageReader) -> None:
@@ -455,6 +465,7 @@ async def test_pages(reply: bytes, server: RawServer, reader: PageReader) -> Non
     written(await ended_async("pages", reader.text(url), ToolError, InfraError))
 
 
+@pytest.mark.slow
 @fuzzed(0.7)
 @given(reply=http_replies(SERVED))
 async def test_services(reply: bytes, server: RawServer) -> None:
@@ -481,6 +492,7 @@ async def events_of(http: HttpClient) -> None:
             answer.add(event)
 
 
+@pytest.mark.slow
 @fuzzed(0.8)
 @given(damaged_json({"queries": ["a"], "topk": 3, "return_scores": True}, {"query": "a"},
                     {"query": ["a"], "top_n": 3, "return_score": True}))  # fmt: skip
@@ -566,6 +578,7 @@ async def test_files_of_a_cache(
 PACKED = framed(msgspec.msgpack.encode({"result": [1, "x", {"a": 1.5}], "error": "e", "pid": 3}))
 
 
+@pytest.mark.slow
 @fuzzed(0.8)
 @given(damaged(PACKED) | damaged(PACKED[4:]).map(framed) | st.binary(max_size=20).map(framed))
 async def test_frames_of_a_worker(data: bytes) -> None:

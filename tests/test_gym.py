@@ -138,6 +138,7 @@ def test_an_id_that_gymnasium_does_not_take_stays_ours() -> None:
     del registry._registry["toy/many/parts"]
 
 
+@pytest.mark.slow
 def test_gymnasium_is_imported_only_where_it_is_used() -> None:
     code = "import agentenv, envs, launchers.config, sys; print('gymnasium' in sys.modules)"
     result = subprocess.run(

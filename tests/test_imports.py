@@ -57,6 +57,7 @@ def test_importing_loads_nothing_heavy(modules: str) -> None:
     assert result.stdout.strip() == ""
 
 
+@pytest.mark.slow
 def test_the_core_takes_time_from_the_loop_and_randomness_from_keys() -> None:
     """So that the same scheduler can run under a virtual clock, bit for bit."""
     outside_the_loop = ("agentenv/engines/embedded", "envs/sandbox/")  # threads and processes

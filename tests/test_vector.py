@@ -79,6 +79,7 @@ def test_what_it_gives_is_what_gymnasiums_own_vector_envs_give(mode: str) -> Non
     ours.close()
 
 
+@pytest.mark.slow
 def test_two_thousand_environments_in_one_process() -> None:
     vector = make(2000)
     observations, _ = vector.reset(seed=1)

@@ -18,6 +18,16 @@ import pytest
 
 from launchers.serving.servers import GUARD
 
+# PYTHONPATH of a server, so that its processes are forked
+FORKING = os.pathsep.join(
+    filter(
+        None,
+        (
+            str(Path(__file__).resolve().parents[1] / "support" / "forking"),
+            os.environ.get("PYTHONPATH"),
+        ),
+    )
+)
 GUARD_S = 10.0  # for the guard itself, beyond what it gives the server
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.server_process import ServerProcess
+from tests.engines.server_process import FORKING, ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
@@ -21,7 +21,12 @@ ARGUMENTS = (
     *("--max-total-tokens", "8192", "--max-running-requests", "64"),
     *("--load-snapshot-publish-interval", "1"),  # else its load figures lag by 15 steps
 )
-ENVIRONMENT = {"SGLANG_PLATFORM": "plaincpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "SGLANG_PLATFORM": "plaincpu",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": FORKING,
+}
 
 
 def require_sglang() -> None:

@@ -13,6 +13,7 @@ from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.small_models import MODELS, VOCAB, check, make, prompt, serving
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 async def test_logprobs_equal_transformers(kind: str, tmp_path: Path) -> None:
     """Ragged batches that outgrow slots, forks, continued turns; before and after an update."""
@@ -114,6 +115,7 @@ async def test_seed_fixes_the_tokens_whatever_the_batch(tiny: tuple[Path, Any]) 
         assert free[0].token_ids != free[1].token_ids
 
 
+@pytest.mark.slow
 async def test_sampled_distribution(tiny: tuple[Path, Any]) -> None:
     folder, model = tiny
     ids = prompt(5, 12)

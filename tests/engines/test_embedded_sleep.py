@@ -70,6 +70,7 @@ async def fall_asleep(engine: EmbeddedEngine, steps: Steps) -> None:
     await falling
 
 
+@pytest.mark.slow
 async def test_turns_go_on_after_a_sleep_as_if_nothing_had_been(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +101,7 @@ async def test_turns_go_on_after_a_sleep_as_if_nothing_had_been(
     assert got == done[0].token_ids
 
 
+@pytest.mark.slow
 async def test_new_weights_wake_it_and_keys_and_values_are_theirs(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

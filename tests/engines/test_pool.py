@@ -165,6 +165,7 @@ def test_the_limit_follows_the_engines_own_figures() -> None:
     assert limit.value == 96  # by the look that saw more of them run
 
 
+@pytest.mark.slow
 @virtual(1)
 async def test_the_pool_finds_what_a_server_can_hold(b: Bench) -> None:
     (server,) = b.servers

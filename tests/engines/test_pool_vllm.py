@@ -18,6 +18,7 @@ from agentenv.types import Chunk, SamplingParams, VersionSpan
 from launchers.serving.servers import ServerFactory
 from tests.engines import contract
 from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, check_sampled
+from tests.engines.server_process import FORKING
 from tests.engines.traffic import LONG
 from tests.engines.vllm_server import PYTHON, require_vllm
 from tests.engines.world import EngineSubject, World, prompt
@@ -25,11 +26,14 @@ from tests.engines.world import EngineSubject, World, prompt
 pytestmark = [pytest.mark.engine_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-async def test_a_pool_of_one_real_server_and_its_death(tmp_path: Path) -> None:
+async def test_a_pool_of_one_real_server_and_its_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The contract holds through the pool. A long greedy turn that kill -9 interrupts has the
     log-probs of transformers from end to end, under the weights of the last update, although the
     new process starts with those of the first."""
     require_vllm()
+    monkeypatch.setenv("PYTHONPATH", FORKING)
     world = World(tmp_path / "world", tied=False)
     async with AsyncExitStack() as stack:
         factory = ServerFactory(tmp_path, stack, lambda text: None)

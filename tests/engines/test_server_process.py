@@ -62,6 +62,7 @@ def test_a_server_that_ends_by_itself_shows_its_log(tmp_path: Path) -> None:
     assert server.processes() == []
 
 
+@pytest.mark.slow
 def test_no_process_survives_a_killed_pytest(tmp_path: Path) -> None:
     """As on a time limit: no fixture is torn down."""
     with subprocess.Popen(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.reference import MAX_LENGTH
-from tests.engines.server_process import ServerProcess
+from tests.engines.server_process import FORKING, ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -33,6 +33,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; otherwise a large share of the memory
     "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": FORKING,
     "TORCHDYNAMO_DISABLE": "1",  # saves 15 s of compiling at the first request
     "OMP_NUM_THREADS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no worker process that spins

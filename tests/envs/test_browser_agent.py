@@ -82,6 +82,7 @@ async def test_the_policy_reads_the_final_information_of_the_window(site: Web) -
     assert len(window) == 3000
 
 
+@pytest.mark.slow
 async def test_a_summary_that_is_known_costs_nothing(site: Web) -> None:
     service = SearchService(site.config())
     for num_tokens in (930, 0):
@@ -94,6 +95,7 @@ async def test_a_summary_that_is_known_costs_nothing(site: Web) -> None:
     assert len(site.asked) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "said",
     [
@@ -113,6 +115,7 @@ async def test_without_final_information_the_policy_reads_the_pages(site: Web, s
     assert result.info["browser"] == {"found": False, "num_tokens": 930}
 
 
+@pytest.mark.slow
 async def test_the_thoughts_of_the_model_and_what_is_too_long_are_cut(site: Web) -> None:
     site.said = f"<think>Lima?</think>{GOOD}{'.' * 9000}"
     (result,) = await search(site.config(), "lima")
@@ -120,6 +123,7 @@ async def test_the_thoughts_of_the_model_and_what_is_too_long_are_cut(site: Web)
     assert len(result.text) == 6000
 
 
+@pytest.mark.slow
 async def test_its_uses_in_one_trajectory_can_be_limited(site: Web) -> None:
     episode = Episode()
     first, second = await search(site.config(max_uses=1), "lima", "lima again", episode=episode)
@@ -130,6 +134,7 @@ async def test_its_uses_in_one_trajectory_can_be_limited(site: Web) -> None:
     assert len(site.asked) == 1
 
 
+@pytest.mark.slow
 async def test_a_server_that_fails_is_no_fault_of_the_policy(site: Web) -> None:
     """The trajectory fails and is not counted as wrong."""
     site.said = 500
@@ -148,6 +153,7 @@ async def test_a_server_that_fails_is_no_fault_of_the_policy(site: Web) -> None:
     await service.close()
 
 
+@pytest.mark.slow
 async def test_the_record_of_the_call_counts_it(site: Web) -> None:
     task = Task("t", "web", "When was Lima founded?", ("1535",))
     env = WebSearchEnv(task, search=site.config())

@@ -29,6 +29,7 @@ def run(code: str) -> Message:
     return Message("assistant", "<think>.</think>", (ToolCall("python", {"code": code}),))
 
 
+@pytest.mark.slow
 async def test_an_episode_with_numpy_and_sympy() -> None:
     env = agentenv.env.make(ENV_ID, TASK, grader={"reward": "tools"})
     prompt, info = await env.reset(seed=1)
@@ -95,6 +96,7 @@ def python(code: str) -> Message:
     return Message("assistant", "", (ToolCall("python", {"code": code}),))
 
 
+@pytest.mark.slow
 async def test_a_fork_is_a_copy_or_a_replay_that_does_not_differ() -> None:
     env = agentenv.env.make(ENV_ID, TASK)
     await env.reset(seed=1)

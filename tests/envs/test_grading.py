@@ -128,9 +128,10 @@ async def test_wrong(gold: str, answer: str) -> None:
     assert verdict.reason.startswith("wrong: ")
 
 
-@pytest.mark.parametrize(
-    ("gold", "answer", "right"),
-    [
+async def test_mathematics_is_asked_of_math_verify() -> None:
+    pytest.importorskip("math_verify")
+    grader = Layered()  # it starts processes once
+    for gold, answer, right in (
         ("x^2+2x+1", "(x+1)^2", True),
         (r"\frac{\sqrt{3}}{2}", r"\frac{1}{2}\sqrt3", True),
         ("y = 2x + 3", "2x - y + 3 = 0", True),
@@ -139,12 +140,9 @@ async def test_wrong(gold: str, answer: str) -> None:
         (r"\sqrt{2}", "1.41421356237", False),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}", True),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ -2 \end{pmatrix}", False),
-    ],
-)
-async def test_mathematics_is_asked_of_math_verify(gold: str, answer: str, right: bool) -> None:
-    pytest.importorskip("math_verify")
-    verdict = await Layered().verdict("?", answer, [gold])
-    assert (verdict.right, verdict.layer) == (right, "math")
+    ):
+        verdict = await grader.verdict("?", answer, [gold])
+        assert (verdict.right, verdict.layer) == (right, "math"), (gold, answer)
 
 
 def test_without_mathematics_expressions_are_left_open() -> None:
@@ -201,6 +199,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 async def test_hostile_answers_are_wrong_and_hold_up_no_other_grading() -> None:
     pytest.importorskip("math_verify")
     matcher = Layered(limit_s=1.0)

@@ -22,6 +22,7 @@ from launchers.evaluation.config import EvaluateConfig
 from launchers.quickstart import build_model
 from launchers.serving.roles import start_roles
 from launchers.serving.servers import ServerFactory
+from tests.engines.server_process import FORKING
 from tests.engines.vllm_server import require_vllm
 
 pytestmark = [pytest.mark.engine_vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -59,8 +60,11 @@ def grader_of(config: EvaluateConfig, **judge: Any) -> Grader:
 
 
 @pytest.mark.usefixtures("_shared")
-async def test_a_judge_that_the_run_starts(model: Path, tmp_path: Path) -> None:
+async def test_a_judge_that_the_run_starts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     require_vllm()
+    monkeypatch.setenv("PYTHONPATH", FORKING)
     raw: dict[str, Any] = {
         "roles": {"judge": {"model": str(model), "device": "cpu", "dtype": "float32"}},
         "grader": {"kind": "judge", "judge": {"url": "{role:judge}/v1", "model": "judge"}},

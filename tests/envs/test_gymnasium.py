@@ -73,6 +73,7 @@ def test_native_tool_calls_through_gymnasium(protocol: str, text: str, shown: st
 TURNS = {"search": "<search>Lima</search>", "python": "<python>24 + 10</python>"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async", "vector_entry_point"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_registered_environment_is_stepped_many_at_a_time(
@@ -123,6 +124,7 @@ print(agentenv.envs() == ids)
 """
 
 
+@pytest.mark.slow
 def test_an_installed_agentenv_knows_its_environments_without_an_import(tmp_path: Path) -> None:
     """A stale editable install lacks the entry points: pip install -e . --no-deps refreshes it."""
     result = subprocess.run(

@@ -42,6 +42,7 @@ def call(tool: str, **arguments: object) -> Message:
     return Message("assistant", "", (ToolCall(tool, arguments),))
 
 
+@pytest.mark.slow
 async def test_an_episode_with_a_server_of_its_own() -> None:
     source = MCPTools(COMMAND, env={"GREETING": "hello"})
     env = ToolEnv(TASK, [source], Anything())
@@ -65,6 +66,7 @@ async def test_an_episode_with_a_server_of_its_own() -> None:
     await env.close()
 
 
+@pytest.mark.slow
 async def test_a_server_that_died_is_started_again() -> None:
     env = ToolEnv(TASK, [MCPTools(COMMAND)], Anything(), num_retries=0)
     await env.reset()
@@ -74,6 +76,7 @@ async def test_a_server_that_died_is_started_again() -> None:
     await env.close()
 
 
+@pytest.mark.slow
 async def test_streamable_http_and_a_choice_of_tools() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -127,6 +130,7 @@ async def test_a_server_that_does_not_start_is_refused_with_what_it_said(
     assert ("bad setup" in str(caught.value)) == (len(command) > 1)
 
 
+@pytest.mark.slow
 async def test_wrong_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="either command = "):
         MCPTools()

@@ -147,6 +147,7 @@ async def test_a_memory_hog_is_stopped(session: SandboxSession, code: str) -> No
     assert (await said(session, "x = None; 1")).endswith("1")
 
 
+@pytest.mark.slow
 async def test_variables_that_fill_the_memory_are_lost(session: SandboxSession) -> None:
     """Else no later call could run."""
     await session.run("y = 1", 10)
@@ -177,6 +178,7 @@ async def test_the_python_tool(sandbox: Sandbox) -> None:
         await tool.close(one)
 
 
+@pytest.mark.slow
 async def test_many_sessions_at_once(sandbox: Sandbox) -> None:
     sessions = [sandbox.session(number) for number in range(50)]
     await asyncio.gather(*(one.run(f"x = {i}", 30) for i, one in enumerate(sessions)))

@@ -79,6 +79,7 @@ async def two(sandbox: Sandbox, code: str) -> tuple[SandboxSession, SandboxSessi
 SAME = "repr(x()) if callable(x) else repr(list(x)) if hasattr(x, '__next__') else repr(x)"
 
 
+@pytest.mark.slow
 async def test_an_idiom_leaves_equal_variables(replaying: Sandbox) -> None:
     sandbox = replaying
     for name, code in EQUAL.items():
@@ -118,6 +119,7 @@ async def test_sessions_of_one_seed_draw_the_same_entropy(sandbox: Sandbox) -> N
         session.close()
 
 
+@pytest.mark.slow
 async def test_a_copy_of_the_process_has_it_all(sandbox: Sandbox) -> None:
     idioms = EQUAL | CLOCKS
     for name, code in idioms.items():
@@ -258,6 +260,7 @@ async def test_what_would_be_shared_is_not_copied(sandbox: Sandbox, name: str) -
     child.close()
 
 
+@pytest.mark.slow
 async def test_no_fork_without_the_host(sandbox: Sandbox) -> None:
     """The clone that a fork takes is refused to a cell, also while the host forks others."""
     await sandbox.start()

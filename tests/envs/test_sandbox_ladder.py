@@ -136,6 +136,7 @@ async def test_a_plain_subprocess_only_when_allowed(caplog: pytest.LogCaptureFix
     assert children() == []
 
 
+@pytest.mark.slow
 async def test_numpy_and_sympy_are_there_and_seeded() -> None:
     sandbox = Sandbox()
     one, two, other = sandbox.session(5), sandbox.session(5), sandbox.session(6)
@@ -171,6 +172,7 @@ def virtual_environment(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 async def test_another_environment(tmp_path: Path) -> None:
     folder = virtual_environment(tmp_path / "venv")
     for rung in RUNGS:

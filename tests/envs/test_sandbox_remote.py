@@ -77,6 +77,7 @@ async def sandbox(service: tuple[Service, str]) -> AsyncIterator[RemoteSandbox]:
     await asyncio.sleep(0)
 
 
+@pytest.mark.slow
 async def test_a_session_holds_its_variables_and_so_does_its_fork(
     sandbox: RemoteSandbox, service: tuple[Service, str]
 ) -> None:
@@ -100,6 +101,7 @@ async def test_a_session_holds_its_variables_and_so_does_its_fork(
     child.close()
 
 
+@pytest.mark.slow
 async def test_what_a_cell_does_to_itself(sandbox: RemoteSandbox) -> None:
     session = sandbox.session(1)
     await session.run("x = 5", 10)
@@ -109,6 +111,7 @@ async def test_what_a_cell_does_to_itself(sandbox: RemoteSandbox) -> None:
     assert (await session.run("x", 10)).output == "5"  # only cells that ended are run again
 
 
+@pytest.mark.slow
 async def test_a_replay_that_differs_is_refused(sandbox: RemoteSandbox) -> None:
     for code in ("import time; time.time_ns()", "import time; x = time.time_ns()"):
         session = sandbox.session(1)
@@ -119,6 +122,7 @@ async def test_a_replay_that_differs_is_refused(sandbox: RemoteSandbox) -> None:
     assert sandbox.counters.num_replays_refused == 2
 
 
+@pytest.mark.slow
 async def test_what_cannot_be_repeated_is_asked_only_of_a_fork(sandbox: RemoteSandbox) -> None:
     session = sandbox.session(1)
     for code in ("import time; time.time_ns()", "object()", "import os; os.getpid()"):
@@ -126,6 +130,7 @@ async def test_what_cannot_be_repeated_is_asked_only_of_a_fork(sandbox: RemoteSa
     assert (await session.run("6 * 7", 10)).output == "42"
 
 
+@pytest.mark.slow
 async def test_sets_and_entropy_are_the_same_in_every_call(sandbox: RemoteSandbox) -> None:
     session = sandbox.session(1)
     code = "import os, random, uuid; x = set('abcdefghij'), os.urandom(4), uuid.uuid4(); x"

@@ -75,6 +75,7 @@ async def test_a_cancelled_caller_does_not_stop_the_build(tmp_path: Path) -> Non
     await backend.close()
 
 
+@pytest.mark.slow
 def test_the_compiled_search_finds_what_the_plain_one_finds() -> None:
     pytest.importorskip("numba")
     passages = read_corpus(SHIPPED_CORPUS)
@@ -86,6 +87,7 @@ def test_the_compiled_search_finds_what_the_plain_one_finds() -> None:
         assert [score for _, score in found] == pytest.approx([score for _, score in expected])
 
 
+@pytest.mark.slow
 def test_the_compiled_search_of_equal_passages_keeps_their_order() -> None:
     pytest.importorskip("numba")
     passages = [Passage(str(number), "", "lima") for number in range(9)]

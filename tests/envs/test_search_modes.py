@@ -28,6 +28,7 @@ async def test_links_are_shown_for_opening(site: Web) -> None:
     assert result.text == f"Page 1: [Lima]({site.url}/article) {SNIPPET}"
 
 
+@pytest.mark.slow
 async def test_pages_show_the_surroundings_of_the_snippet(site: Web) -> None:
     result = await search(site.config(mode="pages", window_chars=2000), "lima")
     first, second = result.text.split("\nPage 2: ")
@@ -53,6 +54,7 @@ async def test_a_repeated_query_is_told_as_in_arpos_evaluation(site: Web) -> Non
     assert SearchConfig(preset="arpo_eval", repeated="search").sizes.repeated == "search"
 
 
+@pytest.mark.slow
 async def test_a_summary_is_asked_for_once_and_kept(site: Web, tmp_path: Path) -> None:
     keys: dict[str, Any] = {
         "preset": "arpo_eval",

@@ -64,6 +64,7 @@ async def played(config: SearchConfig, site: str) -> list[str]:
         await service.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["snippets", "pages"])
 async def test_a_run_is_recorded_and_met_again_without_a_network(mode: str, tmp_path: Path) -> None:
     path, site = tmp_path / "new" / "lima.jsonl", Web()
@@ -91,6 +92,7 @@ async def test_a_run_is_recorded_and_met_again_without_a_network(mode: str, tmp_
         await service.close()
 
 
+@pytest.mark.slow
 async def test_a_run_tells_what_it_missed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, site: Web
 ) -> None:
@@ -111,6 +113,7 @@ async def test_a_run_tells_what_it_missed(
     assert "lima.jsonl missed 1 searches and pages:\n  search 'oslo' (en-US)" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_miss", ["fail", "tell"])
 async def test_a_miss_is_told_or_fails_the_rollout(on_miss: str, tmp_path: Path, site: Web) -> None:
     path = tmp_path / "lima.jsonl"
@@ -132,6 +135,7 @@ async def test_a_miss_is_told_or_fails_the_rollout(on_miss: str, tmp_path: Path,
     await env.close()
 
 
+@pytest.mark.slow
 async def test_what_the_cache_knows_is_recorded_too(tmp_path: Path, site: Web) -> None:
     path, cache = str(tmp_path / "lima.jsonl"), str(tmp_path / "cache.db")
     first = await played(site.config(cache=cache), site.url)

@@ -108,6 +108,7 @@ async def test_a_cancelled_job_gives_its_place_back(make_pool: Callable[..., Wor
     assert await pool.run({}, 9.0) == "done"
 
 
+@pytest.mark.slow
 async def test_a_pool_outlives_the_death_of_its_processes(
     make_pool: Callable[..., WorkerPool],
 ) -> None:

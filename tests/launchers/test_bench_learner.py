@@ -17,6 +17,7 @@ from learners.dealing import Paths, idle_share, load, share
 TREE = [[-1, 0, 5], [0, 4, 6], [1, 3, 0], [1, 2, 0], [0, 4, 0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [12, 8192])
 def test_all_layouts_have_the_same_loss_and_gradient(
     max_tokens: int, monkeypatch: pytest.MonkeyPatch
@@ -65,6 +66,7 @@ def test_shapes_are_those_of_rollouts() -> None:
     assert {node[2] for node in arpo[1:]} == {0, 500}
 
 
+@pytest.mark.slow
 def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = tmp_path / "shapes.json"
     shapes.write_bytes(msgspec.json.encode({"small": {"source": "by hand", "trees": [TREE]}}))
@@ -85,6 +87,7 @@ def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.Monk
     assert bench.main(["learner", "--json", nowhere]) == 2, "before minutes are spent"
 
 
+@pytest.mark.slow
 def test_idle_ranks_of_the_goal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the micro-batches that ranks would run: at most 5 % idle on 8 ranks with 16 groups a
     mini-batch, and what whole trees cost there. The command shows more."""

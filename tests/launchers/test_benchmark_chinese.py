@@ -32,6 +32,7 @@ async def _shared() -> AsyncIterator[None]:
     await close_shared()
 
 
+@pytest.mark.slow
 async def test_a_set_in_the_schema_of_xbench_is_asked_in_chinese_and_scored(
     tmp_path: Path,
 ) -> None:
@@ -48,6 +49,7 @@ async def test_a_set_in_the_schema_of_xbench_is_asked_in_chinese_and_scored(
     assert tasks[0].question in first
 
 
+@pytest.mark.slow
 async def test_the_same_policy_is_lost_with_the_english_prompt(tmp_path: Path) -> None:
     """So the score above says that the prompt did arrive."""
     corpus, questions = write_world(tmp_path)

@@ -55,6 +55,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("here")
 def test_two_updates_in_turns(config: Path) -> None:

@@ -136,6 +136,7 @@ CRITIC = ["self_critic={every=2, num_questions=4, num_samples=6, batch_size=4, n
           'optimizer={optimizer="adamw", learning_rate=2e-3}}']  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_self_critic_alone_prefers_the_answers_that_the_reward_finds_right(
     warehouse: Path, workspace: Path
 ) -> None:
@@ -158,6 +159,7 @@ def test_the_self_critic_alone_prefers_the_answers_that_the_reward_finds_right(
     assert losses[-1] < losses[0] - 0.05
 
 
+@pytest.mark.slow
 def test_rounds_between_updates_count_as_no_policy_version_of_their_own(warehouse: Path) -> None:
     assert train.main([str(warehouse), "run.name=critical", "train.num_steps=5", *CRITIC]) == 0
     found = warehouse.parent / "runs" / "critical"

@@ -76,6 +76,7 @@ def dry(main: Any, *arguments: str) -> int:
     return code
 
 
+@pytest.mark.slow
 def test_rows_a_prompt_and_a_gold_are_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dry(train.main, "train.toml", "engine.name=embedded") == 0
     told = capsys.readouterr().out
@@ -86,6 +87,7 @@ def test_rows_a_prompt_and_a_gold_are_read(here: Path, capsys: pytest.CaptureFix
     assert not (here / "runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -108,6 +110,7 @@ def test_what_the_run_would_refuse_is_refused(
     assert "1 bad rows are left out, 6 are used" in told or "1 of 7 prompts are longer" in told
 
 
+@pytest.mark.slow
 def test_a_gold_that_its_own_grader_finds_wrong_is_refused(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +120,7 @@ def test_a_gold_that_its_own_grader_finds_wrong_is_refused(
     assert "its own gold '}{' is graded as wrong" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_without_a_tokenizer_rows_are_read_all_the_same(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +134,7 @@ def test_without_a_tokenizer_rows_are_read_all_the_same(
     assert "model.path = models/Qwen2.5-3B" in missing
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_there_are_missing_and_not_wrong(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +182,7 @@ def test_dialogues_are_read_in_tokens(
     assert "1 bad rows are left out" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_evaluations_file_is_read_and_a_missing_one_is_fetched(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return first_prompts(monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_row_holds_the_whole_trajectory(run: Run, tmp_path: Path) -> None:
     assert run("out", "--n", "3", report=True) == 0
     rows = read_rows(tmp_path / "out")
@@ -155,6 +156,7 @@ def test_names_that_return_are_told_apart(
     assert "2 questions have the name of an earlier one" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_without_out_each_configuration_has_its_own_directory(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warehouse: Path
 ) -> None:

@@ -76,6 +76,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return state
 
 
+@pytest.mark.slow
 def test_failures_are_no_wrong_answers_and_are_asked_again(
     run: Run, tmp_path: Path, broken: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,6 +79,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_rows_and_report_say_what_the_helpers_did(
     run: Run, tmp_path: Path, helper: ScriptedEndpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +104,7 @@ def test_rows_and_report_say_what_the_helpers_did(
     assert summary["overall"]["assist"]["refiner_uses"] * 2 == len(helper.requests) == 24
 
 
+@pytest.mark.slow
 def test_a_row_holds_the_whole_way_to_the_answer(run: Run, tmp_path: Path) -> None:
     assert run("out", "--n", "3") == 0
     for row in read_rows(tmp_path / "out"):
@@ -115,6 +117,7 @@ def test_a_row_holds_the_whole_way_to_the_answer(run: Run, tmp_path: Path) -> No
         assert row.tool_tokens < 300, "a prompt is no tool result"
 
 
+@pytest.mark.slow
 def test_regrading_gives_the_same(run: Run, tmp_path: Path) -> None:
     assert run("out") == 0
     before = {row.key: (row.success, row.reward) for row in read_rows(tmp_path / "out")}

@@ -37,6 +37,7 @@ class Page(HTMLParser):
 # report
 
 
+@pytest.mark.slow
 def test_a_report_is_terminal_json_markdown_html_and_plots(tmp_path, capsys):
     folder = write_evaluation(tmp_path / "e", mixed_rows(8, 4), QUICK)
     assert report.main([str(folder), "--k", "1,3"]) == 0
@@ -55,6 +56,7 @@ def test_a_report_is_terminal_json_markdown_html_and_plots(tmp_path, capsys):
     assert not list(folder.glob("**/*.partial"))
 
 
+@pytest.mark.slow
 def test_what_a_policy_wrote_cannot_act_in_a_report(tmp_path, capsys):
     rows = rows_of({EVIL: [EVIL]}, dataset="d" + EVIL, kind=EVIL, reason=EVIL)
     rows[0].tool_calls[0] |= {"name": EVIL, "arguments": {"q": EVIL}, "ok": False, "error": EVIL}
@@ -79,6 +81,7 @@ def test_a_report_needs_rows(tmp_path, capsys):
         report.main([str(tmp_path), "--k", "0"])
 
 
+@pytest.mark.slow
 def test_failures_are_told_with_their_bound(tmp_path, capsys):
     rows = rows_of({"1": ["Paris"], "2": ["Rome"]})
     rows.append(EvalRow(dataset="qa", task="3", sample=0, end="failed", error="EngineError: no"))
@@ -89,6 +92,7 @@ def test_failures_are_told_with_their_bound(tmp_path, capsys):
     assert "success would be 0.333" in said
 
 
+@pytest.mark.slow
 def test_a_report_leaves_the_rows_as_they_are(tmp_path):
     folder = write_evaluation(tmp_path / "e", mixed_rows(4, 2), QUICK)
     before = (folder / "rows.jsonl").read_bytes()

@@ -42,6 +42,7 @@ def logged(finished: Path) -> set[str]:
     return {key for row in rows_of(finished) for key in row}
 
 
+@pytest.mark.slow
 def test_every_key_of_a_run_is_documented(logged: set[str]) -> None:
     known = [pattern(name) for name in documented()]
     unknown = {key for key in logged - NOT_FIGURES if not any(one.match(key) for one in known)}

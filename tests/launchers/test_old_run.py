@@ -70,6 +70,7 @@ def test_its_checkpoint_is_trained_on(workspace: Path) -> None:
     assert (run / "checkpoints" / "step-000004" / "trainer").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_its_evaluations_are_compared_with_new_ones(
     workspace: Path, capsys: pytest.CaptureFixture[str]
@@ -84,6 +85,7 @@ def test_its_evaluations_are_compared_with_new_ones(
     assert json.loads((old / "summary.json").read_text())["overall"]["num_trajectories"] == 12
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_it_is_taken_up(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

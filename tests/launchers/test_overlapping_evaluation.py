@@ -56,6 +56,7 @@ def test_training_goes_on_during_an_evaluation(finished: Path) -> None:
     assert sorted(step for kind, step in order if kind == "eval") == [2, 4]
 
 
+@pytest.mark.slow
 def test_each_evaluation_sees_the_version_of_its_step_and_no_other(finished: Path) -> None:
     versions = {
         row["step"]: row["policy_version"] for row in rows_of(finished) if "phase" not in row

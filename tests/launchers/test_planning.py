@@ -65,6 +65,7 @@ def test_known_shapes_have_the_parameters_that_transformers_makes(name: str) -> 
     assert (read.num_params, read.layer) == (counted, shape.layer)
 
 
+@pytest.mark.slow
 def test_the_shape_of_a_model_that_is_here(tmp_path: Path) -> None:
     build_model(tmp_path, seed=0)
     shape = find_shape(tmp_path)
@@ -133,6 +134,7 @@ TINY = ModelShape(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["Qwen3", "Qwen2", "Llama"])
 def test_activations_are_what_autograd_keeps(name: str, dtype: torch.dtype) -> None:

@@ -4,6 +4,7 @@ SGLang, and evaluation on servers that somebody else has started."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 from launchers import evaluate
-from tests.engines.server_process import ServerProcess
+from tests.engines.server_process import FORKING, ServerProcess
 from tests.engines.sglang_server import SGLangProcess, require_sglang
 from tests.engines.vllm_server import VLLMProcess, require_vllm
 from tests.support.warehouse import ROOT
@@ -63,7 +64,11 @@ def start(folder: Path, *keys: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, str(ROOT / "launchers" / "train.py"), str(config), *SMALL, *keys]
     with (folder / "out").open("wb") as out:
         return subprocess.Popen(
-            [*command, f"run.dir={folder}", "run.name=run"], stdout=out, stderr=out, cwd=ROOT
+            [*command, f"run.dir={folder}", "run.name=run"],
+            env={**os.environ, "PYTHONPATH": FORKING},
+            stdout=out,
+            stderr=out,
+            cwd=ROOT,
         )
 
 

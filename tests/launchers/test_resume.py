@@ -41,6 +41,7 @@ def test_resume_goes_on_with_the_next_tree(warehouse: Path, finished: Path) -> N
     assert summary["trees"]["offered"] == 12
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_best_checkpoint(
     warehouse: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

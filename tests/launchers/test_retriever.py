@@ -202,6 +202,7 @@ async def test_a_reply_that_is_no_batch_is_a_failure_of_machinery(reply: str) ->
         await backend.close()
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_it_is_told_to_stop(corpus: Path) -> None:
     with retriever(f"backend.corpus={corpus}") as address:
         found = asyncio.run(_post(f"{address}/retrieve", {"query": "norway"}))

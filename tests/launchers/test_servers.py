@@ -79,6 +79,7 @@ async def test_a_server_that_dies_is_started_again_on_its_port(tmp_path: Path) -
     gone(processes(process.log))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_no_process_survives_the_run_however_it_dies(tmp_path: Path, how: int) -> None:
     port = str(free_port())

@@ -46,6 +46,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_supervised(tmp_path_factory.mktemp("sft"), TABLES)
 
 
+@pytest.mark.slow
 def test_the_loss_on_held_out_dialogues_falls(workspace: Path) -> None:
     found = run_small(sft, workspace, "falls", "sft.eval_every=10", "checkpoint.every=10")
     rows = rows_of(found)
@@ -77,6 +78,7 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return load_file(checkpoint / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_resumed_run_ends_with_the_same_weights(workspace: Path, kind: str) -> None:
     keys = ["sft.num_steps=4", "checkpoint.every=2", "sft.packing=true", "data.max_length=256"]

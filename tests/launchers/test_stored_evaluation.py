@@ -41,6 +41,7 @@ def assert_same_summary(folder: Path, name: str, before: str) -> None:
     assert list(expected["groups"]) == list(found["groups"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["first", "second"])
 def test_the_report_has_the_same_figures(folder: Path, name: str) -> None:
     assert report.main([name]) == 0
@@ -52,6 +53,7 @@ def test_the_comparison_says_the_same(folder: Path) -> None:
     assert (folder / "found.md").read_text() == (STORED / "compared.md").read_text()
 
 
+@pytest.mark.slow
 def test_grading_again_changes_the_same_verdicts(folder: Path) -> None:
     grader = ["grader.kind=layered", "grader.math=false", "grader.reward=answer"]
     assert regrade.main(["second", *grader]) == 0

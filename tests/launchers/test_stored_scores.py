@@ -39,6 +39,7 @@ def summary(folder: Path) -> object:
     return json.loads((folder / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_second_report_asks_nothing_and_says_the_same(folder: Path, asked: list[str]) -> None:
     assert report.main([str(folder)]) == 0
     first, num = summary(folder), len(asked)
@@ -49,6 +50,7 @@ def test_the_second_report_asks_nothing_and_says_the_same(folder: Path, asked: l
     assert summary(folder) == first
 
 
+@pytest.mark.slow
 def test_a_comparison_uses_what_the_report_stored_and_stores_its_own(
     folder: Path, tmp_path: Path, asked: list[str]
 ) -> None:
@@ -88,11 +90,13 @@ def test_regrading_scores_anew(folder: Path, asked: list[str]) -> None:
     assert len(asked) >= 48
 
 
+@pytest.mark.slow
 def test_scores_of_the_published_code_are_not_kept(folder: Path) -> None:
     assert report.main([str(folder), "--compat", "reference"]) == 0
     assert not any(row.scores for row in read_rows(folder))
 
 
+@pytest.mark.slow
 def test_while_another_command_writes_they_are_computed_and_not_stored(folder: Path) -> None:
     before = (folder / "rows.jsonl").read_bytes()
     with lock(folder):

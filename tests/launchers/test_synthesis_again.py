@@ -73,6 +73,7 @@ def test_more_samples_reuse_what_is_there(run: Run, tmp_path: Path, num_asked: l
     assert num_asked[0] == count + 4 + 2 * 2, "chains, and hints into two of them"
 
 
+@pytest.mark.slow
 def test_failures_are_told_and_asked_again(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,7 @@ def spoil(folder: Path) -> int:
     return num
 
 
+@pytest.mark.slow
 def test_regraded_trajectories_are_sorted_anew_and_nothing_is_asked(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -107,6 +107,7 @@ def test_a_finished_run_is_not_overwritten(
     assert "already holds a run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_evaluating_a_run_and_a_checkpoint(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +139,7 @@ def test_the_quick_start_changes_its_algorithm_by_one_key(name: str) -> None:
     assert type(config.algorithm).__name__ == name.upper()
 
 
+@pytest.mark.slow
 def test_refill_replaces_groups_without_signal(warehouse: Path) -> None:
     arguments = [str(warehouse), "run.name=refill", "queue.refill=true", "algorithm.group_size=2"]
     assert train.main(arguments) == 0

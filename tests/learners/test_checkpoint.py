@@ -49,6 +49,7 @@ def load(trainer: Trainer, directory: Path) -> None:
     trainer.moved = saved.meta.moved
 
 
+@pytest.mark.slow
 def test_going_on_equals_not_having_stopped_to_the_bit(model_dir: Path, tmp_path: Path) -> None:
     whole, stopped = (plain_torch(model_dir, CONFIG, torch.float32) for _ in range(2))
     train(stopped, uneven_trees(4), 3)

@@ -175,6 +175,7 @@ async def test_non_finite_steps_are_skipped(learner: DeepSpeedLearner, tmp_path:
     assert len(batch) == len(told["trees"])
 
 
+@pytest.mark.slow
 async def test_errors_come_back_and_the_rank_goes_on(
     learner: DeepSpeedLearner, tmp_path: Path
 ) -> None:

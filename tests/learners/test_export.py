@@ -58,6 +58,7 @@ def load(directory: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(directory).state_dict()
 
 
+@pytest.mark.slow
 def test_a_shard_holds_no_more_than_it_may(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export_offline(checkpoint, out, dtype="float32", max_shard_bytes=20_000)
@@ -121,6 +122,7 @@ def test_an_index_is_written_last_and_stale_shards_go(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [export.WEIGHTS]
 
 
+@pytest.mark.slow
 def test_untied_weights_and_heads_are_kept(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.save_pretrained(tmp_path / "model")

@@ -64,9 +64,10 @@ def name_of(value: Any) -> str:
 @pytest.mark.parametrize(
     ("kind", "settings", "family", "max_tokens"),
     [
-        pytest.param(*case, *family, marks=() if number in FEW else pytest.mark.slow)
+        pytest.param(*case, *family, marks=() if number in FEW and is_cut else pytest.mark.slow)
         for number, case in enumerate(CASES)
-        for family in ([FAMILIES[number % 2]] if number not in FEW else FAMILIES)
+        for is_cut, family in enumerate(FAMILIES)
+        if number in FEW or is_cut == number % 2
     ],
     ids=name_of,
 )

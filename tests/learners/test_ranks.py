@@ -142,6 +142,7 @@ async def _one_rank_of_torch_goes_on_from_it_and_back(
     assert largest_difference(found, weights_of(oracle)) < 1e-5
 
 
+@pytest.mark.slow
 async def test_a_step_does_not_depend_on_the_token_budget(model_dir: Path) -> None:
     trees, found = uneven_trees(6), []
     for budget in (16, 48, 4096):

@@ -91,6 +91,7 @@ def test_the_policy_comes_back_to_the_bit_also_after_a_failure(model_dir: Path) 
     assert largest_difference(weights_of(trainer), before) == 0
 
 
+@pytest.mark.slow
 def test_with_adapters_only_they_are_kept(model_dir: Path, tmp_path: Path) -> None:
     config = two_ranks(num_ranks=1, backend="torch", lora=LoRAConfig(r=2), learning_rate=1e-2)
     one, other = (Rank(wire.Init.of(config, ALGORITHM, str(model_dir), seed=0)) for _ in range(2))

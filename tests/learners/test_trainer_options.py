@@ -61,6 +61,7 @@ def test_the_reference_is_renewed_every_so_many_updates() -> None:
     assert [abs(gap) < 1e-12 for gap in gaps] == [True, False, True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [
