@@ -332,9 +332,26 @@ async def spawn(
     gpus: Sequence[str] = (),
 ) -> asyncio.subprocess.Process:
     """Start a rank on this machine, in a session of its own."""
+    with open_log(log_path) as log:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "learners.worker",
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment(rank, num_ranks, num_threads, address, token, gpus),
+            start_new_session=True,
+        )
+
+
+def environment(
+    rank: int, num_ranks: int, num_threads: int, address: str, token: str, gpus: Sequence[str] = ()
+) -> dict[str, str]:
+    """All environment variables of a rank on this machine."""
     path = os.pathsep.join(filter(None, [PACKAGES, os.environ.get("PYTHONPATH")]))
-    environment = {k: v for k, v in os.environ.items() if k not in CHOSEN_ELSEWHERE}
-    environment |= {
+    found = {k: v for k, v in os.environ.items() if k not in CHOSEN_ELSEWHERE}
+    found |= {
         ADDRESS_VARIABLE: address,
         TOKEN_VARIABLE: token,
         "RANK": str(rank),
@@ -345,18 +362,8 @@ async def spawn(
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve the rollouts beside them
     }
     if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    with open_log(log_path) as log:
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "learners.worker",
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=environment,
-            start_new_session=True,
-        )
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return found
 
 
 async def kill(process: asyncio.subprocess.Process) -> None:
