@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from agentenv.config import load_config, to_plain
-from launchers.help import add_key_help
+from launchers.help import Parser, add_key_help
 from launchers.monitors import MonitorConfig
 from launchers.planning.dry_run import add_dry_run, check_arguments, dry_run
 from launchers.rundir import LATEST, LOG_FILE, RunDirectory
@@ -27,12 +27,10 @@ T = TypeVar("T", bound=msgspec.Struct)
 Work = Callable[[Any, RunDirectory, View, str], Coroutine[Any, Any, None]]
 
 
-def make_parser(
-    prog: str, purpose: str, config_type: type[T], example: str = ""
-) -> argparse.ArgumentParser:
+def make_parser(prog: str, purpose: str, config_type: type[T], example: str = "") -> Parser:
     """CONFIG [key.sub=value ...] [--resume [WHICH]] [--dry-run], with help on tables and keys;
     `example` is the path of a CONFIG."""
-    parser = argparse.ArgumentParser(prog=prog, description=purpose)
+    parser = Parser(prog=prog, description=purpose)
     parser.add_argument("config", type=Path, help=f"TOML file{example and ', e.g. '}{example}")
     parser.add_argument(
         "overrides",

@@ -34,6 +34,7 @@ from launchers.evaluation.subject import (
     weights_digest,
 )
 from launchers.evaluation.watched import SET, ask_one
+from launchers.help import Parser
 from launchers.planning.dry_run import add_dry_run, check_arguments, dry_run
 from launchers.terminal import View, run_until_done, to_its_end
 
@@ -121,7 +122,7 @@ def _name(config: EvaluateConfig, subject: Subject) -> str:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="launchers/evaluate.py",
         usage="evaluate.py SUBJECT [key.sub=value ...] [options]",
         description="Evaluate a run, a checkpoint, a model directory, or an endpoint by its URL, "

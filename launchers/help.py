@@ -166,6 +166,18 @@ def _default(field: mi.Field) -> str:
 # The configuration keys as --help and --help-keys show them.
 
 
+class Parser(argparse.ArgumentParser):
+    """Of a command with a configuration, whose tables and essential keys end its --help. They are
+    looked up then only: that takes as long as the rest of reading a command."""
+
+    config_type: type[msgspec.Struct] | None = None
+
+    def format_help(self) -> str:
+        if self.config_type is not None:
+            self.epilog = overview(self.config_type)
+        return super().format_help()
+
+
 class HelpKeys(argparse.Action):
     """--help-keys [PREFIX]: print the keys of a table and end."""
 
@@ -192,9 +204,9 @@ class HelpKeys(argparse.Action):
         parser.exit()
 
 
-def add_key_help(parser: argparse.ArgumentParser, config_type: type[msgspec.Struct]) -> None:
+def add_key_help(parser: Parser, config_type: type[msgspec.Struct]) -> None:
     """Tables and essential keys at the end of --help, and --help-keys for all of them."""
-    parser.epilog = overview(config_type)
+    parser.config_type = config_type
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--help-keys",

@@ -36,6 +36,7 @@ from launchers.evaluation.subject import (
     find_subject,
     given_keys,
 )
+from launchers.help import Parser
 from launchers.planning.dry_run import add_dry_run, check_arguments, dry_run
 from launchers.synthesis.config import SynthesisConfig, SynthesisPlan, make_plan, set_name
 from launchers.synthesis.output import (
@@ -93,7 +94,7 @@ def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> Synthe
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="launchers/synthesize.py",
         usage="synthesize.py SUBJECT [key.sub=value ...] [options]",
         description="Sample trajectories of questions with and without tools, and sort them into "

@@ -36,7 +36,7 @@ from launchers.config import TABLES
 from launchers.data import Say, load_set, said
 from launchers.evaluation.benchmarks import load_benchmark
 from launchers.evaluation.config import EvaluateConfig, QuestionSet, merged
-from launchers.help import add_key_help
+from launchers.help import Parser, add_key_help
 from launchers.rundir import CONFIG_FILE, find_checkpoint
 from launchers.serving.roles import fill_roles
 from launchers.verl_keys import refuse_verl_keys
@@ -335,9 +335,7 @@ def _remove_unless_failed(logs: Path, failed: type[BaseException] | None, *_: ob
 # The arguments that commands which ask a policy have in common, and the configuration in them.
 
 
-def add_arguments(
-    parser: argparse.ArgumentParser, config_type: type[msgspec.Struct], out: str
-) -> None:
+def add_arguments(parser: Parser, config_type: type[msgspec.Struct], out: str) -> None:
     """SUBJECT [key.sub=value ...] and the options of both; `out` is the help of --out."""
     parser.add_argument(
         "subject", metavar="SUBJECT", help="run, checkpoint, model directory, or http(s)://HOST"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from functools import cache
 from random import Random
 from statistics import fmean
 from typing import NamedTuple
@@ -101,22 +102,33 @@ def expected_idle(learner: LearnerConfig, algorithm: Algorithm, limits: Limits) 
     spread, whose trajectories are on average PART_OF_LIMIT as long as the limits allow."""
     if learner.num_ranks == 1:
         return 0.0
-    groups = learner.groups_per_minibatch
-    longest = limits.max_prompt_tokens + limits.max_response_tokens
-    trees = simulated(
+    return _expected_idle(
+        learner.num_ranks,
+        learner.groups_per_minibatch,
+        learner.max_tokens_per_microbatch,
         algorithm.group_size,
         getattr(algorithm, "num_initial", algorithm.group_size),
+        limits.max_prompt_tokens + limits.max_response_tokens,
+    )
+
+
+@cache  # a dry run asks three times
+def _expected_idle(
+    num_ranks: int, groups: int, budget: int, group_size: int, num_initial: int, longest: int
+) -> float:
+    trees = simulated(
+        group_size,
+        num_initial,
         WIDE,
         path_tokens=PART_OF_LIMIT * longest,
         longest=longest,
         count=groups * -(-NUM_TREES // groups),
     )
-    budget = learner.max_tokens_per_microbatch
     paths = [Paths(sizes, parents, budget) for sizes, parents in trees]
     steps = []
     for first in range(0, len(paths), groups):
         step = paths[first : first + groups]
-        steps.append([load(hand, step) for hand in share(step, learner.num_ranks)])
+        steps.append([load(hand, step) for hand in share(step, num_ranks)])
     return idle_share(steps)
 
 
