@@ -15,6 +15,7 @@ What an environment of your own needs can be imported from here; the rest lives 
     tokens     renderer   messages to token ids and back: the tag protocol
                native     the same by the chat template of the model
                prompt     the system prompt
+               encoder    a process that tokenizes long texts
     tools      tools      what the policy can call, and its bounds
                tool_env   the environment that runs tool calls and grades
                env        the environment contract, the registry, shared resources

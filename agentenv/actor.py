@@ -290,9 +290,9 @@ class Rollout:
                 node.end = "terminated" if terminated else "truncated"
                 node.limit = None if terminated else Limit.ENV
                 return None
-            observation_ids = renderer.observation(
-                messages, branch.tools, limits.max_tool_result_tokens
-            )
+            room = limits.max_tool_result_tokens
+            await renderer.prepare(messages, branch.tools, room)
+            observation_ids = renderer.observation(messages, branch.tools, room)
             if await self._guide.redirect(branch, observation_ids):
                 continue
             limit = branch.limit_of_observation(observation_ids, limits)

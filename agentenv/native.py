@@ -155,17 +155,25 @@ class NativeRenderer(TextCodec):
     ) -> list[int]:
         """What the template writes after the end of the turn, up to where the next one begins;
         each text keeps its head and tail within max_tokens."""
-        known = {None, *(tool["name"] for tool in tools)}
-        names = (m.name if m.name in known else UNKNOWN_TOOL for m in messages)
-        frames, quoted = self._frames_of(
-            tuple((m.role, n) for m, n in zip(messages, names, strict=True))
-        )
+        frames, _ = self._frames_around(messages, tools)
         ids = self.encode(frames[0])
-        for message, frame in zip(messages, frames[1:], strict=True):
-            text = message.content
-            text = json.dumps(text, ensure_ascii=False)[1:-1] if quoted else text
+        for text, frame in zip(self.texts(messages, tools), frames[1:], strict=True):
             ids += self.encode_foreign(text, tools, max_tokens) + self.encode(frame)
         return ids
+
+    def texts(self, messages: Sequence[Message], tools: ToolSchemas) -> list[str]:
+        """The texts of an observation, as the template quotes them."""
+        texts = [message.content for message in messages]
+        if not self._frames_around(messages, tools)[1]:
+            return texts
+        return [json.dumps(text, ensure_ascii=False)[1:-1] for text in texts]
+
+    def _frames_around(
+        self, messages: Sequence[Message], tools: ToolSchemas
+    ) -> tuple[list[str], bool]:
+        known = {None, *(tool["name"] for tool in tools)}
+        names = (m.name if m.name in known else UNKNOWN_TOOL for m in messages)
+        return self._frames_of(tuple((m.role, n) for m, n in zip(messages, names, strict=True)))
 
     def calling(self, text: str, calls: Sequence[ToolCall]) -> str:
         """A turn that says `text`, thoughts included, and makes these calls, up to its end token,

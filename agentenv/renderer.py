@@ -11,12 +11,16 @@ a special token. `agentenv/native.py` is the renderer of native tool calls.
 
 from __future__ import annotations
 
+import logging
 import re
+from array import array
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
 
+from agentenv.encoder import Encoder, EncoderLostError
 from agentenv.errors import ConfigError, EnvError
 from agentenv.prompt import PromptConfig
 from agentenv.types import Completion, Message, ToolCall
@@ -29,7 +33,13 @@ CUT_MARKER = " ... "
 MAX_CHARS_A_TOKEN = 16  # on average, in the head and in the tail of a text
 NUM_TAIL_IDS = 8  # of a prefix; enough to hold <think> and blanks, whatever the vocabulary
 
+FEW_CHARS = 200  # of a text that is encoded sooner than it is sent
+MAX_KNOWN_CHARS = 4_000_000  # of texts whose ids are kept, since branches of a tree read the same
+
 ToolSchemas = Sequence[dict[str, Any]]
+Known = tuple[str, tuple[str, ...], int]  # a text, the names of tools, and the tokens it may have
+
+logger = logging.getLogger(__name__)
 
 
 class TagsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="tags",
@@ -54,6 +64,12 @@ class Renderer(Protocol):
     def observation(
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
     ) -> list[int]: ...
+    async def prepare(
+        self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
+    ) -> None:
+        """Do what takes long of `observation` with the same arguments, beside the event loop."""
+        ...
+
     def encode(self, text: str) -> list[int]: ...
     def decode(self, token_ids: Sequence[int]) -> str: ...
     def neutralise(self, text: str, tools: ToolSchemas) -> str:
@@ -73,6 +89,10 @@ class TextCodec:
         self._special_ids = frozenset(getattr(tokenizer, "all_special_ids", ()))
         markers = sorted(_markers(tokenizer), key=len, reverse=True)
         self._marker = re.compile("|".join(map(re.escape, markers))) if markers else None
+        self.encoder: Encoder | None = None  # encodes long texts beside the event loop
+        self.num_cut = 0  # texts that did not fit, equal ones once as long as they are known
+        self._known: OrderedDict[Known, array[int]] = OrderedDict()  # used last comes last
+        self._num_known_chars = 0
 
     def encode(self, text: str) -> list[int]:
         """Ids of text of ours, special tokens included."""
@@ -81,13 +101,49 @@ class TextCodec:
     def encode_foreign(self, text: str, tools: ToolSchemas, max_tokens: int) -> list[int]:
         """Ids of text that is not ours: neutralised, without special tokens, and within
         max_tokens, head and tail kept."""
-        ids = self.encode(self.neutralise(bounded(text, max_tokens), tools))
-        ids = [token for token in ids if token not in self._special_ids]
-        if len(ids) <= max_tokens:
-            return ids
-        marker = self.encode(CUT_MARKER)
-        room = max(0, max_tokens - len(marker))
-        return ids[: room - room // 2] + marker + ids[len(ids) - room // 2 :]
+        key = _key(text, tools, max_tokens)
+        known = self._known.get(key)
+        if known is not None:
+            self._known.move_to_end(key)
+            return known.tolist()
+        return self._fitted(key, self.encode(self.neutralise(key[0], tools)))
+
+    async def prepare(
+        self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
+    ) -> None:
+        """Have the texts of an observation encoded in the process of `encoder`, if there is one."""
+        for text in self.texts(messages, tools) if self.encoder is not None else ():
+            key = _key(text, tools, max_tokens)
+            if len(text) < FEW_CHARS or key in self._known or self.encoder is None:
+                continue
+            try:
+                ids = await self.encoder.encode(self.neutralise(key[0], tools))
+            except EncoderLostError as error:
+                logger.warning("%s; texts are tokenized on the event loop from now on", error)
+                self.encoder = None
+            else:
+                self._fitted(key, ids)
+
+    def texts(self, messages: Sequence[Message], tools: ToolSchemas) -> list[str]:
+        """The texts that `observation` gives to `encode_foreign`."""
+        return [message.content for message in messages]
+
+    def _fitted(self, key: Known, ids: list[int]) -> list[int]:
+        """What is left of the ids of a text, which is known from now on."""
+        text, max_tokens = key[0], key[2]
+        if not self._special_ids.isdisjoint(ids):
+            ids = [token for token in ids if token not in self._special_ids]
+        if len(ids) > max_tokens or len(text) > max_tokens * MAX_CHARS_A_TOKEN:
+            self.num_cut += 1
+        if len(ids) > max_tokens:
+            marker = self.encode(CUT_MARKER)
+            room = max(0, max_tokens - len(marker))
+            ids = ids[: room - room // 2] + marker + ids[len(ids) - room // 2 :]
+        self._known[key] = array("i", ids)
+        self._num_known_chars += len(text)
+        while self._num_known_chars > MAX_KNOWN_CHARS and len(self._known) > 1:
+            self._num_known_chars -= len(self._known.popitem(last=False)[0][0])
+        return ids
 
     def neutralise(self, text: str, tools: ToolSchemas) -> str:
         """Break the strings of tags and of special tokens with a space."""
@@ -199,6 +255,10 @@ def bounded(text: str, max_tokens: int) -> str:
     is done to it on the event loop takes a bounded time."""
     half = max_tokens * MAX_CHARS_A_TOKEN // 2
     return text if len(text) <= 2 * half else text[:half] + CUT_MARKER + text[len(text) - half :]
+
+
+def _key(text: str, tools: ToolSchemas, max_tokens: int) -> Known:
+    return bounded(text, max_tokens), tuple(str(tool["name"]) for tool in tools), max_tokens
 
 
 def tagged_call(text: str, tool: dict[str, Any]) -> tuple[ToolCall, ...]:

@@ -32,6 +32,7 @@ DECODERS = re.compile(
 # own, or they run where agentenv is not.
 OURS = {
     "agentenv/config.py": "configuration",
+    "agentenv/encoder.py": "a process of ours",
     "agentenv/kinds.py": "configuration",
     "agentenv/foreign.py": "the one place",
     "envs/grading/custom.py": "in a worker, a payload of ours",

@@ -128,6 +128,11 @@ class ChatRenderer:
                 return Message("assistant", piece.text, tagged_call(piece.text, tool))
         return Message("assistant", piece.text)
 
+    async def prepare(
+        self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
+    ) -> None:
+        """Nothing takes long: nothing is tokenized."""
+
     def observation(
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
     ) -> list[int]:

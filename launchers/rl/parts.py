@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.actor import Actor
+from agentenv.encoder import encode_beside
 from agentenv.engine import Engine, EngineStart
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
@@ -251,6 +252,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         if config.resources.colocated:
             colocation = Colocation(sleeping_engine(engine), learner, probe)
         trained = questions[TRAINED]
+        encode_beside(trained.renderer, self.stack)
         eval_actor = self._actor(trained, config.sampling.eval, engine, "eval")
         model = await self.model()
         return Parts(

@@ -383,6 +383,7 @@ class Training:
             "queue/ready": self.queue.num_ready,
             **{f"engine/{name}": value for name, value in engine.items()},
             "env/num_open": self.parts.actor.envs.count,
+            "env/num_results_cut": getattr(self.parts.actor.renderer, "num_cut", 0),
             **{f"env/{name}": value for name, value in shared_stats().items()},
             "time/sampled_tokens_per_s": self.throughput.rate(engine),
             **self.watch.take(),

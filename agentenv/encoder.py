@@ -1,0 +1,185 @@
+"""Tokenizing beside the event loop: one process that encodes the texts of all rollouts.
+
+    loop       texts of the last COLLECT_S --frame--> process
+    process    [their ids] --frame--> loop
+
+Encoding a tool result costs more than all else that an env step does in the controller, and a
+long one holds up every rollout meanwhile; a thread would hold the interpreter's lock. The process
+starts with the first text, needs nothing but the library `tokenizers`, and ends with the other
+side of its connection. Only tokenizers of that library can be sent there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from typing import Any
+
+import msgspec
+
+from agentenv.errors import EnvError
+
+COLLECT_S = 0.004  # texts of so long travel together
+CLOSE_S = 5.0
+PREFIX_BYTES = 4
+PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def frame(payload: Any) -> bytes:
+    """As it travels: 4 bytes little-endian length, then msgpack."""
+    body = msgspec.msgpack.encode(payload)
+    return len(body).to_bytes(PREFIX_BYTES, "little") + body
+
+
+def fast_tokenizer(tokenizer: Any) -> Any:
+    """What encodes inside a tokenizer of transformers, if that is the library `tokenizers`; else
+    None."""
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    return inner if hasattr(inner, "encode_batch_fast") else None
+
+
+def encode_beside(renderer: Any, stack: AsyncExitStack) -> None:
+    """Let a renderer have long texts encoded beside the event loop, if its tokenizer can be sent
+    there; `stack` ends the process, which starts with the first long text."""
+    if fast_tokenizer(getattr(renderer, "tokenizer", None)) is not None:
+        renderer.encoder = Encoder(renderer.tokenizer)
+        stack.push_async_callback(renderer.encoder.close)
+
+
+class EncoderLostError(EnvError):
+    """The process has ended."""
+
+
+class Encoder:
+    """Texts to ids as `tokenizer.encode(text, add_special_tokens=False)` gives them. `close` ends
+    the process, if there is one."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._starting: asyncio.Task[None] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._link: _Link | None = None
+        self._texts: list[str] = []
+        self._waiting: list[asyncio.Future[list[int]]] = []
+        self._closed = False
+
+    async def encode(self, text: str) -> list[int]:
+        """Raises EncoderLostError."""
+        if self._link is None:
+            await self._start()
+        if self._closed or self._link is None or self._link.lost:
+            raise EncoderLostError("the process that tokenizes is gone")
+        loop = asyncio.get_running_loop()
+        if not self._texts:
+            loop.call_later(COLLECT_S, self._send)
+        future: asyncio.Future[list[int]] = loop.create_future()
+        self._texts.append(text)
+        self._waiting.append(future)
+        return await future
+
+    def _send(self) -> None:
+        texts, waiting, self._texts, self._waiting = self._texts, self._waiting, [], []
+        assert self._link is not None
+        self._link.send(texts, waiting)
+
+    async def _start(self) -> None:
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._launch())
+        await asyncio.shield(self._starting)
+
+    async def _launch(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            path = os.pathsep.join(filter(None, [PACKAGES, os.environ.get("PYTHONPATH")]))
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "agentenv.encoder", str(theirs.fileno())),
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the controller
+            )
+        _, link = await asyncio.get_running_loop().create_connection(_Link, sock=ours)
+        link.transport.write(frame(fast_tokenizer(self._tokenizer).to_str()))
+        self._link = link
+
+    async def close(self) -> None:
+        """End the process. What waits for it raises EncoderLostError. Idempotent."""
+        self._closed = True
+        if self._starting is not None:
+            await asyncio.wait({self._starting})
+        if self._link is not None:
+            self._link.transport.abort()
+        if self._process is not None:
+            try:
+                await asyncio.wait_for(self._process.wait(), CLOSE_S)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+
+
+class _Link(asyncio.Protocol):
+    """Frames to the process, answered in their order."""
+
+    transport: asyncio.Transport
+
+    def __init__(self) -> None:
+        self.lost = False
+        self._buffer = bytearray()
+        self._batches: deque[Sequence[asyncio.Future[list[int]]]] = deque()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def send(self, texts: list[str], waiting: Sequence[asyncio.Future[list[int]]]) -> None:
+        self._batches.append(waiting)
+        if self.lost:
+            self.connection_lost(None)
+        else:
+            self.transport.write(frame(texts))
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= PREFIX_BYTES:
+            end = PREFIX_BYTES + int.from_bytes(self._buffer[:PREFIX_BYTES], "little")
+            if len(self._buffer) < end:
+                return
+            packed = msgspec.msgpack.decode(self._buffer[PREFIX_BYTES:end], type=list[bytes])
+            del self._buffer[:end]
+            for future, ids in zip(self._batches.popleft(), packed, strict=True):
+                if not future.done():  # whoever waited may be gone
+                    future.set_result(array("i", ids).tolist())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+        while self._batches:
+            for future in self._batches.popleft():
+                if not future.done():
+                    future.set_exception(EncoderLostError("the process that tokenizes ended"))
+
+
+def serve(connection: socket.socket) -> None:
+    """The other side: the tokenizer comes first, then batches of texts, until the end."""
+    from tokenizers import Tokenizer
+
+    with connection, connection.makefile("rb") as stream:
+
+        def read(kind: Any) -> Any:
+            size = int.from_bytes(stream.read(PREFIX_BYTES), "little")
+            return msgspec.msgpack.decode(stream.read(size), type=kind) if size else None
+
+        tokenizer = Tokenizer.from_str(read(str))
+        while (texts := read(list[str])) is not None:
+            found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            connection.sendall(frame([array("i", one.ids).tobytes() for one in found]))
+
+
+if __name__ == "__main__":
+    with suppress(OSError, EOFError):
+        serve(socket.socket(fileno=int(sys.argv[1])))
