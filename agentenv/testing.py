@@ -29,6 +29,7 @@ Make = Callable[[Task], Env]
 Outcome = tuple[list[Message], float, bool, bool]
 
 SEED = 20  # of every episode
+HELD_S = 1.0  # that a step may run without letting the event loop go on
 SETTLE_S = 5.0  # how long killed processes may take to be gone
 CANCEL_TIMEOUT_S = 30.0  # how long a cancelled step may take to let go
 MAX_SUSPENSIONS = 200
@@ -41,16 +42,24 @@ async def check_tool_env(make: Make, task: Task, actions: Sequence[Message]) -> 
     `actions` are one whole episode, the last action being the one that ends it. They should give
     the same observations each time, and change the state of the tools if they have any.
 
-    Checked are Gymnasium's rules for reset and step, seeding, idempotent close, `finish`, that a
+    Checked are Gymnasium's rules for reset and step, seeding, idempotent close, `finish`, that no
+    step holds up the event loop, and with it every other rollout, for over HELD_S, that a
     deadline can end a step or a fork at each of its awaits and leaves nothing behind, that
     episodes at the same time do not touch each other, and the fork law.
     """
     before = getstate()
-    reference = await play(make, task, actions)
+    held: list[list[float]] = [[], []]
+    reference = await play(make, task, actions, held[0])
     assert getstate() == before, "an episode changed the state of the global random generator"
     check_end(reference)
-    again = await play(make, task, actions)
+    again = await play(make, task, actions, held[1])
     same(reference, again, "two episodes with one seed")
+    for number, seconds in enumerate(map(min, *held)):  # the first call may load something
+        assert seconds <= HELD_S, (
+            f"step {number} held up the event loop for {seconds:.1f} s, and with it every other "
+            "rollout: let what waits be awaited, and what computes run in a thread "
+            "(asyncio.to_thread) or a process"
+        )
     await _check_reset_and_close(make, task)
     await _check_second_reset(make, task, actions, reference)
     await _check_finish(make, task, actions)
@@ -199,17 +208,24 @@ async def _forked(env: Env) -> AsyncIterator[Env]:
         await child.close()
 
 
-async def play(make: Make, task: Task, actions: Sequence[Message]) -> list[Outcome]:
-    """The outcomes of one whole episode with SEED."""
+async def play(
+    make: Make, task: Task, actions: Sequence[Message], held: list[float] | None = None
+) -> list[Outcome]:
+    """The outcomes of one whole episode with SEED; `held` as in `act`."""
     async with _begun(make, task, ()) as env:
-        return await act(env, actions)
+        return await act(env, actions, held)
 
 
-async def act(env: Env, actions: Sequence[Message]) -> list[Outcome]:
-    """Take the actions, and see that what each step returns has the right form."""
+async def act(
+    env: Env, actions: Sequence[Message], held: list[float] | None = None
+) -> list[Outcome]:
+    """Take the actions, and see that what each step returns has the right form. `held` gets, for
+    each step, the longest time in seconds that it ran without letting the event loop go on."""
     outcomes: list[Outcome] = []
     for action in actions:
-        outcome = await env.step(action)
+        outcome, seconds = await _timed(env.step(action))
+        if held is not None:
+            held.append(seconds)
         check_outcome(outcome)
         outcomes.append(outcome[:4])
     return outcomes
@@ -288,6 +304,27 @@ def _cancelling(awaitable: Awaitable[T], suspension: int) -> Generator[Any, Any,
             yield waiting
             error = None
         except BaseException as raised:  # a cancellation, above all: the awaitable must see it
+            error = raised
+
+
+@types.coroutine
+def _timed(awaitable: Awaitable[T]) -> Generator[Any, Any, tuple[T, float]]:
+    """Passes every wait on to the event loop; the longest time between two of them, in seconds."""
+    time = asyncio.get_running_loop().time
+    iterator = awaitable.__await__()
+    error: BaseException | None = None
+    longest = 0.0
+    while True:
+        start = time()
+        try:
+            waiting = next(iterator) if error is None else iterator.throw(error)
+        except StopIteration as stop:
+            return stop.value, max(longest, time() - start)
+        longest = max(longest, time() - start)
+        try:
+            yield waiting
+            error = None
+        except BaseException as raised:  # a cancellation: the awaitable must see it
             error = raised
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from typing import Any, ClassVar
 
 import pytest
 
+from agentenv import testing
 from agentenv.env import EnvWrapper, StepResult
 from agentenv.testing import check_tool_env
 from agentenv.tool_env import ToolEnv
@@ -184,3 +186,17 @@ async def test_the_kit_finds_envs_that_do_not_conform(
 
 def test_schema_of_arguments_is_plain_json() -> None:
     assert "$ref" not in str(argument_schema(shout._arguments))
+
+
+class Sleepy(EnvWrapper):
+    """Its steps hold up the event loop."""
+
+    async def step(self, action: Message) -> Any:
+        time.sleep(0.1)  # noqa: ASYNC251 - the mistake
+        return await super().step(action)
+
+
+async def test_a_step_that_holds_up_the_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(testing, "HELD_S", 0.05)
+    with pytest.raises(AssertionError, match="step 0 held up the event loop"):
+        await check_tool_env(lambda task: Sleepy(ShoutingEnv(task)), TASK, [call(), ANSWER])

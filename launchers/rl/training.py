@@ -288,6 +288,7 @@ class Training:
             self.state.ledger.offered += 1
             rollout = parts.actor.rollout(task, parts.plan, index=position)
             self.queue.put(rollouts.create_task(rollout))
+            await asyncio.sleep(0)  # so that not all of them begin in one go
         self.queue.finish()
 
     def _keep(self, tree: TrajectoryTree) -> bool:
@@ -308,7 +309,8 @@ class Training:
             if critic is not None:
                 metrics |= await critic.learn(state.step, answers)
             trained = self.accounts.settle(delivered)
-            figures = rollout_metrics(delivered, parts.learner.policy_version)
+            version = parts.learner.policy_version
+            figures = await asyncio.to_thread(rollout_metrics, delivered, version)
             state.totals.add(figures)
             metrics |= figures
             if trained:
