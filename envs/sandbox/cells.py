@@ -81,6 +81,10 @@ class _Output(io.TextIOBase):
             raise RuntimeError("too much output")
         return len(text)
 
+    @property
+    def buffer(self) -> _Bytes:
+        return _Bytes(self)
+
     def _compact(self) -> None:
         text = "".join(self.parts)
         room = self.half - len(self.head)
@@ -93,6 +97,20 @@ class _Output(io.TextIOBase):
         num_left_out = self.total - len(self.head) - self.num_pending
         gap = f"\n... {num_left_out} characters left out ...\n" if num_left_out > 0 else ""
         return (self.head + gap + self.parts[0]).rstrip("\n")
+
+
+class _Bytes(io.RawIOBase):
+    """What the standard output is below its text."""
+
+    def __init__(self, output: _Output) -> None:
+        self._output = output
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._output.write(bytes(data).decode("utf-8", "backslashreplace"))
+        return len(data)
 
 
 def run_cell(code: str, scope: dict[str, Any], number: int, max_chars: int) -> tuple[str, str]:

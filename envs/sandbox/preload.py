@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ def preload(names: Sequence[str], optional: Sequence[str]) -> list[str]:
         importlib.import_module(name)
     wanted = [*names, *(name for name in optional if importlib.util.find_spec(name))]
     missing = []
+    warnings.filterwarnings("ignore", "tqdm:disabling monitor")  # a thread that no session has
     os.environ.update(dict.fromkeys(ONE_THREAD, "1"))
     for name in wanted:
         try:

@@ -30,6 +30,7 @@ from tests.support.sandboxes import (
         ("", ""),
         ("if True:\n    print('a')\n    5", "a"),
         ("import sys; print('e', file=sys.stderr)", "e"),
+        ("import sys; sys.stdout.buffer.write(b'\\xc3\\xa9\\xff') and None", "\u00e9\\xff"),
         ("'\\ud800'", "'\\ud800'"),
         ("print('\\ud800')", "\\ud800"),
         ("print('\u00e9 \u6771\u4eac')", "\u00e9 \u6771\u4eac"),
