@@ -45,7 +45,9 @@ def rollout_metrics(trees: Sequence[TrajectoryTree], learner_version: int) -> Me
         "rollout/sampled_tokens": sum(tree.num_action_tokens for tree in trees),
         "rollout/tool_calls": sum(num_tool_calls(tree) for tree in trees),
         "failed/trajectories": sum(len(tree.failures()) for tree in trees),
+        "failed/retaken": sum(tree.num_retaken for tree in trees),
     }
+    metrics |= failures_by_kind(trees)
     if trees:
         staleness = [learner_version - tree.oldest_version() for tree in trees]
         metrics["staleness/max"] = max(staleness)
@@ -160,9 +162,23 @@ class Ledger(Struct):
 
 
 def failure_kind(tree: TrajectoryTree) -> str:
-    """The commonest kind of failure in a tree, e.g. "EnvError"; "none" if nothing failed."""
-    kinds = Counter((leaf.error or "unknown").partition(":")[0] for leaf in tree.failures())
-    return kinds.most_common(1)[0][0] if kinds else "none"
+    """Why a group stayed too short: the commonest kind of failure in it, e.g. "EnvError", else the
+    commonest limit that ended its trajectories, as "seconds (masked)"."""
+    failures = Counter(map(_kind, tree.failures()))
+    if failures:
+        return failures.most_common(1)[0][0]
+    limits = Counter(str(t.leaf.limit) for t in tree.trajectories() if t.leaf.limit)
+    return f"{limits.most_common(1)[0][0]} (masked)" if limits else "none"
+
+
+def failures_by_kind(trees: Sequence[TrajectoryTree]) -> Metrics:
+    """Trajectories that failed, by kind."""
+    kinds = Counter(_kind(leaf) for tree in trees for leaf in tree.failures())
+    return {f"failed/by_kind/{kind}": kinds[kind] for kind in sorted(kinds)}
+
+
+def _kind(leaf: Node) -> str:
+    return (leaf.error or "unknown").partition(":")[0]
 
 
 NO_TOOL = "no tool"  # an observation that answers no call

@@ -336,6 +336,15 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = 0.1
 
+    max_untrained_steps: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="end the run after so many steps in a row in which no tree was trained, "
+            "since all failed, were masked or had equal returns; 0: never",
+        ),
+    ] = 10
+
     def __post_init__(self) -> None:
         if (self.num_steps is None) == (self.num_epochs is None):
             raise ConfigError("train: give exactly one of train.num_steps and train.num_epochs")

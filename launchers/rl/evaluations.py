@@ -20,13 +20,13 @@ from pathlib import Path
 from agentenv.actor import Actor
 from agentenv.config import to_plain
 from agentenv.disk import PARTIAL, replace_folder
-from agentenv.errors import DataError
+from agentenv.errors import DataError, EnvError
 from agentenv.evaluate import Answer
 from agentenv.types import Task
 from launchers.config import TrainConfig
 from launchers.evaluation.config import EvaluateConfig, resolve_sets
 from launchers.evaluation.run import ask_into, row_of
-from launchers.evaluation.store import EvalRow, Saved, Store, Wanted, identity, load_saved
+from launchers.evaluation.store import FAILED, EvalRow, Saved, Store, Wanted, identity, load_saved
 from launchers.evaluation.subject import evaluation_of
 from launchers.rl.parts import Parts
 from launchers.rl.recorder import EVALUATIONS, PhaseClock, Recorder
@@ -139,9 +139,19 @@ class Evaluator:
         async with self._evaluations.begin(what, when) as ask:
             for name in what.sets:
                 rows = await ask(actor, name)
+                refuse_failed(name, rows)
                 found[name] = brief_report(name, rows)
                 self.recorder.tell(found[name], rows, what.step, when)
         return found
+
+
+def refuse_failed(name: str, rows: Sequence[EvalRow]) -> None:
+    """Stop when every trajectory of an evaluation failed: its figures would be those of nothing."""
+    if rows and all(row.end == FAILED for row in rows):
+        raise EnvError(
+            f"all {len(rows)} trajectories of the evaluation of eval.sets.{name} failed; the "
+            f"first: {rows[0].error}"
+        )
 
 
 class Evaluations:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from agentenv.metrics import (
 )
 from agentenv.replay import ReplayQueue
 from agentenv.tree import TrajectoryTree
+from agentenv.types import Limit
 from launchers.config import TrainConfig
 from launchers.event_loop import rolling_out
 from launchers.rl import report
@@ -46,6 +48,9 @@ from learners.learner import Agreement, Metrics, lr_factor, optimizer_of
 
 logger = logging.getLogger(__name__)
 
+EQUAL = "with equal returns"  # what becomes of trees that teach nothing
+MAX_LATE = 0.01  # share of trajectories cut by seconds above which that is said
+
 
 class StepAccounts:
     """Says what becomes of each tree of a step, and keeps the sums of it in the run's state."""
@@ -55,6 +60,8 @@ class StepAccounts:
         self.state = state
         self.agreement: Agreement = "exact" if config.engine.is_exact else "unknown"
         self._credits: dict[int, TreeCredit | None] = {}  # by the tree's index, until it settles
+        self._num_untrained = 0  # steps in a row without a trained tree
+        self._said: set[str] = set()  # warnings that hold since the last step
 
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
         """The tree's credit, computed once; None where too few leaves count for a group."""
@@ -71,11 +78,13 @@ class StepAccounts:
         """Account for each tree of a step: trained, filtered (all returns equal) or failed.
         Returns those to train, with their credit.
 
-        Raises EnvError when not one trajectory succeeded.
+        Raises EnvError when not one trajectory succeeded, or when no tree was trained for
+        `train.max_untrained_steps` steps.
         """
         refuse_total_failure(delivered)
         self.state.entropy = self.state.entropy.merged(entropy_profile(delivered))
         ledger, trained = self.state.ledger, []
+        fates: Counter[str] = Counter()
         credits = [self.credit(tree) for tree in delivered]
         credits = self.config.algorithm.over_update(delivered, credits)
         for tree, credit in zip(delivered, credits, strict=True):
@@ -83,12 +92,47 @@ class StepAccounts:
             if credit is None:
                 kind = failure_kind(tree)
                 ledger.failed[kind] = ledger.failed.get(kind, 0) + 1
+                fates[kind] += 1
             elif credit.has_signal:
                 trained.append((tree, credit))
                 ledger.trained += 1
             else:
                 ledger.filtered += 1
+                fates[EQUAL] += 1
+        self._judge(delivered, fates)
         return trained
+
+    def _judge(self, delivered: list[TrajectoryTree], fates: Counter[str]) -> None:
+        """Say at once, when it begins, that most of a step is lost; end a run that trains nothing.
+        `fates` counts the trees that are not trained, by the reason."""
+        reasons = ", ".join(f"{count} {fate}" for fate, count in fates.most_common())
+        num_lost = fates.total() - fates[EQUAL]
+        self._say(
+            "lost",
+            num_lost > len(delivered) / 2,
+            f"{num_lost} of {len(delivered)} trees of the step were dropped: {reasons}",
+        )
+        ends = [t.leaf.limit for tree in delivered for t in tree.trajectories()]
+        num_late = ends.count(Limit.SECONDS)
+        self._say(
+            "late",
+            num_late > len(ends) * MAX_LATE,
+            f"{num_late} of {len(ends)} trajectories ended at limits.max_seconds or "
+            "max_tree_seconds; the longest go first, so that what is left is no fair sample: raise "
+            "them, or look for what is slow (tool/NAME/mean_s, engine/waiting)",
+        )
+        self._num_untrained = self._num_untrained + 1 if fates.total() == len(delivered) else 0
+        allowed = self.config.train.max_untrained_steps
+        if allowed and self._num_untrained >= allowed:
+            raise EnvError(
+                f"no tree was trained in {allowed} steps in a row (train.max_untrained_steps); of "
+                f"the last {len(delivered)}: {reasons}"
+            )
+
+    def _say(self, what: str, holds: bool, text: str) -> None:
+        if holds and what not in self._said:
+            logger.warning("%s", text)
+        (self._said.add if holds else self._said.discard)(what)
 
     async def parity(self, parts: Parts) -> Metrics:
         """The gap that the probe found since the last call; a warning if it is too wide, and a

@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
+import pytest
 from msgspec.structs import replace
 
 from agentenv.config import load_config
+from agentenv.errors import EnvError
 from agentenv.tree import TrajectoryTree
+from agentenv.types import Limit
 from launchers.config import TrainConfig
+from launchers.evaluation.store import EvalRow
+from launchers.rl.evaluations import refuse_failed
 from launchers.rl.state import RunState
 from launchers.rl.training import StepAccounts
 from learners.arpo import ARPO
@@ -56,6 +61,45 @@ def test_credit_of_a_tree_is_computed_once_an_update() -> None:
     assert (ledger.trained, ledger.filtered, ledger.failed) == (2, 1, {"EnvError": 1})
     ours.settle(trees())  # the same places in another run of the step
     assert credit_calls == [0, 1, 2, 3] * 2
+
+
+def failing(error: str) -> list[TrajectoryTree]:
+    """Trees with a leaf that is well and too few of them."""
+    grown = trees()[:2]
+    for tree in grown:
+        for leaf in tree.leaves()[1:]:
+            leaf.end, leaf.error = "failed", error
+    return grown
+
+
+def masked() -> list[TrajectoryTree]:
+    grown = trees()[:2]
+    for leaf in (leaf for tree in grown for leaf in tree.leaves()):
+        leaf.end, leaf.limit = "truncated", Limit.SECONDS
+    return grown
+
+
+def test_a_run_that_trains_nothing_ends_with_the_reasons(caplog: pytest.LogCaptureFixture) -> None:
+    """A step that trains a tree begins the count again; what goes wrong is said once, at once."""
+    ours = accounts(ARPO(group_size=4))
+    ours.config = replace(ours.config, train=replace(ours.config.train, max_untrained_steps=3))
+    for step in (failing("EngineError: gone"), masked(), trees(), masked(), masked()):
+        ours.settle(step)
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.split()[0] for text in told] == ["2", "10", "2", "10"]
+    assert "2 of 2 trees of the step were dropped: 2 EngineError" in told[0]
+    assert "limits.max_seconds" in told[1]
+    assert ours.state.ledger.failed == {"EngineError": 2, "EnvError": 1, "seconds (masked)": 6}
+    with pytest.raises(EnvError, match=r"no tree was trained in 3 steps.*2 seconds \(masked\)"):
+        ours.settle(masked())
+
+
+def test_an_evaluation_in_which_everything_failed_is_refused() -> None:
+    rows = [EvalRow(dataset="a", task=task, sample=0, end="failed") for task in "tu"]
+    with pytest.raises(EnvError, match=r"all 2 trajectories of the evaluation of eval\.sets\.a"):
+        refuse_failed("a", rows)
+    refuse_failed("a", [*rows, EvalRow(dataset="a", task="v", sample=0, end="terminated")])
+    refuse_failed("a", [])
 
 
 def test_what_is_trained_is_normalised_over_the_update() -> None:
