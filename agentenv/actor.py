@@ -331,6 +331,9 @@ class Rollout:
         actor, limits, window = self.actor, self.limits, self.plan.fork_window
         asks = branch.may_fork and window > 0 and branch.forking is None
         origin = branch.sibling(branch.name, self._clock)
+        # The first entropies of the first turn, and of a probe, are what others are compared with.
+        full = self.tree.num_started >= self.plan.group_size
+        reads = window > 0 and (asks or branch.num_turns == 0 or not full)
         sampling = self._guide.sampling(branch)
         sampling = replace(
             sampling,
@@ -351,14 +354,14 @@ class Rollout:
 
         def on_tokens(chunk: Chunk) -> None:
             first.extend(chunk.entropies)
-            if branch.forking is None and len(first) >= window:
+            if asks and branch.forking is None and len(first) >= window:
                 fork(first)
 
         completion = await actor.engine.generate(
             branch.prefix_ids,
             sampling,
             session=self._session,
-            on_tokens=on_tokens if asks else None,
+            on_tokens=on_tokens if reads else None,
             stream_interval=max(1, window),
             order=(int(branch.num_turns == 0), self.tree.index),
         )

@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from statistics import fmean
 
 from msgspec import Struct, field
@@ -54,6 +54,7 @@ def rollout_metrics(trees: Sequence[TrajectoryTree], learner_version: int) -> Me
         metrics["staleness/mean"] = fmean(staleness)
         metrics |= _staleness_histogram(trees, learner_version)
     entropies = [h for tree in trees for node in tree.nodes for h in node.entropies]
+    entropies = [entropy for entropy in entropies if not math.isnan(entropy)]
     if entropies:
         metrics["rollout/entropy"] = fmean(entropies)
     if not done:
@@ -282,8 +283,10 @@ def _tools(node: Node) -> list[str]:
 
 
 def _curve(turns: Sequence[Sequence[float]]) -> EntropyCurve:
+    """Of the positions up to the first at which no turn has an entropy that is known."""
     length = max(map(len, turns), default=0)
-    columns = [[turn[i] for turn in turns if len(turn) > i] for i in range(length)]
+    known = ([t[i] for t in turns if len(t) > i and not math.isnan(t[i])] for i in range(length))
+    columns = list(takewhile(bool, known))
     return EntropyCurve([fmean(column) for column in columns], [len(c) for c in columns])
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -199,6 +200,7 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
         signal.signal(signal.SIGTERM, lambda *_: stop_soon(this))
         return await work
 
+    raise_file_limit()
     before = signal.getsignal(signal.SIGTERM)
     try:
         with Watchdog(loop, view.warn).watch(), runner:
@@ -207,6 +209,18 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
         raise KeyboardInterrupt from None
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+MAX_FILES = 65536
+
+
+def raise_file_limit() -> None:
+    """Let this process, and those that it starts, open as many files and connections as it may;
+    each running request is a connection, and shells begin with a limit of 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def first_reason(error: BaseException) -> AgentEnvError | OSError | None:

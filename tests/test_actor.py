@@ -198,11 +198,14 @@ def test_a_dead_engine_ends_the_rollout_with_its_reason() -> None:
 
 
 class FailingBehindTheWindow(ScriptedEngine):
-    """Fails in a turn that may fork, as soon as the fork has begun."""
+    """Fails in a turn that may fork, the second one, as soon as the fork has begun."""
+
+    num_asked = 0
 
     async def generate(self, *rest: Any, **keys: Any) -> Completion:
+        self.num_asked += 1
         on_tokens = keys.get("on_tokens")
-        if on_tokens is None:
+        if on_tokens is None or self.num_asked != 2:
             return await super().generate(*rest, **keys)
         on_tokens(Chunk([1] * 4, [0.0] * 4, [0.0] * 4))
         raise EngineError("gone")

@@ -1,13 +1,21 @@
 """HTTP to one engine server: calls with deadlines, streams of events, errors one can read.
 
-connection lost, deadline passed, 5xx  -> ServerLostError: the request may be sent again
-every other status but 2xx             -> RefusedError, an EngineError with the server's reason
+no connection, deadline passed, 5xx -> ServerLostError: the request may be sent again
+connection broken off               -> BrokenConnectionError: nothing is known of the server
+429, 503 with Retry-After           -> BusyError: the server is well, and full
+every other status but 2xx          -> RefusedError, an EngineError with the server's reason
+
+Only GET is sent twice, when a kept connection turns out to be closed. Where this process has no
+file descriptor left, a request waits for one: that is no fault of a server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import email.utils
+import errno
+import logging
+import os
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from math import isfinite
@@ -18,7 +26,7 @@ import msgspec
 from msgspec import Meta, Struct
 from yarl import URL
 
-from agentenv.engines.server import ServerLostError
+from agentenv.engines.server import BrokenConnectionError, BusyError, ServerLostError
 from agentenv.errors import ConfigError, EngineError, ForeignError
 from agentenv.foreign import decode
 from agentenv.types import SamplingParams
@@ -28,6 +36,10 @@ KEEP_ALIVE_S = 3.0
 CONNECT_S = 10.0
 MAX_REASON = 500  # characters of a server's own words in our messages
 DONE = b"[DONE]"
+NO_DESCRIPTOR_S = 0.25  # between two tries of a request that finds no file descriptor
+WARN_S = 60.0  # between two warnings of that
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -44,12 +56,11 @@ class RefusedError(EngineError):
 
 
 class FailedError(ServerLostError):
-    """The server answered 5xx, 408 or 429: it is broken or busy, or it could not do this.
-    `retry_after_s`: for how long it asks to be left alone, 0 where it does not."""
+    """The server answered 5xx or 408: it is broken, or it could not do this."""
 
-    def __init__(self, text: str, status: int, reason: str, retry_after_s: float = 0.0) -> None:
+    def __init__(self, text: str, status: int, reason: str) -> None:
         super().__init__(text)
-        self.status, self.reason, self.retry_after_s = status, reason, retry_after_s
+        self.status, self.reason = status, reason
 
 
 class _Schema(Struct):
@@ -65,10 +76,19 @@ class HttpClient:
 
     Deadlines in seconds: `call_s` of a short call, `wait_s` of a stream without an event and of a
     call that takes long. Requests wait while weights are loaded, so both are one.
+
+    `fresh_posts`: each POST but a stream has a connection of its own, so that none finds a kept
+    one closed; for calls that are few and change the server.
     """
 
     def __init__(
-        self, url: str, *, api_key: str = "", call_s: float = 30.0, wait_s: float = 600.0
+        self,
+        url: str,
+        *,
+        api_key: str = "",
+        call_s: float = 30.0,
+        wait_s: float = 600.0,
+        fresh_posts: bool = False,
     ) -> None:
         base = URL(url.rstrip("/"))
         if base.scheme not in ("http", "https") or not base.host:
@@ -77,6 +97,8 @@ class HttpClient:
         self.name = str(base.with_user(None).with_query(None)).rstrip("/")
         self.wait_s, self._call_s = wait_s, call_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._fresh_posts = fresh_posts
+        self._warned_at = -WARN_S
         self._session: aiohttp.ClientSession | None = None
         self._fresh: aiohttp.ClientSession | None = None  # a connection for each request
 
@@ -87,10 +109,14 @@ class HttpClient:
         json: Any = None,
         params: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
+        *,
+        fresh: bool = False,
     ) -> bytes:
-        """The body of a 2xx answer. `json` is sent as JSON unless it is None."""
+        """The body of a 2xx answer. `json` is sent as JSON unless it is None. `fresh`: on a
+        connection of its own."""
         limit = aiohttp.ClientTimeout(total=timeout_s or self._call_s, sock_connect=CONNECT_S)
-        async with self._request(method, path, json, limit, params) as response:
+        fresh = fresh or (self._fresh_posts and method == "POST")
+        async with self._request(method, path, json, limit, params, fresh=fresh) as response:
             return await response.read()
 
     async def call_json(
@@ -118,9 +144,11 @@ class HttpClient:
         json: Any = None,
         params: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
+        *,
+        fresh: bool = False,
     ) -> T:
         """Like `call`, decoded as `kind`. MalformedReplyError if it is something else."""
-        body = await self.call(method, path, json, params, timeout_s)
+        body = await self.call(method, path, json, params, timeout_s, fresh=fresh)
         try:
             return decode(body, kind)
         except ForeignError as error:
@@ -130,14 +158,16 @@ class HttpClient:
             ) from error
 
     @asynccontextmanager
-    async def stream(self, path: str, json: Any) -> AsyncIterator[AsyncIterator[bytes]]:
+    async def stream(
+        self, path: str, json: Any, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
         """POST that is answered by server-sent events: the data of each, without the last
         `[DONE]`. Leaving the context before the end drops the connection.
 
-        The iterator raises ServerLostError if the stream breaks off before `[DONE]`.
+        The iterator raises BrokenConnectionError if the stream breaks off before `[DONE]`.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self.wait_s)
-        async with self._request("POST", path, json, limit) as response:
+        async with self._request("POST", path, json, limit, headers=headers) as response:
             yield self._events(response, path)
 
     async def routes(self) -> frozenset[str]:
@@ -170,45 +200,76 @@ class HttpClient:
         json: Any,
         limit: aiohttp.ClientTimeout,
         params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        fresh: bool = False,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        headers = {} if json is None else {"Content-Type": "application/json"}
+        kind = {} if json is None else {"Content-Type": "application/json"}
         request: dict[str, Any] = {
             "url": self._base.with_path(self._base.path.rstrip("/") + path),
             "params": params,
             "data": None if json is None else msgspec.json.encode(json),
-            "headers": headers | self._headers,
+            "headers": {**kind, **self._headers, **(headers or {})},
             "timeout": limit,
             "allow_redirects": False,
         }
         try:
-            async with await self._send(method, request) as response:
+            async with await self._send(method, request, fresh=fresh) as response:
                 if not 200 <= response.status < 300:
-                    wanted_s = retry_after_s(response.headers) or 0.0
+                    wanted_s = retry_after_s(response.headers)
                     self._refuse(path, response.status, _reason(await response.read()), wanted_s)
                 yield response
         except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
-            kind = "no answer in time" if isinstance(error, TimeoutError) else "connection lost"
+            kind_of = "no answer in time" if isinstance(error, TimeoutError) else "connection lost"
             text = f" ({type(error).__name__}: {error})".replace(": )", ")")
-            raise ServerLostError(f"{self.name}{path}: {kind}{text}") from error
+            lost = BrokenConnectionError if _is_broken(error) else ServerLostError
+            raise lost(f"{self.name}{path}: {kind_of}{text}") from error
 
-    async def _send(self, method: str, request: dict[str, Any]) -> aiohttp.ClientResponse:
-        """On a kept connection, and on a new one if the server had given up the kept one."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-            )
-        try:
-            return await self._session.request(method, **request)
-        except aiohttp.ServerDisconnectedError:
+    async def _send(
+        self, method: str, request: dict[str, Any], *, fresh: bool
+    ) -> aiohttp.ClientResponse:
+        """On a kept connection unless `fresh`; a GET on a new one if the kept one was closed."""
+        while True:
+            try:
+                return await self._open(fresh=fresh).request(method, **request)
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                if isinstance(error, aiohttp.ClientConnectorError):
+                    if not _lacks_descriptors():
+                        raise
+                    self._warn_descriptors()
+                    await asyncio.sleep(NO_DESCRIPTOR_S)
+                elif fresh or method != "GET":
+                    raise
+                else:
+                    fresh = True
+
+    def _open(self, *, fresh: bool) -> aiohttp.ClientSession:
+        if fresh:
             if self._fresh is None:
                 connector = aiohttp.TCPConnector(limit=0, force_close=True)
                 self._fresh = aiohttp.ClientSession(connector=connector)
-            return await self._fresh.request(method, **request)
+            return self._fresh
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector)
+        return self._session
 
-    def _refuse(self, path: str, status: int, reason: str, retry_after_s: float) -> None:
+    def _warn_descriptors(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._warned_at >= WARN_S:
+            self._warned_at = now
+            logger.warning(
+                "requests to %s wait for file descriptors, of which this process has no more; "
+                "raise the hard limit (ulimit -Hn), or lower engine.pool.max_concurrency",
+                self.name,
+            )
+
+    def _refuse(self, path: str, status: int, reason: str, retry_after_s: float | None) -> None:
         text = f"{self.name}{path} answered {status}: {reason or 'no reason given'}"
-        if status >= 500 or status in (408, 429):
-            raise FailedError(text, status, reason, retry_after_s)
+        if status == 429 or (status == 503 and retry_after_s is not None):
+            raise BusyError(text, retry_after_s or 0.0)
+        if status >= 500 or status == 408:
+            raise FailedError(text, status, reason)
         if status == 401:
             text += "; check the API key of this server"
         raise RefusedError(text, status, reason)
@@ -224,7 +285,29 @@ class HttpClient:
                     if data == DONE:
                         return
                     yield data
-        raise ServerLostError(f"{self.name}{path}: the stream ended before it was complete")
+        raise BrokenConnectionError(f"{self.name}{path}: the stream ended before it was complete")
+
+
+def _is_broken(error: Exception) -> bool:
+    """Whether a connection that was there has gone, which proxies do to servers that are well."""
+    if isinstance(error, aiohttp.ClientConnectorError | TimeoutError):
+        return False
+    return isinstance(
+        error,
+        aiohttp.ServerDisconnectedError
+        | aiohttp.ClientPayloadError
+        | aiohttp.ClientOSError
+        | ConnectionError,
+    )
+
+
+def _lacks_descriptors() -> bool:
+    """Whether this process can open nothing more."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return error.errno in (errno.EMFILE, errno.ENFILE)
+    return False
 
 
 async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:

@@ -23,11 +23,11 @@ from agentenv.call_syntax import after_thoughts
 from agentenv.deadline import admitted, waiting
 from agentenv.engines.client import (
     Count,
-    FailedError,
     HttpClient,
     MalformedReplyError,
     RefusedError,
 )
+from agentenv.engines.server import BusyError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError, ForeignError
 from agentenv.foreign import convert, decode
 
@@ -127,7 +127,7 @@ class Endpoint:
         for attempt in range(self.num_retries + 1):
             if attempt:
                 self.counts["retries"] += 1
-                wanted_s = problem.retry_after_s if isinstance(problem, FailedError) else 0.0
+                wanted_s = problem.retry_after_s if isinstance(problem, BusyError) else 0.0
                 delay_s = backoff_s(
                     attempt - 1, key, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S, at_least_s=wanted_s
                 )

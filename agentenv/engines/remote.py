@@ -6,9 +6,15 @@ load_weights, receive (a broadcast):
 
 Each change names the weights by a label, policy version and nonce ("17-ab12..."). The server writes
 the label beside each token, gives it back when asked, and a process that has taken its place does
-not know it. Requests carry the label as the salt of the prefix cache too, so that none meets keys
-and values of other weights; the version alone would not do, since a run that is resumed gives its
-number to other weights.
+not know it.
+
+No request meets keys and values of other weights, in one of two ways (`update_kv`):
+
+recompute  the pause drops the whole cache, and running requests are computed again on the new
+           weights; the salt of the prefix cache is one for all versions: prefixes are shared
+keep       running requests keep what they have, which is of the old weights; so the label is the
+           salt, and requests without a token are sent again under the new one. The version alone
+           would not do, since a run that is resumed gives its number to other weights
 """
 
 from __future__ import annotations
@@ -17,8 +23,9 @@ import asyncio
 import logging
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import exp, isfinite, log, nan
 from pathlib import Path
@@ -44,6 +51,16 @@ from agentenv.types import Chunk, Completion, VersionSpan
 logger = logging.getLogger(__name__)
 
 HEALTH_S = 5.0
+NUM_LOOKS = 4  # by which several servers behind one URL show
+SPECULATIVE = (
+    "{} decodes speculatively, several tokens a step, and nobody has shown that it ends turns at "
+    "stop strings and tells log-probs as it does otherwise: start it without {}"
+)
+QUANTIZED = (
+    "{} runs quantized weights ({}), which the learner's do not fit, and whose log-probs differ "
+    'from its own: start it without, or only ask it, with engine.name = "openai"'
+)
+UpdateKV = Literal["recompute", "keep"]
 LAST_S = 5.0  # for what is under way when the client is closed
 SLACK_S = 15.0  # an HTTP call outlives the collective call behind it by this
 
@@ -106,8 +123,11 @@ class Answer:
         entropy_kind: Literal["exact", "top_k"],
         name_span: Callable[[str, int, int], VersionSpan],
         vocab_size: int,
+        *,
+        with_entropies: bool = True,
     ) -> None:
         """`name_span` turns the label of weights into their version; see RemoteServer."""
+        self._with_entropies = with_entropies
         self._server, self._name_span, self._vocab_size = server, name_span, vocab_size
         self._reason: str | None = None  # why the turn ended
         self._spans: list[LabelledSpan] = []
@@ -140,13 +160,53 @@ class Answer:
         return Chunk(token_ids, logprobs, entropies)
 
 
+SESSION_HEADER, RANK_HEADER = "X-Session-ID", "X-data-parallel-rank"
+MAX_SESSIONS = 65536  # whose rank is remembered
+
+
+class Ranks:
+    """Data-parallel ranks behind one URL, each with a prefix cache of its own: a session stays
+    with one, the rank that was least loaded when the session began."""
+
+    def __init__(self) -> None:
+        self.count = 1
+        self._homes: OrderedDict[str, int] = OrderedDict()
+        self._num_running: Counter[int] = Counter()
+
+    @contextmanager
+    def take(self, session: str) -> Iterator[int | None]:
+        """The rank for a request; None where it is the server's to choose."""
+        if self.count == 1 or not session:
+            yield None
+            return
+        rank = self._homes.get(session, self.count)
+        if rank >= self.count:
+            rank = min(range(self.count), key=self._num_running.__getitem__)
+        self._homes[session] = rank
+        self._homes.move_to_end(session)
+        if len(self._homes) > MAX_SESSIONS:
+            self._homes.popitem(last=False)
+        self._num_running[rank] += 1
+        try:
+            yield rank
+        finally:
+            self._num_running[rank] -= 1
+
+
+def routing(session: str, rank: int | None) -> dict[str, str]:
+    """Headers that tell routers, and a server with ranks, where the prefixes of a session are."""
+    headers = {SESSION_HEADER: session} if session else {}
+    return headers if rank is None else headers | {RANK_HEADER: str(rank)}
+
+
 class Facts(Struct, frozen=True):
     """What a probe found out. `layout` is of the directory that the server was started from, None
-    if that cannot be read from here."""
+    if that cannot be read from here; `num_ranks` are data-parallel."""
 
     info: ServerInfo
     vocab_size: int
     layout: Layout | None
+    num_ranks: int
 
 
 F = TypeVar("F", bound=Facts)
@@ -158,7 +218,8 @@ class RemoteServer(ABC, Generic[F]):
     `url` samples; `control_urls` are the API servers or workers behind it, which hold the same
     weights, if it is a router. Entropies come from the `entropy_top_k` largest log-probs (-1: all).
     Without `vocab_size` it is read from the directory that the server was started from. `load_s`
-    is the deadline in seconds of a load, and of a request that waits for one.
+    is the deadline in seconds of a load, and of a request that waits for one. `update_kv`: see
+    above.
     """
 
     transfer: ClassVar[TransferRoutes]
@@ -173,10 +234,12 @@ class RemoteServer(ABC, Generic[F]):
         vocab_size: int | None = None,
         api_key: str = "",
         control_urls: Sequence[str] = (),
+        update_kv: UpdateKV = "recompute",
     ) -> None:
         check_top_k(entropy_top_k)
         self._http, *controls = (
-            HttpClient(each, api_key=api_key, wait_s=load_s) for each in (url, *control_urls)
+            HttpClient(each, api_key=api_key, wait_s=load_s, fresh_posts=True)
+            for each in (url, *control_urls)
         )
         self._controls = controls or [self._http]
         self._load_s = load_s
@@ -185,12 +248,15 @@ class RemoteServer(ABC, Generic[F]):
         self._layout: Layout | None = None  # of the weights that it takes, if known
         self._policy_version = 0
         self._label = ""
+        self._update_kv = update_kv
+        self._run_salt = ""
         self._versions: dict[str, int] = {}  # by label, of all that this client named
         self._doubt = "connect was not called"  # why nobody knows what it serves; empty: known
         self._half_loaded = False  # since a load that was not completed: not to be sampled from
         self._changing = asyncio.Lock()  # held by whoever changes the weights
         self._open = asyncio.Event()  # cleared while they are being replaced
         self._open.set()
+        self._ranks = Ranks()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -212,9 +278,12 @@ class RemoteServer(ABC, Generic[F]):
         async with self._changing:
             facts = self._facts = await self._probe()
             self._layout = facts.layout
+            self._ranks.count = facts.num_ranks
+            self._run_salt = secrets.token_hex(8)
             self._warn_untried(facts.info.version)
             await self._go_on()
             await self._name(policy_version)
+            await self._check_alone()
             if not self._half_loaded:
                 await self._try_out()
                 self._doubt = ""
@@ -340,11 +409,29 @@ class RemoteServer(ABC, Generic[F]):
         await self._write_label(label)
         self._label, self._policy_version = label, policy_version
 
+    async def _check_alone(self) -> None:
+        """Raises ConfigError if several servers answer behind one URL, of which each update would
+        reach one. Each question has a connection of its own, so that it may go elsewhere."""
+        for server in self._controls:
+            found = [await self._read_label(server, fresh=True) for _ in range(NUM_LOOKS)]
+            if any(label != self._label for label in found):
+                raise ConfigError(
+                    f"{server.name} does not give back the label of its weights. Are several "
+                    "servers behind this URL, or several API servers of one (--api-server-count)? "
+                    "Give each a URL of its own in engine.urls, or name those behind a router in "
+                    "engine.control_urls. Or does another run load weights into it?"
+                )
+
     async def _known(self) -> None:
         """Wait while weights are being replaced. ServerLostError if nobody knows them then."""
         await self._open.wait()
         if self._doubt:
             raise self._lost()
+
+    @property
+    def _salt(self) -> str:
+        """What keeps a request from prefixes of other weights, and of other runs."""
+        return self._label if self._update_kv == "keep" else self._run_salt
 
     def _connected(self) -> F:
         if self._facts is None:
@@ -424,15 +511,16 @@ class RemoteServer(ABC, Generic[F]):
 
     @abstractmethod
     async def _drop_prefixes(self) -> None:
-        """No request that starts later meets a prefix cache of the weights before."""
+        """Free what no running request holds. With `update_kv` "recompute", after a pause, that
+        is everything, else ServerLostError."""
 
     @abstractmethod
     async def _write_label(self, label: str) -> None:
         """Tokens from now on are labelled so."""
 
     @abstractmethod
-    async def _read_label(self, server: HttpClient) -> str:
-        """The label of the weights on one server."""
+    async def _read_label(self, server: HttpClient, *, fresh: bool = False) -> str:
+        """The label of the weights on one server; `fresh`: asked on a connection of its own."""
 
     @abstractmethod
     async def _resume(self) -> None: ...

@@ -23,6 +23,20 @@ class ServerLostError(EngineError):
     again, here or elsewhere. Tokens received until then were all reported to `on_chunk`."""
 
 
+class BrokenConnectionError(ServerLostError):
+    """A connection that was there has gone, before or within an answer. The server may be well,
+    and may have done what it was asked for."""
+
+
+class BusyError(EngineError):
+    """The server is well and takes no more requests now; nothing of this one was done.
+    `retry_after_s`: for how long it asks to be left alone, 0 where it does not say."""
+
+    def __init__(self, text: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
+
+
 class BrokenOffError(EngineError):
     """The request was ended on purpose, for a change of the server. Tokens received until then
     were all reported to `on_chunk`; the rest may be asked for at once, and no retry is used up."""
@@ -65,7 +79,9 @@ class Request(Struct, frozen=True):
 
     After the first token, `stream_interval` of them may come together: each event costs both sides
     time. The turn also ends with one of `stop_token_ids`, tokens that hold a stop string whole: an
-    engine can stop at them without decoding anything.
+    engine can stop at them without decoding anything. Requests of one `session` share prefixes, so
+    that whatever is behind the URL should bring them to the same cache; empty: of none. Without
+    `with_entropies` those are NaN: the log-probs of a token's rivals cost both sides time.
     """
 
     id: str
@@ -73,6 +89,8 @@ class Request(Struct, frozen=True):
     sampling: SamplingParams
     stream_interval: int = 1
     stop_token_ids: tuple[int, ...] = ()
+    session: str = ""
+    with_entropies: bool = True
 
 
 class Server(Receiver, Protocol):

@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from math import nan
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,16 +31,20 @@ from agentenv.engines.client import (
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.remote import (
     HEALTH_S,
+    QUANTIZED,
+    SPECULATIVE,
     Answer,
     Facts,
     LabelledSpan,
     RemoteServer,
     TransferRoutes,
     metric,
+    routing,
     top_k_entropy,
     vocabulary,
 )
 from agentenv.engines.server import (
+    BusyError,
     Request,
     ServerInfo,
     ServerLoad,
@@ -53,6 +58,7 @@ from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 logger = logging.getLogger(__name__)
 
 RESERVED = 2  # tokens of its context length that an SGLang server never fills
+QUEUE_FULL = "queue is full"  # a refusal by --max-queued-requests
 NOTHING_DONE = "Failed to get weights iterator"  # a refusal before any weight was touched
 
 # What one request says to SGLang, and how its answer becomes chunks and a Completion.
@@ -93,7 +99,7 @@ class Meta(Struct, frozen=True):
     completion_tokens: Count
     finish_reason: Reason | None = None
     output_token_logprobs: list[TokenLogprob] = []
-    output_top_logprobs: list[list[TokenLogprob] | None] = []
+    output_top_logprobs: list[list[TokenLogprob] | None] | None = None
     output_token_sampling_mask: list[list[int]] = []
     output_token_sampling_logprobs: list[list[Logprob]] = []
     weight_versions: list[LabelledSpan] = []
@@ -177,7 +183,7 @@ def request_body(
         params |= {"top_p": sampling.top_p, "min_p": sampling.min_p}
         params["top_k"] = _top_k(sampling, facts)
         body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}
-    else:
+    elif request.with_entropies:
         body["top_logprobs_num"] = facts.vocab_size if entropy_top_k == -1 else entropy_top_k
     if facts.use_seed and sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
@@ -185,8 +191,7 @@ def request_body(
 
 
 class SGLangAnswer(Answer):
-    """An event holds all tokens since the start or, with --incremental-streaming-output, those
-    since the last one; `completion_tokens` counts from the start in both."""
+    """An event holds the tokens since the last one; `completion_tokens` counts from the start."""
 
     def __init__(
         self,
@@ -198,7 +203,13 @@ class SGLangAnswer(Answer):
     ) -> None:
         self._truncated = is_truncated(request.sampling)
         exact = entropy_top_k == -1 or self._truncated
-        super().__init__(server, "exact" if exact else "top_k", name_span, vocab_size)
+        super().__init__(
+            server,
+            "exact" if exact else "top_k",
+            name_span,
+            vocab_size,
+            with_entropies=request.with_entropies,
+        )
         self._max_tokens = request.sampling.max_tokens
 
     def add(self, data: bytes) -> Chunk | None:
@@ -250,18 +261,25 @@ class SGLangAnswer(Answer):
                 for token, mask, support in rows
                 if token in mask[: len(support)]
             ]
+            if not self._with_entropies:
+                return Chunk(token_ids, known, [nan] * len(supports))
             return Chunk(token_ids, known, [top_k_entropy(support) for support in supports])
         sampled = meta.output_token_logprobs[-num_new:]
-        tops = meta.output_top_logprobs[-num_new:]
+        logprobs = [logprob for logprob, _, _ in sampled if logprob is not None]
+        if not self._with_entropies:
+            return Chunk(token_ids, logprobs, [nan] * len(logprobs))
+        tops = (meta.output_top_logprobs or [])[-num_new:]
         return Chunk(
             token_ids,
-            [logprob for logprob, _, _ in sampled if logprob is not None],
+            logprobs,
             [top_k_entropy(p for p, _, _ in top or () if p is not None) for top in tops],
         )
 
     def _refusal(self, message: str | None, code: int | None) -> EngineError:
         text = f"{self._server}/generate: {message or 'no reason given'}"
-        lost = code is not None and (code >= 500 or code == 429)
+        if code == 429 or (code == 503 and message and QUEUE_FULL in message):
+            return BusyError(text)
+        lost = code is not None and code >= 500
         return ServerLostError(text) if lost else EngineError(text)
 
 
@@ -353,6 +371,8 @@ class ServerArgs(Struct, frozen=True):
     enable_memory_saver: bool = False
     enable_metrics: bool = False
     preferred_sampling_params: Any = None
+    speculative_algorithm: str | None = None
+    quantization: str | None = None
     tp_size: int = 1
     dp_size: int = 1
     pp_size: int = 1
@@ -398,6 +418,7 @@ async def probe(http: HttpClient, vocab_size: int | None, layout: Layout | None)
         ServerInfo("sglang", args.version, model.served_model_name, max_len, frozenset(features)),
         vocabulary(http.name, vocab_size, layout, str(places[0])),
         layout,
+        args.dp_size,
         max_prompt=args.max_req_input_len - 1,
         max_top_k=args.sampling_mask_max_tokens,
         use_seed=args.enable_deterministic_inference,
@@ -430,11 +451,14 @@ def _check_args(name: str, args: ServerArgs, model: ModelInfo) -> None:
             f"{name} changes requests by --preferred-sampling-params {preferred}; start it without"
         )
     if not args.incremental_streaming_output:
-        logger.warning(
-            "%s repeats the whole turn in every event; start it with "
-            "--incremental-streaming-output",
-            name,
+        raise ConfigError(
+            f"{name} repeats the whole turn in every event, which makes gigabytes of long turns; "
+            "start it with --incremental-streaming-output"
         )
+    if args.speculative_algorithm:
+        raise ConfigError(SPECULATIVE.format(name, "--speculative-algorithm"))
+    if args.quantization:
+        raise ConfigError(QUANTIZED.format(name, args.quantization))
     if not args.enable_metrics:
         logger.warning(
             "%s does not count preemptions, to which its number of requests is fitted; start it "
@@ -485,7 +509,7 @@ async def _ask(http: HttpClient, temperature: float, vocab_size: int) -> dict[in
     }
     try:
         answer = await http.call_as(_Probed, "POST", "/generate", body)
-        top = answer.meta_info.output_top_logprobs[0] or []
+        top = (answer.meta_info.output_top_logprobs or [])[0] or []
     except (RefusedError, MalformedReplyError, IndexError) as error:
         raise ConfigError(f"{http.name}/generate tells no log-probs: {error}") from error
     return {token: logprob for logprob, token, _ in top if logprob is not None}
@@ -523,15 +547,19 @@ class SGLangServer(RemoteServer[SGLangFacts]):
         await self._known()
         facts = self._connected()
         check_turn(request, facts)
-        body = request_body(request, facts, self._top_k, self._label)
+        body = request_body(request, facts, self._top_k, self._salt)
         answer = SGLangAnswer(self.name, request, self._top_k, self._span, facts.vocab_size)
         complete = False
         try:
-            async with self._http.stream("/generate", body) as events:
-                async for event in events:
-                    chunk = answer.add(event)
-                    if chunk is not None:
-                        on_chunk(chunk)
+            with self._ranks.take(request.session) as rank:
+                if rank is not None:
+                    body["routed_dp_rank"] = rank
+                headers = routing(request.session, rank)
+                async with self._http.stream("/generate", body, headers) as events:
+                    async for event in events:
+                        chunk = answer.add(event)
+                        if chunk is not None:
+                            on_chunk(chunk)
             completion = answer.finish()
             complete = True
         finally:
@@ -596,8 +624,9 @@ class SGLangServer(RemoteServer[SGLangFacts]):
         body = {"new_version": label, "abort_all_requests": False}
         await self._post("/update_weight_version", body)
 
-    async def _read_label(self, server: HttpClient) -> str:
-        return (await server.call_as(ModelInfo, "GET", "/model_info")).weight_version or ""
+    async def _read_label(self, server: HttpClient, *, fresh: bool = False) -> str:
+        told = await server.call_as(ModelInfo, "GET", "/model_info", fresh=fresh)
+        return told.weight_version or ""
 
     async def _resume(self) -> None:
         await self._post("/continue_generation", {})
@@ -672,5 +701,9 @@ class SGLangConfig(
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.update_kv == "keep":
+            raise ConfigError(
+                'engine.update_kv = "keep" is for vLLM; SGLang recomputes what runs in an update'
+            )
         if self.lora == "adapter":
             raise ConfigError('engine.lora = "adapter" is for vLLM; to SGLang adapters go "merged"')

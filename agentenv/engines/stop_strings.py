@@ -7,8 +7,10 @@ tokens: the embedded engine and the pool of servers.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 
 from tokenizers import Tokenizer
 
@@ -16,6 +18,7 @@ from agentenv.errors import EngineError
 
 PARTIAL = "\ufffd"  # what bytes decode to that are not (yet) a whole character
 MAX_WHOLE = 64  # stop tokens of a request: each request carries them
+MAX_AT_ONCE = 2000  # tokens of a vocabulary that are looked at on the event loop
 MARGIN = 8  # tokens decoded beyond the longest stop, since a cut may spoil the first ones
 
 
@@ -68,7 +71,24 @@ class StopStrings:
         self._vocab_size = vocab_size
         self._tokenizer: Tokenizer | None = None
         self._texts: list[str] = []
+        self._loading = Lock()
         self._matchers: dict[tuple[str, ...], StopMatcher] = {}
+        self._making: dict[tuple[str, ...], asyncio.Task[StopMatcher | None]] = {}
+
+    async def ready(self, stops: tuple[str, ...]) -> StopMatcher | None:
+        """Like `matcher`, which looks at each token of the vocabulary for new strings, and for the
+        first ones decodes them all: seconds of a large one, off the event loop."""
+        if not stops or stops in self._matchers or self._vocab_size <= MAX_AT_ONCE:
+            return self.matcher(stops)
+        if stops not in self._making:
+            self._making[stops] = asyncio.create_task(self._make(stops))
+        return await asyncio.shield(self._making[stops])
+
+    async def _make(self, stops: tuple[str, ...]) -> StopMatcher | None:
+        try:
+            return await asyncio.to_thread(self.matcher, stops)
+        finally:
+            del self._making[stops]
 
     def matcher(self, stops: tuple[str, ...]) -> StopMatcher | None:
         """The matcher of these strings, None for none.
@@ -85,6 +105,10 @@ class StopStrings:
         return self._matchers[stops]
 
     def _load(self) -> Tokenizer:
+        with self._loading:
+            return self._load_once()
+
+    def _load_once(self) -> Tokenizer:
         if self._tokenizer is None:
             if not self._path.is_file():
                 raise EngineError(f"stop strings need {self._path}, which does not exist")

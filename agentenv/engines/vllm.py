@@ -13,6 +13,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from math import nan
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -30,17 +31,21 @@ from agentenv.engines.client import (
 )
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.remote import (
+    QUANTIZED,
+    SPECULATIVE,
     Answer,
     Facts,
     LabelledSpan,
     RemoteServer,
     TransferRoutes,
     metric,
+    routing,
     top_k_entropy,
     vocabulary,
 )
 from agentenv.engines.server import (
     BrokenOffError,
+    BusyError,
     ForeignWeightsError,
     Request,
     ServerInfo,
@@ -118,7 +123,7 @@ def request_body(
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
-        "logprobs": entropy_top_k,
+        "logprobs": entropy_top_k if request.with_entropies else 0,
     }
     if request.stream_interval > 1:
         params["stream_interval"] = request.stream_interval
@@ -173,6 +178,8 @@ class VLLMAnswer(Answer):
             raise ServerLostError(text) from None
         if found.error is not None:
             text = f"{self._server} broke off: {found.error.message}"
+            if found.error.code == 429:
+                raise BusyError(text)
             kind = FailedError if found.error.code >= 500 else RefusedError
             raise kind(text, found.error.code, found.error.message)
         if found.usage is not None and found.usage.prompt_tokens_details is not None:
@@ -197,9 +204,13 @@ class VLLMAnswer(Answer):
                 f"{self._server} sampled a token without telling its log-prob; "
                 "its logits may be NaN"
             )
-        entropies = [
-            top_k_entropy([top.logprob for top in position.top_logprobs]) for position in positions
-        ]
+        if self._with_entropies:
+            entropies = [
+                top_k_entropy([top.logprob for top in position.top_logprobs])
+                for position in positions
+            ]
+        else:
+            entropies = [nan] * len(positions)
         return self._take(choice.token_ids, logprobs, entropies)
 
 
@@ -268,6 +279,7 @@ class _ModelSettings(Struct):
     logprobs_mode: str = ""
     max_logprobs: int = 20
     enable_sleep_mode: bool = False
+    quantization: str | None = None
 
 
 class _Settings(Struct):
@@ -278,6 +290,7 @@ class _Settings(Struct):
     scheduler_config: dict[str, Any]
     parallel_config: dict[str, Any]
     weight_transfer_config: dict[str, Any] | None = None
+    speculative_config: dict[str, Any] | None = None
 
 
 class _Told(Struct):
@@ -286,6 +299,10 @@ class _Told(Struct):
 
 class _Label(Struct):
     weight_version: str | None = None
+
+
+class _Dropped(Struct):
+    success: bool = True
 
 
 class _Paused(Struct):
@@ -313,6 +330,10 @@ async def probe(http: HttpClient, vocab_size: int | None, entropy_top_k: int) ->
     info = told.vllm_config
     cpu = "cpu" in str(info.device_config.get("device", ""))
     _check_settings(http.name, info.model_config, entropy_top_k)
+    if info.speculative_config:
+        raise ConfigError(SPECULATIVE.format(http.name, "--speculative-config"))
+    if info.model_config.quantization:
+        raise ConfigError(QUANTIZED.format(http.name, info.model_config.quantization))
     if cpu:
         _check_prefill(http.name, info.scheduler_config)
     root = model.root or ""
@@ -336,10 +357,19 @@ async def probe(http: HttpClient, vocab_size: int | None, entropy_top_k: int) ->
         ServerInfo("vllm", version, model.id, model.max_model_len or 0, frozenset(features)),
         vocabulary(http.name, vocab_size, layout, root),
         layout,
+        _num_ranks(info.parallel_config),
         transfer,
         extension,
         routes,
     )
+
+
+def _num_ranks(settings: dict[str, Any]) -> int:
+    """Data-parallel engines among which the server chooses; those of other hosts it cannot name."""
+    several, elsewhere = settings.get("data_parallel_size"), ("external", "hybrid")
+    if any(settings.get(f"data_parallel_{kind}_lb") for kind in elsewhere):
+        return 1
+    return several if isinstance(several, int) and several > 0 else 1
 
 
 def check_trial(name: str, answer: VLLMAnswer, policy_version: int) -> None:
@@ -437,8 +467,9 @@ class VLLMServer(RemoteServer[VLLMFacts]):
     # requests
 
     async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
-        """See Server.generate. While weights are being replaced a new request waits, and one
-        without a token is sent again: so each carries the salt of the weights it starts with."""
+        """See Server.generate. While weights are being replaced a new request waits. With the
+        cache kept, one without a token is sent again, so that each carries the salt of the weights
+        it starts with."""
         num_sent = 0
         while True:
             await self._known()
@@ -457,17 +488,21 @@ class VLLMServer(RemoteServer[VLLMFacts]):
     ) -> VLLMAnswer | None:
         """One request to the server; None if other weights came before its first token."""
         kind = entropy_kind(self._top_k, vocab_size)
-        answer = VLLMAnswer(self.name, kind, self._span, vocab_size)
-        body = request_body(request_id, request, self._top_k, self._label, self._adapter)
+        answer = VLLMAnswer(
+            self.name, kind, self._span, vocab_size, with_entropies=request.with_entropies
+        )
+        body = request_body(request_id, request, self._top_k, self._salt, self._adapter)
         whole, sent = False, Sent()
         self._running[request_id] = sent
         try:
-            async with sent.timeout, self._http.stream(GENERATE, body) as events:
-                async for event in events:
-                    chunk = answer.add(event)
-                    if chunk is not None and sent.timeout.when() is None:
-                        sent.has_tokens = True
-                        on_chunk(chunk)
+            with self._ranks.take(request.session) as rank:
+                headers = routing(request.session, rank)
+                async with sent.timeout, self._http.stream(GENERATE, body, headers) as events:
+                    async for event in events:
+                        chunk = answer.add(event)
+                        if chunk is not None and sent.timeout.when() is None:
+                            sent.has_tokens = True
+                            on_chunk(chunk)
             whole = True
         except TimeoutError:
             if not sent.timeout.expired():
@@ -530,8 +565,7 @@ class VLLMServer(RemoteServer[VLLMFacts]):
     # weights
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
-        """See Server.load_weights. Requests that have tokens keep them; the new weights compute
-        keys and values of all of them again. The server must see `source` under the same path."""
+        """See Server.load_weights. The server must see `source` under the same path."""
         if is_adapter(source) or "adapters" in self._connected().info.features:
             async with self._changing:
                 await self._load_adapter(source, policy_version)
@@ -592,13 +626,15 @@ class VLLMServer(RemoteServer[VLLMFacts]):
                 await server.call("POST", "/resume")
 
     async def _pause(self) -> None:
-        """Requests stay where they are; new ones queue. Requests without a token would start on
-        prefixes of the old weights."""
-        await self._post("/pause", mode="keep")
+        """Requests stay where they are; new ones queue. With the cache kept, those without a token
+        would start on prefixes of the old weights."""
+        keep = self._update_kv == "keep"
+        await self._post("/pause", mode="keep", clear_cache="false" if keep else "true")
         await asyncio.sleep(SETTLE_S)
-        for sent in self._running.values():
-            if not sent.has_tokens:
-                sent.break_off()
+        if keep:
+            for sent in self._running.values():
+                if not sent.has_tokens:
+                    sent.break_off()
 
     async def _reload(self, directory: Path) -> None:
         method = REPACK if self._connected().extension else "reload_weights"
@@ -606,14 +642,23 @@ class VLLMServer(RemoteServer[VLLMFacts]):
         await self._post("/collective_rpc", body, self._load_s)
 
     async def _drop_prefixes(self) -> None:
-        """Free what no running request holds; the salt keeps later requests from the rest."""
-        await all_of(server.call("POST", "/reset_prefix_cache") for server in self._controls)
+        """What running requests hold is kept from later ones by the salt. Where nothing may be
+        held, a server that says otherwise has ignored `clear_cache`, as newer ones may."""
+        strict = self._update_kv == "recompute" and not self._open.is_set()
+        for server in self._controls:
+            told = await server.call_as(_Dropped, "POST", "/reset_prefix_cache")
+            if strict and not told.success:
+                raise ServerLostError(
+                    f"{server.name} kept keys and values of the old weights in a pause; set "
+                    'engine.update_kv = "keep"'
+                )
 
     async def _write_label(self, label: str) -> None:
         await self._post("/update_weight_version", {"new_version": label})
 
-    async def _read_label(self, server: HttpClient) -> str:
-        return (await server.call_as(_Label, "GET", "/weight_info")).weight_version or ""
+    async def _read_label(self, server: HttpClient, *, fresh: bool = False) -> str:
+        told = await server.call_as(_Label, "GET", "/weight_info", fresh=fresh)
+        return told.weight_version or ""
 
     async def _resume(self) -> None:
         await self._post("/resume")

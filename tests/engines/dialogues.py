@@ -24,7 +24,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from agentenv.engines.remote import RemoteServer
+from agentenv.engines.remote import SESSION_HEADER, RemoteServer
 from agentenv.engines.server import Request
 from agentenv.engines.sglang import SGLangServer
 from agentenv.engines.vllm import VLLMServer
@@ -48,6 +48,9 @@ SHOWN = {
     "/openapi.json": ("paths", "components/schemas/GenerateReqInput/properties"),
     "/server_info": (
         *("vllm_config/device_config", "vllm_config/model_config/logprobs_mode"),
+        *("vllm_config/model_config/quantization", "vllm_config/speculative_config"),
+        *("vllm_config/parallel_config/data_parallel_size", "dp_size", "quantization"),
+        *("incremental_streaming_output", "speculative_algorithm"),
         *("vllm_config/model_config/max_logprobs", "vllm_config/scheduler_config"),
         *("vllm_config/parallel_config/worker_extension_cls", "version", "max_req_input_len"),
         *("sampling_mask_max_tokens", "enable_metrics", "skip_tokenizer_init"),
@@ -57,8 +60,9 @@ LINES = ("vllm:num_", "vllm:kv_cache_usage_perc", "sglang:num_retracted_requests
 
 
 class Exchange(msgspec.Struct):
-    """`target` is a path with its query; `answer` the body, as it came until the client left
-    (`whole` is false then). `num_begun` exchanges had begun when the answer did, this one too."""
+    """`target` is a path with its query, `session` the header that names one; `answer` the body,
+    as it came until the client left (`whole` is false then). `num_begun` exchanges had begun when
+    the answer did, this one too."""
 
     method: str
     target: str
@@ -67,6 +71,7 @@ class Exchange(msgspec.Struct):
     answer: str
     whole: bool = True
     num_begun: int = 0
+    session: str = ""
 
 
 class Dialogue(msgspec.Struct):
@@ -81,7 +86,8 @@ async def talk(name: str, url: str, models: list[Path]) -> dict[str, Any]:
     numbers = itertools.count()
     found: dict[str, Any] = {}
     with mock.patch("secrets.token_hex", side_effect=lambda _: f"nonce{next(numbers)}"):
-        server = CLIENTS[name](url, entropy_top_k=3)
+        kept: dict[str, Any] = {"update_kv": "keep"} if name == "vllm" else {}
+        server = CLIENTS[name](url, entropy_top_k=3, **kept)
         try:
             info = await server.connect(3)
             found["features"] = sorted(info.features)
@@ -91,6 +97,7 @@ async def talk(name: str, url: str, models: list[Path]) -> dict[str, Any]:
             )
             found["sampled"] = await turn(server, "sampled", sampling, 4, (300,))
             found["plain"] = await turn(server, "plain", SamplingParams(12, seed=6), 4)
+            found["bare"] = await turn(server, "bare", SamplingParams(5, seed=7), bare=True)
             await leave(server)
             found["unstarted"] = await update_while_paused(name, server, models[1])
             found["version"] = server.policy_version
@@ -107,6 +114,13 @@ async def talk(name: str, url: str, models: list[Path]) -> dict[str, Any]:
             found["healthy"] = await server.healthy()
         finally:
             await server.close()
+        if kept:  # the other way, with another client
+            server = CLIENTS[name](url, entropy_top_k=3)
+            try:
+                await server.connect(6)
+                found["recomputed"] = await update_while_paused(name, server, models[1], 7)
+            finally:
+                await server.close()
     return found
 
 
@@ -116,10 +130,12 @@ async def turn(
     sampling: SamplingParams,
     interval: int = 1,
     stops: tuple[int, ...] = (),
+    *,
+    bare: bool = False,
 ) -> Any:
-    """A turn, and the tokens of its chunks."""
+    """A turn, and the tokens of its chunks; `bare`: without entropies."""
     chunks: list[Chunk] = []
-    request = Request(name, PROMPT, sampling, interval, stops)
+    request = Request(name, PROMPT, sampling, interval, stops, f"tree of {name}", not bare)
     done = await server.generate(request, chunks.append)
     assert [token for chunk in chunks for token in chunk.token_ids] == done.token_ids
     return msgspec.to_builtins(done)
@@ -136,12 +152,14 @@ async def leave(server: RemoteServer[Any]) -> None:
     await asyncio.wait(server._tasks)
 
 
-async def update_while_paused(name: str, server: RemoteServer[Any], source: Path) -> Any:
+async def update_while_paused(
+    name: str, server: RemoteServer[Any], source: Path, version: int = 4
+) -> Any:
     """An update while a turn is on the server and has no token yet."""
     await server._http.call("POST", **PAUSES[name])
     asking = asyncio.create_task(turn(server, "unstarted", SamplingParams(5, temperature=0.0)))
     await asyncio.sleep(SHORT_S)
-    await server.load_weights(source, 4)
+    await server.load_weights(source, version)
     return await asking
 
 
@@ -197,10 +215,12 @@ class Recorder:
 
     async def answer(self, request: web.Request, body: Any) -> web.StreamResponse:
         known = json.loads(json.dumps(body).replace(str(self._root), "{root}"))
-        one = Exchange(request.method, request.path_qs, known, 0, "", whole=False)
+        session = request.headers.get(SESSION_HEADER, "")
+        one = Exchange(request.method, request.path_qs, known, 0, "", whole=False, session=session)
         self.exchanges.append(one)
         pieces: list[bytes] = []
         headers = {"Content-Type": "application/json"}
+        headers |= {SESSION_HEADER: session} if session else {}
         data = None if body is None else json.dumps(body)
         url = self._url + request.path_qs
         try:
@@ -248,7 +268,11 @@ def nothing(names: Iterable[str]) -> dict[str, Any]:
 class Player:
     """Answers as recorded, each exchange once; what was not recorded is in `surprises`."""
 
-    def __init__(self, dialogue: Dialogue, root: Path) -> None:
+    def __init__(
+        self, dialogue: Dialogue, root: Path, changes: dict[str, Callable[[str], str]]
+    ) -> None:
+        """`changes`: what becomes of answers, by path."""
+        self._changes = changes
         self.left = list(dialogue.exchanges)
         self.surprises: list[str] = []
         self._begun = asyncio.Condition()
@@ -257,8 +281,9 @@ class Player:
 
     async def answer(self, request: web.Request, body: Any) -> web.StreamResponse:
         known = json.loads(json.dumps(body).replace(str(self._root), "{root}"))
-        asked = (request.method, request.path_qs, known)
-        one = next((e for e in self.left if (e.method, e.target, e.body) == asked), None)
+        session = request.headers.get(SESSION_HEADER, "")
+        asked = (request.method, request.path_qs, known, session)
+        one = next((e for e in self.left if (e.method, e.target, e.body, e.session) == asked), None)
         if one is None:
             self.surprises.append(f"{request.method} {request.path_qs} {json.dumps(known)}")
             return web.Response(status=418, text=f"never asked so: {self.surprises[-1]}")
@@ -270,7 +295,8 @@ class Player:
         streams = one.answer.startswith("data:") or not one.whole
         kind = "text/event-stream" if streams else "application/json"
         response = await begin(request, one.status or 200, kind)
-        await response.write(one.answer.replace("{root}", str(self._root)).encode())
+        answer = self._changes.get(request.path, str)(one.answer)
+        await response.write(answer.replace("{root}", str(self._root)).encode())
         if not one.whole:
             await asyncio.Event().wait()  # until the client leaves, as it did
         await response.write_eof()
@@ -281,10 +307,13 @@ def read_dialogue(name: str) -> Dialogue:
     return msgspec.json.decode((FIXTURES / f"dialogue_{name}.json").read_bytes(), type=Dialogue)
 
 
-async def play(name: str, models: list[Path]) -> tuple[Dialogue, Any, Player]:
-    """The recorded dialogue, what came of it this time, and what of it was left out."""
+async def play(
+    name: str, models: list[Path], changes: dict[str, Callable[[str], str]] | None = None
+) -> tuple[Dialogue, Any, Player]:
+    """The recorded dialogue, what came of it this time, and what of it was left out. `changes`:
+    what becomes of the server's answers, by path."""
     dialogue = read_dialogue(name)
-    player = Player(dialogue, models[0].parent)
+    player = Player(dialogue, models[0].parent, changes or {})
     async with Stage(player.answer).open() as stage:
         outcome = await talk(name, stage.url, models)
     return dialogue, json.loads(msgspec.json.encode(outcome)), player

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from math import nan
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,6 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from agentenv.engine import Engine
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.engines.server import (
+    BrokenConnectionError,
+    BusyError,
     ForeignWeightsError,
     Request,
     ServerInfo,
@@ -85,6 +88,9 @@ class FaultyServer:
         self.load_faults: list[EngineError] = []  # of the next loads
         self.die_after: int | None = None  # tokens
         self.hanging = False
+        self.capacity: int | None = None  # requests; more are refused
+        self.fails = False  # all requests but that for its weights
+        self.breaks: list[int] = []  # tokens after which the connections of the next ones break
         self.can_sleep = True
         self.sleep_fault: EngineError | None = None
         self.asleep = False
@@ -93,7 +99,7 @@ class FaultyServer:
         self.requests: list[Request] = []
         self.versions_asked: list[int] = []
         self.num_running = self.peak_running = self.num_aborted = self.num_closed = 0
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_refused = self.num_failed = 0
         self._given, self._num_named = "", 0  # label by this client
         self._make_engine = make_engine
         self._engine = make_engine()
@@ -132,19 +138,33 @@ class FaultyServer:
         if request.id.startswith("weights-"):  # what it answers tells its weights
             logprob = -float(crc32(self.weights.encode()))
             return Completion([1], [logprob], [0.0], "length", [])
+        if self.capacity is not None and self.num_running >= self.capacity:
+            self.num_refused += 1
+            raise BusyError("429")
+        if self.fails:
+            self.num_failed += 1
+            raise ServerLostError("500 CUDA error")
         self.requests.append(request)
         self.versions_asked.append(self.policy_version)
         num_tokens = 0
+        break_after = self.breaks.pop(0) if self.breaks else None
+        broken = asyncio.Event()
 
         def report(chunk: Chunk) -> None:
             nonlocal num_tokens
-            if not self.hanging and not death.is_set():
+            if not self.hanging and not death.is_set() and not broken.is_set():
+                if not request.with_entropies:
+                    chunk = replace(chunk, entropies=[nan] * len(chunk.token_ids))
                 on_chunk(chunk)
                 num_tokens += len(chunk.token_ids)
                 if num_tokens == self.die_after:
                     self.die_after = None
                     self.kill()
+                if num_tokens == break_after:
+                    broken.set()
 
+        if break_after == 0:
+            raise BrokenConnectionError(f"{self.name}: connection reset")
         self.num_running += 1
         self.peak_running = max(self.peak_running, self.num_running)
         death = self._death
@@ -154,13 +174,19 @@ class FaultyServer:
             )
         )
         dying = asyncio.ensure_future(death.wait())
+        breaking = asyncio.ensure_future(broken.wait())
+        ends: set[asyncio.Future[Any]] = {work, dying, breaking}
         try:
-            await asyncio.wait({work, dying}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if broken.is_set():
+                raise BrokenConnectionError(f"{self.name}: connection reset")
             if death.is_set():
                 raise ServerLostError(f"{self.name}: connection lost")
             if self.hanging:
                 await asyncio.Event().wait()
             done = await work
+            if not request.with_entropies:
+                done.entropies = [nan] * len(done.token_ids)
             if self.label != self._given:
                 raise ForeignWeightsError(f"{self.name} samples with weights named {self.label}")
             return done if done.stop in request.sampling.stop else replace(done, stop=None)
@@ -169,9 +195,9 @@ class FaultyServer:
             raise
         finally:
             self.num_running -= 1
-            work.cancel()
-            dying.cancel()
-            await asyncio.gather(work, dying, return_exceptions=True)
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
 
     async def healthy(self) -> bool:
         return not self._death.is_set() and not self.hanging

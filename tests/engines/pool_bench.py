@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.server_config import PoolConfig
@@ -65,10 +65,18 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(folder: Path, count: int, **settings: Any) -> AsyncIterator[Bench]:
+async def bench(
+    folder: Path, count: int, entropies: Literal["all", "window"] = "all", **settings: Any
+) -> AsyncIterator[Bench]:
     servers = [FaultyServer(f"server{n}", reciter(folder)) for n in range(count)]
     pool = EnginePool(
-        servers, folder, 0, vocab_size=VOCAB_SIZE, eos_ids={EOS}, config=PoolConfig(**settings)
+        servers,
+        folder,
+        0,
+        vocab_size=VOCAB_SIZE,
+        eos_ids={EOS},
+        config=PoolConfig(**settings),
+        entropies=entropies,
     )
     await pool.start(fresh=True)
     try:

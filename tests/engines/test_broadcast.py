@@ -60,8 +60,7 @@ def vllm(tied: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list
 @pytest.fixture(scope="module")
 def sglang(tied: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     require_sglang()
-    arguments = ["--incremental-streaming-output"]
-    process = SGLangProcess(tied.paths[0], tmp_path_factory.mktemp("sglang") / "log", arguments)
+    process = SGLangProcess(tied.paths[0], tmp_path_factory.mktemp("sglang") / "log")
     try:
         process.wait_ready()
         yield process.url

@@ -12,7 +12,7 @@ import pytest
 from agentenv.engines.server import Request, ServerLostError
 from agentenv.engines.sglang import SGLangAnswer
 from agentenv.engines.vllm import VLLMAnswer
-from agentenv.errors import EngineError
+from agentenv.errors import ConfigError, EngineError
 from agentenv.types import SamplingParams, VersionSpan
 from tests.engines.dialogues import CLIENTS, play, read_dialogue
 from tests.engines.world import World
@@ -32,6 +32,64 @@ async def test_a_client_asks_and_understands_as_it_did_with_the_real_server(
     assert player.surprises == []
     assert outcome == dialogue.outcome
     assert [one.target for one in player.left] == []
+
+
+def test_an_update_keeps_or_recomputes_and_says_so() -> None:
+    """Kept: a request without a token is sent again with the new salt. Recomputed: it goes on."""
+    sent = {one.target for one in read_dialogue("vllm").exchanges if "/pause" in one.target}
+    assert sent >= {"/pause?mode=keep&clear_cache=false", "/pause?mode=keep&clear_cache=true"}
+    bodies = [
+        one.body
+        for one in read_dialogue("vllm").exchanges
+        if isinstance(one.body, dict) and "unstarted" in one.body.get("request_id", "")
+    ]
+    assert [body["request_id"] for body in bodies] == ["unstarted", "unstarted-1", "unstarted"]
+    kept, again, recomputed = (body["cache_salt"] for body in bodies)
+    assert len({kept, again, recomputed}) == 3
+
+
+WRONG: dict[str, tuple[str, str, tuple[str, ...], Any, str]] = {
+    "speculation on vLLM": (
+        "vllm", "/server_info", ("vllm_config", "speculative_config"), {"method": "ngram"},
+        "without --speculative-config",
+    ),
+    "quantized on vLLM": (
+        "vllm", "/server_info", ("vllm_config", "model_config", "quantization"), "fp8",
+        r"runs quantized weights \(fp8\)",
+    ),
+    "speculation on SGLang": (
+        "sglang", "/server_info", ("speculative_algorithm",), "EAGLE",
+        "without --speculative-algorithm",
+    ),
+    "quantized on SGLang": (
+        "sglang", "/server_info", ("quantization",), "awq", r"runs quantized weights \(awq\)",
+    ),
+    "whole turns in each event": (
+        "sglang", "/server_info", ("incremental_streaming_output",), False,
+        "start it with --incremental-streaming-output",
+    ),
+    "another server behind the URL": (
+        "vllm", "/weight_info", ("weight_version",), "9-other", "several servers behind this URL",
+    ),
+    "another worker behind the URL": (
+        "sglang", "/model_info", ("weight_version",), "9-other", "several servers behind this URL",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+async def test_a_server_that_a_run_cannot_use_is_refused(what: str, models: list[Path]) -> None:
+    name, path, (*keys, last), value, message = WRONG[what]
+
+    def change(answer: str) -> str:
+        found = whole = json.loads(answer)
+        for key in keys:
+            found = found.setdefault(key, {})
+        found[last] = value
+        return json.dumps(whole)
+
+    with pytest.raises(ConfigError, match=message):
+        await play(name, models, {path: change})
 
 
 @pytest.mark.parametrize("name", CLIENTS)
@@ -55,8 +113,7 @@ def streamed_by_vllm(events: list[Any]) -> tuple[list[int], list[float]]:
 
 
 def streamed_by_sglang(events: list[Any]) -> tuple[list[int], list[float]]:
-    """Without --incremental-streaming-output each event repeats the turn."""
-    sampled = events[-1]["meta_info"]["output_token_logprobs"]
+    sampled = [one for event in events for one in event["meta_info"]["output_token_logprobs"]]
     return [token for _, token, _ in sampled], [logprob for logprob, _, _ in sampled]
 
 

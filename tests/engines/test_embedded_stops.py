@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import threading
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +52,28 @@ def byte_fallback() -> Tokenizer:
         ]
     )
     return tokenizer
+
+
+async def test_tables_of_a_large_vocabulary_are_made_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, however many ask at the same time."""
+    tokenizer = byte_level()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    finder = StopStrings(tmp_path, tokenizer.get_vocab_size())
+    monkeypatch.setattr("agentenv.engines.stop_strings.MAX_AT_ONCE", 10)
+    threads = []
+    matcher = finder.matcher
+
+    def make(stops: tuple[str, ...]) -> Any:
+        threads.append(threading.current_thread())
+        return matcher(stops)
+
+    monkeypatch.setattr(finder, "matcher", make)
+    found = await asyncio.gather(*(finder.ready((">",)) for _ in range(3)))
+    assert found[0] is not None
+    assert found[0] is found[1] is found[2] is await finder.ready((">",))
+    assert [one is threading.main_thread() for one in threads] == [False, True]
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])

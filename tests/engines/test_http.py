@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import os
+import resource
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
 
 import pytest
 
 from agentenv.engines.client import FailedError, HttpClient, RefusedError
 from agentenv.engines.remote import top_k_entropy
-from agentenv.engines.server import ServerLostError
+from agentenv.engines.server import BrokenConnectionError, BusyError, ServerLostError
 from agentenv.errors import ConfigError, EngineError
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def serving(handler: Handler, **timeouts: float) -> AsyncIterator[HttpClient]:
+async def serving(handler: Handler, **options: Any) -> AsyncIterator[HttpClient]:
     """A client of a socket on which `handler` speaks for the server."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -30,7 +35,7 @@ async def serving(handler: Handler, **timeouts: float) -> AsyncIterator[HttpClie
 
     server = await asyncio.start_server(handle, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
-    client = HttpClient(f"http://{host}:{port}", **timeouts)
+    client = HttpClient(f"http://{host}:{port}", **options)
     try:
         yield client
     finally:
@@ -144,6 +149,111 @@ async def test_a_kept_connection_that_the_server_closed_is_no_loss() -> None:
         assert await client.call("GET", "/x") == b"ok"
         assert await client.call("GET", "/x") == b"ok"
     assert connections == 2
+
+
+def closing_kept(bodies: list[bytes]) -> Handler:
+    """Answers the first request of each connection; closes it at the second, having read it."""
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for number in range(2):
+            await reader.readuntil(b"\r\n\r\n")
+            bodies.append(await reader.readexactly(1))
+            if number == 0:
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    return handler
+
+
+async def test_what_a_server_may_have_done_is_not_asked_for_twice() -> None:
+    bodies: list[bytes] = []
+    async with serving(closing_kept(bodies)) as client:
+        assert await client.call("POST", "/x", 1) == b"ok"
+        with pytest.raises(BrokenConnectionError, match="connection lost"):
+            await client.call("POST", "/x", 2)
+    assert bodies == [b"1", b"2"]
+    assert issubclass(BrokenConnectionError, ServerLostError)
+
+
+async def test_calls_that_change_a_server_find_no_connection_closed() -> None:
+    bodies: list[bytes] = []
+    async with serving(closing_kept(bodies), fresh_posts=True) as client:
+        assert await client.call("POST", "/x", 1) == b"ok"
+        assert await client.call("POST", "/x", 2) == b"ok"
+    assert bodies == [b"1", b"2"]
+
+
+async def test_a_reset_is_told_from_a_server_that_is_not_there() -> None:
+    async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        found = writer.get_extra_info("socket")
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+
+    async with serving(reset) as client:
+        with pytest.raises(BrokenConnectionError):
+            await client.call("POST", "/x", {})
+        with pytest.raises(BrokenConnectionError):
+            await client.call("GET", "/x")
+    with pytest.raises(ServerLostError, match="connection lost") as caught:
+        await client.call("GET", "/x")
+    assert not isinstance(caught.value, BrokenConnectionError)
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "header", "is_busy", "wanted_s"),
+    [
+        ("429 Too Many Requests", "", True, 0.0),
+        ("429 Too Many Requests", "Retry-After: 7\r\n", True, 7.0),
+        ("503 Service Unavailable", "Retry-After: 2\r\n", True, 2.0),
+        ("503 Service Unavailable", "", False, 0.0),
+    ],
+)
+async def test_a_server_that_is_full_is_not_a_broken_one(
+    status: str, header: str, is_busy: bool, wanted_s: float
+) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {status}\r\n{header}Content-Length: 0\r\n\r\n".encode())
+
+    async with serving(handler) as client:
+        with pytest.raises(BusyError if is_busy else FailedError) as caught:
+            await client.call("GET", "/x")
+    if isinstance(caught.value, BusyError):
+        assert caught.value.retry_after_s == wanted_s
+    assert isinstance(caught.value, ServerLostError) != is_busy
+
+
+@contextmanager
+def few_descriptors(free: int) -> Iterator[None]:
+    """This process can open only so many more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = os.dup(0)
+    os.close(highest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_request_waits_for_a_descriptor(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither the request nor its server is lost, and the log says what is missing."""
+    async with serving(answering("200 OK", "ok"), fresh_posts=True) as client:
+        assert await client.call("POST", "/x", 1) == b"ok"
+        await asyncio.sleep(0.05)  # both ends of that connection are closed now
+        with few_descriptors(free=3):
+            taken = []
+            with suppress(OSError):
+                while True:
+                    taken.append(os.dup(0))
+            asking = asyncio.create_task(client.call("POST", "/x", 1))
+            await asyncio.sleep(0.4)
+            assert not asking.done()
+            for descriptor in taken:
+                os.close(descriptor)
+            assert await asking == b"ok"
+    assert "file descriptors" in caplog.text
 
 
 async def test_names_hide_credentials_and_bad_urls_are_refused() -> None:

@@ -6,6 +6,7 @@ The clock is virtual; the servers are engines in this process that die and hang 
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from agentenv.engines.server import ServerLoad
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, VersionSpan
 from tests.engines.faulty_server import EOS
-from tests.engines.pool_bench import TEXT, Bench, virtual, write_folder
+from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
+from tests.support.virtual_clock import run_virtual
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,40 @@ async def test_tokens_that_nobody_waits_for_come_in_few_events(b: Bench) -> None
     await b.ask()
     await b.ask(on_tokens=lambda chunk: None, stream_interval=4)
     assert [request.stream_interval for request in b.servers[0].requests] == [16, 4]
+
+
+@pytest.mark.parametrize("stop", ["</a>", "</b>"])  # which no token holds, and which one does
+@pytest.mark.parametrize(("heard", "end"), [(n, 23) for n in (7, 19, 21, 23, 40, 0)])
+def test_only_the_tokens_of_a_fork_window_have_entropies(
+    folder: Path, heard: int, end: int, stop: str
+) -> None:
+    """They are asked for with the first request of a turn, and the rest in a second one."""
+    text = TEXT.replace("</a>", stop)
+
+    async def main() -> None:
+        async with bench(folder, 1, entropies="window") as b:
+            chunks: list[Chunk] = []
+            listening = {"on_tokens": chunks.append, "stream_interval": heard} if heard else {}
+            done = await b.ask(text + " and more", stop=(stop,), **listening)
+            assert b.text(done) == text
+            assert (done.finish_reason, done.stop) == ("stop", stop)
+            assert len(done.token_ids) == len(done.entropies) == end
+            known = [not math.isnan(entropy) for entropy in done.entropies]
+            assert known == [place < heard for place in range(end)]
+            heard_ids = [token for chunk in chunks for token in chunk.token_ids]
+            assert heard_ids == done.token_ids[: len(heard_ids)]
+            requests = b.servers[0].requests
+            assert [r.with_entropies for r in requests] == [True, False][not heard :][
+                : len(requests)
+            ]
+            assert len(requests) == 1 + (0 < heard < end)
+            if len(requests) > 1:
+                assert requests[0].sampling.max_tokens == heard
+                assert requests[1].sampling.max_tokens == 100 - heard
+            stats = b.pool.stats()
+            assert (stats["retries"], stats["continuations"]) == (0, 0)
+
+    run_virtual(main())
 
 
 @virtual(1)

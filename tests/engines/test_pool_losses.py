@@ -171,6 +171,97 @@ async def test_a_server_that_samples_nothing_stays_out_although_it_says_it_is_we
     assert b.pool.stats()["servers_up"] == 1
 
 
+@virtual(3)
+async def test_a_server_that_is_well_but_fails_requests_is_avoided_and_then_left(b: Bench) -> None:
+    """Each turn costs one retry at most, and the server is asked ever more rarely."""
+    sick = b.servers[0]
+    sick.fails = True
+    for number in range(40):
+        assert b.text(await b.ask(session=str(number))) == TEXT  # 2.3 s each
+    assert b.pool.stats()["retries"] == sick.num_failed <= 9
+    assert sick.loaded == []
+    sick.fails = False
+    await asyncio.sleep(100)
+    await asyncio.gather(*(b.ask(session=f"later{number}") for number in range(6)))
+    assert b.pool.stats()["servers_up"] == 3
+    assert len(sick.requests) > 0
+
+
+@virtual(2)
+async def test_a_server_that_comes_back_for_the_second_time_gets_one_request_at_first(
+    b: Bench,
+) -> None:
+    sick = b.servers[0]
+    sick.fails = True
+    await asyncio.gather(*(b.ask(session=str(number)) for number in range(32)))
+    first = sick.num_failed
+    await asyncio.sleep(5)
+    await asyncio.gather(*(b.ask(session=f"again{number}") for number in range(32)))
+    await asyncio.sleep(10)
+    before = sick.num_failed
+    await asyncio.gather(*(b.ask(session=f"more{number}") for number in range(32)))
+    assert first <= 32
+    assert sick.num_failed == before + 1
+
+
+@virtual(1)
+async def test_a_server_that_is_full_loses_nothing_and_gets_fewer(b: Bench) -> None:
+    (server,) = b.servers
+    server.capacity = 16
+    done = await asyncio.gather(*(b.ask(session=str(number)) for number in range(200)))
+    assert {b.text(completion) for completion in done} == {TEXT}
+    stats = b.pool.stats()
+    assert (stats["retries"], stats["server/0/lost"], stats["servers_up"]) == (0, 0, 1)
+    assert stats["server/0/refused"] == server.num_refused > 0
+    assert server.peak_running == 16
+    assert stats["server/0/limit"] < 32
+    # 200 turns of 2.3 s on 16 places take 29 s; what is lost is the time it was closed.
+    assert asyncio.get_running_loop().time() < 60
+
+
+@virtual(2)
+async def test_who_was_refused_goes_elsewhere_and_before_all_others(b: Bench) -> None:
+    b.servers[0].capacity = 0
+    asked = [asyncio.create_task(b.ask(session=str(number))) for number in range(8)]
+    await asyncio.sleep(0.01)
+    assert b.pool.stats()["server/0/refused"] >= 1
+    assert {b.text(await one) for one in asked} == {TEXT}
+    assert len(b.servers[1].requests) == 8
+    assert b.pool.stats()["retries"] == 0
+
+
+@virtual(1, max_outage_s=1000)
+async def test_a_server_that_refuses_everything_for_ever_is_lost_in_the_end(b: Bench) -> None:
+    b.servers[0].capacity = 0
+    with pytest.raises(EngineError, match="refuses every request as if it were full"):
+        await b.ask()
+
+
+@pytest.mark.parametrize("breaks", [[0], [9], [3, 9]])
+def test_a_connection_that_breaks_costs_neither_a_retry_nor_the_server(
+    folder: Path, breaks: list[int]
+) -> None:
+    async def main() -> None:
+        async with bench(folder, 2) as b:
+            b.servers[0].breaks = list(breaks)
+            assert b.text(await b.ask()) == TEXT
+            stats = b.pool.stats()
+            assert (stats["retries"], stats["server/0/lost"]) == (0, 0)
+            assert stats["reconnections"] == len(breaks)
+            assert b.servers[1].requests == []
+
+    run_virtual(main())
+
+
+@virtual(2)
+async def test_a_connection_that_breaks_twice_without_a_token_is_a_lost_server(b: Bench) -> None:
+    b.servers[0].breaks = [0, 0]
+    assert b.text(await b.ask()) == TEXT
+    stats = b.pool.stats()
+    assert (stats["retries"], stats["server/0/lost"], stats["reconnections"]) == (1, 1, 1)
+    assert len(b.servers[1].requests) == 1
+
+
 @virtual(2, max_outage_s=60)
 async def test_the_run_ends_with_the_reason_of_each_when_all_are_gone(b: Bench) -> None:
     running = [asyncio.create_task(b.ask(session=str(n))) for n in range(4)]

@@ -149,10 +149,15 @@ async def test_stop_strings(plain: ServerSubject, servers: Servers) -> None:
     await contract.check_stop_tokens(plain.server, servers.untied_world, 0)
 
 
+@pytest.mark.usefixtures("plain")  # which waits until the server is there
+@pytest.mark.parametrize("update_kv", ["recompute", "keep"])
 async def test_prefixes_are_reused_and_never_across_versions(
-    plain: ServerSubject, servers: Servers
+    update_kv: str, servers: Servers
 ) -> None:
-    await contract.check_prefixes(plain, servers.untied_world, 0, BLOCK, num_running=8)
+    world = servers.untied_world
+    async with serving(servers.plain, world, update_kv=update_kv) as server:
+        subject, recomputed = ServerSubject(server), update_kv == "recompute"
+        await contract.check_prefixes(subject, world, 0, BLOCK, 8, recomputed=recomputed)
 
 
 async def test_a_request_that_waits_in_the_server_starts_on_the_new_weights(
@@ -173,7 +178,6 @@ async def test_a_request_that_waits_in_the_server_starts_on_the_new_weights(
         other.cancel()
     done = await waiting
     assert done.version_spans == [VersionSpan(1, 0, 3)]
-    assert done.num_cached_tokens == 0
     check_sampled(world.models, ids, done, greedy=True)
 
 

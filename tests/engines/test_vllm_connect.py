@@ -77,7 +77,7 @@ BY_REQUEST: dict[str, tuple[str, Change, str]] = {
     "tokens of other weights": (
         "/update_weight_version",
         changed("new_version", to="77"),
-        "does not say which weights sampled a token",
+        "does not give back the label of its weights",
     ),
 }
 

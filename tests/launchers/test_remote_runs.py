@@ -159,9 +159,7 @@ def test_evaluating_on_a_vllm_server_with_other_weights(on_vllm: Path, tmp_path:
 
 @pytest.mark.engine_sglang
 def test_evaluating_on_an_sglang_server_with_other_weights(on_sglang: Path, tmp_path: Path) -> None:
-    server = SGLangProcess(
-        on_sglang / "model", tmp_path / "server.log", ["--incremental-streaming-output"]
-    )
+    server = SGLangProcess(on_sglang / "model", tmp_path / "server.log")
     check_evaluation("sglang", server, on_sglang, tmp_path, 4)
 
 

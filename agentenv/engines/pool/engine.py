@@ -81,6 +81,22 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             "running requests then have their prefixes computed again at each update"
         ),
     ] = "merged"
+    entropies: Annotated[
+        Literal["all", "window"],
+        Meta(
+            description="tokens of which servers tell the largest log-probs: all, or those by "
+            "which forks are decided (then a turn is two requests, and no other token has an "
+            "entropy: rollout/entropy and the entropy profile are of those tokens alone)"
+        ),
+    ] = "all"
+    update_kv: Annotated[
+        Literal["recompute", "keep"],
+        Meta(
+            description="keys and values of running requests at an update of the weights: computed "
+            "again by the new ones, which costs the servers a prefill of all that runs, or (vLLM) "
+            "kept, so that their next tokens are of neither version and tell it by their ratios"
+        ),
+    ] = "recompute"
     pool: PoolConfig = PoolConfig()
 
     can_sleep: ClassVar[bool] = True
@@ -93,6 +109,22 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         if self.lora == "adapter" and self.weights == "broadcast":
             raise ConfigError(
                 'engine.lora = "adapter" goes through a directory; remove engine.weights'
+            )
+        if self.servers is not None and self.servers.quantization:
+            raise ConfigError(
+                "engine.servers.quantization: the servers of a policy get the learner's weights, "
+                "which are not quantized; remove it (roles may be quantized)"
+            )
+        if self.pool.max_outage_s < self.pool.load_timeout_s:
+            raise ConfigError(
+                f"engine.pool.max_outage_s = {self.pool.max_outage_s:g} is below load_timeout_s = "
+                f"{self.pool.load_timeout_s:g}: the run would end while its only server loads; "
+                "raise the one or lower the other"
+            )
+        if self.pool.broadcast_timeout_s > self.pool.load_timeout_s:
+            raise ConfigError(
+                f"engine.pool.broadcast_timeout_s = {self.pool.broadcast_timeout_s:g} exceeds "
+                f"load_timeout_s = {self.pool.load_timeout_s:g}, by which a server is given up"
             )
         if self.control_urls and len(self.urls) != 1:
             raise ConfigError(
@@ -157,6 +189,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             name=f"agentenv-{secrets.token_hex(6)}",
             seed=given.seed,
             adapter=given.adapter,
+            entropies=self.entropies,
         )
         given.stack.push_async_callback(pool.close)
         await pool.start(fresh=launched is not None and given.adapter is None)
@@ -185,6 +218,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
                 vocab_size=vocabulary,
                 api_key=api_key,
                 control_urls=self.control_urls,
+                update_kv=self.update_kv,
             )
 
         return make

@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from heapq import heappop, heappush
 
 from agentenv.engines.pool.broadcast import Broadcast
 from agentenv.engines.pool.member import Member, State, Target, WeightProbe
-from agentenv.engines.server import Server
+from agentenv.engines.server import BusyError, Server
 from agentenv.engines.server_config import PoolConfig
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
 
@@ -25,35 +25,42 @@ logger = logging.getLogger(__name__)
 MAX_SESSIONS = 65536  # whose home is remembered
 
 
+# order, number, place, session, whom to avoid
+_Waiter = tuple[tuple[int, int], int, asyncio.Future[Member], str, Collection[Member]]
+
+
 class Places:
     """Hands out places on servers: to the smallest `order` first (Engine.generate), and to equal
     ones in the order in which they came.
 
     A session has a home, since that holds its prefixes; the session goes elsewhere while its home
     is full or loads weights, and gets another home when the home is gone. Otherwise the least
-    loaded server is taken.
+    loaded server is taken. A server that failed a turn gets it again only if no other serves.
     """
 
     def __init__(self, members: list[Member]) -> None:
         self._members = members
         self._homes: OrderedDict[str, Member] = OrderedDict()
-        self._waiting: list[tuple[tuple[int, int], int, asyncio.Future[Member], str]] = []  # a heap
+        self._waiting: list[_Waiter] = []  # a heap
         self._num_came = 0
 
     @property
     def num_waiting(self) -> int:
-        return sum(not place.done() for _, _, place, _ in self._waiting)
+        return sum(not place.done() for _, _, place, *_ in self._waiting)
 
-    async def acquire(self, session: str, order: tuple[int, int] = (0, 0)) -> Member:
+    async def acquire(
+        self, session: str, order: tuple[int, int] = (0, 0), avoid: Collection[Member] = ()
+    ) -> Member:
         """A server with room; to be given back with `release`."""
         self.dispatch()
-        member = None if self._waiting else self._choose(session)
+        member = None if self._waiting else self._choose(session, avoid)
         if member is not None:
             member.in_flight += 1
             return member
         place: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
         self._num_came += 1
-        heappush(self._waiting, (order, self._num_came, place, session))
+        heappush(self._waiting, (order, self._num_came, place, session, avoid))
+        self.dispatch()  # there may be room for this one and not for those before it
         try:
             return await place
         except asyncio.CancelledError:
@@ -66,27 +73,35 @@ class Places:
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Serve those who wait as far as there is room."""
+        """Serve those who wait as far as there is room. Who avoids the free servers is passed."""
+        passed: list[_Waiter] = []
         while self._waiting:
-            _, _, place, session = self._waiting[0]
+            _, _, place, session, avoid = self._waiting[0]
             if not place.done():
-                member = self._choose(session)
-                if member is None:
-                    return
-                member.in_flight += 1
-                place.set_result(member)
+                member = self._choose(session, avoid)
+                if member is not None:
+                    member.in_flight += 1
+                    place.set_result(member)
+                elif avoid:
+                    passed.append(self._waiting[0])
+                else:
+                    break
             heappop(self._waiting)
+        for waiter in passed:
+            heappush(self._waiting, waiter)
 
     def end(self, reason: str) -> None:
         """All who wait raise EngineDeadError."""
         while self._waiting:
-            _, _, place, _ = self._waiting.pop()
+            _, _, place, *_ = self._waiting.pop()
             if not place.done():
                 place.set_exception(EngineDeadError(reason))
 
-    def _choose(self, session: str) -> Member | None:
+    def _choose(self, session: str, avoid: Collection[Member]) -> Member | None:
         serving = [member for member in self._members if member.serving]
-        free = [member for member in serving if member.in_flight < member.limit.value]
+        if avoid:
+            serving = [member for member in serving if member not in avoid] or serving
+        free = [member for member in serving if member.has_room]
         if not free:
             return None
         home = self._homes.get(session)
@@ -177,8 +192,13 @@ class Fleet:
         if doubt:
             member.drop(problem)
         elif member.is_there:
-            member.suspend(problem)
+            member.lost(problem)
         self._watch_outage()
+
+    def refuse(self, member: Member, error: BusyError) -> None:
+        """A server refused a request since it is full. ServerLostError if it refuses them all."""
+        closed_s = member.refused(error.retry_after_s)
+        asyncio.get_running_loop().call_later(closed_s, self.places.dispatch)
 
     async def close(self) -> None:
         """Stop keeping, abort what runs, drop the connections."""
@@ -207,7 +227,7 @@ class Fleet:
         return member
 
     def _serve(self, member: Member) -> None:
-        member.state, member.reason = State.SERVING, ""
+        member.serve()
         self._returned.set()
         self._watch_outage()
         self.places.dispatch()
@@ -299,10 +319,13 @@ class Fleet:
         """Look after one server until it leaves, then let it finish what it has. While the fleet
         sleeps its servers are left alone."""
         failures = 0
+        loop = asyncio.get_running_loop()
         while member in self.members:
             pause = self._config.poll_interval_s
             if self.asleep:
                 failures = 0
+            elif not member.is_there and member.out_until > loop.time():
+                pause = member.out_until - loop.time()
             elif member.is_there:
                 failures = 0
                 await self._look(member)
@@ -319,6 +342,8 @@ class Fleet:
     async def _look(self, member: Member) -> None:
         try:
             await member.poll()
+        except BusyError:
+            pass
         except EngineError as error:
             if not self.asleep and member.is_there:
                 member.suspend(str(error))
@@ -334,6 +359,10 @@ class Fleet:
             try:
                 await member.bring_back(target)
             except (EngineError, ConfigError) as error:
+                member.reason = str(error)
+                return False
+            except OSError as error:  # ours: a directory that cannot be read now
+                logger.warning("%s cannot be given its weights: %s", member.name, error)
                 member.reason = str(error)
                 return False
             if member not in self.members or target != self._target or self.reason is not None:

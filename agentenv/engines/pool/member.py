@@ -17,6 +17,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from agentenv.backoff import backoff_s
 from agentenv.deadline import Wait, WorkClock
 from agentenv.engines.server import Request, Server, ServerLoad, ServerLostError
 from agentenv.engines.server_config import PoolConfig
@@ -75,6 +76,12 @@ class ConcurrencyLimit:
         elif not queued and in_flight >= self._limit * IN_USE:
             step = STEP if self._congested else self._limit
             self._limit = min(float(self._maximum), self._limit + step)
+
+    def refuse(self, in_flight: int) -> None:
+        """The server refused one of so many requests, since it holds no more."""
+        self._congested = True
+        if in_flight <= self._limit:
+            self._limit = max(1.0, in_flight * FACTOR)
 
     def restart(self) -> None:
         """Its counters say nothing of its load: it is another process now, or has new weights."""
@@ -152,6 +159,9 @@ UNKNOWN_VERSION = -1  # of a server that came back, until it has loaded the curr
 SETTLE_S = 0.2  # after a loss: by then the other connections to a dead process are down too
 NUM_LOADS = 2  # times that an update is offered to a server that refuses it
 IDLE = ServerLoad(0, 0, 0.0, 0)
+FIRST_STAY_S, MAX_STAY_S = 1.0, 60.0  # out of the pool, for a server that fails again
+FIRST_CLOSED_S, MAX_CLOSED_S = 0.25, 60.0  # after a refusal for congestion
+MAX_REFUSALS = 30  # times in a row that a server without requests may be closed
 LISTEN_S = 1.0  # between two looks at whether requests have gone silent
 
 
@@ -210,6 +220,10 @@ class Member:
 
     Whether a server still holds its weights is told by their label, which the server gives back
     (Server.keeps_label), and by a token of the `probe`.
+
+    A server that loses requests again, with none answered in between, stays out for twice as long
+    each time, however well it says it is, and then gets one request, until a token comes. One that
+    refuses a request because it is full is closed for a moment and gets fewer.
     """
 
     def __init__(self, server: Server, number: int, config: PoolConfig, probe: WeightProbe) -> None:
@@ -226,6 +240,11 @@ class Member:
         self.epoch = 0  # connections so far; after each it may be another process
         self.in_flight = 0
         self.attempts: dict[asyncio.Task[Completion], Hearing] = {}
+        self.out_until = 0.0  # time of the loop; not brought back before
+        self.on_trial = False  # came back after several losses, and has given no token since
+        self._num_losses = 0  # in a row, without an answered request
+        self._closed_until = 0.0  # time of the loop
+        self._num_refusals = 0  # times in a row that it was closed
         self._clock = WorkClock()  # stands still while its weights are being replaced
         self._clock.go()
         self._listening: asyncio.TimerHandle | None = None
@@ -246,6 +265,12 @@ class Member:
     @property
     def serving(self) -> bool:
         return self.state is State.SERVING
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request may be sent to it now, if it serves."""
+        room = 1 if self.on_trial else self.limit.value
+        return self.in_flight < room and asyncio.get_running_loop().time() >= self._closed_until
 
     @property
     def asleep(self) -> bool:
@@ -274,6 +299,7 @@ class Member:
             "requests": self.counts["requests"],
             "sampled_tokens": self.counts["sampled_tokens"],
             "lost": self.counts["lost"],
+            "refused": self.counts["refused"],
         }
 
     # what runs on it
@@ -295,6 +321,47 @@ class Member:
                 attempt.cancel()
         if self.attempts:
             self._listening = asyncio.get_running_loop().call_later(LISTEN_S, self._listen)
+
+    # what became of requests
+
+    def answered(self) -> None:
+        """A request came to its end."""
+        self._num_losses = self._num_refusals = 0
+
+    def lost(self, problem: str) -> None:
+        """A request was lost on a server that was there."""
+        self._num_losses += 1
+        stay_s = 0.0
+        if self._num_losses > 1:
+            tries = self._num_losses - 2
+            stay_s = backoff_s(tries, self.name, first_s=FIRST_STAY_S, max_s=MAX_STAY_S)
+        self.out_until = asyncio.get_running_loop().time() + stay_s
+        self.suspend(problem)
+
+    def serve(self) -> None:
+        """It may be asked from now on."""
+        self.state, self.reason = State.SERVING, ""
+        self.on_trial = self._num_losses > 1
+
+    def refused(self, wanted_s: float) -> float:
+        """A request was refused since the server is full; it asks for `wanted_s` of quiet. The
+        seconds until it may be asked again. Raises ServerLostError if it refuses all for long."""
+        self.counts["refused"] += 1
+        self.limit.refuse(self.in_flight)
+        now = asyncio.get_running_loop().time()
+        if now >= self._closed_until:
+            closed_s = backoff_s(
+                self._num_refusals,
+                self.name,
+                first_s=FIRST_CLOSED_S,
+                max_s=MAX_CLOSED_S,
+                at_least_s=wanted_s,
+            )
+            self._num_refusals += 1
+            self._closed_until = now + closed_s
+        if self._num_refusals > MAX_REFUSALS and self.in_flight <= 1:
+            raise ServerLostError(f"{self.name} refuses every request as if it were full")
+        return self._closed_until - now
 
     # out of the pool
 
@@ -500,7 +567,7 @@ class Member:
         except EngineError as refused:
             return refused
         else:
-            self.state, self.reason = State.SERVING, ""
+            self.serve()
         return None
 
 

@@ -2,7 +2,9 @@
 
 generate() --> home server of its session, or the least loaded one with room --> Turn
     ^                                                                             |
-    +-- server lost: the next part, from the tokens received so far <-------------+
+    +-- server lost: the next part, from the tokens received so far, elsewhere <--+
+    +-- connection broken off: the same, once, on the same server <---------------+
+    +-- server full: the same part, before all others who wait for a place <------+
 
 Versions: a request that starts after an update never goes to a server with older weights, even if
 no other is left; it waits for one that has caught up, within `max_outage_s`. Otherwise an update
@@ -30,7 +32,9 @@ from agentenv.engines.pool.fleet import Fleet
 from agentenv.engines.pool.member import Hearing, Member, Target
 from agentenv.engines.pool.turn import EntropyKind, Turn
 from agentenv.engines.server import (
+    BrokenConnectionError,
     BrokenOffError,
+    BusyError,
     ForeignWeightsError,
     Request,
     Server,
@@ -42,6 +46,7 @@ from agentenv.engines.weights import Sender
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
 
+FIRST = (-1, 0)  # the order of a turn that a full server has refused
 # By feature: the key that asks for it, and what a server lacks that has not got it.
 LACKS = {
     "adapters": (
@@ -80,12 +85,15 @@ class EnginePool:
         name: str = "agentenv",
         seed: int | str = 0,
         adapter: Path | None = None,
+        entropies: Literal["all", "window"] = "all",
     ) -> None:
-        """`adapter`: what the policy is at first, on top of the model of `model_path`."""
+        """`adapter`: what the policy is at first, on top of the model of `model_path`. With
+        `entropies` "window" only the tokens of a listener's first chunk have them."""
         self.config = config or PoolConfig()
         self._name = name
         self._seed = seed
         self._eos_ids = frozenset(eos_ids)
+        self._entropies = entropies
         self._stop_strings = StopStrings(model_path, vocab_size)
         target = Target(adapter or model_path, policy_version)
         self._fleet = Fleet(servers, target, self.config, vocab_size)
@@ -136,12 +144,22 @@ class EnginePool:
         self._fleet.check_alive()
         if stream_interval < 1:
             raise EngineError(f"stream_interval must be at least 1, found {stream_interval}")
-        matcher = self._stop_strings.matcher(sampling.stop)
-        turn = Turn(prompt_ids, sampling, on_tokens, stream_interval, self._eos_ids, matcher)
+        matcher = await self._stop_strings.ready(sampling.stop)
+        window = stream_interval if on_tokens is not None else 0
+        turn = Turn(
+            prompt_ids,
+            sampling,
+            on_tokens,
+            stream_interval,
+            self._eos_ids,
+            matcher,
+            num_entropies=window if self._entropies == "window" else None,
+        )
         self._counts["requests"] += 1
         key, retries = f"{self._seed}/{self._counts['requests']}", 0
+        failed: set[Member] = set()  # servers that have lost a part
         while True:
-            done, problem = await self._part(turn, session, order)
+            done, problem = await self._part(turn, session, order, failed)
             if done is not None:
                 return done
             self._counts["continuations"] += bool(turn.token_ids)
@@ -155,17 +173,34 @@ class EnginePool:
                 await asyncio.sleep(self.config.backoff_s(retries, key))
 
     async def _part(
-        self, turn: Turn, session: str, order: tuple[int, int]
+        self, turn: Turn, session: str, order: tuple[int, int], failed: set[Member]
     ) -> tuple[Completion | None, str]:
         """Let one server sample. The turn if it is done by then; else what went wrong, which is
-        empty for a request that was broken off on purpose. Raises what a server refuses."""
+        empty where no retry is used up. `failed`: servers that are avoided, which are added to.
+        Raises what a server refuses."""
         self._fleet.check_alive()
         with waiting():
-            member = await self._fleet.places.acquire(session, order)
+            place = FIRST if turn.was_refused else order
+            member = await self._fleet.places.acquire(session, place, failed)
+        turn.was_refused = False
         try:
             if member.asleep:  # since the place was given
                 raise BrokenOffError(member.reason)
-            part = await self._attempt(member, turn)
+            part = await self._attempt(member, turn, session)
+            while part is not None and turn.ends_window(part):
+                done = turn.lose(part, part.entropy_kind)
+                if done is not None:
+                    return done, ""
+                part = await self._attempt(member, turn, session)
+        except BusyError as error:
+            self._fleet.check_alive()
+            try:
+                self._fleet.refuse(member, error)
+            except ServerLostError as lost:
+                self._fleet.lose(member, str(lost))
+                return None, str(lost)
+            turn.was_refused = True
+            return None, ""
         except BrokenOffError:
             self._counts["broken_off"] += 1
             return turn.lose(None, self._entropy_kind), ""
@@ -175,6 +210,11 @@ class EnginePool:
             return None, str(error)
         except ServerLostError as error:
             self._fleet.check_alive()
+            if isinstance(error, BrokenConnectionError) and not turn.breaks_again():
+                self._counts["reconnections"] += 1
+                member.look()  # it may be dead, or another process by now
+                return turn.lose(None, self._entropy_kind), ""
+            failed.add(member)
             self._fleet.lose(member, f"a request was lost: {error}")
             return turn.lose(None, self._entropy_kind), str(error)
         finally:
@@ -184,13 +224,15 @@ class EnginePool:
         self._entropy_kind = part.entropy_kind
         self._counts["cached_tokens"] += part.num_cached_tokens
         if part.finish_reason == "abort":
+            failed.add(member)
             return turn.lose(part, part.entropy_kind), f"{member.name} aborted the request"
+        member.answered()
         return turn.complete(part), ""
 
-    async def _attempt(self, member: Member, turn: Turn) -> Completion | None:
+    async def _attempt(self, member: Member, turn: Turn, session: str) -> Completion | None:
         """One request on one server; None if it ended in a stop string that only the turn sees."""
         self._counts["attempts"] += 1
-        request = turn.request(f"{self._name}-{self._counts['attempts']}")
+        request = turn.request(f"{self._name}-{self._counts['attempts']}", session)
         self._counts["prompt_tokens"] += len(request.prompt_ids)
         member.counts["requests"] += 1
         hearing = member.hear()
@@ -222,6 +264,9 @@ class EnginePool:
         hearing.heard()
         self._counts["sampled_tokens"] += len(chunk.token_ids)
         member.counts["sampled_tokens"] += len(chunk.token_ids)
+        if member.on_trial:
+            member.on_trial = False
+            self._fleet.places.dispatch()
         turn.receive(chunk, member.server.policy_version)
 
     async def generate_on_each(
@@ -284,7 +329,10 @@ class EnginePool:
     def stats(self) -> dict[str, float]:
         """Counters since the start, and figures of each server as server/N/..., N in the order in
         which they were named."""
-        names = "requests sampled_tokens prompt_tokens cached_tokens retries continuations sleeps"
+        names = (
+            "requests sampled_tokens prompt_tokens cached_tokens retries reconnections "
+            "continuations sleeps"
+        )
         found: dict[str, float] = {name: self._counts[name] for name in names.split()}
         members = self._fleet.members
         found["weight_updates"] = self._fleet.num_updates

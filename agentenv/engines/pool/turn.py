@@ -37,9 +37,14 @@ class Turn:
         stream_interval: int,
         eos_ids: Collection[int],
         matcher: StopMatcher | None,
+        *,
+        num_entropies: int | None = None,
     ) -> None:
+        """`num_entropies`: so many first tokens need entropies, the others have NaN; None: all."""
         self.token_ids: list[int] = []
         self.num_parts = 0
+        self.was_refused = False  # by a server that is full, and so waits before all others
+        self._broken_at = -1  # tokens that were there when a connection broke off
         self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._prompt_ids, self._sampling = prompt_ids, sampling
         self._on_tokens, self._stream_interval = on_tokens, stream_interval
@@ -49,11 +54,14 @@ class Turn:
         self._spans: list[VersionSpan] = []
         self._has_tokens = matcher is not None and matcher.has_tokens
         self._base = 0  # tokens of the parts before this one
+        self._num_entropies = num_entropies
+        self._ends_window = False  # the current part is the one with entropies, and others follow
+        self._num_cached: int | None = None  # prompt tokens of the first part that had its end
         self._observed: list[VersionSpan] = []  # versions of this part, as far as it is seen
         self._num_reported = 0
         self._stop: str | None = None
 
-    def request(self, request_id: str) -> Request:
+    def request(self, request_id: str, session: str) -> Request:
         """What the next part is asked for: the rest of the turn, with random numbers of its own."""
         self.num_parts += 1
         interval = UNHEARD_INTERVAL if self._on_tokens is None else self._stream_interval
@@ -61,13 +69,19 @@ class Turn:
         sampling, done = self._sampling, len(self.token_ids)
         if self._has_tokens:
             sampling = replace(sampling, stop=())
+        window = self._num_entropies
+        self._ends_window = window is not None and done < window < sampling.max_tokens
+        most = window if window is not None and self._ends_window else sampling.max_tokens
+        wanted = window is None or done < window
         if not done:
-            return Request(request_id, self._prompt_ids, sampling, interval, stops)
+            sampling = replace(sampling, max_tokens=most)
+            return Request(request_id, self._prompt_ids, sampling, interval, stops, session, wanted)
         seed = None
         if sampling.seed is not None:
             seed = Random(f"{sampling.seed}/{done}").getrandbits(63)
-        rest = replace(sampling, max_tokens=sampling.max_tokens - done, seed=seed)
-        return Request(request_id, [*self._prompt_ids, *self.token_ids], rest, interval, stops)
+        rest = replace(sampling, max_tokens=most - done, seed=seed)
+        prompt_ids = [*self._prompt_ids, *self.token_ids]
+        return Request(request_id, prompt_ids, rest, interval, stops, session, wanted)
 
     def receive(self, chunk: Chunk, version: int) -> None:
         """Tokens of the current part, sampled by `version` as far as anyone knows."""
@@ -81,6 +95,14 @@ class Turn:
             self._find_stop(start)
         extend_spans(self._observed, VersionSpan(version, start, len(self.token_ids)))
         self._report()
+
+    def ends_window(self, part: Completion) -> bool:
+        """Whether the current part came to its end only because its tokens have entropies and
+        those of the next one, which `lose` makes room for, do not."""
+        if not self._ends_window or part.finish_reason != "length":
+            return False
+        self._num_cached = part.num_cached_tokens
+        return True
 
     def complete(self, part: Completion) -> Completion:
         """The current part came to its end, and with it the turn."""
@@ -118,6 +140,11 @@ class Turn:
         if len(self.token_ids) >= self._sampling.max_tokens:
             return self._completion("length", None, entropy_kind, None)
         return None
+
+    def breaks_again(self) -> bool:
+        """A connection broke off. Whether one did before, and no token came since."""
+        before, self._broken_at = self._broken_at, len(self.token_ids)
+        return before == self._broken_at
 
     def discard(self, error: EngineError) -> None:
         """Forget the current part, whose weights were not those that this run loaded. Raises
@@ -186,6 +213,8 @@ class Turn:
         part: Completion | None,
     ) -> Completion:
         cached = part.num_cached_tokens if part is not None else 0
+        if self._num_cached is not None:
+            cached = self._num_cached
         return Completion(
             token_ids=self.token_ids,
             logprobs=self._logprobs,

@@ -28,12 +28,11 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> World:
 def processes(
     untied: World, tied: World, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, SGLangProcess]]:
-    """Both servers; they start side by side. The tied one streams the whole turn in each event."""
+    """Both servers; they start side by side."""
     require_sglang()
     logs = tmp_path_factory.mktemp("sglang")
-    incremental = ["--incremental-streaming-output"]
     found = {
-        "untied": SGLangProcess(untied.paths[0], logs / "untied.log", incremental),
+        "untied": SGLangProcess(untied.paths[0], logs / "untied.log"),
         "tied": SGLangProcess(tied.paths[0], logs / "tied.log"),
     }
     try:

@@ -39,7 +39,7 @@ async def test_weights_that_someone_else_names_are_known_as_foreign(
 
 @pytest.mark.usefixtures("slow")
 async def test_prefixes_never_cross_versions(server: SGLangServer, untied: World) -> None:
-    await contract.check_prefixes(ServerSubject(server), untied, 0, block=16)
+    await contract.check_prefixes(ServerSubject(server), untied, 0, block=16, recomputed=True)
 
 
 @pytest.mark.usefixtures("slow")
@@ -52,7 +52,7 @@ async def test_update_in_the_middle_of_a_request_gives_two_spans(
     await server.load_weights(untied.paths[1], 1)
     assert not running.task.done()
     first = await ask(server, PROMPT, 4)
-    assert first.num_cached_tokens == 0
+    check_sampled(untied.models, PROMPT, first)  # it may share what was computed again
     second = await ask(server, PROMPT, 4)
     assert second.num_cached_tokens == len(PROMPT) - 1
     assert not running.task.done()
