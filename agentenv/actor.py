@@ -114,6 +114,26 @@ class Guide:
         """Free what belongs to the branch."""
 
 
+class PrefixHits:
+    """Prompt tokens of turns whose keys and values the engine still had, since the last `take`:
+    of turns that go on with their own trajectory, and of the first turns of forks."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[int]] = {}  # tokens cached, and in all
+
+    def add(self, branch: Branch, completion: Completion) -> None:
+        if branch.num_turns:
+            kind = "turn" if branch.cursor.branch == branch.name else "fork"
+            sums = self._sums.setdefault(kind, [0, 0])
+            sums[0] += completion.num_cached_tokens
+            sums[1] += len(branch.prefix_ids)
+
+    def take(self) -> dict[str, float]:
+        """The shares by kind; none of a kind without turns."""
+        sums, self._sums = self._sums, {}
+        return {f"prefix/{kind}_hits": hit / num for kind, (hit, num) in sums.items()}
+
+
 class _OutOfTimeError(Exception):
     """A branch has reached its limit of seconds."""
 
@@ -316,7 +336,9 @@ class Rollout:
         branch.forking, attempt = None, 0
         while True:
             try:
-                return await self._generate(branch)
+                completion = await self._generate(branch)
+                self.actor.prefixes.add(branch, completion)
+                return completion
             except EngineDeadError:
                 raise
             except EngineError:
@@ -501,6 +523,7 @@ class Actor:
         self.seed = seed
         self.make_guide = make_guide
         self.envs = OpenEnvs(limits.env_timeout_s)
+        self.prefixes = PrefixHits()
 
     async def rollout(
         self,

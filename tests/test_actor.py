@@ -227,6 +227,25 @@ def test_the_env_of_a_branch_that_failed_stays_open_until_its_fork_has_a_copy() 
     assert sorted(str(leaf.end) for leaf in tree.leaves()) == ["failed", "terminated"]
 
 
+class Caching(ScriptedEngine):
+    """Says that it had half of each prompt but the first."""
+
+    async def generate(self, prompt_ids: Any, *rest: Any, **keys: Any) -> Completion:
+        done = await super().generate(prompt_ids, *rest, **keys)
+        text = CharTokenizer().decode(prompt_ids)
+        done.num_cached_tokens = len(prompt_ids) // 2 if "<result>" in text else 0
+        return done
+
+
+def test_prefix_hits_of_turns_and_forks_are_counted_apart() -> None:
+    actor = make_actor()
+    actor.engine = Caching(ScriptedConfig(max_model_len=9000), CharTokenizer(), script=two_searches)
+    rollout(actor, AlwaysFork(group_size=4))
+    hits = actor.prefixes.take()
+    assert hits == pytest.approx({"prefix/turn_hits": 0.5, "prefix/fork_hits": 0.5}, abs=0.01)
+    assert actor.prefixes.take() == {}
+
+
 def test_an_env_that_cannot_fork_gets_roots_only() -> None:
     tree = rollout(make_actor(fork_mode="none"), AlwaysFork(group_size=3))
     assert tree.num_forks == 0

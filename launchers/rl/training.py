@@ -129,6 +129,16 @@ class StepAccounts:
                 f"the last {len(delivered)}: {reasons}"
             )
 
+    def look_at_hits(self, hits: Metrics) -> None:
+        """Say when a server with a prefix cache finds nothing in it."""
+        for name, share in hits.items():
+            self._say(
+                name,
+                share == 0 and not self.config.engine.is_exact,
+                f"{name} is 0: the engine computes every prefix again; is its prefix cache off, or "
+                "too small for the trajectories in flight?",
+            )
+
     def _say(self, what: str, holds: bool, text: str) -> None:
         if holds and what not in self._said:
             logger.warning("%s", text)
@@ -421,6 +431,8 @@ class Training:
         state = self.state
         engine = self.parts.engine.stats()
         trees_by_fate = state.ledger.counts(in_flight=self.queue.num_waiting)
+        hits = self.parts.actor.prefixes.take()
+        self.accounts.look_at_hits(hits)
         row = {
             "step": state.step,
             "policy_version": self.parts.learner.policy_version,
@@ -428,6 +440,7 @@ class Training:
             **{f"trees/{name}": count for name, count in trees_by_fate.items()},
             "queue/ready": self.queue.num_ready,
             **{f"engine/{name}": value for name, value in engine.items()},
+            **hits,
             "env/num_open": self.parts.actor.envs.count,
             "env/num_results_cut": getattr(self.parts.actor.renderer, "num_cut", 0),
             **{f"env/{name}": value for name, value in shared_stats().items()},
