@@ -438,14 +438,17 @@ def flattened(found: dict[str, Figures]) -> dict[str, float]:
 
 # Dealing: how long ranks wait for each other.
 
-CASES = ((4, 16), (4, 8), (8, 16), (8, 8), (16, 16), (64, 16), (64, 64))  # ranks, groups
+# ranks, groups, ranks that compute a micro-batch together
+CASES = [(4, 16, 1), (4, 8, 1), (8, 16, 1), (8, 8, 1), (16, 16, 1), (64, 16, 1), (64, 64, 1)]
+CASES += [(8, 8, 2), (64, 16, 4)]
 SPREADS = {"narrow": NARROW, "wide": WIDE}
-BUDGET = 24_000  # tokens of a micro-batch
+BUDGET = 24_000  # tokens of a micro-batch on each rank
 
 
 def run_deal(view: View) -> dict[str, float]:
     """Whole trees against trees and parts of trees, on 64 simulated ARPO trees of 40,000 tokens
-    with 16 leaves of 8 roots; a table, and the figures as {SPREAD.RANKSxGROUPS.figure: value}."""
+    with 16 leaves of 8 roots; a table, and the figures as {SPREAD.RANKSxGROUPS.figure: value}, with
+    RANKS/N where N of them compute a micro-batch together."""
     figures: dict[str, float] = {}
     for name, spread in SPREADS.items():
         shapes = simulated(16, 8, spread, tree_tokens=40_000)
@@ -454,34 +457,39 @@ def run_deal(view: View) -> dict[str, float]:
         table = _table(
             f"{name} spread, largest tree {largest:,} tokens; idle and empty passes in %"
         )
-        columns = ("ranks", "groups", "idle: whole", "parts", "empty: whole", "parts")
+        columns = ("ranks", "team", "groups", "idle: whole", "parts", "empty: whole", "parts")
         for column in (*columns, "computed", "load"):
             table.add_column(column, justify="right", no_wrap=True)
-        for num_ranks, groups in CASES:
-            case = try_dealing(trees, num_ranks, groups)
+        for num_ranks, groups, team in CASES:
+            case = try_dealing(trees, num_ranks, groups, team)
             percent = (f"{100 * case[key]:.1f}" for key in list(case)[:4])
             ratios = (f"{case[key]:.2f}" for key in ("computed_over_unique", "largest_load"))
-            table.add_row(str(num_ranks), str(groups), *percent, *ratios)
-            figures |= {f"{name}.{num_ranks}x{groups}.{key}": v for key, v in case.items()}
+            table.add_row(str(num_ranks), str(team), str(groups), *percent, *ratios)
+            ranks = f"{num_ranks}/{team}" if team > 1 else f"{num_ranks}"
+            figures |= {f"{name}.{ranks}x{groups}.{key}": v for key, v in case.items()}
         view.show(table)
     return {name: round(value, 4) for name, value in figures.items()}
 
 
-def try_dealing(trees: Sequence[EncodedTree], num_ranks: int, groups: int) -> dict[str, float]:
+def try_dealing(
+    trees: Sequence[EncodedTree], num_ranks: int, groups: int, team: int = 1
+) -> dict[str, float]:
     """idle_share of ranks with whole trees and with parts; empty passes at ZeRO 3, where all run as
     many as the one with most; tokens computed with parts over those of the trees; largest load with
-    parts over that with whole trees. Counted on the micro-batches that the ranks would run."""
+    parts over that with whole trees. Counted on the micro-batches that the ranks, or teams of them,
+    would run."""
+    num_teams, budget = num_ranks // team, BUDGET * team
     loads: dict[str, list[list[float]]] = {"whole": [], "parts": []}
     passes: dict[str, list[list[float]]] = {"whole": [], "parts": []}
     computed = 0
     for first in range(0, len(trees), groups):
         step = trees[first : first + groups]
         dealt = {
-            "whole": [[step[i] for i in hand] for hand in deal(step, num_ranks)],
-            "parts": deal_parts(step, num_ranks, BUDGET)[0],
+            "whole": [[step[i] for i in hand] for hand in deal(step, num_teams)],
+            "parts": deal_parts(step, num_teams, budget)[0],
         }
         for name, shares in dealt.items():
-            packed = [pack(own, BUDGET) for own in shares]
+            packed = [pack(own, budget) for own in shares]
             loads[name].append([sum(map(_cost, batches)) for batches in packed])
             passes[name].append([float(len(batches)) for batches in packed])
         computed += sum(len(batch.token_ids) for batches in packed for batch in batches)

@@ -34,6 +34,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from agentenv.errors import ConfigError
+from learners.context import Share
 
 # Blocked. Runs of equal `end` are the segments between forks. A segment, its first child, that
 # one's first child and so on lie side by side and are one path, a chain. So all visible pairs are
@@ -384,14 +385,20 @@ NO_MASK = torch.empty(1, 1, 0, 0, dtype=torch.bool)
 class TreeLayout:
     """Which keys each token of a micro-batch sees: k <= q < end[k].
 
-    end: int64 [tokens]. What a form needs is built once and shared by all layers.
+    end: int64 [tokens]. What a form needs is built once and shared by all layers. `share`: which
+    of the tokens are this rank's, where several compute the micro-batch together.
     """
 
     def __init__(
-        self, end: NDArray[np.int64], device: torch.device, form: Form | None = None
+        self,
+        end: NDArray[np.int64],
+        device: torch.device,
+        form: Form | None = None,
+        share: Share | None = None,
     ) -> None:
         self.end = end
         self.device = device
+        self.share = share
         self.form = form or default_form(device)
         self._windows: dict[int, WindowPlan] = {}
 
@@ -484,8 +491,10 @@ def _attention(
         return output
     if attention_mask is not NO_MASK:
         raise ValueError("a tree_layout needs attention_mask = NO_MASK")
-    if query.shape[0] != 1 or query.shape[2] != len(tree_layout.end):
-        raise ValueError(f"a layout of {len(tree_layout.end)} tokens for {tuple(query.shape)}")
+    share = tree_layout.share
+    num_tokens = len(tree_layout.end) if share is None else share.num_tokens
+    if query.shape[0] != 1 or query.shape[2] != num_tokens:
+        raise ValueError(f"a layout of {num_tokens} tokens for {tuple(query.shape)}")
     unknown = [name for name in others if name not in _HARMLESS and others[name] is not None]
     if unknown:
         raise ConfigError(
@@ -493,14 +502,24 @@ def _attention(
             "computed over trees"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if sliding_window is not None and sliding_window < tree_layout.longest_path:
-        plan = tree_layout.window(sliding_window)
-        return windowed_attention(query, key, value, plan, scale), None
-    if tree_layout.form == "blocked":
-        return blocked_attention(query, key, value, tree_layout.blocks, scale), None
-    if tree_layout.form == "flex":
-        return flex_tree_attention(query, key, value, tree_layout.block_mask, scale), None
+    if share is None:
+        return _attend(query, key, value, tree_layout, scale, sliding_window), None
+    queries, keys, values = share.to_heads(query, key, value)
+    attended = _attend(queries, keys, values, tree_layout, scale, sliding_window)
+    return share.to_tokens(attended), None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scale: float, window: int | None
+) -> Tensor:
+    """In the form of the layout; shapes as in `blocked_attention`."""
+    if window is not None and window < layout.longest_path:
+        return windowed_attention(query, key, value, layout.window(window), scale)
+    if layout.form == "blocked":
+        return blocked_attention(query, key, value, layout.blocks, scale)
+    if layout.form == "flex":
+        return flex_tree_attention(query, key, value, layout.block_mask, scale)
     attended = scaled_dot_product_attention(
-        query, key, value, attn_mask=tree_layout.mask, scale=scale, enable_gqa=True
+        query, key, value, attn_mask=layout.mask, scale=scale, enable_gqa=True
     )
-    return attended.transpose(1, 2).contiguous(), None
+    return attended.transpose(1, 2).contiguous()

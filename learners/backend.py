@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from agentenv.errors import ConfigError, LearnerError
 from learners.batch import MicroBatch, encode_sequence, pack
+from learners.context import join_team
 from learners.deepspeed_settings import deepspeed_settings
 from learners.learner import LearnerConfig, OptimizerConfig
 from learners.policy import Policy, tensors
@@ -48,13 +49,16 @@ class RankBackend(ABC):
         self.device = device_of_rank()
         self.num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.team = join_team(config.context_parallel, config.command_timeout_s)
         self._aside: OptimizerState | None = None
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         """See `Policy.forward`."""
         for dropout in self.dropouts:
             dropout.training = torch.is_grad_enabled()
-        outputs: tuple[Tensor, Tensor, Tensor] = self.module(*tensors(batch, self.device))
+        outputs: tuple[Tensor, Tensor, Tensor] = self.module(
+            *tensors(batch, self.device, self.team)
+        )
         return outputs
 
     @abstractmethod
@@ -107,6 +111,10 @@ class RankBackend(ABC):
         values: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(values, value)
         return values
+
+    def gather_teams(self, value: T) -> list[T]:
+        """The values of all teams, whose members have the same; all ranks must call it."""
+        return self.gather(value)[:: self.config.context_parallel]
 
     def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
         """The batches, followed by passes over nothing where ranks must run equally many.

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from agentenv.engines.weights import Address, Group, Manifest, TransferError, Wire
 from agentenv.errors import ConfigError, EngineError, LearnerError
+from agentenv.model_files import read_model_config
 from agentenv.tree import TrajectoryTree
 from learners import ranks as wire
 from learners.algorithm import Algorithm
@@ -29,6 +30,7 @@ from learners.learner import (
     Metrics,
     OptimizerConfig,
     Score,
+    check_heads,
     optimizer_of,
 )
 from learners.lora import check_installed
@@ -164,7 +166,7 @@ class DeepSpeedLearner:
         dealt = [await asyncio.to_thread(self._deal, encoded[slice(*cut)]) for cut in cuts]
         shares = zip(*(parts for parts, _ in dealt), strict=True)
         commands = [wire.Update(list(share), lr_scale, agreement) for share in shares]
-        replies = await self._call(commands)
+        replies = await self._call_teams(commands)
         for step in replies[0].steps:
             span = slice(*cuts[int(step["minibatch"])])
             trees = [tree for tree, _ in groups[span]]
@@ -172,13 +174,13 @@ class DeepSpeedLearner:
         metrics = {"num_trained": float(len(encoded)), **replies[0].metrics}
         once = self.config.num_epochs_per_batch * sum(tree.num_tokens for tree in encoded)
         metrics["computed_over_unique"] = metrics.pop("num_computed_tokens") / once
-        if self.config.num_ranks > 1:
+        if self.config.num_teams > 1:
             metrics["idle_share"] = idle_share([loads for _, loads in dealt])
         return metrics
 
     def _deal(self, trees: Sequence[EncodedTree]) -> tuple[list[list[EncodedTree]], list[float]]:
         config = self.config
-        return deal_parts(trees, config.num_ranks, config.max_tokens_per_microbatch)
+        return deal_parts(trees, config.num_teams, config.team_tokens)
 
     def _encode(self, groups: Sequence[CreditedTree]) -> list[EncodedTree]:
         return [encode(tree, credit, self._policy_version) for tree, credit in groups]
@@ -186,25 +188,25 @@ class DeepSpeedLearner:
     async def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float = 1.0) -> Metrics:
         if not sequences:
             return {"num_steps": 0.0}
-        hands = deal(sequences, self.config.num_ranks)
+        hands = deal(sequences, self.config.num_teams)
         commands = [wire.Imitate([sequences[i] for i in hand], lr_scale) for hand in hands]
-        return (await self._call(commands))[0].metrics
+        return (await self._call_teams(commands))[0].metrics
 
     async def prefer(
         self, pairs: Sequence[EncodedTree], beta: float, lr_scale: float = 1.0
     ) -> Metrics:
         if not pairs:
             return {"num_steps": 0.0}
-        hands = deal(pairs, self.config.num_ranks)
+        hands = deal(pairs, self.config.num_teams)
         commands = [wire.Prefer([pairs[i] for i in hand], beta, lr_scale) for hand in hands]
-        return (await self._call(commands))[0].metrics
+        return (await self._call_teams(commands))[0].metrics
 
     async def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
         if not sequences:
             return []
-        hands = deal(sequences, self.config.num_ranks)
+        hands = deal(sequences, self.config.num_teams)
         commands = [wire.ScoreSequences([sequences[i] for i in hand]) for hand in hands]
-        replies = await self._call(commands)
+        replies = await self._call_teams(commands)
         scores = {
             place: score
             for hand, reply in zip(hands, replies, strict=True)
@@ -259,6 +261,11 @@ class DeepSpeedLearner:
         """One command for all ranks; their answers by rank."""
         return await self._call([command] * self.config.num_ranks, timeout_s)
 
+    async def _call_teams(self, commands: Sequence[wire.Message]) -> list[wire.Done]:
+        """One command for all ranks of a team; the answer of one of them."""
+        size = self.config.context_parallel
+        return (await self._call([one for one in commands for _ in range(size)]))[::size]
+
     async def _call(
         self, commands: Sequence[wire.Message], timeout_s: float | None = None
     ) -> list[wire.Done]:
@@ -284,6 +291,9 @@ def _check(config: LearnerConfig, algorithm: Algorithm, model_dir: Path) -> None
         deepspeed_settings(config)
     if config.lora is not None:
         check_installed()
+    num_heads = read_model_config(model_dir).get("num_attention_heads")
+    if isinstance(num_heads, int):
+        check_heads(num_heads, config.context_parallel)
 
 
 def _absolute(path: Path) -> str:

@@ -158,18 +158,18 @@ def preference_loss(margins: Tensor, beta: float) -> Tensor:
 def prefer(trainer: Trainer, pairs: Sequence[EncodedTree], beta: float, lr_scale: float) -> Metrics:
     """One optimizer step on the mean loss over the pairs of all ranks.
 
-    `pairs` are this rank's, with the reference's log-probs. Where a pair is larger than a
-    micro-batch and so cut, its margin is computed before, and the loss is replaced by its tangent
-    there, whose gradient is the same.
+    `pairs` are those of this rank, or of its team, with the reference's log-probs. Where a pair is
+    larger than a micro-batch and so cut, its margin is computed before, and the loss is replaced by
+    its tangent there, whose gradient is the same.
     """
     from learners.trainer import times
 
     start = time.perf_counter(), time.process_time()
     backend, tokens = trainer.backend, PairTokens.of(pairs)
     batches = trainer.pack(pairs)
-    total = float(sum(backend.gather(len(pairs))))
+    total = float(sum(backend.gather_teams(len(pairs))))
     slopes = None
-    if any(backend.gather(_is_any_cut(tokens, batches))):
+    if any(backend.gather_teams(_is_any_cut(tokens, batches))):
         slopes = _slopes(tokens.margins(trainer.figures(pairs)[0]), beta)
     found = np.zeros_like(tokens.reference)
     for batch in backend.passes(batches):
@@ -177,7 +177,7 @@ def prefer(trainer: Trainer, pairs: Sequence[EncodedTree], beta: float, lr_scale
         found[batch.index] = logprobs.detach().cpu().numpy()
         backend.backward(_loss(tokens, batch.index, logprobs, slopes, beta) / total)
     sums = preference_sums(tokens, found, beta)
-    metrics = preference_metrics(backend.gather(sums))
+    metrics = preference_metrics(backend.gather_teams(sums))
     return metrics | trainer.step(lr_scale, metrics["loss"]) | times(*start)
 
 

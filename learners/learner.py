@@ -142,6 +142,15 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         str,
         Meta(description="host:port where external ranks find the controller, as 0.0.0.0:29400"),
     ] = ""
+    context_parallel: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="neighbouring ranks, on one machine, that compute each micro-batch "
+            "together, of this many times max_tokens_per_microbatch: for paths longer than a rank "
+            "can hold; divides num_ranks and the model's attention heads",
+        ),
+    ] = 1
     zero_stage: Annotated[
         Literal[0, 1, 2, 3],
         Meta(
@@ -233,9 +242,10 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
             (self.offload != "none" and self.zero_stage == 0, OFFLOAD_NEEDS_1),
             (self.offload == "params" and self.zero_stage != 3, OFFLOAD_PARAMS_NEEDS_3),
             ((self.launch == "external") != bool(self.address), EXTERNAL_NEEDS_ADDRESS),
+            (self.num_ranks % self.context_parallel, TEAMS_NEED_RANKS),
         ):
             if wrong:
-                raise ConfigError(text)
+                raise ConfigError(text.format(self))
         self.check_optimizer(self, "learner.optimizer")
         self.check_schedule("learner")
 
@@ -246,6 +256,16 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ConfigError(MUON_NEEDS_0.format(key=key, stage=self.zero_stage))
             if self.lora is not None:
                 raise ConfigError(LORA_NEEDS_ADAMW.format(key=key))
+
+    @property
+    def num_teams(self) -> int:
+        """Teams of ranks that compute a micro-batch together; trees are dealt to them."""
+        return self.num_ranks // self.context_parallel
+
+    @property
+    def team_tokens(self) -> int:
+        """Most tokens of a micro-batch, but for a path that is longer."""
+        return self.context_parallel * self.max_tokens_per_microbatch
 
     def _needs_deepspeed(self) -> bool:
         plain = self.zero_stage == 0 and self.dtype == "float32" and self.offload == "none"
@@ -275,6 +295,21 @@ OFFLOAD_PARAMS_NEEDS_3 = "learner.offload = params needs learner.zero_stage = 3,
 EXTERNAL_NEEDS_ADDRESS = (
     "learner.address: give the host:port to listen on with learner.launch = external, and only then"
 )
+
+
+TEAMS_NEED_RANKS = (
+    "learner.context_parallel = {0.context_parallel} does not divide learner.num_ranks = "
+    "{0.num_ranks}: so many ranks compute a micro-batch together; change one of them"
+)
+
+
+def check_heads(num_heads: int, size: int) -> None:
+    """Raises ConfigError where a team of so many ranks cannot divide the attention heads."""
+    if num_heads % size:
+        raise ConfigError(
+            f"learner.context_parallel = {size} does not divide the model's {num_heads} attention "
+            "heads, which are split over the ranks that share a path; choose a divisor"
+        )
 
 
 class Score(Struct, frozen=True):

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from agentenv.errors import ConfigError
 from learners.attention import NO_MASK, TreeLayout, use_tree_attention
 from learners.batch import MicroBatch
+from learners.context import Share, Team, padded
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of one [tokens, vocabulary] tensor
 TILE_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}  # of a float32 copy of some of the weight's rows
@@ -256,7 +257,8 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """log-probs, entropies (nats; both with gradient) and arg-max matches, [tokens].
 
-        Shapes as in MicroBatch.
+        Shapes as in MicroBatch. Where a team computes it, the arguments but for the layout are
+        this rank's, the figures those of the whole micro-batch.
         """
         causal = _without_adapters(self.model)
         keys: dict[str, Any] = {"attention_mask": NO_MASK}
@@ -274,7 +276,8 @@ class Policy(nn.Module):
         logprobs, entropy, likeliest = causal.get_output_embeddings()(
             hidden[0].index_select(0, source), targets
         )
-        return logprobs, entropy, likeliest == targets
+        figures = logprobs, entropy, likeliest == targets
+        return figures if layout.share is None else layout.share.joined(*figures)
 
 
 # Kinds of layers that carry a state along the row, as config.json names them.
@@ -322,8 +325,14 @@ def _checkpoint_layers(model: Any) -> None:
         layer.training = True
 
 
-def tensors(batch: MicroBatch, device: torch.device) -> tuple[Any, ...]:
-    """The arguments of `Policy.forward` on the device."""
+def tensors(batch: MicroBatch, device: torch.device, team: Team | None = None) -> tuple[Any, ...]:
+    """The arguments of `Policy.forward` on the device, of this rank where it is one of a team."""
+    share = None
+    if team is not None:
+        batch = padded(batch, team.size)
+        share = Share(team, batch)
+        batch = share.of(batch)
     arrays = (batch.token_ids, batch.position_ids, batch.source, batch.targets)
     token_ids, position_ids, source, targets = (torch.from_numpy(a).to(device) for a in arrays)
-    return token_ids, position_ids, TreeLayout(batch.end, device), source, targets
+    layout = TreeLayout(batch.end, device, share=share)
+    return token_ids, position_ids, layout, source, targets

@@ -517,10 +517,23 @@ class RankGroup:
                 if isinstance(link, LearnerError):
                     raise link
                 links[link.rank] = link
+            self._check_teams(links)
         finally:
             for each in ended:
                 each.cancel()
             self._links = [links[rank] for rank in sorted(links)]
+
+    def _check_teams(self, links: dict[int, RankLink]) -> None:
+        """Ranks that compute a micro-batch together exchange it in every layer."""
+        size = self.config.context_parallel
+        for rank, link in links.items():
+            first = links[rank - rank % size]
+            if link.host != first.host:
+                raise LearnerError(
+                    f"learner.context_parallel = {size}: the ranks {first.rank} and {rank} compute "
+                    f"micro-batches together and are on two machines ({first.host}, {link.host}); "
+                    "choose a divisor of the ranks on a machine"
+                )
 
     def _start_failure(
         self, ended: Sequence[asyncio.Future[int]], links: dict[int, RankLink], timeout_s: float

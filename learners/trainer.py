@@ -119,9 +119,11 @@ class Trainer:
         self.skipped_steps = [place | step for place, step in steps if step["num_skipped"]]
         tokens = [minibatch.tokens for minibatch in prepared]
         metrics = over_steps([step for _, step in steps])
-        metrics |= means(self.backend.gather(behaviour_ratios(prepared)))
+        metrics |= means(self.backend.gather_teams(behaviour_ratios(prepared)))
         counts = [[len(part.weight), part.weight.sum()] for part in tokens]
-        num_tokens, num_flat_tokens = over_all(np.sum(counts, axis=0), self.backend.gather).tolist()
+        num_tokens, num_flat_tokens = over_all(
+            np.sum(counts, axis=0), self.backend.gather_teams
+        ).tolist()
         metrics |= {"num_tokens": float(num_tokens), "num_flat_tokens": float(num_flat_tokens)}
         return metrics | times(start_wall, start_cpu)
 
@@ -129,14 +131,14 @@ class Trainer:
         """One step on the negative log-likelihood, averaged over the weights of all tokens."""
         start_wall, start_cpu = time.perf_counter(), time.process_time()
         weight = ActionTokens.of(sequences).weight
-        total = float(over_all(weight.sum(), self.backend.gather))
+        total = float(over_all(weight.sum(), self.backend.gather_teams))
         loss_sum = 0.0
         for batch in self.backend.passes(self.pack(sequences)):
             logprobs, _, _ = self.backend.forward(batch)
             loss = -(self._tensor(weight[batch.index], logprobs) * logprobs).sum() / total
             self.backend.backward(loss)
             loss_sum += float(loss.detach())
-        loss_sum = sum(self.backend.gather(loss_sum))
+        loss_sum = sum(self.backend.gather_teams(loss_sum))
         metrics = {"loss": loss_sum, "num_tokens": total} | self.step(lr_scale, loss_sum)
         return metrics | times(start_wall, start_cpu)
 
@@ -161,8 +163,8 @@ class Trainer:
         return found
 
     def pack(self, trees: Sequence[EncodedTree]) -> list[MicroBatch]:
-        """Micro-batches of at most `max_tokens_per_microbatch` tokens."""
-        return pack(trees, self.config.max_tokens_per_microbatch)
+        """Micro-batches of at most as many tokens as a team computes at once."""
+        return pack(trees, self.config.team_tokens)
 
     def _tensor(self, values: Floats, like: Tensor) -> Tensor:
         return torch.from_numpy(values).to(like)
@@ -185,7 +187,7 @@ class Trainer:
             [self._needs_proximal(tree) for tree in trees],
             [tree.num_action_tokens for tree in trees],
         ).astype(np.bool_)
-        if any(self.backend.gather(bool(needed))):
+        if any(self.backend.gather_teams(bool(needed))):
             proximal[is_needed], entropies[is_needed], _ = self.figures(needed)
         return prepare(
             trees,
@@ -194,7 +196,7 @@ class Trainer:
             entropies,
             reference,
             self.algorithm,
-            self.backend.gather,
+            self.backend.gather_teams,
             is_needed,
         )
 
@@ -215,7 +217,7 @@ class Trainer:
         terms = None
         if self.algorithm.clips_sequences:
             current = self.figures(minibatch.trees)[0]
-            terms = minibatch.terms(self.algorithm, current, self.backend.gather)
+            terms = minibatch.terms(self.algorithm, current, self.backend.gather_teams)
         sums: Counter[str] = Counter()
         maxima: dict[str, float] = {}
         for batch in self.backend.passes(self.pack(minibatch.trees)):
@@ -229,7 +231,7 @@ class Trainer:
                     maxima[name] = max(maxima.get(name, -math.inf), float(value))
                 else:
                     sums[name] += float(value)  # type: ignore[assignment]
-        sums, maxima = over_ranks(self.backend.gather((sums, maxima)))
+        sums, maxima = over_ranks(self.backend.gather_teams((sums, maxima)))
         step = self.step(lr_scale, sums["loss"])
         return {**minibatch.metrics, **sums, **maxima, **step}
 

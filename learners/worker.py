@@ -298,8 +298,8 @@ PR_SET_PDEATHSIG = 1  # Linux: signal this process when its parent ends
 ORPHAN_POLL_S = 1.0
 ORPHAN_GRACE_S = 3.0  # for the main thread to end by itself
 OUT_OF_MEMORY = (
-    "ran out of memory ({}); lower learner.max_tokens_per_microbatch, raise learner.zero_stage, "
-    "or set learner.activation_checkpointing or learner.offload"
+    "ran out of memory ({}); lower learner.max_tokens_per_microbatch, raise learner.zero_stage or "
+    "learner.context_parallel, or set learner.activation_checkpointing or learner.offload"
 )
 
 

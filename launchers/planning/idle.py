@@ -100,12 +100,12 @@ def _path_lengths(sizes: list[float], parents: list[int]) -> list[float]:
 def expected_idle(learner: LearnerConfig, algorithm: Algorithm, limits: Limits) -> float:
     """Part of their time that the ranks would wait for the one with the most, in trees of a wide
     spread, whose trajectories are on average PART_OF_LIMIT as long as the limits allow."""
-    if learner.num_ranks == 1:
+    if learner.num_teams == 1:
         return 0.0
     return _expected_idle(
-        learner.num_ranks,
+        learner.num_teams,
         learner.groups_per_minibatch,
-        learner.max_tokens_per_microbatch,
+        learner.team_tokens,
         algorithm.group_size,
         getattr(algorithm, "num_initial", algorithm.group_size),
         limits.max_prompt_tokens + limits.max_response_tokens,
@@ -114,7 +114,7 @@ def expected_idle(learner: LearnerConfig, algorithm: Algorithm, limits: Limits) 
 
 @cache  # a dry run asks three times
 def _expected_idle(
-    num_ranks: int, groups: int, budget: int, group_size: int, num_initial: int, longest: int
+    num_teams: int, groups: int, budget: int, group_size: int, num_initial: int, longest: int
 ) -> float:
     trees = simulated(
         group_size,
@@ -128,7 +128,7 @@ def _expected_idle(
     steps = []
     for first in range(0, len(paths), groups):
         step = paths[first : first + groups]
-        steps.append([load(hand, step) for hand in share(step, num_ranks)])
+        steps.append([load(hand, step) for hand in share(step, num_teams)])
     return idle_share(steps)
 
 
@@ -140,5 +140,6 @@ def check_idle(learner: LearnerConfig, algorithm: Algorithm, limits: Limits) -> 
             f"learner.num_ranks = {learner.num_ranks}: ranks would wait {idle:.0%} of their time "
             f"for the one with the most, with learner.groups_per_minibatch = "
             f"{learner.groups_per_minibatch} trees of {algorithm.group_size} trajectories; raise "
-            "groups_per_minibatch, lower num_ranks, or set learner.allow_idle = true"
+            "groups_per_minibatch or context_parallel, lower num_ranks, or set "
+            "learner.allow_idle = true"
         )

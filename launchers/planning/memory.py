@@ -14,6 +14,7 @@ Activations: what the forward pass keeps of a token of a micro-batch, see `kept_
 
 from __future__ import annotations
 
+import math
 import re
 from importlib import resources
 from pathlib import Path
@@ -180,7 +181,8 @@ def bytes_of(dtype: str) -> int:
 def learner_memory(
     shape: ModelShape, config: LearnerConfig, num_tokens: int, *, has_reference: bool = False
 ) -> Memory:
-    """Of one rank. `num_tokens`: of its largest micro-batch. Main memory is that of one rank."""
+    """Of one rank. `num_tokens`: what it has of its largest micro-batch. Main memory is that of
+    one rank."""
     states = model_states(shape, config)
     gpu = dict(states.gpu)
     b = bytes_of(config.dtype)
@@ -194,7 +196,11 @@ def learner_memory(
     if config.zero_stage:
         gpu["buckets"] = 2 * b * min(BUCKET_ELEMENTS, whole)
     gpu["activations"] = activation_bytes(
-        shape, num_tokens, b, checkpointing=config.activation_checkpointing
+        shape,
+        num_tokens,
+        b,
+        checkpointing=config.activation_checkpointing,
+        team=config.context_parallel,
     )
     head = 0 if config.lora is not None else shape.embedding * (4 + b)
     gpu["log-prob head"] = 3.0 * HEAD_CHUNK_BYTES + head
@@ -228,25 +234,30 @@ def model_states(shape: ModelShape, config: LearnerConfig) -> Memory:
 
 
 def activation_bytes(
-    shape: ModelShape, num_tokens: int, bytes_each: int, *, checkpointing: bool
+    shape: ModelShape, num_tokens: int, bytes_each: int, *, checkpointing: bool, team: int = 1
 ) -> float:
-    """Of one micro-batch: all layers, or their inputs and one layer at a time."""
-    layer = num_tokens * kept_per_token(shape, bytes_each)
+    """Of one micro-batch, or of a rank's part of it: all layers, or their inputs and one layer at a
+    time. `team`: ranks that compute it together."""
+    layer = num_tokens * kept_per_token(shape, bytes_each, team)
     if not checkpointing:
         return layer * (shape.layers + BACKWARD_FACTOR - 1)
     return num_tokens * shape.layers * shape.hidden * bytes_each + layer * BACKWARD_FACTOR
 
 
-def kept_per_token(shape: ModelShape, bytes_each: int) -> int:
+def kept_per_token(shape: ModelShape, bytes_each: int, team: int = 1) -> int:
     """Bytes that one layer keeps of a token for the backward pass.
 
     Both norms keep a float32 copy of their input. In the layer's own type are kept: the inputs of
     norms and of projections (4 hidden), queries and attention's output, keys and values, and four
     of the width of the feed-forward part; with normalised queries and keys a float32 copy and
-    another of each.
+    another of each. A team keeps attention's output as attention and as its projection have it, and
+    keys and values as often as its members need them.
     """
     h, query, key = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     kept = 8 * h + bytes_each * (4 * h + 2 * query + 2 * key + 4 * shape.intermediate)
+    if team > 1:
+        copies = math.lcm(shape.kv_heads, team) // shape.kv_heads
+        kept += bytes_each * (query + 2 * key * (copies - 1))
     if shape.qk_norm:
         kept += (4 + bytes_each) * (query + key)
     return kept

@@ -31,7 +31,7 @@ from launchers.planning.memory import (
 from launchers.rundir import find_checkpoint
 from launchers.serving.gpus import GpuPlan, learner_gpus
 from launchers.supervised.config import SupervisedRunConfig
-from learners.learner import LearnerConfig
+from learners.learner import LearnerConfig, check_heads
 
 # What a plan is made of: a machine, processes on it, and what does not fit.
 
@@ -101,8 +101,9 @@ def check_memory(plan: Plan) -> None:
         if needed <= size:
             continue
         names = [process.name for process in plan.processes if gpu in process.gpus]
-        advice = "lower learner.max_tokens_per_microbatch, raise learner.num_ranks or "
-        advice += "learner.zero_stage, set learner.activation_checkpointing or learner.offload"
+        advice = "lower learner.max_tokens_per_microbatch, raise learner.num_ranks, "
+        advice += "learner.zero_stage or learner.context_parallel, set "
+        advice += "learner.activation_checkpointing or learner.offload"
         plan.problems.append(
             f"GPU {gpu} needs {needed / GIB:.1f} of {size / GIB:.0f} GiB ({' and '.join(names)})"
             + (f"; {advice}" if "learner rank" in names else "")
@@ -143,9 +144,13 @@ class Wanted(Struct, frozen=True, kw_only=True):
 
     @property
     def microbatch_tokens(self) -> int:
-        """Of the largest micro-batch: the learner's budget, or one path where that is longer."""
-        budget = 0 if self.learner is None else self.learner.max_tokens_per_microbatch
-        return max(budget, self.path_tokens, self.row_tokens)
+        """What a rank has of the largest micro-batch: the learner's budget, or its part of a path
+        where that is longer."""
+        longest = max(self.path_tokens, self.row_tokens)
+        if self.learner is None:
+            return longest
+        part = -(-longest // self.learner.context_parallel)
+        return max(self.learner.max_tokens_per_microbatch, part)
 
 
 def wanted_by(config: AnyRun, model: str = "") -> Wanted:
@@ -263,6 +268,7 @@ class _Planner:
         reference, tokens = self.wanted.has_reference, self.wanted.microbatch_tokens
         memory = Memory()
         if self.shape is not None:
+            check_heads(self.shape.heads, learner.context_parallel)
             memory = learner_memory(self.shape, learner, tokens, has_reference=reference)
             if self.colocated:
                 asleep = model_states(self.shape, learner).gpu_bytes
@@ -275,6 +281,8 @@ class _Planner:
                 )
             ranks = [str(number) for number in range(learner.num_ranks)]
         note = f"ZeRO {learner.zero_stage}, {learner.dtype}, {tokens} tokens at once"
+        if learner.context_parallel > 1:
+            note += f", paths over {learner.context_parallel} ranks"
         note += "; started elsewhere" if learner.launch == "external" else ""
         process = Process(
             "learner rank", learner.num_ranks, ranks, self.wanted.path, memory, note=note

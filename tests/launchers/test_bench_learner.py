@@ -91,7 +91,7 @@ def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.Monk
 def test_idle_ranks_of_the_goal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the micro-batches that ranks would run: at most 5 % idle on 8 ranks with 16 groups a
     mini-batch, and what whole trees cost there. The command shows more."""
-    monkeypatch.setattr(bench, "CASES", ((8, 16),))
+    monkeypatch.setattr(bench, "CASES", ((8, 16, 1), (8, 8, 2)))
     target = tmp_path / "figures.json"
     assert bench.main(["deal", "--json", str(target)]) == 0
     figures = msgspec.json.decode(target.read_bytes())
@@ -100,6 +100,7 @@ def test_idle_ranks_of_the_goal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert figures[f"{spread}.8x16.idle_whole"] > whole
         assert figures[f"{spread}.8x16.computed_over_unique"] < 1.1
         assert figures[f"{spread}.8x16.largest_load"] < 1
+        assert figures[f"{spread}.8/2x8.idle_parts"] <= 0.05, "in pairs, with half as many groups"
 
 
 def test_what_is_expected_is_what_micro_batches_give() -> None:

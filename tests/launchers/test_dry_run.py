@@ -42,6 +42,11 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = tra
             ("learner.num_ranks=16", "learner.groups_per_minibatch=1"),
             r"learner.num_ranks = 16: ranks would wait 4\d% of their time .* learner.allow_idle",
         ),
+        (("learner.context_parallel=3",), r"context_parallel = 3 does not divide .*num_ranks = 4"),
+        (
+            ("learner.num_ranks=3", "learner.context_parallel=3"),
+            r"context_parallel = 3 does not divide the model's 28 attention heads",
+        ),
         (("grader.judge={url='{role:judge}', model='judge'}",), r"no \[roles.judge\]"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ from launchers.planning.memory import (
     server_memory,
     shape_of,
 )
+from launchers.planning.plan import Wanted
 from launchers.quickstart import build_model
 from learners.batch import encode_sequence, pack
 from learners.learner import LearnerConfig
 from learners.lora import LoRAConfig
 from learners.policy import CHUNK_BYTES, Policy, tensors
+from tests.learners.threads import Meeting
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -148,21 +151,10 @@ def test_activations_are_what_autograd_keeps(name: str, dtype: torch.dtype) -> N
             config_of(name, shape), attn_implementation="sdpa"
         ).to(dtype)
         policy = Policy(model.eval(), checkpointing=checkpointing)
-        own = {p.untyped_storage().data_ptr() for p in [*policy.parameters(), *policy.buffers()]}
-        found: dict[int, torch.UntypedStorage] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                found[storage.data_ptr()] = storage
-            return tensor
-
         ids = [token % 500 for token in range(num_tokens)]
         sequence = encode_sequence(ids, [False] * (num_tokens - 1) + [True])
         (batch,) = pack([sequence], num_tokens)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            policy(*tensors(batch, torch.device("cpu")))
-        return sum(storage.nbytes() for storage in found.values())
+        return kept_bytes(policy, lambda: policy(*tensors(batch, torch.device("cpu"))))
 
     shape = replace(TINY, qk_norm=qk_norm)
     whole = (kept(4, False) - kept(2, False)) / 2
@@ -171,6 +163,51 @@ def test_activations_are_what_autograd_keeps(name: str, dtype: torch.dtype) -> N
     assert num_tokens * shape.hidden * size == pytest.approx(inputs, rel=0.02)
     assert activation_bytes(shape, num_tokens, size, checkpointing=False) > 4 * whole
     assert activation_bytes(shape, num_tokens, size, checkpointing=True) > 4 * inputs + whole
+
+
+@pytest.mark.parametrize("team", [2, 4])
+def test_activations_of_a_rank_of_a_team(team: int) -> None:
+    """Each keeps its part, attention's output twice, and keys where there are fewer than ranks."""
+    num_tokens = 64  # of each rank
+    (batch,) = pack([encode_sequence(range(64 * team), [i > 0 for i in range(64 * team)])], 256)
+
+    def kept(layers: int) -> list[int]:
+        shape, meeting = replace(TINY, layers=layers), Meeting(team)
+        models = [AutoModelForCausalLM.from_config(config_of("Qwen3", shape)) for _ in range(team)]
+
+        def forward(rank: int) -> int:
+            policy = Policy(models[rank].eval())
+            arguments = tensors(batch, torch.device("cpu"), meeting.team_of(rank, team))
+            return kept_bytes(policy, lambda: policy(*arguments))
+
+        return meeting.run(forward)
+
+    for more, fewer in zip(kept(4), kept(2), strict=True):
+        expected = kept_per_token(TINY, 4, team) * num_tokens
+        assert expected == pytest.approx((more - fewer) / 2, rel=0.02)
+
+
+def test_a_team_divides_a_long_path() -> None:
+    learner = LearnerConfig(num_ranks=8, context_parallel=4, max_tokens_per_microbatch=8192)
+    assert Wanted(path="", path_tokens=30_000, learner=learner).microbatch_tokens == 8192
+    assert Wanted(path="", path_tokens=100_001, learner=learner).microbatch_tokens == 25_001
+
+
+def kept_bytes(policy: Policy, forward: Callable[[], object]) -> int:
+    """What autograd keeps of a forward pass, beside the model."""
+    own = {p.untyped_storage().data_ptr() for p in [*policy.parameters(), *policy.buffers()]}
+    found: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = forward()
+    del result
+    return sum(storage.nbytes() for storage in found.values())
 
 
 def test_the_heads_chunks_are_those_of_the_learner() -> None:

@@ -7,14 +7,18 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from learners.algorithm import Algorithm
 from learners.backend import TorchBackend, scale_learning_rates
 from learners.batch import Gather
+from learners.context import Team
 from learners.learner import LearnerConfig
 from learners.policy import Policy
 from learners.trainer import Trainer
@@ -29,6 +33,7 @@ class Meeting:
         self.num_ranks = num_ranks
         self._values: list[Any] = [None] * num_ranks
         self._barrier = threading.Barrier(num_ranks)
+        self._store = dist.HashStore()
 
     def gather_of(self, rank: int) -> Gather:
         def gather(value: T) -> list[T]:
@@ -39,6 +44,19 @@ class Meeting:
             return found
 
         return gather
+
+    def team_of(self, rank: int, size: int) -> Team | None:
+        """With real sockets of gloo; every rank of the team must call it."""
+        if size == 1:
+            return None
+        first, place = rank - rank % size, rank % size
+        store = dist.PrefixStore(str(first), self._store)
+        group = dist.ProcessGroup(store, place, size)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        gloo = dist.ProcessGroupGloo(store, place, size, timedelta(seconds=60))
+        group._set_default_backend(kind)
+        group._register_backend(torch.device("cpu"), kind, gloo)
+        return Team(place, size, group)
 
     def run(self, work: Callable[[int], T]) -> list[T]:
         """`work` of every rank at the same time."""
@@ -63,8 +81,10 @@ class ThreadBackend(TorchBackend):
     """Meets the others in this process."""
 
     def __init__(self, policy: Policy, config: LearnerConfig, rank: int, meeting: Meeting) -> None:
-        super().__init__(policy, config)
+        super().__init__(policy, replace(config, context_parallel=1))
+        self.config = config
         self.rank, self.num_ranks = rank, meeting.num_ranks
+        self.team = meeting.team_of(rank, config.context_parallel)
         self.gather = meeting.gather_of(rank)  # type: ignore[method-assign]
 
     def step(self, lr_scale: float) -> float:
@@ -85,7 +105,5 @@ def trainers(
 ) -> Sequence[Trainer]:
     """One for each rank, with a copy of the model."""
     policies = [Policy(deepcopy(model)) for _ in range(meeting.num_ranks)]
-    return [
-        Trainer(ThreadBackend(policy, config, rank, meeting), algorithm, config)
-        for rank, policy in enumerate(policies)
-    ]
+    backends = meeting.run(lambda rank: ThreadBackend(policies[rank], config, rank, meeting))
+    return [Trainer(backend, algorithm, config) for backend in backends]
