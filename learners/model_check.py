@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentenv.errors import ConfigError
 from learners.batch import EncodedTree, from_arrays, pack
-from learners.policy import Policy, tensors
+from learners.policy import Policy, recurrent_kinds, tensors
 
 TOLERANCE = 1e-3  # nats, in float32
 VOCABULARY = 64
@@ -63,11 +63,19 @@ SIZES = {
 SPREAD = 0.15  # of random weights: log-probs differ from token to token, and with what is seen
 
 
-def check_model(directory: Path) -> None:
+def check_model(directory: Path, team: int = 1) -> None:
     """Raises ConfigError, with the family and the likely reason, for a model that is computed
-    wrongly here, or of which no small one can be made."""
+    wrongly here, or of which no small one can be made; and for one that a team of so many ranks
+    cannot compute together."""
     config = AutoConfig.from_pretrained(directory)
     family = f"{directory}: the family {config.model_type}"
+    recurrent = recurrent_kinds(config)
+    if team > 1 and recurrent:
+        raise ConfigError(
+            f"learner.context_parallel = {team}: {family} has layers of type "
+            f"{', '.join(recurrent)}, which carry a state from token to token and cannot be "
+            "computed in parts; set learner.context_parallel = 1"
+        )
     try:
         apart = distance(small(config))
     except ConfigError as error:

@@ -291,8 +291,7 @@ def recurrent_masks(model: Any) -> dict[str, Tensor | None] | None:
 
     Raises ConfigError where tree-recurrence is missing, and for layers that it does not know.
     """
-    kinds = {*map(str, getattr(model.config.get_text_config(), "layer_types", None) or ())}
-    found = sorted(kinds & RECURRENT)
+    found = recurrent_kinds(model.config)
     if not found:
         return None
     try:
@@ -308,7 +307,17 @@ def recurrent_masks(model: Any) -> dict[str, Tensor | None] | None:
             f"{type(model).__name__}: layers of type {', '.join(found)} do not follow a tree: "
             f"{support.reason}"
         )
-    return {kind: None if kind in RECURRENT else NO_MASK for kind in {*kinds, "full_attention"}}
+    kinds = {*_kinds(model.config), "full_attention"}
+    return {kind: None if kind in RECURRENT else NO_MASK for kind in kinds}
+
+
+def recurrent_kinds(config: Any) -> list[str]:
+    """Of a model's layers, those that carry a state along the row."""
+    return sorted(_kinds(config) & RECURRENT)
+
+
+def _kinds(config: Any) -> set[str]:
+    return {*map(str, getattr(config.get_text_config(), "layer_types", None) or ())}
 
 
 def _without_adapters(model: Any) -> Any:

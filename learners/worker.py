@@ -284,7 +284,7 @@ def make_backend(init: wire.Init) -> DeepSpeedBackend | TorchBackend:
     model that is not computed here as it should be."""
     config = init.config
     transformers_logging.disable_progress_bar()
-    check_model(Path(init.model_dir))
+    check_model(Path(init.model_dir), config.context_parallel)
     model = AutoModelForCausalLM.from_pretrained(
         init.model_dir, dtype=getattr(torch, config.dtype), attn_implementation="sdpa"
     ).eval()

@@ -65,7 +65,7 @@ async def read_what_is_here(
         if model is not None and not isinstance(config, EvaluateConfig):
             from learners.model_check import check_model  # slow to load
 
-            await asyncio.to_thread(check_model, model)
+            await asyncio.to_thread(check_model, model, config.learner.context_parallel)
         if isinstance(assembly, AskingAssembly):
             await _read_sets(assembly, model, absent, say)
         else:

@@ -16,6 +16,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import Lfm2Config
 
 from agentenv.errors import ConfigError
 from agentenv.tree import TrajectoryTree
@@ -30,6 +31,7 @@ from learners.deepspeed_learner import DeepSpeedLearner
 from learners.dpo import prefer, with_reference
 from learners.learner import LearnerConfig, Metrics
 from learners.lora import LoRAConfig, add_adapters
+from learners.model_check import check_model
 from learners.trainer import Trainer
 from tests.learners.flat import grown
 from tests.learners.ranks import ALGORITHM as RANKS_ALGORITHM
@@ -274,6 +276,15 @@ def test_numbers_that_cannot_be_divided_are_refused() -> None:
         LearnerConfig(num_ranks=3, context_parallel=2)
     with pytest.raises(ConfigError, match=r"context_parallel = 3 does not divide .* 4 attention"):
         check_heads(4, 3)
+
+
+def test_layers_with_a_state_are_refused(tmp_path: Path) -> None:
+    Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]).save_pretrained(
+        tmp_path
+    )
+    reason = r"context_parallel = 2: .* lfm2 has layers of type conv.*context_parallel = 1"
+    with pytest.raises(ConfigError, match=reason):
+        check_model(tmp_path, 2)
 
 
 @pytest.mark.slow
