@@ -123,7 +123,7 @@ class PrefixHits:
 
     def add(self, branch: Branch, completion: Completion) -> None:
         if branch.num_turns:
-            kind = "turn" if branch.cursor.branch == branch.name else "fork"
+            kind = "turn_hits" if branch.cursor.branch == branch.name else "fork_hits"
             sums = self._sums.setdefault(kind, [0, 0])
             sums[0] += completion.num_cached_tokens
             sums[1] += len(branch.prefix_ids)
@@ -131,7 +131,7 @@ class PrefixHits:
     def take(self) -> dict[str, float]:
         """The shares by kind; none of a kind without turns."""
         sums, self._sums = self._sums, {}
-        return {f"prefix/{kind}_hits": hit / num for kind, (hit, num) in sums.items()}
+        return {f"prefix/{kind}": hit / num for kind, (hit, num) in sums.items()}
 
 
 class _OutOfTimeError(Exception):
