@@ -106,7 +106,8 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     flat trajectories; how tokens become a mean is `aggregation`, see `learners.minibatch`.
     Options, off by default: kl_loss * KL(policy || reference) and -entropy_bonus * H join the
     loss, kl_reward * (log-ratio to the reference) leaves the return; without either KL no
-    reference model is built.
+    reference model is built. The learner subtracts kl_reward's part, after groups of equal returns
+    were left out: such a group has no signal here, though its log-ratios differ.
     """
 
     group_size: Annotated[

@@ -85,7 +85,10 @@ class DAPO(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
     Overlong filter (3.4): trajectories cut by a token limit are masked. Soft punishment (eq. 13):
     set overlong_tokens to the response length and overlong_buffer to its cache; the penalty
     counts sampled tokens, not tool results. Differs from the paper: dual clip stays on, inf
-    switches it off; replacement takes the next questions in order, not a larger draw.
+    switches it off; replacement takes the next questions in order, not a larger draw. Equal are
+    returns, so with the soft punishment a group that is all right or all wrong, but of unequal
+    lengths, is kept and learns from length alone (the paper asks for correctness). A masked
+    trajectory is in no mean and deviation either (the paper masks its loss only).
     """
 
     truncated: TruncatedKey = field(default_factory=OVERLONG.copy)
