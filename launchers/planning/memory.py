@@ -36,10 +36,11 @@ GROUP_OVERHEAD = 1.05  # scales and zeros of groups of 128 weights beside 4 bits
 
 
 class ModelShape(Struct, frozen=True, kw_only=True):
-    """A dense decoder of the Llama family (Llama, Qwen2, Qwen3).
+    """A decoder of the Llama family (Llama, Qwen2, Qwen3), with experts or without.
 
-    `bits` of a weight in the layers when served quantized; 0: not quantized. `source` says where
-    the sizes come from.
+    Of the layers, all but `dense_layers` have `experts` of width `expert_width`, of which a token
+    uses `active`, and one of width `shared` that all tokens use. `bits` of a weight in the layers
+    when served quantized; 0: not quantized. `source` says where the sizes come from.
     """
 
     hidden: int
@@ -53,6 +54,11 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     tied: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: int = 0
+    active: int = 0
+    expert_width: int = 0
+    shared: int = 0
+    dense_layers: int = 0
     bits: int = 0
     source: str = ""
 
@@ -63,24 +69,46 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
-        """(in, out) of the linear ones of a layer."""
+        """(in, out) of the linear ones of a layer that take adapters: with experts, attention's."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         h, f = self.hidden, self.intermediate
-        return [(h, query), (h, key), (h, key), (query, h), (h, f), (h, f), (f, h)]
+        attention = [(h, query), (h, key), (h, key), (query, h)]
+        return attention if self.experts else [*attention, (h, f), (h, f), (f, h)]
 
     @property
     def layer(self) -> int:
-        """Parameters of one layer."""
+        """Parameters of the largest layer."""
+        if not self.experts:
+            return self._outside + 3 * self.hidden * self.intermediate
+        router = self.experts * self.hidden
+        return self._outside + router + 3 * self.hidden * self.all_experts
+
+    @property
+    def all_experts(self) -> int:
+        """Widths of all experts of a layer together."""
+        return self.experts * self.expert_width + self.shared
+
+    @property
+    def _outside(self) -> int:
+        """Parameters of a layer but its feed-forward part."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         vectors = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         if self.qkv_bias:
             vectors += (self.heads + 2 * self.kv_heads) * self.head_dim
-        return sum(rows * columns for rows, columns in self.matrices) + vectors
+        return 2 * self.hidden * (query + key) + vectors
+
+    @property
+    def in_layers(self) -> int:
+        """Parameters of all layers."""
+        dense = self.dense_layers if self.experts else 0
+        feed_forward = 3 * self.hidden * self.intermediate
+        return (self.layers - dense) * self.layer + dense * (self._outside + feed_forward)
 
     @property
     def num_params(self) -> int:
         """All parameters."""
         ends = self.embedding * (1 if self.tied else 2)
-        return self.layers * self.layer + ends + self.hidden
+        return self.in_layers + ends + self.hidden
 
     def adapter_params(self, rank: int) -> int:
         """Parameters of LoRA's A and B on all linear layers but the head."""
@@ -90,7 +118,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         """Weights of an engine; quantization leaves embedding and head as they are."""
         if not self.bits:
             return self.num_params * bytes_each
-        layers = self.layers * self.layer
+        layers = self.in_layers
         return layers * self.bits / 8 * GROUP_OVERHEAD + (self.num_params - layers) * bytes_each
 
     def kv_bytes(self, bytes_each: int) -> int:
@@ -140,12 +168,36 @@ def shape_of(config: dict[str, Any], path: Path) -> ModelShape:
             context=num_stretched_positions(config),
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=bool(config.get("attention_bias", kind == "qwen2")),
-            qk_norm=kind == "qwen3",
+            qk_norm=kind in ("qwen3", "qwen3_moe") or bool(config.get("use_qk_norm")),
+            **_experts(config),
             bits=int(quantized.get("bits") or 0),
             source=f"{path / 'config.json'}",
         )
     except KeyError as error:
         raise DataError(f"{path / 'config.json'}: key {error} is missing") from error
+
+
+def _experts(config: dict[str, Any]) -> dict[str, int]:
+    """What a config.json says of experts, under the names that the families have for it."""
+
+    def number(*names: str) -> int:
+        return next((int(config[name]) for name in names if config.get(name)), 0)
+
+    experts = number("num_experts", "n_routed_experts", "num_local_experts")
+    if not experts:
+        return {}
+    layers, every = number("num_hidden_layers"), max(1, number("decoder_sparse_step"))
+    without = {*(config.get("mlp_only_layers") or ())}
+    without |= {*range(number("first_k_dense_replace", "num_dense_layers"))}
+    without |= {n for n in range(layers) if (n + 1) % every}
+    width = number("moe_intermediate_size", "intermediate_size")
+    return {
+        "experts": experts,
+        "active": number("num_experts_per_tok"),
+        "expert_width": width,
+        "shared": number("shared_expert_intermediate_size") or number("n_shared_experts") * width,
+        "dense_layers": len(without),
+    }
 
 
 GIB = float(2**30)
@@ -250,11 +302,15 @@ def kept_per_token(shape: ModelShape, bytes_each: int, team: int = 1) -> int:
     Both norms keep a float32 copy of their input. In the layer's own type are kept: the inputs of
     norms and of projections (4 hidden), queries and attention's output, keys and values, and four
     of the width of the feed-forward part; with normalised queries and keys a float32 copy and
-    another of each. A team keeps attention's output as attention and as its projection have it, and
-    keys and values as often as its members need them.
+    another of each. Experts keep a copy of input and output for each one that a token uses, and
+    the router its figures in float32. A team keeps attention's output as attention and as its
+    projection have it, and keys and values as often as its members need them.
     """
     h, query, key = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    kept = 8 * h + bytes_each * (4 * h + 2 * query + 2 * key + 4 * shape.intermediate)
+    wide = 4 * shape.intermediate if shape.dense_layers or not shape.experts else 0
+    used = 4 * (shape.active * shape.expert_width + shape.shared) + 2 * shape.active * h
+    kept = 8 * h + bytes_each * (4 * h + 2 * query + 2 * key + max(wide, used))
+    kept += 8 * shape.experts + 32 * shape.active
     if team > 1:
         copies = math.lcm(shape.kv_heads, team) // shape.kv_heads
         kept += bytes_each * (query + 2 * key * (copies - 1))

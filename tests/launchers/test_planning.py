@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from agentenv.engines.server_config import LaunchConfig
 from launchers.planning.memory import (
@@ -37,7 +45,11 @@ from tests.learners.threads import Meeting
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def family(name: str) -> type[Any]:
+def family(name: str) -> Callable[..., Any]:
+    if name == "experts":
+        return partial(
+            Qwen3MoeConfig, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=64
+        )
     if name.startswith("Qwen3"):
         return Qwen3Config
     return LlamaConfig if name.startswith("Llama") else Qwen2Config
@@ -66,6 +78,30 @@ def test_known_shapes_have_the_parameters_that_transformers_makes(name: str) -> 
     assert shape.num_params == counted
     read = shape_of(config.to_dict(), Path())
     assert (read.num_params, read.layer) == (counted, shape.layer)
+
+
+A3B = {
+    "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "head_dim": 128,
+    "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "intermediate_size": 6144,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("qwen3_moe", A3B), ("glm4_moe", {}), ("mixtral", {}), ("qwen2_moe", {})]
+)
+def test_experts_are_counted(family: str, sizes: dict[str, Any]) -> None:
+    config = CONFIG_MAPPING[family](**sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    counted = sum(param.numel() for param in model.parameters())
+    shape = shape_of(config.to_dict(), Path())
+    assert shape.num_params == pytest.approx(counted, rel=1e-4)
+    layers = model.model.layers
+    largest = max(sum(param.numel() for param in layer.parameters()) for layer in layers)
+    assert shape.layer == pytest.approx(largest, rel=1e-4)
+    assert sizes is not A3B or counted == 30_532_122_624  # as published
+    assert shape.adapter_params(8) < shape.num_params / 100
 
 
 @pytest.mark.slow
@@ -139,14 +175,16 @@ TINY = ModelShape(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["Qwen3", "Qwen2", "Llama"])
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen2", "Llama", "experts"])
 def test_activations_are_what_autograd_keeps(name: str, dtype: torch.dtype) -> None:
     """Two more layers against the estimate for two layers, without and with checkpointing."""
     num_tokens, size = 256, dtype.itemsize
-    qk_norm = name == "Qwen3"
+    own_shape = {"qk_norm": name in ("Qwen3", "experts")}
+    if name == "experts":
+        own_shape |= {"experts": 16, "active": 4, "expert_width": 64}
 
     def kept(layers: int, checkpointing: bool) -> int:
-        shape = replace(TINY, layers=layers, qk_norm=qk_norm)
+        shape = replace(TINY, layers=layers, **own_shape)
         model = AutoModelForCausalLM.from_config(
             config_of(name, shape), attn_implementation="sdpa"
         ).to(dtype)
@@ -156,7 +194,7 @@ def test_activations_are_what_autograd_keeps(name: str, dtype: torch.dtype) -> N
         (batch,) = pack([sequence], num_tokens)
         return kept_bytes(policy, lambda: policy(*tensors(batch, torch.device("cpu"))))
 
-    shape = replace(TINY, qk_norm=qk_norm)
+    shape = replace(TINY, **own_shape)
     whole = (kept(4, False) - kept(2, False)) / 2
     assert kept_per_token(shape, size) * num_tokens == pytest.approx(whole, rel=0.02)
     inputs = (kept(4, True) - kept(2, True)) / 2
