@@ -375,6 +375,7 @@ NAME = "agentenv_tree"
 # What layers pass on to any attention and this one need not read: dropout is refused before.
 _HARMLESS = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions"}
 _HARMLESS |= {"tree_cu_seqlens_q", "tree_segment_parents"}  # for recurrent layers
+_HARMLESS |= {"output_router_logits"}
 Form = Literal["blocked", "flex", "dense"]
 
 # Transformers hands a four-dimensional mask on as it is. Without one it would take the positions

@@ -227,6 +227,14 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
             extra=ESSENTIAL,
         ),
     ] = 2048
+    router_loss: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="weight of the load-balancing loss of a model with experts, 0.001 in "
+            "Qwen3-MoE's configuration: against routers that forget experts in long runs",
+        ),
+    ] = 0.0
     num_threads: Annotated[int, Meta(ge=1, description="torch threads of a rank")] = 1
     start_timeout_s: Annotated[
         float, Meta(gt=0, description="seconds a rank may take to load its model")

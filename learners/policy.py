@@ -12,6 +12,7 @@ chunk, which keeps its probabilities.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -246,6 +247,20 @@ class Policy(nn.Module):
             causal.set_output_embeddings(LogprobHead.of(head, shape))
         if checkpointing:
             _checkpoint_layers(causal)
+        self._balance: Any = None
+        self.router_loss: Tensor | None = None  # of the last forward pass
+
+    def balance_experts(self) -> None:
+        """Let passes with gradients leave the family's own load-balancing loss of their tokens in
+        `router_loss`. Raises ConfigError for a family that has none."""
+        causal = _without_adapters(self.model)
+        name = "load_balancing_loss_func"
+        self._balance = getattr(sys.modules[type(causal).__module__], name, None)
+        if self._balance is None:
+            raise ConfigError(
+                f"learner.router_loss: {type(causal).__name__} has no load-balancing loss in "
+                "transformers; expected a model like Mixtral or Qwen3-MoE, or 0"
+            )
 
     def forward(
         self,
@@ -266,13 +281,21 @@ class Policy(nn.Module):
             keys = {"attention_mask": self.masks} | dict(
                 zip(SEGMENTS, layout.segments, strict=True)
             )
-        hidden = causal.base_model(
+        balances = self._balance is not None and torch.is_grad_enabled()
+        if balances:
+            keys["output_router_logits"] = True
+        found = causal.base_model(
             input_ids=token_ids[None],
             position_ids=position_ids[None],
             tree_layout=layout,
             use_cache=False,
             **keys,
-        ).last_hidden_state
+        )
+        hidden = found.last_hidden_state
+        if balances:
+            logits, config = found.router_logits, causal.config.get_text_config()
+            active = config.num_experts_per_tok
+            self.router_loss = self._balance(logits, logits[0].shape[-1], active)
         logprobs, entropy, likeliest = causal.get_output_embeddings()(
             hidden[0].index_select(0, source), targets
         )

@@ -133,10 +133,12 @@ class Trainer:
         weight = ActionTokens.of(sequences).weight
         total = float(over_all(weight.sum(), self.backend.gather_teams))
         loss_sum = 0.0
-        for batch in self.backend.passes(self.pack(sequences)):
+        batches = self.pack(sequences)
+        num_computed = self._num_computed(batches)
+        for batch in self.backend.passes(batches):
             logprobs, _, _ = self.backend.forward(batch)
             loss = -(self._tensor(weight[batch.index], logprobs) * logprobs).sum() / total
-            self.backend.backward(loss)
+            self.backend.backward(self._with_router(loss, batch, num_computed))
             loss_sum += float(loss.detach())
         loss_sum = sum(self.backend.gather_teams(loss_sum))
         metrics = {"loss": loss_sum, "num_tokens": total} | self.step(lr_scale, loss_sum)
@@ -220,11 +222,13 @@ class Trainer:
             terms = minibatch.terms(self.algorithm, current, self.backend.gather_teams)
         sums: Counter[str] = Counter()
         maxima: dict[str, float] = {}
-        for batch in self.backend.passes(self.pack(minibatch.trees)):
+        batches = self.pack(minibatch.trees)
+        num_computed = self._num_computed(batches)
+        for batch in self.backend.passes(batches):
             logprobs, entropies, _ = self.backend.forward(batch)
             loss_batch = minibatch.loss_batch(batch.index, logprobs, terms)
             loss, metrics = self.algorithm.loss(loss_batch, logprobs, entropies)
-            self.backend.backward(loss)
+            self.backend.backward(self._with_router(loss, batch, num_computed))
             sums["num_computed_tokens"] += len(batch.token_ids)
             for name, value in metrics.items():
                 if name.endswith("_max"):
@@ -234,6 +238,19 @@ class Trainer:
         sums, maxima = over_ranks(self.backend.gather_teams((sums, maxima)))
         step = self.step(lr_scale, sums["loss"])
         return {**minibatch.metrics, **sums, **maxima, **step}
+
+    def _num_computed(self, batches: Sequence[MicroBatch]) -> float:
+        """Tokens that all ranks compute, if the router's loss is an average over them."""
+        if not self.config.router_loss:
+            return 0.0
+        return float(sum(self.backend.gather(sum(len(batch.token_ids) for batch in batches))))
+
+    def _with_router(self, loss: Tensor, batch: MicroBatch, num_computed: float) -> Tensor:
+        """With the load-balancing loss of the micro-batch, as its share of the tokens computed."""
+        found = self.backend.policy.router_loss
+        if not self.config.router_loss or found is None:
+            return loss
+        return loss + self.config.router_loss * len(batch.token_ids) / num_computed * found
 
     def step(self, lr_scale: float, loss: float) -> Metrics:
         """Step unless the loss or the gradient is not finite; a clamp can hide one from the

@@ -290,6 +290,8 @@ def make_backend(init: wire.Init) -> DeepSpeedBackend | TorchBackend:
     ).eval()
     dropouts = () if config.lora is None else tuple(add_adapters(model, config.lora))
     policy = Policy(model, checkpointing=config.activation_checkpointing)
+    if config.router_loss:
+        policy.balance_experts()
     kind = TorchBackend if config.backend == "torch" else DeepSpeedBackend
     return kind(policy, config, dropouts)
 

@@ -257,6 +257,11 @@ class DPOLearnerConfig(
 
     learning_rate: LearningRate = 5e-6
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.router_loss:
+            raise ConfigError("learner.router_loss: preferences are trained without it; expected 0")
+
 
 class DPORunConfig(SupervisedRunConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything `launchers/dpo.py` reads."""

@@ -19,10 +19,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 from agentenv.errors import ConfigError
 from learners import ranks as wire
 from learners.baselines import GRPO
+from learners.batch import encode_sequence, pack
 from learners.deepspeed_learner import DeepSpeedLearner
 from learners.export import Weights, buckets, entries
 from learners.export import export as export_offline
 from learners.lora import LoRAConfig
+from learners.policy import Policy, tensors
 from learners.worker import Rank
 from tests.learners.ranks import (
     ALGORITHM,
@@ -175,3 +177,61 @@ def test_adapters_leave_experts_and_router_alone(directory: Path, tmp_path: Path
     wrong = replace(CONFIG, lora=LoRAConfig(r=4, target_modules=["q_proj", "down_proj"]))
     with pytest.raises(ConfigError, match="down_proj would be an expert or the router"):
         Rank(wire.Init.of(wrong, ALGORITHM, str(directory), seed=0))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_router_loss_is_that_of_transformers(checkpointing: bool) -> None:
+    """Over one micro-batch, which holds a single sequence; its gradient reaches the router."""
+    plain, model = tiny_model("qwen3_moe"), tiny_model("qwen3_moe")
+    ids = list(range(1, 30))
+    (batch,) = pack([encode_sequence(ids, [False] + [True] * 28)], 100)
+    expected = plain(input_ids=torch.tensor([ids]), output_router_logits=True).aux_loss
+    policy = Policy(model, checkpointing=checkpointing)
+    policy.balance_experts()
+    policy(*tensors(batch, torch.device("cpu")))
+    assert policy.router_loss is not None
+    torch.testing.assert_close(policy.router_loss, expected)
+    expected.backward()
+    policy.router_loss.backward()
+    name = "model.layers.1.mlp.gate.weight"
+    found, wanted = (m.get_parameter(name).grad for m in (model, plain))
+    assert wanted.norm() > 0
+    torch.testing.assert_close(found, wanted)
+    with torch.no_grad():
+        policy.router_loss = None
+        policy(*tensors(batch, torch.device("cpu")))
+    assert policy.router_loss is None, "scoring needs none"
+    with pytest.raises(ConfigError, match="Glm4MoeForCausalLM has no load-balancing loss"):
+        Policy(tiny_model("glm4_moe")).balance_experts()
+
+
+def test_a_step_with_the_router_loss_is_the_step_on_both_losses(tmp_path: Path) -> None:
+    """SFT of three sequences in two micro-batches: 0.1 of the loss of each, by its tokens."""
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    sequences = [
+        encode_sequence(list(range(n, n + 20)), [False] + [True] * 19) for n in (1, 15, 33)
+    ]
+    config = replace(CONFIG, router_loss=0.1, max_tokens_per_microbatch=40, grad_clip=0.0)
+    trainer = plain_torch(tmp_path, config, torch.float32)
+    trainer.backend.policy.balance_experts()
+    kept: dict[str, torch.Tensor] = {}
+
+    def step(lr_scale: float) -> float:
+        named = trainer.backend.policy.model.named_parameters()
+        kept.update({name: param.grad.clone() for name, param in named if param.grad is not None})
+        return 1.0
+
+    trainer.backend.step = step  # type: ignore[method-assign]
+    trainer.imitate(sequences, 1.0)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    total = torch.zeros(())
+    batches = pack(sequences, 40)
+    assert len(batches) == 2
+    for batch in batches:
+        rows = torch.from_numpy(batch.token_ids).view(-1, 20)
+        out = plain(input_ids=rows, output_router_logits=True)
+        logprobs = out.logits[:, :-1].log_softmax(-1).gather(-1, rows[:, 1:, None])
+        total = total - logprobs.sum() / 57 + 0.1 * rows.numel() / 60 * out.aux_loss
+    total.backward()
+    for name in ("model.layers.0.mlp.gate.weight", "model.layers.1.mlp.experts.down_proj"):
+        torch.testing.assert_close(kept[name], plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
