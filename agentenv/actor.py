@@ -22,7 +22,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextvars import copy_context
 from functools import partial
-from hashlib import blake2b
 from itertools import count
 from random import Random
 from typing import TypeVar
@@ -54,11 +53,6 @@ FIRST_RETRY_S, MAX_RETRY_S = 0.5, 20.0  # before a turn or a step is taken again
 
 T = TypeVar("T")
 Opening = Callable[[], Awaitable[None]]  # gives a branch its env and its tokens
-
-
-def seed_of(key: str) -> int:
-    """63 bits that depend on the key alone; `Random(key)` says the same at ten times the cost."""
-    return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
 
 
 class Guide:
@@ -363,7 +357,7 @@ class Rollout:
                 limits.max_turn_tokens, limits.max_response_tokens - branch.num_response_tokens
             ),
             stop=(*actor.renderer.stop(branch.tools), *sampling.stop),
-            seed=seed_of(self._key(branch, "turn")),
+            seed=Random(self._key(branch, "turn")).getrandbits(63),
         )
         first: list[float] = []
 
