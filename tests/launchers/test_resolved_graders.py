@@ -94,7 +94,7 @@ def graders_of(path: Path) -> Iterator[tuple[str, Grader]]:
 
 
 def _resolve(text: str) -> Path:
-    return Path(text.replace("{run}/data/kb.jsonl", "envs/data/wikipedia_passages.jsonl"))
+    return ROOT / text.replace("{run}/data/kb.jsonl", "envs/data/wikipedia_passages.jsonl")
 
 
 def _of_evaluation(raw: dict[str, object]) -> dict[str, object]:
@@ -116,9 +116,11 @@ def test_every_configuration_that_grades_is_tried_here() -> None:
 
 
 @pytest.mark.slow
-async def test_what_each_configuration_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_each_configuration_pays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pytest.importorskip("math_verify")
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(tmp_path)  # where caches are made
     for key in ("BRIGHTDATA_API_KEY", "SERPER_API_KEY"):
         monkeypatch.setenv(key, "none")
     for path in GRADED:
