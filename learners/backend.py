@@ -255,7 +255,9 @@ class TorchBackend(RankBackend):
 
     def __init__(self, policy: Policy, config: LearnerConfig, dropouts: Sequence[Any] = ()) -> None:
         super().__init__(policy, config, dropouts)
-        self.module = policy.to(self.device)
+        self.module = policy
+        for _ in moved_weights(policy, self.device, torch.float32):
+            pass
         self.reset_optimizer(config)
 
     def reset_optimizer(self, config: OptimizerConfig) -> None:
@@ -285,6 +287,44 @@ class TorchBackend(RankBackend):
         self.base_optimizer.zero_grad()
 
     abandon = skip
+
+
+def moved_weights(
+    policy: Policy, device: torch.device, dtype: torch.dtype, *, copy: bool = False
+) -> Iterator[nn.Parameter]:
+    """The parameters, each of which comes from where it is mapped to the device, in dtype, when it
+    is asked for; buffers come before them. Main memory holds one weight more at most, and so does
+    the device if whoever asks keeps a part of each only. With `copy` the mapped pages stay shared
+    even if the device is main memory and the weight is changed."""
+    kept = _kept_in_float32(policy.model)
+    for prefix, module in policy.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            to = buffer.dtype
+            is_a_weight = name not in module._non_persistent_buffers_set
+            if is_a_weight and buffer.is_floating_point() and not kept & {*prefix.split("."), name}:
+                to = dtype
+            module._buffers[name] = buffer.to(device, to)
+    for param in policy.parameters():
+        param.data = param.data.to(device, dtype, copy=copy)
+        yield param
+
+
+def _kept_in_float32(model: Any) -> set[str]:
+    """Parts of names that transformers loads in float32, whatever is asked for."""
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    return {part for name in names for part in getattr(causal, name, None) or ()}
+
+
+class _Arriving(nn.Module):
+    """A policy to `deepspeed.zero.Init`, which cuts the parameters of a module one by one."""
+
+    def __init__(self, policy: Policy, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.policy, self.device, self.dtype = policy, device, dtype
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return moved_weights(self.policy, self.device, self.dtype, copy=True)
 
 
 def prepare_deepspeed() -> None:
@@ -322,8 +362,6 @@ class DeepSpeedBackend(RankBackend):
         self.stage = int(config.zero_stage)
         self._block: contextlib.ExitStack | None = None  # of coalesce_grad_reduction
         self._sums: dict[torch.nn.Parameter, Tensor] = {}  # float32 gradients at stage 1
-        if self.stage < 3:
-            policy.to(self.device)  # at stage 3 DeepSpeed moves what it keeps
         self._start(config)
 
     def _start(self, config: OptimizerConfig) -> None:
@@ -331,10 +369,17 @@ class DeepSpeedBackend(RankBackend):
 
         self.grad_clip = config.grad_clip
         fused = self.config.offload != "none"
+        optimizer = build_optimizer(self.policy.model, config, fused=fused)
+        settings = deepspeed_settings(self.config)
+        dtype = getattr(torch, self.config.dtype)
+        if self.stage == 3:  # before it is whole on a device
+            arriving = _Arriving(self.policy, self.device, dtype)
+            deepspeed.zero.Init(module=arriving, config_dict_or_path=settings)
+        else:
+            for _ in moved_weights(self.policy, self.device, dtype):
+                pass
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=self.policy,
-            optimizer=build_optimizer(self.policy.model, config, fused=fused),
-            config=deepspeed_settings(self.config),
+            model=self.policy, optimizer=optimizer, config=settings
         )
         self.module = self.engine
         self.base_optimizer = self.optimizer.optimizer if self.stage else self.optimizer

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 DTYPES = {
@@ -32,6 +33,17 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 8  # bytes, of the first tensor
+
+
+def stored_dtype(directory: Path) -> torch.dtype | None:
+    """What all floating-point tensors of a directory's safetensors files have in common; None if
+    they differ, or if there are none."""
+    found = set()
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {DTYPES.get(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118 - no mapping
+    floating = {dtype for dtype in found if dtype is None or dtype.is_floating_point}
+    return floating.pop() if len(floating) == 1 else None
 
 
 class Place(NamedTuple):

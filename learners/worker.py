@@ -44,6 +44,7 @@ from learners.export import write_adapter_only, write_model
 from learners.lora import add_adapters
 from learners.model_check import check_model
 from learners.policy import Policy
+from learners.tensor_file import stored_dtype
 from learners.trainer import Trainer
 
 RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
@@ -285,8 +286,11 @@ def make_backend(init: wire.Init) -> DeepSpeedBackend | TorchBackend:
     config = init.config
     transformers_logging.disable_progress_bar()
     check_model(Path(init.model_dir), config.context_parallel)
+    # In the dtype of the files, weights are mapped from them and shared by the ranks of a machine.
     model = AutoModelForCausalLM.from_pretrained(
-        init.model_dir, dtype=getattr(torch, config.dtype), attn_implementation="sdpa"
+        init.model_dir,
+        dtype=stored_dtype(Path(init.model_dir)) or getattr(torch, config.dtype),
+        attn_implementation="sdpa",
     ).eval()
     dropouts = () if config.lora is None else tuple(add_adapters(model, config.lora))
     policy = Policy(model, checkpointing=config.activation_checkpointing)

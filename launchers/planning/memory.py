@@ -234,7 +234,8 @@ def learner_memory(
     shape: ModelShape, config: LearnerConfig, num_tokens: int, *, has_reference: bool = False
 ) -> Memory:
     """Of one rank. `num_tokens`: what it has of its largest micro-batch. Main memory is that of
-    one rank."""
+    one rank: weights are mapped from their files, which all ranks share, and go to the device, to
+    a checkpoint and to an export one by one, in float32 at most."""
     states = model_states(shape, config)
     gpu = dict(states.gpu)
     b = bytes_of(config.dtype)
@@ -257,7 +258,8 @@ def learner_memory(
     head = 0 if config.lora is not None else shape.embedding * (4 + b)
     gpu["log-prob head"] = 3.0 * HEAD_CHUNK_BYTES + head
     gpu["reserve"] = RESERVE_BYTES
-    return Memory(gpu, states.host | {"model while loading": float(b * whole)})
+    at_once = float(4 * max(shape.embedding, shape.layer))
+    return Memory(gpu, states.host | {"one weight, while it loads or is saved": at_once})
 
 
 def model_states(shape: ModelShape, config: LearnerConfig) -> Memory:

@@ -269,6 +269,8 @@ def test_what_saves_memory_saves_it() -> None:
     ]
     assert sizes == sorted(sizes, reverse=True)
     has_reference = learner_memory(shape, plain, 8192, has_reference=True).gpu_bytes
+    # No copy of the model in main memory: the largest weight, in float32.
+    assert learner_memory(shape, plain, 8192).host_bytes == 4 * shape.embedding < 4e9
     assert has_reference - sizes[0] == 2 * shape.num_params
 
 

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from learners.backend import moved_weights
 from learners.deepspeed_learner import DeepSpeedLearner
 from learners.learner import LearnerConfig
+from learners.policy import Policy
+from learners.tensor_file import stored_dtype
 from tests.learners.ranks import (
     ALGORITHM,
     largest_difference,
@@ -21,7 +25,7 @@ from tests.learners.ranks import (
     weights_in,
     weights_of,
 )
-from tests.learners.trees import credited
+from tests.learners.trees import credited, tiny_model
 
 
 @pytest.mark.slow
@@ -65,3 +69,38 @@ async def test_backends_agree_and_the_first_start_compiles_nothing(
         assert not list(extensions.rglob("*"))
     finally:
         await learner.close()
+
+
+def test_weights_are_mapped_in_the_dtype_that_all_of_them_have(tmp_path: Path) -> None:
+    """Not in that of config.json, which need not be theirs, and not in a narrower one than one of
+    them has."""
+    one, other = torch.ones(2, dtype=torch.bfloat16), torch.ones(2)
+    assert stored_dtype(tmp_path) is None
+    save_file({"a": one, "places": torch.arange(2)}, tmp_path / "a.safetensors")
+    (tmp_path / "config.json").write_text('{"dtype": "float32"}')
+    assert stored_dtype(tmp_path) == torch.bfloat16
+    save_file({"b": other}, tmp_path / "b.safetensors")
+    assert stored_dtype(tmp_path) is None
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_weights_come_one_by_one_as_they_are_asked_for(copy: bool) -> None:
+    """In the dtype of the file until then; what is mapped from it stays as it is with `copy`."""
+    policy = Policy(tiny_model().bfloat16())
+    before = [param.data for param in policy.parameters()]
+    rotary = policy.model.model.rotary_emb.inv_freq
+    arriving = moved_weights(policy, torch.device("cpu"), torch.float32, copy=copy)
+    for number, param in enumerate(arriving):
+        assert torch.equal(param.data, before[number].float())
+        param.data = torch.empty(0)  # as DeepSpeed does at stage 3
+        for later, waiting in list(zip(before, policy.parameters(), strict=True))[number + 1 :]:
+            assert waiting.data.data_ptr() == later.data_ptr()
+    assert number == len(before) - 1
+    assert torch.equal(policy.model.model.rotary_emb.inv_freq, rotary)
+    policy = Policy(tiny_model())
+    before = [param.data for param in policy.parameters()]
+    for old, param in zip(
+        before, moved_weights(policy, torch.device("cpu"), torch.float32, copy=copy), strict=True
+    ):
+        assert (old.data_ptr() != param.data_ptr()) == copy
+        assert torch.equal(old, param)
