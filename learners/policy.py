@@ -25,7 +25,8 @@ from learners.batch import MicroBatch
 from learners.context import Share, Team, padded
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of one [tokens, vocabulary] tensor
-TILE_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}  # of a float32 copy of some of the weight's rows
+# Of a float32 copy of some of the weight's rows; on a GPU, which needs none, of their gradient.
+TILE_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 
 
 class LogitShape(NamedTuple):
@@ -183,6 +184,8 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dt
     """[tokens, vocabulary] in dtype; half precision is multiplied and summed in float32."""
     if weight.dtype == dtype:
         logits = hidden @ weight.T
+    elif weight.device.type == "cuda":
+        logits = _product(hidden, weight.T)
     else:
         logits = hidden.new_empty(len(hidden), len(weight), dtype=dtype)
         for rows in _tiles(weight):
@@ -198,16 +201,19 @@ def _back(of_logits: Tensor, hidden: Tensor, weight: Tensor, grad_weight: Tensor
         if grad_weight is not None:
             grad_weight.addmm_(of_logits.T, hidden)
         return of_logits @ weight
+    if grad_weight is not None:
+        for rows in _tiles(weight):
+            grad_weight[rows] += _product(of_logits[:, rows].T, hidden)
+    if weight.device.type == "cuda":
+        return _product(of_logits, weight)
     of_hidden = torch.zeros_like(hidden, dtype=of_logits.dtype)
     for rows in _tiles(weight):
         of_hidden += _product(of_logits[:, rows], weight[rows])
-        if grad_weight is not None:
-            grad_weight[rows] += _product(of_logits[:, rows].T, hidden)
     return of_hidden
 
 
 def _tiles(weight: Tensor) -> list[slice]:
-    """Rows of the weight, so few at a time that a float32 copy of them stays small."""
+    """Rows of the weight, so few at a time that TILE_BYTES hold them in float32."""
     step = max(1, TILE_BYTES[weight.device.type] // (4 * weight.shape[1]))
     return [slice(start, start + step) for start in range(0, len(weight), step)]
 

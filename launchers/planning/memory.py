@@ -205,6 +205,7 @@ RESERVE_BYTES = 3 * GIB  # CUDA's context, NCCL's buffers, fragmentation
 BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's buckets: one that is reduced, one that is gathered
 LIVE_ELEMENTS = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters
 HEAD_CHUNK_BYTES = 256 * 2**20  # of logits on a GPU, as learners.policy cuts them
+HEAD_TILE_BYTES = 2**30  # and of a gradient of its weight
 LARGEST_FACTOR = 4  # bytes of a gathered parameter and its gradient, as DeepSpeed counts them
 BACKWARD_FACTOR = 1.5  # a layer's gradients of activations beside its activations
 SERVER_BYTES = 2 * GIB  # activations and graphs of a server, outside weights and cache
@@ -255,7 +256,10 @@ def learner_memory(
         checkpointing=config.activation_checkpointing,
         team=config.context_parallel,
     )
-    head = 0 if config.lora is not None else shape.embedding * (4 + b)
+    gradient = 4 * shape.embedding
+    head = 0
+    if config.lora is None:
+        head = gradient + min(gradient, HEAD_TILE_BYTES) + b * shape.embedding
     gpu["log-prob head"] = 3.0 * HEAD_CHUNK_BYTES + head
     gpu["reserve"] = RESERVE_BYTES
     at_once = float(4 * max(shape.embedding, shape.layer))

@@ -1,4 +1,4 @@
-"""The embedded engine on a GPU: `python -m pytest tests/gpu -m gpu`. Skipped without one."""
+"""The embedded engine on a GPU: `python -m pytest tests/gpu`. Without one, on the CPU."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.types import SamplingParams
 from tests.engines.small_models import check, make, prompt
+from tests.gpu.place import DEVICE, HAS_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU"),
-]
+pytestmark = pytest.mark.gpu
+KINDS = ["qwen3-tied", "qwen3-untied", "qwen2", "llama"]
 
 
-@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-untied", "qwen2", "llama"])
+@pytest.mark.parametrize("kind", KINDS if HAS_GPU else KINDS[:1])
 async def test_logprobs_equal_transformers_before_and_after_an_update(
     kind: str, tmp_path: Path
 ) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     first, second = make(tmp_path / "a", kind), make(tmp_path / "b", kind, seed=1)
-    engine = EmbeddedEngine(EmbeddedConfig(device="cuda"), tmp_path / "a")
+    engine = EmbeddedEngine(EmbeddedConfig(device=DEVICE), tmp_path / "a")
     ids = prompt(1, 20)
     try:
         for version, model in ((0, first), (1, second)):

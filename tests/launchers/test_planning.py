@@ -23,6 +23,7 @@ from transformers import (
 from agentenv.engines.server_config import LaunchConfig
 from launchers.planning.memory import (
     HEAD_CHUNK_BYTES,
+    HEAD_TILE_BYTES,
     KNOWN,
     LARGEST_FACTOR,
     ModelShape,
@@ -39,7 +40,7 @@ from launchers.quickstart import build_model
 from learners.batch import encode_sequence, pack
 from learners.learner import LearnerConfig
 from learners.lora import LoRAConfig
-from learners.policy import CHUNK_BYTES, Policy, tensors
+from learners.policy import CHUNK_BYTES, TILE_BYTES, Policy, tensors
 from tests.learners.threads import Meeting
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -249,7 +250,7 @@ def kept_bytes(policy: Policy, forward: Callable[[], object]) -> int:
 
 
 def test_the_heads_chunks_are_those_of_the_learner() -> None:
-    assert CHUNK_BYTES["cuda"] == HEAD_CHUNK_BYTES
+    assert (CHUNK_BYTES["cuda"], TILE_BYTES["cuda"]) == (HEAD_CHUNK_BYTES, HEAD_TILE_BYTES)
 
 
 def test_what_saves_memory_saves_it() -> None:
