@@ -56,12 +56,16 @@ async def test_two_ranks_equal_one(backend: str, model_dir: Path, tmp_path: Path
         assert [len(own) for own in shares] == [1, 0]
         assert (await learner.update(credited(lone, learner.algorithm)))["num_steps"] == 1
         train(oracle, lone, 1)
-        found = weights_in(await learner.publish(tmp_path / "published"))
-        assert largest_difference(found, weights_of(oracle)) < 1e-5
 
         sequences = [
             encode_sequence([1, 2, 3, i], [False, True, True, True]) for i in range(9, 4, -1)
         ]
+        for rows in (sequences, sequences[:1]):  # then a rank has none
+            metrics, expected = await learner.imitate(rows), oracle.imitate(rows, 1.0)
+            assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        found = weights_in(await learner.publish(tmp_path / "published"))
+        assert largest_difference(found, weights_of(oracle)) < 1e-5
+
         scores = await learner.score(sequences)
         for score, same in zip(scores, oracle.score(sequences), strict=True):
             assert score.logprobs == pytest.approx(same.logprobs, abs=1e-4)
