@@ -335,8 +335,8 @@ class Rollout:
                 return completion
             except EngineDeadError:
                 raise
-            except EngineError:
-                if attempt == self.limits.max_turn_retries:
+            except EngineError as error:
+                if error.is_final or attempt == self.limits.max_turn_retries:
                     raise
             await self._rest(branch, "turn", attempt)
             attempt += 1

@@ -63,7 +63,10 @@ class OutageError(EnvError):
 
 
 class EngineError(AgentEnvError):
-    """An engine refused a request, failed, or died."""
+    """An engine refused a request, failed, or died. `is_final`: asking again would not help, since
+    the request is refused as such or has been sent as often as it may."""
+
+    is_final = False
 
 
 class EngineDeadError(EngineError):

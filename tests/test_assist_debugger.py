@@ -159,7 +159,8 @@ async def test_machinery_that_fails_under_the_new_code_repeats_nothing(
     server: ScriptedEndpoint,
 ) -> None:
     fragile = Fragile()
-    async with Session(server, ToolEnv(TASK, [fragile], grader=None)) as session:  # type: ignore[arg-type]
+    env: Any = ToolEnv(TASK, [fragile], grader=None, outage_s=0.0)
+    async with Session(server, env) as session:
         text, record = await session.run(WRONG)
         assert text == "SyntaxError"
         assert record["info"]["debugger"]["problem"] == "the sandbox is gone"

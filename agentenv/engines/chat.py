@@ -310,7 +310,9 @@ class ChatEngine(EndpointEngine):
         choice, usage = reply.choices[0], reply.usage or ChatUsage()
         message, reason = choice.message, choice.finish_reason
         if reason not in ENDS:
-            raise EngineError(f"{self.endpoint.api.name} ended a turn with {reason!r}")
+            ended = EngineError(f"{self.endpoint.api.name} ended a turn with {reason!r}")
+            ended.is_final = True
+            raise ended
         calls = tuple(
             {"id": call.id or f"call_{number}", "type": "function",
              "function": msgspec.to_builtins(call.function)}

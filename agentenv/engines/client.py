@@ -50,6 +50,8 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 53)]  # which a float holds
 class RefusedError(EngineError):
     """The server answered and refused; `status` is the HTTP status, `reason` its own words."""
 
+    is_final = True
+
     def __init__(self, text: str, status: int, reason: str) -> None:
         super().__init__(text)
         self.status, self.reason = status, reason

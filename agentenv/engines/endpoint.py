@@ -143,6 +143,7 @@ class Endpoint:
             except EngineError as error:  # lost, 5xx, 429, no JSON, malformed
                 problem = error
         assert problem is not None
+        problem.is_final = True
         raise problem
 
     async def events(self, path: str, body: Json, kind: type[T]) -> AsyncIterator[T]:

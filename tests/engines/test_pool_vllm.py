@@ -54,7 +54,8 @@ async def test_a_pool_of_one_real_server_and_its_death(
         await contract.check_stop_strings(subject, world, 0)
         await contract.check_updates(subject, world)
         await _check_death(pool, factory, world)
-        assert pool.stats()["retries"] == pool.stats()["continuations"] > 0
+        # a turn that broke off goes on at the same server first, and that is no retry
+        assert 0 < pool.stats()["retries"] <= pool.stats()["continuations"]
     log = (tmp_path / "servers" / "policy.log").read_text()
     assert log.count("$ ") >= 2  # it was started twice
 

@@ -123,7 +123,7 @@ async def test_a_busy_server_is_left_alone_for_as_long_as_it_asks(
         (429, "answered 429: busy", 2),
         (401, "answered 401: busy; check the API key", 1),
         (None, "no answer in time", 2),
-        (Cut(), "ServerDisconnectedError", 4),  # each time once more on a new connection
+        (Cut(), "ServerDisconnectedError", 2),
         ({"error": "no such model"}, "no chat completion .*no such model", 2),
         ({"choices": []}, "no chat completion", 2),
     ],

@@ -10,6 +10,7 @@ import pytest
 
 from agentenv.engines.scripted import ScriptedEngine
 from agentenv.errors import DataError, EngineError
+from agentenv.types import Limits
 from launchers.evaluation.store import load_saved, read_rows
 from tests.launchers.evaluating import Run, first_prompts, refused, runner, texts
 
@@ -86,7 +87,8 @@ def test_failures_are_no_wrong_answers_and_are_asked_again(
     failed = [row for row in rows if row.end == "failed"]
     assert len(rows) == 6
     assert len(failed) == 3
-    assert broken[1] == 6, "each was tried once more"
+    turns = 1 + Limits().max_turn_retries
+    assert broken[1] == 3 * 2 * turns, "each was tried once more"
     assert {row.error for row in failed} == {"EngineError: out of memory"}
     assert not any(row.success or row.scores or row.prediction for row in failed)
     assert "3 trajectories failed" in capsys.readouterr().out
