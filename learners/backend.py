@@ -256,7 +256,8 @@ class TorchBackend(RankBackend):
     def __init__(self, policy: Policy, config: LearnerConfig, dropouts: Sequence[Any] = ()) -> None:
         super().__init__(policy, config, dropouts)
         self.module = policy
-        for _ in moved_weights(policy, self.device, torch.float32):
+        dtype = torch.promote_types(next(policy.parameters()).dtype, torch.float32)
+        for _ in moved_weights(policy, self.device, dtype):
             pass
         self.reset_optimizer(config)
 
