@@ -14,6 +14,8 @@ from agentenv import env as registry
 from agentenv.env import EnvSpec
 from agentenv.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "tests" / "example_package"
 
@@ -44,7 +46,6 @@ def python(site: Path, code: str) -> str:
     return result.stdout.strip()
 
 
-@pytest.mark.slow
 def test_an_installed_package_is_listed_without_being_imported(installed: Path) -> None:
     code = "import agentenv\nprint('acme/Dice-v0' in agentenv.envs(), 'acme_envs' in sys.modules)"
     assert python(installed, code) == "True False"
@@ -103,7 +104,6 @@ def command(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedPr
     )
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_with_a_part_of_each_kind_from_outside(installed: Path, tmp_path: Path) -> None:
     config = EXAMPLE / "office.toml"
@@ -125,7 +125,6 @@ def test_a_run_with_a_part_of_each_kind_from_outside(installed: Path, tmp_path: 
     assert dry.returncode == 0, dry.stdout + dry.stderr
 
 
-@pytest.mark.slow
 def test_keys_of_outside_parts_are_among_the_keys(installed: Path, tmp_path: Path) -> None:
     train = str(ROOT / "launchers" / "train.py")
     done = command(installed, tmp_path, train, "--help-keys")
@@ -140,7 +139,6 @@ def test_keys_of_outside_parts_are_among_the_keys(installed: Path, tmp_path: Pat
         assert key in done.stdout
 
 
-@pytest.mark.slow
 def test_wrong_outside_parts_are_refused(installed: Path, tmp_path: Path) -> None:
     refused = (
         ("algorithm.name=acme_envs.parts:Mean", "algorithm.name: algorithm"),

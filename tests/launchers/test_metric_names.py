@@ -49,6 +49,7 @@ def test_every_key_of_a_run_is_documented(logged: set[str]) -> None:
     assert not unknown
 
 
+@pytest.mark.slow
 def test_the_figures_of_a_step_are_logged(logged: set[str]) -> None:
     for name in (
         *("reward/mean", "reward/success", "rollout/response_tokens", "rollout/forks"),

@@ -19,6 +19,8 @@ from launchers.evaluation.store import load_saved, read_rows
 from tests.support.runs import rows_of
 from tests.support.warehouse import ROOT
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = "tests.support.warehouse:warehouse_turn"
 
 
@@ -48,7 +50,6 @@ def finished(warehouse: Path, here: None) -> Path:
     return folder / "runs" / "overlapping"
 
 
-@pytest.mark.slow
 def test_training_goes_on_during_an_evaluation(finished: Path) -> None:
     rows = rows_of(finished)
     order = [("eval" if "eval/a/success" in row else "step", row["step"]) for row in rows]
@@ -56,7 +57,6 @@ def test_training_goes_on_during_an_evaluation(finished: Path) -> None:
     assert sorted(step for kind, step in order if kind == "eval") == [2, 4]
 
 
-@pytest.mark.slow
 def test_each_evaluation_sees_the_version_of_its_step_and_no_other(finished: Path) -> None:
     versions = {
         row["step"]: row["policy_version"] for row in rows_of(finished) if "phase" not in row
@@ -76,7 +76,6 @@ def test_the_best_checkpoint_is_that_of_the_evaluated_step(finished: Path) -> No
     assert not (finished / "evaluating").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_an_evaluation_that_was_cut_off_is_repeated_with_its_own_weights(warehouse: Path) -> None:
     folder = warehouse.parent

@@ -98,6 +98,7 @@ def test_a_dead_engine_ends_the_run_with_the_reason(
     assert "the engine thread died: out of memory" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_step_without_any_trajectory_ends_the_run(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

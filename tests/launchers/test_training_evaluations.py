@@ -27,6 +27,8 @@ from launchers.rl.state import Evaluating
 from tests.support.runs import rows_of
 from tests.support.warehouse import ROOT, warehouse_turn
 
+pytestmark = pytest.mark.slow
+
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 SHORT = [
     *("engine.name=scripted", "train.num_steps=2", "train.max_logprob_gap=1e9"),
@@ -47,7 +49,6 @@ def run(tmp_path_factory: pytest.TempPathFactory, here: None) -> Path:
     return folder / "short"
 
 
-@pytest.mark.slow
 def test_the_quick_start_is_trained_with_a_scripted_engine(run: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
     assert 0.4 < summary["success"]["after_rl"] < 0.95
@@ -68,7 +69,6 @@ def test_each_evaluation_has_a_directory_with_its_settings(run: Path) -> None:
     assert {row.dataset for row in rows} == {"dev"}
 
 
-@pytest.mark.slow
 def test_the_summary_and_the_report_have_the_same_figures(run: Path) -> None:
     assert evaluate.main(["report", str(run / "eval" / "after_rl")]) == 0
     report = json.loads((run / "eval" / "after_rl" / "summary.json").read_text())
@@ -94,7 +94,6 @@ def test_the_first_and_the_last_are_compared(run: Path, capsys: pytest.CaptureFi
     assert "24 questions are in both; none is left out" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_regrading_gives_the_stored_grades(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run / "eval" / "before_sft"
     before = read_rows(folder)
@@ -107,7 +106,6 @@ def test_regrading_gives_the_stored_grades(run: Path, capsys: pytest.CaptureFixt
     ]
 
 
-@pytest.mark.slow
 def test_evaluating_the_run_gives_the_same_trajectories(run: Path, tmp_path: Path) -> None:
     arguments = ["--n", "24", "num_samples=2", "--out", str(tmp_path / "again")]
     assert evaluate.main([str(run), *arguments]) == 0

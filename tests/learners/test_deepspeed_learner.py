@@ -36,7 +36,7 @@ from tests.learners.ranks import (
 )
 from tests.learners.trees import credited, random_tree
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 ALGORITHM = ARPO(group_size=6, importance_cap=1e9)
 CONFIG = LearnerConfig(groups_per_minibatch=2, max_tokens_per_microbatch=64, command_timeout_s=600)
@@ -175,7 +175,6 @@ async def test_non_finite_steps_are_skipped(learner: DeepSpeedLearner, tmp_path:
     assert len(batch) == len(told["trees"])
 
 
-@pytest.mark.slow
 async def test_errors_come_back_and_the_rank_goes_on(
     learner: DeepSpeedLearner, tmp_path: Path
 ) -> None:
@@ -187,7 +186,6 @@ async def test_errors_come_back_and_the_rank_goes_on(
     assert len(await learner.score([encode_sequence([1, 2], [False, True])])) == 1
 
 
-@pytest.mark.slow
 async def test_a_killed_rank_is_reported_at_once(model_dir: Path, tmp_path: Path) -> None:
     log = tmp_path / "learner.log"
     learner = await DeepSpeedLearner.start(CONFIG, ALGORITHM, model_dir, log)
@@ -204,7 +202,6 @@ async def test_a_killed_rank_is_reported_at_once(model_dir: Path, tmp_path: Path
         await learner.save(tmp_path / "late")
 
 
-@pytest.mark.slow
 async def test_the_rank_dies_with_its_controller(model_dir: Path, tmp_path: Path) -> None:
     script = (
         "import asyncio, os, pathlib, sys\n"
@@ -222,7 +219,6 @@ async def test_the_rank_dies_with_its_controller(model_dir: Path, tmp_path: Path
     await asyncio.to_thread(assert_gone, [int(output)])
 
 
-@pytest.mark.slow
 async def test_bad_starts_are_refused(model_dir: Path, tmp_path: Path) -> None:
     log = tmp_path / "learner.log"
     with pytest.raises(ConfigError, match="not a Hugging Face model"):
@@ -236,7 +232,6 @@ async def test_bad_starts_are_refused(model_dir: Path, tmp_path: Path) -> None:
         await DeepSpeedLearner.start(CONFIG, ALGORITHM, broken, log)
 
 
-@pytest.mark.slow
 async def test_zero_1_equals_plain_torch_with_aepo(model_dir: Path, tmp_path: Path) -> None:
     algorithm = AEPO(group_size=6)
     config = LearnerConfig(
