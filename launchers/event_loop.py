@@ -23,7 +23,7 @@ from types import FrameType
 
 HELD_S = (1.0, 10.0, 100.0)  # a loop that did not run for so long is told of
 BEAT_S = 0.2
-GRACE_S = 5.0  # from the second Ctrl-C to the end of the process, whatever it does
+GRACE_S = 5.0  # from the second Ctrl-C to the end of a process whose loop does not run
 EXIT_INTERRUPTED = 130
 NUM_FRAMES = 12  # of a stack that is shown
 LIBRARY = sysconfig.get_paths()["stdlib"]
@@ -56,8 +56,8 @@ class Watchdog:
     """A thread that looks whether `loop`, which runs in the main thread, still goes round.
 
     `tell` is called from that thread with who holds the loop while rollouts grow, and with its
-    stack. The second
-    Ctrl-C within `watch` ends the process after GRACE_S, if it has not ended until then.
+    stack. After the second Ctrl-C within `watch` and GRACE_S more, the process is ended if the loop
+    does not run; one that does run has its own way to end, and may have to save first.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[str], None]) -> None:
@@ -94,9 +94,11 @@ class Watchdog:
                 self._count(numbers)
             except TimeoutError:
                 pass
-            if self._ending and time.monotonic() > self._ending:
-                self._end()
             self._look()
+            # A loop that runs has had the signals too, and may be saving a checkpoint.
+            is_held = self._pending and time.monotonic() - self._beat > HELD_S[0]
+            if self._ending and time.monotonic() > self._ending and is_held:
+                self._end()
 
     def _count(self, numbers: bytes) -> None:
         self._num_interrupts += numbers.count(signal.SIGINT)

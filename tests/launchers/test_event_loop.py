@@ -94,6 +94,29 @@ def test_the_second_ctrl_c_ends_a_process_that_ignores_it() -> None:
     assert "second Ctrl-C" in errors
 
 
+def test_a_loop_that_saves_after_the_second_ctrl_c_is_let_finish(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_loop, "GRACE_S", 0.2)
+    monkeypatch.setattr(event_loop, "BEAT_S", 0.02)
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+
+    async def saves() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.6)
+
+    try:
+        with asyncio.Runner() as runner, Watchdog(runner.get_loop(), lambda _: None).watch():
+            runner.get_loop().run_until_complete(saves())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not ended
+
+
 def test_collections_are_rare_inside_and_as_before_behind() -> None:
     before = gc.get_threshold()
     with rolling_out():
