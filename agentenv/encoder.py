@@ -26,6 +26,7 @@ import msgspec
 from agentenv.errors import EnvError
 
 COLLECT_S = 0.004  # texts of so long travel together
+ANSWER_S = 60.0  # also on a busy machine; the loop encodes then
 CLOSE_S = 5.0
 PREFIX_BYTES = 4
 PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -81,7 +82,13 @@ class Encoder:
         future: asyncio.Future[list[int]] = loop.create_future()
         self._texts.append(text)
         self._waiting.append(future)
-        return await future
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await future
+        except TimeoutError:
+            raise EncoderLostError(
+                f"the process that tokenizes gave no answer in {ANSWER_S:g} s"
+            ) from None
 
     def _send(self) -> None:
         texts, waiting, self._texts, self._waiting = self._texts, self._waiting, [], []

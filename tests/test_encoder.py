@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
+from agentenv import encoder
 from agentenv.encoder import Encoder, EncoderLostError, encode_beside
 from agentenv.renderer import MAX_CHARS_A_TOKEN, TagRenderer
 from agentenv.types import Message
@@ -63,15 +65,23 @@ async def test_a_text_of_megabytes_costs_no_more_than_what_is_kept_of_it(
     assert len(beside.observation(huge, [TOOL], 50)) < 80
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_without_its_process_texts_are_encoded_here(
-    beside: TagRenderer, tokenizer: Any, caplog: pytest.LogCaptureFixture
+    beside: TagRenderer,
+    tokenizer: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
 ) -> None:
     assert beside.encoder is not None
     await beside.prepare([Message("tool", TEXTS[0])], [TOOL], 500)
     process = beside.encoder._process
     assert process is not None
-    process.kill()
-    await process.wait()
+    monkeypatch.setattr(encoder, "ANSWER_S", 0.3)
+    monkeypatch.setattr(encoder, "CLOSE_S", 0.3)
+    process.send_signal(number)
+    if number == signal.SIGKILL:
+        await process.wait()
     later = [Message("tool", TEXTS[0] + "!")]
     await beside.prepare(later, [TOOL], 500)
     assert "on the event loop from now on" in caplog.text
@@ -81,18 +91,18 @@ async def test_without_its_process_texts_are_encoded_here(
 
 
 async def test_closing_ends_the_process_and_whoever_waits(tokenizer: Any) -> None:
-    encoder = Encoder(tokenizer)
-    await encoder.encode("begin")
-    waiting = asyncio.ensure_future(encoder.encode("more"))
+    one = Encoder(tokenizer)
+    await one.encode("begin")
+    waiting = asyncio.ensure_future(one.encode("more"))
     await asyncio.sleep(0)
-    await encoder.close()
-    await encoder.close()
+    await one.close()
+    await one.close()
     with pytest.raises(EncoderLostError):
         await asyncio.wait_for(waiting, 5)
-    assert encoder._process is not None
-    assert encoder._process.returncode == 0
+    assert one._process is not None
+    assert one._process.returncode == 0
     with pytest.raises(EncoderLostError):
-        await encoder.encode("late")
+        await one.encode("late")
 
 
 async def test_a_tokenizer_of_another_kind_stays_here() -> None:
