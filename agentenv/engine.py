@@ -163,6 +163,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return "directory"
 
     @property
+    def tells_entropies(self) -> bool:
+        """Whether entropies of all tokens are those of the engine; else the learner's take their
+        place once forks are decided."""
+        return True
+
+    @property
     def local_model(self) -> LocalModel | None:
         """The model in the controller's process; None: there is none."""
         return None

@@ -6,7 +6,8 @@ connection broken off               -> BrokenConnectionError: nothing is known o
 every other status but 2xx          -> RefusedError, an EngineError with the server's reason
 
 Only GET is sent twice, when a kept connection turns out to be closed. Where this process has no
-file descriptor left, a request waits for one: that is no fault of a server.
+file descriptor left, a call waits for one, and a stream raises NoDescriptorError: that is no fault
+of a server.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ import msgspec
 from msgspec import Meta, Struct
 from yarl import URL
 
-from agentenv.engines.server import BrokenConnectionError, BusyError, ServerLostError
+from agentenv.engines.server import (
+    BrokenConnectionError,
+    BusyError,
+    NoDescriptorError,
+    ServerLostError,
+)
 from agentenv.errors import ConfigError, EngineError, ForeignError
 from agentenv.foreign import decode
 from agentenv.types import SamplingParams
@@ -36,6 +42,7 @@ KEEP_ALIVE_S = 3.0
 CONNECT_S = 10.0
 MAX_REASON = 500  # characters of a server's own words in our messages
 DONE = b"[DONE]"
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 NO_DESCRIPTOR_S = 0.25  # between two tries of a request that finds no file descriptor
 WARN_S = 60.0  # between two warnings of that
 
@@ -59,6 +66,8 @@ class RefusedError(EngineError):
 
 class FailedError(ServerLostError):
     """The server answered 5xx or 408: it is broken, or it could not do this."""
+
+    kind = "failed"
 
     def __init__(self, text: str, status: int, reason: str) -> None:
         super().__init__(text)
@@ -166,10 +175,12 @@ class HttpClient:
         """POST that is answered by server-sent events: the data of each, without the last
         `[DONE]`. Leaving the context before the end drops the connection.
 
-        The iterator raises BrokenConnectionError if the stream breaks off before `[DONE]`.
+        The iterator raises BrokenConnectionError if the stream breaks off before `[DONE]`. Raises
+        NoDescriptorError where nothing was sent.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self.wait_s)
-        async with self._request("POST", path, json, limit, headers=headers) as response:
+        sending = self._request("POST", path, json, limit, headers=headers, streams=True)
+        async with sending as response:
             yield self._events(response, path)
 
     async def routes(self) -> frozenset[str]:
@@ -205,6 +216,7 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         *,
         fresh: bool = False,
+        streams: bool = False,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         kind = {} if json is None else {"Content-Type": "application/json"}
         request: dict[str, Any] = {
@@ -216,7 +228,8 @@ class HttpClient:
             "allow_redirects": False,
         }
         try:
-            async with await self._send(method, request, fresh=fresh) as response:
+            sending = self._send(method, request, fresh=fresh, streams=streams)
+            async with await sending as response:
                 if not 200 <= response.status < 300:
                     wanted_s = retry_after_s(response.headers)
                     self._refuse(path, response.status, _reason(await response.read()), wanted_s)
@@ -228,7 +241,7 @@ class HttpClient:
             raise lost(f"{self.name}{path}: {kind_of}{text}") from error
 
     async def _send(
-        self, method: str, request: dict[str, Any], *, fresh: bool
+        self, method: str, request: dict[str, Any], *, fresh: bool, streams: bool
     ) -> aiohttp.ClientResponse:
         """On a kept connection unless `fresh`; a GET on a new one if the kept one was closed."""
         while True:
@@ -236,9 +249,11 @@ class HttpClient:
                 return await self._open(fresh=fresh).request(method, **request)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 if isinstance(error, aiohttp.ClientConnectorError):
-                    if not _lacks_descriptors():
+                    if error.errno not in NO_DESCRIPTOR and not _lacks_descriptors():
                         raise
                     self._warn_descriptors()
+                    if streams:
+                        raise NoDescriptorError(f"no file descriptor for {self.name}") from error
                     await asyncio.sleep(NO_DESCRIPTOR_S)
                 elif fresh or method != "GET":
                     raise
@@ -308,7 +323,7 @@ def _lacks_descriptors() -> bool:
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
-        return error.errno in (errno.EMFILE, errno.ENFILE)
+        return error.errno in NO_DESCRIPTOR
     return False
 
 

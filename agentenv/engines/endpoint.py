@@ -79,6 +79,7 @@ class Endpoint:
         self.counts = {"requests": 0.0, "retries": 0.0, "sampled_tokens": 0.0, "prompt_tokens": 0.0}
         self._table = table
         self._slots = asyncio.Semaphore(max_concurrency)
+        self._place = f"a place at {self.api.name}"
         self._closed = False
 
     async def start(self) -> None:
@@ -131,11 +132,11 @@ class Endpoint:
                 delay_s = backoff_s(
                     attempt - 1, key, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S, at_least_s=wanted_s
                 )
-                with waiting():
+                with waiting(f"a break before {self.api.name} is asked again"):
                     await asyncio.sleep(delay_s)
             self._check_open()
             try:
-                async with admitted(self._slots):
+                async with admitted(self._slots, self._place):
                     self.counts["requests"] += 1
                     return read(await self._client(path).call_json("POST", path, body))
             except RefusedError:
@@ -149,7 +150,7 @@ class Endpoint:
     async def events(self, path: str, body: Json, kind: type[T]) -> AsyncIterator[T]:
         """The same as a stream of events, asked once."""
         self._check_open()
-        async with admitted(self._slots):
+        async with admitted(self._slots, self._place):
             self.counts["requests"] += 1
             async with self._client(path).stream(path, {**body, "stream": True}) as events:
                 async for event in events:

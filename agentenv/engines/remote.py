@@ -46,6 +46,7 @@ from agentenv.engines.weights import (
     read_layout,
 )
 from agentenv.errors import ConfigError, EngineError
+from agentenv.offload import in_thread
 from agentenv.types import Chunk, Completion, VersionSpan
 
 logger = logging.getLogger(__name__)
@@ -307,7 +308,7 @@ class RemoteServer(ABC, Generic[F]):
     async def load_weights(self, source: Path, policy_version: int) -> None:
         """See Server.load_weights. The server must see `source` under the same path."""
         async with self._changing:
-            layout = await asyncio.to_thread(read_layout, source)
+            layout = await in_thread(read_layout, source)
             if self._layout is not None:
                 check_layout(source, layout, self._layout)
             await self._replace(partial(self._reload, layout.directory), policy_version)

@@ -20,12 +20,25 @@ from agentenv.types import Chunk, Completion, SamplingParams
 
 class ServerLostError(EngineError):
     """The server or the connection to it is gone, or it answered 5xx: the request may be sent
-    again, here or elsewhere. Tokens received until then were all reported to `on_chunk`."""
+    again, here or elsewhere. Tokens received until then were all reported to `on_chunk`.
+
+    `kind` completes "5 requests ..." where they are counted.
+    """
+
+    kind = "were lost"
 
 
 class BrokenConnectionError(ServerLostError):
     """A connection that was there has gone, before or within an answer. The server may be well,
     and may have done what it was asked for."""
+
+    kind = "broke off"
+
+
+class SilentError(ServerLostError):
+    """The server has the request, and says nothing of it for too long."""
+
+    kind = "were left in silence"
 
 
 class BusyError(EngineError):
@@ -37,6 +50,10 @@ class BusyError(EngineError):
         self.retry_after_s = retry_after_s
 
 
+class NoDescriptorError(EngineError):
+    """This process can open no more connections: no fault of the server, and nothing was sent."""
+
+
 class BrokenOffError(EngineError):
     """The request was ended on purpose, for a change of the server. Tokens received until then
     were all reported to `on_chunk`; the rest may be asked for at once, and no retry is used up."""
@@ -45,6 +62,8 @@ class BrokenOffError(EngineError):
 class ForeignWeightsError(EngineError):
     """Tokens were sampled by weights that are not labelled as this client labelled them: another
     process is behind the URL, or someone else changed its weights. None of them may be used."""
+
+    kind = "met other weights"
 
 
 class ServerInfo(Struct, frozen=True):

@@ -10,13 +10,13 @@ SGLangServer               check -> POST /generate (stream, our own rid) -> chun
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from math import nan
 from pathlib import Path
 from typing import Any, ClassVar
+from uuid import uuid4
 
 from msgspec import Struct
 
@@ -45,6 +45,7 @@ from agentenv.engines.remote import (
 )
 from agentenv.engines.server import (
     BusyError,
+    NoDescriptorError,
     Request,
     ServerInfo,
     ServerLoad,
@@ -53,6 +54,7 @@ from agentenv.engines.server import (
 from agentenv.engines.weights import Bucket, Group, Layout, Manifest, find_layout
 from agentenv.errors import ConfigError, EngineError, ForeignError
 from agentenv.foreign import decode
+from agentenv.offload import in_thread
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 logger = logging.getLogger(__name__)
@@ -153,7 +155,9 @@ def request_body(
     request: Request, facts: SGLangFacts, entropy_top_k: int, cache_salt: str
 ) -> dict[str, Any]:
     """JSON of POST /generate. Every sampling field is named, so that no default of the model's
-    generation_config or of the server applies."""
+    generation_config or of the server applies. The rid is new each time and none begins with
+    another: SGLang aborts all that begin with the one named, and 2 s after the end of a stream
+    aborts its rid once more."""
     sampling = request.sampling
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
@@ -171,7 +175,7 @@ def request_body(
         "stream_interval": request.stream_interval,
     }
     body: dict[str, Any] = {
-        "rid": request.id,
+        "rid": f"{request.id}.{uuid4().hex}",
         "input_ids": list(request.prompt_ids),
         "sampling_params": params,
         "return_logprob": True,
@@ -409,7 +413,7 @@ async def probe(http: HttpClient, vocab_size: int | None, layout: Layout | None)
     places = [Path(model.model_path), Path(model.tokenizer_path)]
     await _check_fields(http, args)
     _check_args(http.name, args, model)
-    layout = layout or await asyncio.to_thread(find_layout, places)
+    layout = layout or await in_thread(find_layout, places)
     features = {"broadcast"} if routes.issuperset(BROADCAST) else set()
     if args.enable_memory_saver and routes.issuperset(MEMORY_SAVER):
         features.add("sleep")  # without the flag these routes end the server
@@ -562,16 +566,19 @@ class SGLangServer(RemoteServer[SGLangFacts]):
                             on_chunk(chunk)
             completion = answer.finish()
             complete = True
+        except NoDescriptorError:
+            complete = True  # there is nothing to abort
+            raise
         finally:
             if not complete:  # a disconnect alone would be noticed after seconds
-                self._spawn(self._abort(request.id))
+                self._spawn(self._abort(body["rid"]))
         return completion
 
-    async def _abort(self, request_id: str) -> None:
+    async def _abort(self, rid: str) -> None:
         """Errors do not matter: the request is gone with its server, or it has just ended."""
         for server in self._controls:
             with suppress(EngineError):
-                await server.call("POST", "/abort_request", {"rid": request_id})
+                await server.call("POST", "/abort_request", {"rid": rid})
 
     async def healthy(self) -> bool:
         """Whether its scheduler answers; unlike /health this neither generates nor takes 1 s."""

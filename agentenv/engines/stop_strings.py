@@ -15,6 +15,7 @@ from threading import Lock
 from tokenizers import Tokenizer
 
 from agentenv.errors import EngineError
+from agentenv.offload import in_thread
 
 PARTIAL = "\ufffd"  # what bytes decode to that are not (yet) a whole character
 MAX_WHOLE = 64  # stop tokens of a request: each request carries them
@@ -86,7 +87,7 @@ class StopStrings:
 
     async def _make(self, stops: tuple[str, ...]) -> StopMatcher | None:
         try:
-            return await asyncio.to_thread(self.matcher, stops)
+            return await in_thread(self.matcher, stops)
         finally:
             del self._making[stops]
 

@@ -47,6 +47,7 @@ from agentenv.engines.server import (
     BrokenOffError,
     BusyError,
     ForeignWeightsError,
+    NoDescriptorError,
     Request,
     ServerInfo,
     ServerLoad,
@@ -55,6 +56,7 @@ from agentenv.engines.server import (
 from agentenv.engines.weights import (
     Bucket,
     Group,
+    Layout,
     Wire,
     check_adapter,
     find_layout,
@@ -62,6 +64,7 @@ from agentenv.engines.weights import (
 )
 from agentenv.errors import ConfigError, EngineError, ForeignError
 from agentenv.foreign import decode
+from agentenv.offload import in_thread
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 TRIED = "0.32"  # version of vLLM that this client was tested with
@@ -147,7 +150,7 @@ def request_body(
     return {
         "request_id": request_id,
         **({"model": adapter} if adapter else {}),
-        "token_ids": request.prompt_ids,
+        "token_ids": list(request.prompt_ids),
         "sampling_params": params,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -218,8 +221,8 @@ class VLLMAnswer(Answer):
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
-# The tied output head stays stale on the CPU (vLLM 0.32 packs it once and for all), so that a
-# worker extension has to pack it again; this is the method by which it is recognised.
+# A tied output head and experts stay stale on the CPU (vLLM 0.32 packs them once and for all), so
+# that a worker extension has to pack them again; this is the method by which it is recognised.
 REPACK = "reload_and_repack"
 EXTENSION = "agentenv_vllm_cpu.WorkerExtension"
 
@@ -337,14 +340,10 @@ async def probe(http: HttpClient, vocab_size: int | None, entropy_top_k: int) ->
     if cpu:
         _check_prefill(http.name, info.scheduler_config)
     root = model.root or ""
-    layout = await asyncio.to_thread(find_layout, [Path(root)])
+    layout = await in_thread(find_layout, [Path(root)])
     extension = str(info.parallel_config.get("worker_extension_cls") or "")
-    if cpu and layout is not None and layout.tied and not extension:
-        raise ConfigError(
-            f"{http.name} runs a model with tied embeddings on the CPU, where vLLM {version} "
-            "keeps the old output head when weights are loaded: start it with "
-            f"--worker-extension-cls {EXTENSION}, or use an untied model"
-        )
+    if cpu and layout is not None and not extension:
+        _check_packed(http.name, version, layout)
     transfer = str((info.weight_transfer_config or {}).get("backend"))
     able = {
         "broadcast": transfer in WIRES,
@@ -401,6 +400,20 @@ def _check_settings(name: str, settings: _ModelSettings, entropy_top_k: int) -> 
             f"{name} gives at most {most} log-probs a token, entropy_top_k is {entropy_top_k}: "
             f"start it with --max-logprobs {entropy_top_k}, or lower entropy_top_k"
         )
+
+
+def _check_packed(name: str, version: str, layout: Layout) -> None:
+    """What the CPU's kernels keep a packed copy of."""
+    for is_there, model, what, other in (
+        (layout.tied, "tied embeddings", "output head", "an untied model"),
+        (layout.has_experts, "experts", "experts", "a model without"),
+    ):
+        if is_there:
+            raise ConfigError(
+                f"{name} runs a model with {model} on the CPU, where vLLM {version} keeps the old "
+                f"{what} when weights are loaded: start it with --worker-extension-cls "
+                f"{EXTENSION}, or use {other}"
+            )
 
 
 def _check_prefill(name: str, settings: dict[str, Any]) -> None:
@@ -512,6 +525,9 @@ class VLLMServer(RemoteServer[VLLMFacts]):
             if sent.on_purpose:
                 raise BrokenOffError(f"{self.name} got another adapter") from None
             raise ServerLostError(f"{self.name}: {self._doubt}") from None
+        except NoDescriptorError:
+            whole = True  # there is nothing to abort
+            raise
         except RefusedError as error:
             if error.status == 404 and self._adapter:  # another process, without the adapter
                 raise ServerLostError(str(error)) from error
@@ -575,9 +591,9 @@ class VLLMServer(RemoteServer[VLLMFacts]):
     async def _load_adapter(self, source: Path, policy_version: int) -> None:
         """Serve an adapter, or the model that the server was started from without one."""
         old = self._adapter
-        directory = await asyncio.to_thread(source.absolute)
+        directory = await in_thread(source.absolute)
         if is_adapter(source):
-            await asyncio.to_thread(check_adapter, source, self._layout)
+            await in_thread(check_adapter, source, self._layout)
             new = f"{self._connected().info.model}-v{policy_version}-{secrets.token_hex(4)}"
         else:
             new = ""

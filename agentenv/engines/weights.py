@@ -169,6 +169,11 @@ class Layout(Struct, frozen=True):
         return bool(self.config.get("tie_word_embeddings", False))
 
     @property
+    def has_experts(self) -> bool:
+        """Whether layers choose among experts."""
+        return any(".experts." in name for name in self.shapes)
+
+    @property
     def vocab_size(self) -> int | None:
         """Rows of the embeddings, None if config.json does not tell."""
         size = self.config.get("text_config", self.config).get("vocab_size")

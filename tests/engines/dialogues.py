@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -83,9 +84,15 @@ class Dialogue(msgspec.Struct):
 
 async def talk(name: str, url: str, models: list[Path]) -> dict[str, Any]:
     """What is said in a dialogue; all that comes of it. `models`: the first is served."""
-    numbers = itertools.count()
+    numbers, rids = itertools.count(), itertools.count()
     found: dict[str, Any] = {}
-    with mock.patch("secrets.token_hex", side_effect=lambda _: f"nonce{next(numbers)}"):
+    with (
+        mock.patch("secrets.token_hex", side_effect=lambda _: f"nonce{next(numbers)}"),
+        mock.patch(
+            "agentenv.engines.sglang.uuid4",
+            side_effect=lambda: SimpleNamespace(hex=next(rids)),
+        ),
+    ):
         kept: dict[str, Any] = {"update_kv": "keep"} if name == "vllm" else {}
         server = CLIENTS[name](url, entropy_top_k=3, **kept)
         try:

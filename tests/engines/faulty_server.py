@@ -19,6 +19,7 @@ from agentenv.engines.server import (
     BrokenConnectionError,
     BusyError,
     ForeignWeightsError,
+    NoDescriptorError,
     Request,
     ServerInfo,
     ServerLoad,
@@ -89,6 +90,7 @@ class FaultyServer:
         self.die_after: int | None = None  # tokens
         self.hanging = False
         self.capacity: int | None = None  # requests; more are refused
+        self.num_starved = 0  # requests for which this process has no descriptor
         self.fails = False  # all requests but that for its weights
         self.breaks: list[int] = []  # tokens after which the connections of the next ones break
         self.can_sleep = True
@@ -141,6 +143,9 @@ class FaultyServer:
         if self.capacity is not None and self.num_running >= self.capacity:
             self.num_refused += 1
             raise BusyError("429")
+        if self.num_starved:
+            self.num_starved -= 1
+            raise NoDescriptorError("no file descriptor")
         if self.fails:
             self.num_failed += 1
             raise ServerLostError("500 CUDA error")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launchers.serving.servers import GUARD
+from agentenv.guard import GUARD
+from tests.support.nursery import Forked, nursery
 
 # PYTHONPATH of a server, so that its processes are forked
 FORKING = os.pathsep.join(
@@ -32,8 +32,9 @@ GUARD_S = 10.0  # for the guard itself, beyond what it gives the server
 
 
 class ServerProcess:
-    """Runs `command` with a free port; it is up when `url + ready` answers within `start_s`. Its
-    guard is our child and ends it with all its processes, however this process ends."""
+    """Runs `command`, a Python and its arguments, with a free port; it is up when `url + ready`
+    answers within `start_s`. It is a fork of a process that has imported `modules`, one for all
+    servers of a kind. Its guard ends it with all its processes, however this process ends."""
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class ServerProcess:
         log: Path,
         environment: Mapping[str, str],
         *,
+        modules: Sequence[str] = (),
         ready: str,
         start_s: float,
         stop_s: float,
@@ -51,16 +53,18 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         self._ready, self._start_s, self._stop_s = ready, start_s, stop_s
-        guard = [sys.executable, "-I", "-S", str(GUARD), str(stop_s)]
-        with log.open("wb") as output:
-            self._guard = subprocess.Popen(
-                [*guard, "nice", *command, "--port", str(port)],
-                cwd=log.parent,
-                env={**os.environ, **environment},
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+        end, life = os.pipe()
+        self._life: int | None = life
+        with log.open("wb") as output, os.fdopen(end) as stdin:
+            self._guard = Forked(
+                nursery(command[0], modules, os.environ | environment).fork(
+                    [*command[1:], "--port", str(port)],
+                    environment=os.environ | environment,
+                    folder=log.parent,
+                    output=output.fileno(),
+                    guard=(str(GUARD), str(stop_s)),
+                    stdin=stdin.fileno(),
+                )
             )
 
     def wait_ready(self) -> None:
@@ -88,8 +92,9 @@ class ServerProcess:
 
     def stop(self) -> None:
         """Ends it in a friendly way, and otherwise. Idempotent."""
-        assert self._guard.stdin is not None
-        self._guard.stdin.close()
+        if self._life is not None:
+            os.close(self._life)
+            self._life = None
         try:
             self._guard.wait(self._stop_s + GUARD_S)
         except subprocess.TimeoutExpired:

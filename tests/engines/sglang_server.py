@@ -28,6 +28,13 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": FORKING,
 }
+# imported before a server forks: all that one loads until its first request
+MODULES = (
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.models.qwen3",
+)
 
 
 def require_sglang() -> None:
@@ -43,5 +50,11 @@ class SGLangProcess(ServerProcess):
         command = [str(PYTHON), "-m", "sglang.launch_server", *ARGUMENTS]
         command += ["--model-path", str(model_path), *arguments]
         super().__init__(
-            command, log, ENVIRONMENT, ready="/v1/loads", start_s=START_S, stop_s=STOP_S
+            command,
+            log,
+            ENVIRONMENT,
+            modules=MODULES,
+            ready="/v1/loads",
+            start_s=START_S,
+            stop_s=STOP_S,
         )

@@ -15,7 +15,12 @@ import pytest
 
 from agentenv.engines.client import FailedError, HttpClient, RefusedError
 from agentenv.engines.remote import top_k_entropy
-from agentenv.engines.server import BrokenConnectionError, BusyError, ServerLostError
+from agentenv.engines.server import (
+    BrokenConnectionError,
+    BusyError,
+    NoDescriptorError,
+    ServerLostError,
+)
 from agentenv.errors import ConfigError, EngineError
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -240,8 +245,10 @@ def few_descriptors(free: int) -> Iterator[None]:
 async def test_a_request_waits_for_a_descriptor(caplog: pytest.LogCaptureFixture) -> None:
     """Neither the request nor its server is lost, and the log says what is missing."""
     async with serving(answering("200 OK", "ok"), fresh_posts=True) as client:
+        before = os.listdir("/proc/self/fd")
         assert await client.call("POST", "/x", 1) == b"ok"
-        await asyncio.sleep(0.05)  # both ends of that connection are closed now
+        while len(os.listdir("/proc/self/fd")) > len(before):  # noqa: ASYNC110 (of both ends)
+            await asyncio.sleep(0.01)
         with few_descriptors(free=3):
             taken = []
             with suppress(OSError):
@@ -250,6 +257,9 @@ async def test_a_request_waits_for_a_descriptor(caplog: pytest.LogCaptureFixture
             asking = asyncio.create_task(client.call("POST", "/x", 1))
             await asyncio.sleep(0.4)
             assert not asking.done()
+            with pytest.raises(NoDescriptorError):  # so that its place goes to another one
+                async with client.stream("/x", 1):
+                    raise AssertionError
             for descriptor in taken:
                 os.close(descriptor)
             assert await asking == b"ok"

@@ -284,9 +284,8 @@ async def test_time_without_a_server_counts_for_no_deadline(b: Bench) -> None:
     begin = loop.time()
 
     async def within(seconds: float) -> Completion:
-        with working(WorkClock()) as clock:
-            async with Deadline(seconds, clock, TimeoutError()):
-                return await b.ask(session="s")
+        with working(WorkClock()) as clock, Deadline(seconds, clock, TimeoutError()):
+            return await b.ask(session="s")
 
     asking = asyncio.create_task(within(6.0))  # the turn takes 2.3 s, a retry at most 2
     await asyncio.sleep(0.95)

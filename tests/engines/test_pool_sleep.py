@@ -26,9 +26,8 @@ async def test_turns_go_on_from_their_tokens_and_no_deadline_or_retry_is_used_up
     chunks: list[Chunk] = []
 
     async def within(seconds: float) -> Completion:
-        with working(WorkClock()) as clock:
-            async with Deadline(seconds, clock, TimeoutError()):
-                return await b.ask(on_tokens=chunks.append)
+        with working(WorkClock()) as clock, Deadline(seconds, clock, TimeoutError()):
+            return await b.ask(on_tokens=chunks.append)
 
     asking = asyncio.create_task(within(3.0))  # the turn takes 2.3 s
     await asyncio.sleep(0.91)

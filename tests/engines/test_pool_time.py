@@ -110,6 +110,46 @@ async def test_the_clock_of_a_rollout_runs_only_while_a_server_has_its_turn(b: B
     assert await asyncio.gather(*(ask() for _ in range(4))) == pytest.approx([2.3] * 4)
 
 
+@virtual(2, max_concurrency=8)
+async def test_there_is_room_while_turns_hardly_wait_and_caches_hold_what_is_under_way(
+    b: Bench,
+) -> None:
+    """16 places, of which a tenth may be waited for; half of each cache is in use."""
+    assert b.pool.has_room(10**6), "nothing is known of what a trajectory needs"
+    asking = [asyncio.create_task(b.ask(session=f"{n}")) for n in range(17)]
+    await asyncio.sleep(1.5)
+    assert b.pool.stats()["waiting"] == 1
+    assert b.pool.has_room(30)
+    assert not b.pool.has_room(31), "16 running ones need one of two caches"
+    asking.append(asyncio.create_task(b.ask(session="one more")))
+    await asyncio.sleep(0.1)
+    assert not b.pool.has_room(18), "two of 16 wait"
+    await asyncio.gather(*asking)
+    for server in b.servers:
+        server.kill()
+    await asyncio.sleep(2.0)
+    assert not b.pool.has_room(0), "no server is there"
+    for server in b.servers:
+        server.restart()
+    await b.until_up(2)
+
+
+@virtual(1, max_retries=0, first_token_s=5.0)
+async def test_a_turn_without_a_file_descriptor_waits_and_blames_nobody(b: Bench) -> None:
+    (server,) = b.servers
+    server.num_starved = 40
+
+    async def ask() -> float:
+        with working(WorkClock()) as clock:
+            assert b.text(await b.ask()) == TEXT
+        return clock()
+
+    assert await ask() == pytest.approx(2.3)
+    assert asyncio.get_running_loop().time() > 10.0
+    stats = b.pool.stats()
+    assert (stats["retries"], stats["server/0/lost"], stats["descriptor_waits"]) == (0, 0, 40)
+
+
 @virtual(1)
 async def test_a_server_that_is_paused_works_for_nobody(b: Bench) -> None:
     (server,) = b.servers
@@ -169,3 +209,22 @@ async def test_a_server_that_falls_silent_is_lost_and_its_turns_go_on_elsewhere(
         home.kill()  # what hangs in it
         home.restart()
         await b.until_up(2)
+
+
+@virtual(2, silence_s=30.0)
+async def test_the_seconds_of_a_server_that_went_silent_are_given_back(b: Bench) -> None:
+    """It is heard of for a second and then no more; the other server samples the rest."""
+
+    async def ask() -> tuple[float, float]:
+        with working(WorkClock(outer=WorkClock())) as clock:
+            assert b.text(await b.ask()) == TEXT
+            assert clock._outer is not None
+            return clock(), clock._outer()
+
+    asking = asyncio.create_task(ask())
+    await asyncio.sleep(1.05)
+    (server,) = (one for one in b.servers if one.num_running)
+    server.hanging = True
+    spent_s = await asking
+    assert asyncio.get_running_loop().time() > 30.0
+    assert spent_s == pytest.approx((2.3, 2.3), abs=1.5), "without the silence"

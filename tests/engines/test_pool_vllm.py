@@ -26,19 +26,16 @@ from tests.engines.world import EngineSubject, World, prompt
 pytestmark = [pytest.mark.engine_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-async def test_a_pool_of_one_real_server_and_its_death(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_pool_of_one_real_server_and_its_death(tmp_path: Path) -> None:
     """The contract holds through the pool. A long greedy turn that kill -9 interrupts has the
     log-probs of transformers from end to end, under the weights of the last update, although the
     new process starts with those of the first."""
     require_vllm()
-    monkeypatch.setenv("PYTHONPATH", FORKING)
     world = World(tmp_path / "world", tied=False)
     async with AsyncExitStack() as stack:
         factory = ServerFactory(tmp_path, stack, lambda text: None)
         served = Served("vllm", world.paths[0], "policy", MAX_LENGTH, trained=True)
-        config = ServersConfig(python=str(PYTHON))
+        config = ServersConfig(python=str(PYTHON), env={"PYTHONPATH": FORKING})
         (url,) = await factory.start(served, config, "engine.servers")
         pool = EnginePool(
             [VLLMServer(url, vocab_size=VOCAB)],

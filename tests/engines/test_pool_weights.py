@@ -234,3 +234,23 @@ async def test_a_server_that_is_not_there_is_refused_at_the_start(folder: Path) 
     with pytest.raises(ConfigError, match=r"engine server http://nowhere:1: .*refused"):
         await pool.start(fresh=False)
     await pool.close()
+
+
+def test_a_run_begins_without_a_server_that_is_gone_and_takes_it_in_when_it_is_back(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a server is started again at the moment at which a run goes on."""
+    there, gone = (FaultyServer(name, reciter(folder)) for name in ("there", "gone"))
+
+    async def main() -> None:
+        gone.kill()
+        pool = EnginePool([there, gone], folder, 0, vocab_size=256, eos_ids={EOS})
+        await pool.start(fresh=False)
+        assert "engine server gone: " in caplog.text
+        await pool.load_weights(folder / "v1", 1)
+        gone.restart()
+        await asyncio.sleep(30)
+        assert [server.weights for server in (there, gone)] == ["v1", "v1"]
+        await pool.close()
+
+    run_virtual(main())

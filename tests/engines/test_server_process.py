@@ -55,7 +55,8 @@ def test_kill_waits_for_no_grace(tmp_path: Path) -> None:
 
 
 def test_a_server_that_ends_by_itself_shows_its_log(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "raise RuntimeError('no memory for the cache')"]
+    broken = script(tmp_path, "raise RuntimeError('no memory for the cache')")
+    command = [sys.executable, str(broken)]
     server = ServerProcess(command, tmp_path / "log", {}, ready="/", start_s=60.0, stop_s=5.0)
     with pytest.raises(pytest.fail.Exception, match="no memory for the cache"):
         server.wait_ready()

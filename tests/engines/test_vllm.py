@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from agentenv.engines.client import HttpClient
+from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.server import ServerLostError
 from agentenv.engines.vllm import NEEDED, VLLMServer, probe
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 from tests.engines import contract
-from tests.engines.reference import VOCAB, check_sampled, distribution
+from tests.engines.reference import EOS, VOCAB, check_sampled, distribution
 from tests.engines.traffic import LONG, start_many
 from tests.engines.vllm_server import (
     BLOCK,
@@ -206,6 +207,55 @@ async def test_an_update_within_a_request_gives_two_version_spans(
     await contract.check_update_within_a_request(plain, world, recomputed=True)
 
 
+@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("plain")  # which waits until the server is there
+async def test_an_update_under_64_streams_and_the_prefixes_of_forks_after_it(
+    servers: Servers,
+) -> None:
+    """Through the pool, four times as many as run at once. Log-probs are those of the weights that
+    chose each token; forks of what was sampled find all of it that fills a block."""
+    world = servers.untied_world
+    prompts = [prompt(n, 2 * BLOCK + 5) for n in range(4 * NUM_SEQS)]
+    pool = EnginePool(
+        [VLLMServer(servers.plain.url, entropy_top_k=TOP_K)],
+        world.paths[0],
+        0,
+        vocab_size=VOCAB,
+        eos_ids={EOS},
+        name="streams",
+    )
+    try:
+        await pool.start(fresh=False)
+        asking = [
+            asyncio.create_task(pool.generate(ids, SamplingParams(256, seed=n), session=str(n)))
+            for n, ids in enumerate(prompts)
+        ]
+        while pool.stats()["sampled_tokens"] < 20 * NUM_SEQS:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await pool.load_weights(world.paths[1], 1)
+        turns = await asyncio.gather(*asking)
+        for ids, done in zip(prompts, turns, strict=True):
+            check_sampled(world.models, ids, done)
+        versions = {tuple(span.version for span in done.version_spans) for done in turns}
+        assert versions >= {(0, 1), (1,)}, "some were within the update, some behind it"
+        assert pool.stats()["retries"] == 0
+        forks = [
+            (n, [*ids, *done.token_ids, 20 + fork])
+            for n, (ids, done) in enumerate(zip(prompts, turns, strict=True))
+            for fork in range(2)
+        ]
+        found = await asyncio.gather(
+            *(pool.generate(ids, SamplingParams(2), session=str(n)) for n, ids in forks)
+        )
+        for (n, ids), done in zip(forks, found, strict=True):
+            if n % 8 == 0:
+                check_sampled({1: world.models[1]}, ids, done)
+            if turns[n].version_spans[-1].version == 1:  # what ended before it is dropped
+                assert done.num_cached_tokens >= len(ids) - 2 * BLOCK
+    finally:
+        await pool.close()
+
+
 async def test_a_cancelled_call_frees_the_server(plain: ServerSubject) -> None:
     await contract.check_abort(plain, num_requests=32)
 
@@ -303,7 +353,7 @@ async def test_an_engine_that_dies(tied: ServerSubject, servers: Servers) -> Non
         await asyncio.sleep(0.005)
     await http.call("POST", "/pause", params={"mode": "keep"})  # some are in the middle now
     await asyncio.sleep(0.3)
-    os.kill(servers.tied.pid_of("EngineCore"), 9)
+    os.kill(servers.tied.engine_pid(), 9)
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     lost = [c for c, o in zip(chunks, outcomes, strict=True) if isinstance(o, ServerLostError)]
     assert any(lost)

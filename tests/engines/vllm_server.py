@@ -38,6 +38,15 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no worker process that spins
 }
+# imported before a server forks: all that one loads until its first request
+MODULES = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3",
+    "vllm.model_executor.models.llama",
+)
 
 
 def require_vllm() -> None:
@@ -62,11 +71,13 @@ class VLLMProcess(ServerProcess):
             command,
             log,
             ENVIRONMENT | (environment or {}),
+            modules=MODULES,
             ready="/health",
             start_s=START_S,
             stop_s=STOP_S,
         )
 
-    def pid_of(self, title: str) -> int:
-        """The process of the server whose title holds these words."""
-        return next(p.pid for p in self.processes() if title in " ".join(p.cmdline()))
+    def engine_pid(self) -> int:
+        """The process that samples, a child of the one that serves."""
+        (engine,) = self.processes()[0].children()
+        return engine.pid

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
 from agentenv.engine import Engine, EngineConfig, EngineStart, LocalModel
 from agentenv.errors import ConfigError, EngineError
+from agentenv.offload import in_thread
 
 
 class EmbeddedConfig(
@@ -46,7 +46,7 @@ class EmbeddedConfig(
         return LocalModel(self.dtype, self.max_num_seqs + self.num_cached_seqs, self.device)
 
     async def start(self, given: EngineStart) -> Engine:
-        engine = await asyncio.to_thread(self._load, given)
+        engine = await in_thread(self._load, given)
         given.stack.push_async_callback(engine.close)
         return engine
 

@@ -31,6 +31,7 @@ from agentenv.engines.embedded.scheduler import Event, Request, Scheduler
 from agentenv.engines.embedded.weights import Weights, read_architecture
 from agentenv.engines.stop_strings import StopStrings
 from agentenv.errors import EngineDeadError, EngineError
+from agentenv.offload import in_thread, start_thread
 from agentenv.types import Chunk, Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ class EmbeddedEngine:
         self._end(self._reason or CLOSED)
         self._commands.put(None)
         if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
+            await in_thread(self._thread.join)
 
     # on the event loop
 
@@ -208,8 +209,7 @@ class EmbeddedEngine:
             raise EngineError("calls of another event loop are still running")
         self._loop = loop
         if self._thread is None:
-            self._thread = Thread(target=self._run, name="embedded-engine", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._run, name="embedded-engine")
         return loop
 
     async def _change(self, change: Callable[[], None]) -> None:

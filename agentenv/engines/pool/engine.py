@@ -19,6 +19,7 @@ from agentenv.engines.server import Server
 from agentenv.engines.server_config import PoolConfig, Served, ServersConfig
 from agentenv.errors import ConfigError
 from agentenv.model_files import num_stretched_positions, read_eos_ids, vocab_size
+from agentenv.offload import in_thread
 
 WATCH_INTERVAL_S = 5.0
 MAX_SHARE = 0.9  # of a GPU's memory, for servers beside the CUDA context of a learner
@@ -84,11 +85,12 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     entropies: Annotated[
         Literal["all", "window"],
         Meta(
-            description="tokens of which servers tell the largest log-probs: all, or those by "
-            "which forks are decided (then a turn is two requests, and no other token has an "
-            "entropy: rollout/entropy and the entropy profile are of those tokens alone)"
+            description="tokens of which servers tell the largest log-probs, which costs both "
+            "sides more than the tokens do: those by which forks are decided (such a turn is two "
+            "requests; entropies of trained tokens are then the learner's exact ones, others are "
+            "unknown), or all (entropies are bounds)"
         ),
-    ] = "all"
+    ] = "window"
     update_kv: Annotated[
         Literal["recompute", "keep"],
         Meta(
@@ -144,6 +146,10 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     def new_weights(self) -> Literal["directory", "adapter", "broadcast"]:
         return "adapter" if self.lora == "adapter" else self.weights
 
+    @property
+    def tells_entropies(self) -> bool:
+        return self.entropies == "all"
+
     def check_colocated(self, key: str) -> None:
         if self.weights == "broadcast":
             raise ConfigError(
@@ -160,7 +166,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     async def start(self, given: EngineStart) -> EnginePool:
         """Start the servers, or find those that run, and make a pool over them that serves the
         model."""
-        model = await asyncio.to_thread(given.model.absolute)  # servers run in another folder
+        model = await in_thread(given.model.absolute)  # servers run in another folder
         vocabulary = vocab_size(model)
         make = self.server_maker(vocabulary)
         urls, launched = self.urls, self.launched
@@ -178,7 +184,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             key = "engine.servers" if given.use == "policy" else f"{given.use} engine.servers"
             urls = await given.servers.start(served, launched, key)
         elif self.urls_file:
-            urls = await asyncio.to_thread(read_urls, Path(self.urls_file))
+            urls = await in_thread(read_urls, Path(self.urls_file))
         pool = EnginePool(
             [make(url) for url in urls],
             model,
@@ -229,11 +235,11 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
 
 async def watch_urls(path: Path, pool: EnginePool, make: Callable[[str], Server]) -> None:
     """Add servers that appear in the file, and take away those that vanish from it."""
-    known = {make(url).name for url in await asyncio.to_thread(read_urls, path)}
+    known = {make(url).name for url in await in_thread(read_urls, path)}
     while True:
         await asyncio.sleep(WATCH_INTERVAL_S)
         try:
-            servers = [make(url) for url in await asyncio.to_thread(read_urls, path)]
+            servers = [make(url) for url in await in_thread(read_urls, path)]
         except ConfigError as error:  # half written, or wrong: what is there stays
             logger.warning("%s", error)
             continue

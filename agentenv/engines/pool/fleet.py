@@ -15,14 +15,16 @@ from collections.abc import Collection, Iterable
 from heapq import heappop, heappush
 
 from agentenv.engines.pool.broadcast import Broadcast
-from agentenv.engines.pool.member import Member, State, Target, WeightProbe
-from agentenv.engines.server import BusyError, Server
+from agentenv.engines.pool.member import FULL, Member, State, Target, WeightProbe
+from agentenv.engines.server import BusyError, ForeignWeightsError, Server, ServerLostError
 from agentenv.engines.server_config import PoolConfig
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
 
 logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 65536  # whose home is remembered
+HARDLY = 0.1  # turns that may wait for a place before no tree begins, by places
+MEASURED = 8  # running requests from which on their use of the cache says something
 
 
 # order, number, place, session, whom to avoid
@@ -151,6 +153,18 @@ class Fleet:
         for server in servers:
             self._enlist(server)
 
+    def has_room(self, num_live: int) -> bool:
+        """Whether more trajectories should begin beside so many that are under way: turns hardly
+        wait for places, and the caches would hold all trajectories if each were as large as those
+        that are on a server now."""
+        serving = [member for member in self.members if member.serving]
+        room = sum(member.limit.value for member in serving)
+        if not serving or self.places.num_waiting > HARDLY * room:
+            return False
+        running = sum(member.load.num_running for member in serving)
+        usage = sum(member.load.kv_usage for member in serving)
+        return running < MEASURED or usage / running * num_live <= FULL * len(serving)
+
     def check_alive(self) -> None:
         """Raises EngineDeadError once no server is left."""
         if self.reason is not None:
@@ -159,18 +173,27 @@ class Fleet:
     # who takes part
 
     async def start(self, *, fresh: bool) -> None:
-        """Connect to all. Raises ConfigError if one cannot be used."""
+        """Connect to all. Raises ConfigError if one cannot be used, or none is there; one that is
+        gone while others are there takes part as soon as it is back."""
         outcomes = await asyncio.gather(
             *(member.connect(self._target, fresh=fresh) for member in self.members),
             return_exceptions=True,
         )
-        for member, outcome in zip(self.members, outcomes, strict=True):
-            if isinstance(outcome, EngineError):
+        found = list(zip(self.members, outcomes, strict=True))
+        gone = {member for member, one in found if isinstance(one, ServerLostError)}
+        for member, outcome in found:
+            if member in gone and len(gone) < len(found):
+                logger.warning(
+                    "engine server %s: %s; the run begins without it", member.name, outcome
+                )
+                member.drop(str(outcome))
+            elif isinstance(outcome, EngineError):
                 raise ConfigError(f"engine server {member.name}: {outcome}") from outcome
-            if outcome is not None:
+            elif outcome is not None:
                 raise outcome
         for member in self.members:
-            self._serve(member)
+            if member not in gone:
+                self._serve(member)
             self._keep(member)
 
     def add(self, server: Server) -> None:
@@ -186,13 +209,14 @@ class Fleet:
                 member.suspend("it was removed from the pool")
         self._watch_outage()
 
-    def lose(self, member: Member, problem: str, *, doubt: bool = False) -> None:
-        """A request on it was lost. `doubt`: its weights are not those that it should have."""
+    def lose(self, member: Member, error: ServerLostError | ForeignWeightsError) -> None:
+        """A request on it was lost."""
         member.counts["lost"] += 1
-        if doubt:
-            member.drop(problem)
+        member.account.lose(error.kind, str(error))
+        if isinstance(error, ForeignWeightsError):
+            member.drop(str(error))
         elif member.is_there:
-            member.lost(problem)
+            member.lost(f"a request was lost: {error}")
         self._watch_outage()
 
     def refuse(self, member: Member, error: BusyError) -> None:

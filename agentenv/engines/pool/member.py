@@ -18,7 +18,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from agentenv.backoff import backoff_s
-from agentenv.deadline import Wait, WorkClock
+from agentenv.deadline import Wait, Work, WorkClock
+from agentenv.engines.pool.account import Account
 from agentenv.engines.server import Request, Server, ServerLoad, ServerLostError
 from agentenv.engines.server_config import PoolConfig
 from agentenv.engines.weights import Group, Manifest, Sender
@@ -167,10 +168,11 @@ LISTEN_S = 1.0  # between two looks at whether requests have gone silent
 
 class Hearing:
     """What is heard of one request on a server; `wait` is its rollout's, while the server is
-    paused. `problem` says after which silence it was given up."""
+    paused, and `work` since the last token. `problem` says after which silence it was given up."""
 
     def __init__(self, clock: WorkClock) -> None:
         self.wait = Wait()
+        self.work = Work()
         self.problem = ""
         self._clock = clock
         self._since_s = clock()
@@ -179,6 +181,7 @@ class Hearing:
     def heard(self) -> None:
         """Tokens have come."""
         self._since_s, self._has_tokens = self._clock(), True
+        self.work.begin()
 
     def is_lost(self, config: PoolConfig) -> bool:
         """Whether it is silent for too long."""
@@ -228,6 +231,7 @@ class Member:
 
     def __init__(self, server: Server, number: int, config: PoolConfig, probe: WeightProbe) -> None:
         self.server = server
+        self.doing = f"the server {server.name}"  # of who asks it
         self.number = number
         self.config = config
         self.probe = probe
@@ -249,6 +253,7 @@ class Member:
         self._clock.go()
         self._listening: asyncio.TimerHandle | None = None
         self.counts: Counter[str] = Counter()
+        self.account = Account(server.name)
         self.returning = asyncio.Lock()  # held while the server may come back into the pool
         self._replacing = asyncio.Lock()  # held while its weights are being replaced
         self._looked_for = asyncio.Event()  # something happened that its keeper should look at
@@ -347,6 +352,7 @@ class Member:
         """A request was refused since the server is full; it asks for `wanted_s` of quiet. The
         seconds until it may be asked again. Raises ServerLostError if it refuses all for long."""
         self.counts["refused"] += 1
+        self.account.num_refused += 1
         self.limit.refuse(self.in_flight)
         now = asyncio.get_running_loop().time()
         if now >= self._closed_until:
@@ -499,6 +505,8 @@ class Member:
 
     async def _replace(self, load: Callable[[], Awaitable[None]], policy_version: int) -> None:
         async with self._replacing:
+            loop = asyncio.get_running_loop()
+            began_s = loop.time()
             if self.serving:
                 self.state = State.LOADING
             self._clock.stop()
@@ -522,6 +530,7 @@ class Member:
                 if self.state is State.LOADING:
                     self.state = State.SERVING
                 self._clock.go()
+                self.account.update_s = max(self.account.update_s, loop.time() - began_s)
                 for hearing in self.attempts.values():
                     hearing.wait.end()
             self.limit.restart()  # an engine may preempt what runs to change its weights
@@ -542,7 +551,7 @@ class Member:
         async with self.returning:
             self.suspend("it sleeps")
             self.state = State.ASLEEP
-            attempts = set(self.attempts)
+            attempts = list(self.attempts)
             for attempt in attempts:
                 attempt.cancel()
             if attempts:

@@ -27,7 +27,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from agentenv.deadline import waiting
+from agentenv.deadline import doing, waiting
+from agentenv.engines.pool.account import told
 from agentenv.engines.pool.fleet import Fleet
 from agentenv.engines.pool.member import Hearing, Member, Target
 from agentenv.engines.pool.turn import EntropyKind, Turn
@@ -36,9 +37,11 @@ from agentenv.engines.server import (
     BrokenOffError,
     BusyError,
     ForeignWeightsError,
+    NoDescriptorError,
     Request,
     Server,
     ServerLostError,
+    SilentError,
 )
 from agentenv.engines.server_config import PoolConfig
 from agentenv.engines.stop_strings import StopStrings
@@ -46,6 +49,7 @@ from agentenv.engines.weights import Sender
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
 
+NO_DESCRIPTOR_S = 0.25  # between two tries of a request that finds no file descriptor
 FIRST = (-1, 0)  # the order of a turn that a full server has refused
 # By feature: the key that asks for it, and what a server lacks that has not got it.
 LACKS = {
@@ -102,7 +106,8 @@ class EnginePool:
 
     async def start(self, *, fresh: bool) -> None:
         """Connect to all servers. `fresh`: they were just started from `model_path`; others are
-        made to load it, where they can. Raises ConfigError if one cannot be used."""
+        made to load it, where they can. Raises ConfigError if one cannot be used, or none is
+        there; one that comes later takes part from then on."""
         await self._fleet.start(fresh=fresh)
 
     @property
@@ -163,13 +168,17 @@ class EnginePool:
             if done is not None:
                 return done
             self._counts["continuations"] += bool(turn.token_ids)
+            if turn.was_starved:
+                turn.was_starved = False
+                with waiting("a free file descriptor"):
+                    await asyncio.sleep(NO_DESCRIPTOR_S)
             if not problem:
                 continue
             if retries == self.config.max_retries:
                 raise EngineError(f"a turn was given up after {retries + 1} attempts: {problem}")
             retries += 1
             self._counts["retries"] += 1
-            with waiting():
+            with waiting("a break before another server is asked"):
                 await asyncio.sleep(self.config.backoff_s(retries, key))
 
     async def _part(
@@ -179,7 +188,7 @@ class EnginePool:
         empty where no retry is used up. `failed`: servers that are avoided, which are added to.
         Raises what a server refuses."""
         self._fleet.check_alive()
-        with waiting():
+        with waiting("a place on a server"):
             place = FIRST if turn.was_refused else order
             member = await self._fleet.places.acquire(session, place, failed)
         turn.was_refused = False
@@ -197,25 +206,30 @@ class EnginePool:
             try:
                 self._fleet.refuse(member, error)
             except ServerLostError as lost:
-                self._fleet.lose(member, str(lost))
+                self._fleet.lose(member, lost)
                 return None, str(lost)
             turn.was_refused = True
+            return None, ""
+        except NoDescriptorError:
+            self._counts["descriptor_waits"] += 1
+            turn.was_starved = turn.was_refused = True
             return None, ""
         except BrokenOffError:
             self._counts["broken_off"] += 1
             return turn.lose(None, self._entropy_kind), ""
         except ForeignWeightsError as error:
-            self._fleet.lose(member, str(error), doubt=True)
+            self._fleet.lose(member, error)
             turn.discard(error)
             return None, str(error)
         except ServerLostError as error:
             self._fleet.check_alive()
             if isinstance(error, BrokenConnectionError) and not turn.breaks_again():
                 self._counts["reconnections"] += 1
+                member.account.lose(error.kind, str(error))
                 member.look()  # it may be dead, or another process by now
                 return turn.lose(None, self._entropy_kind), ""
             failed.add(member)
-            self._fleet.lose(member, f"a request was lost: {error}")
+            self._fleet.lose(member, error)
             return turn.lose(None, self._entropy_kind), str(error)
         finally:
             self._fleet.places.release(member)
@@ -235,14 +249,15 @@ class EnginePool:
         request = turn.request(f"{self._name}-{self._counts['attempts']}", session)
         self._counts["prompt_tokens"] += len(request.prompt_ids)
         member.counts["requests"] += 1
-        hearing = member.hear()
+        hearing, began_s = member.hear(), asyncio.get_running_loop().time()
         receive = partial(self._receive, member, turn, hearing)
         attempt = asyncio.create_task(member.server.generate(request, receive))
         member.attempts[attempt] = hearing
         problem: BaseException | None = None
         try:
             watched: set[asyncio.Future[Any]] = {attempt, turn.stopped}
-            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            with doing(member.doing):
+                await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not attempt.done():
                 attempt.cancel()
@@ -254,11 +269,18 @@ class EnginePool:
             return None
         if member.asleep and (attempt.cancelled() or problem is not None):
             raise BrokenOffError(member.reason)
+        if attempt.cancelled() or isinstance(problem, ServerLostError | ForeignWeightsError):
+            hearing.work.give_back()
+        if attempt.cancelled() and hearing.problem:
+            raise SilentError(f"{member.name}: {hearing.problem}")
         if attempt.cancelled():
-            raise ServerLostError(f"{member.name}: {hearing.problem or member.reason}")
+            raise ServerLostError(f"{member.name}: {member.reason}")
         if problem is not None:
             raise problem
-        return attempt.result()
+        part = attempt.result()
+        seconds = asyncio.get_running_loop().time() - began_s
+        member.account.answer(len(part.token_ids), seconds)
+        return part
 
     def _receive(self, member: Member, turn: Turn, hearing: Hearing, chunk: Chunk) -> None:
         hearing.heard()
@@ -270,22 +292,25 @@ class EnginePool:
         turn.receive(chunk, member.server.policy_version)
 
     async def generate_on_each(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, within_s: float
     ) -> dict[str, Completion]:
-        """One request on every server that serves, by the server's name; what is lost or refused
-        is left out. For measuring: it is not counted and not sent again."""
+        """One request on every server that serves, by the server's name; what is lost, refused or
+        not there within so many seconds is left out. For measuring: it is not counted and not
+        sent again."""
         self._counts["probes"] += 1
         request = Request(f"{self._name}-probe-{self._counts['probes']}", prompt_ids, sampling)
         serving = [member for member in self._fleet.members if member.is_there]
-        outcomes = await asyncio.gather(
-            *(member.server.generate(request, lambda chunk: None) for member in serving),
-            return_exceptions=True,
-        )
+
+        async def ask(member: Member) -> Completion:
+            async with asyncio.timeout(within_s):
+                return await member.server.generate(request, lambda chunk: None)
+
+        outcomes = await asyncio.gather(*map(ask, serving), return_exceptions=True)
         found = {}
         for member, outcome in zip(serving, outcomes, strict=True):
             if isinstance(outcome, Completion):
                 found[member.name] = outcome
-            elif not isinstance(outcome, EngineError):
+            elif not isinstance(outcome, EngineError | TimeoutError):
                 raise outcome
         return found
 
@@ -318,11 +343,17 @@ class EnginePool:
         await self._fleet.wake()
 
     def require(self, feature: Literal["adapters", "broadcast", "sleep"]) -> None:
-        """Raises ConfigError for a server without a feature that the configuration asks for."""
+        """Raises ConfigError for a server without a feature that the configuration asks for; of
+        one that was never there nothing is known."""
         key, lack = LACKS[feature]
         for member in self._fleet.members:
-            if feature not in member.features:
+            if member.epoch and feature not in member.features:
                 raise ConfigError(f"{key}: {member.name} {lack}")
+
+    def has_room(self, num_live: int) -> bool:
+        """Whether another tree should begin beside so many trajectories that are under way; see
+        Fleet.has_room."""
+        return self._fleet.has_room(num_live)
 
     # figures, and the end
 
@@ -331,7 +362,7 @@ class EnginePool:
         which they were named."""
         names = (
             "requests sampled_tokens prompt_tokens cached_tokens retries reconnections "
-            "continuations sleeps"
+            "continuations sleeps descriptor_waits"
         )
         found: dict[str, float] = {name: self._counts[name] for name in names.split()}
         members = self._fleet.members
@@ -344,6 +375,23 @@ class EnginePool:
         for member in members:
             found |= {f"server/{member.number}/{k}": v for k, v in member.figures().items()}
         return found
+
+    def account(self) -> dict[str, Any]:
+        """What befell its servers since the start, for a summary: counters, figures of each that
+        takes part, and `told`, sentences for a person."""
+        accounts = [member.account for member in self._fleet.members]
+        lines = told(accounts)
+        if waits := self._counts["descriptor_waits"]:
+            lines.append(f"requests waited {waits} times for a file descriptor; raise ulimit -n")
+        if self.outage_s >= 1.0:
+            lines.append(f"no server was there, or all slept, for {self.outage_s:.0f} s")
+        names = ("requests", "retries", "reconnections", "continuations")
+        return {
+            **{name: self._counts[name] for name in names},
+            "outage_s": round(self.outage_s, 1),
+            "servers": {one.name: one.figures() for one in accounts},
+            "told": lines,
+        }
 
     async def close(self) -> None:
         """Abort what runs and drop the connections. Idempotent; the servers go on."""

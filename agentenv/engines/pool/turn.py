@@ -44,6 +44,7 @@ class Turn:
         self.token_ids: list[int] = []
         self.num_parts = 0
         self.was_refused = False  # by a server that is full, and so waits before all others
+        self.was_starved = False  # this process had no file descriptor for it
         self._broken_at = -1  # tokens that were there when a connection broke off
         self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._prompt_ids, self._sampling = prompt_ids, sampling
@@ -172,6 +173,8 @@ class Turn:
         self._observed = []
 
     def _find_stop(self, start: int) -> None:
+        if self._matcher is None or self._matcher.candidates.isdisjoint(self.token_ids[start:]):
+            return
         for length in range(start + 1, len(self.token_ids) + 1):
             stop = self._match(length)
             if stop is not None and not self._ends_by_itself(length):

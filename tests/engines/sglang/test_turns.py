@@ -11,7 +11,7 @@ import torch
 from agentenv.engines.server import Request
 from agentenv.engines.sglang import SGLangServer
 from agentenv.errors import EngineError
-from agentenv.types import Chunk, SamplingParams
+from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines import contract
 from tests.engines.reference import MAX_LENGTH, VOCAB, check_sampled, distribution
 from tests.engines.sglang.replies import PROMPT, STEP_S, Clients, Reply, ask
@@ -111,6 +111,24 @@ async def test_a_failing_callback_aborts_its_request(server: SGLangServer) -> No
     async with asyncio.timeout(400 * STEP_S - 2.0):  # before it would end by itself
         while await ServerSubject(server).num_running():  # noqa: ASYNC110 (only it knows)
             await asyncio.sleep(0.02)
+
+
+@pytest.mark.usefixtures("slow")
+async def test_an_abort_is_of_one_request(server: SGLangServer) -> None:
+    """Also among requests whose ids begin alike, and where an id comes again: SGLang itself aborts
+    by beginnings, and aborts what has its rid 2 s after a stream has ended."""
+
+    def start(name: str, max_tokens: int) -> asyncio.Task[Completion]:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        request = Request(name, PROMPT, sampling)
+        return asyncio.create_task(server.generate(request, lambda chunk: None))
+
+    await start("alike-30", 1)
+    tasks = {n: start(f"alike-{n}", int(3.0 / STEP_S)) for n in (1, 10, 11, 100, 30)}
+    await asyncio.sleep(10 * STEP_S)
+    tasks.pop(1).cancel()
+    found = await asyncio.gather(*tasks.values())
+    assert [done.finish_reason for done in found] == ["length"] * 4
 
 
 @pytest.mark.parametrize(

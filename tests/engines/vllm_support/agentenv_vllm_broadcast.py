@@ -93,6 +93,10 @@ class GlooEngine(NCCLWeightTransferEngine):
         finally:
             packed_tensor.torch = torch
 
+    def start_weight_update(self) -> None:
+        repack_experts(self.model)
+        super().start_weight_update()
+
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
         repack_tied_head(self.model)
@@ -110,6 +114,15 @@ class _NoCuda:
 
 def _no_streams(device: int, number: int) -> tuple[Any, ...]:
     return (SimpleNamespace(synchronize=lambda: None),) * number
+
+
+def repack_experts(model: Any) -> None:
+    """Let the next load pack experts for the CPU's kernel, as the first one did: a layer with a
+    kernel would take the new weights as they are, in place of packed ones."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def repack_tied_head(model: Any) -> None:

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentenv_vllm_broadcast import repack_tied_head  # type: ignore[import-not-found]
+from agentenv_vllm_broadcast import (  # type: ignore[import-not-found]
+    repack_experts,
+    repack_tied_head,
+)
 
 
 class WorkerExtension:
     """Mixed into vLLM's worker; its methods are called through /collective_rpc."""
 
     def reload_and_repack(self: Any, weights_path: str) -> None:
-        """Load a directory, then pack a tied output head again.
+        """Load a directory, and pack again what stays packed as it was.
 
         On the CPU the head multiplies with a packed copy of its weight. Loading new weights
         packs each layer that was loaded; a tied head is not loaded, it shares the embeddings.
+        Experts are packed by the first load only.
         """
+        model = self.model_runner.get_model()
+        repack_experts(model)
         self.reload_weights(weights_path=weights_path)
-        repack_tied_head(self.model_runner.get_model())
+        repack_tied_head(model)

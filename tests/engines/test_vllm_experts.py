@@ -1,0 +1,90 @@
+"""A model with experts, as the learner writes and sends it, in a real vLLM server: its loader knows
+experts by the names of published models, one tensor each, and packs them for the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from agentenv.engines.vllm import VLLMServer
+from agentenv.engines.weights import read_layout
+from agentenv.errors import ConfigError
+from learners.backend import TorchBackend
+from learners.export import write_model as write_policy
+from learners.learner import LearnerConfig
+from learners.policy import Policy
+from tests.engines.broadcast_checks import bench, check_updates
+from tests.engines.proxy import changed, proxy
+from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, write_model
+from tests.engines.vllm_server import EXTENSION, LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
+
+pytestmark = [pytest.mark.engine_vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+BROADCAST = ("--weight-transfer-config", '{"backend": "agentenv_gloo"}')
+
+
+def publish(root: Path, seed: int) -> Path:
+    """Two layers of four experts, of which a token uses two, as a learner's rank writes them."""
+    source, published = root / f"source-{seed}", root / f"v{seed}"
+    write_model(source, seed)  # for the tokenizer
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=96,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=MAX_LENGTH,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=EOS,
+    )
+    model = Qwen3MoeForCausalLM(config).eval()
+    model.save_pretrained(source)
+    write_policy(TorchBackend(Policy(model), LearnerConfig(backend="torch")), source, published)
+    return published
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("experts")
+    return [publish(root, seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def url(paths: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    require_vllm()
+    arguments = (*SCALE_OUT, *LOGPROBS, *EXTENSION, *BROADCAST)
+    process = VLLMProcess(paths[0], tmp_path_factory.mktemp("vllm") / "log", arguments)
+    try:
+        process.wait_ready()
+        yield process.url
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("path", [0, 1], ids=["as started", "from another directory"])
+async def test_experts_are_those_of_the_learner_after_each_update(
+    path: int, url: str, paths: list[Path], tmp_path: Path
+) -> None:
+    """Tokens and log-probs are those of transformers, after a directory and after a broadcast."""
+    assert read_layout(paths[path]).has_experts
+    async with bench([VLLMServer(url, vocab_size=VOCAB)], paths[path], tmp_path) as b:
+        await check_updates(b, num_updates=1)
+
+
+async def test_without_the_extension_that_packs_them_again_they_are_refused(url: str) -> None:
+    plain = changed("vllm_config", "parallel_config", "worker_extension_cls", to="")
+    async with proxy([url], answers={"/server_info": plain}) as server:
+        client = VLLMServer(server.url)
+        with pytest.raises(ConfigError, match=r"keeps the old experts .* --worker-extension-cls"):
+            await client.connect(0)
+        await client.close()
