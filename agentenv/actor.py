@@ -19,23 +19,28 @@ once, by the coroutine that opened it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+from array import array
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from itertools import count
 from random import Random
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
 from agentenv.backoff import backoff_s
 from agentenv.branch import Branch, OpenEnvs
+from agentenv.crashes import Crashes
 from agentenv.deadline import Alarm, Deadline, WorkClock, waiting, working
 from agentenv.engine import Engine
 from agentenv.env import Env, StepResult
 from agentenv.errors import (
     AgentEnvError,
     ConfigError,
+    CrashError,
     DataError,
     EngineDeadError,
     EngineError,
@@ -44,12 +49,17 @@ from agentenv.errors import (
     InfraError,
     OutageError,
 )
+from agentenv.journal import Recorded, TreeRecord
 from agentenv.plan import RolloutPlan
 from agentenv.renderer import Renderer
-from agentenv.tree import Node, TrajectoryTree
+from agentenv.tree import Node, Prefix, TrajectoryTree, packed_ids
 from agentenv.types import Chunk, Completion, Info, Limit, Limits, Message, SamplingParams, Task
 
+logger = logging.getLogger(__name__)
+
 FIRST_RETRY_S, MAX_RETRY_S = 0.5, 20.0  # before a turn or a step is taken again
+
+TURN, STEP = "a turn of the engine", "the environment's step"
 
 T = TypeVar("T")
 Opening = Callable[[], Awaitable[None]]  # gives a branch its env and its tokens
@@ -88,7 +98,7 @@ class Guide:
     async def step(self, branch: Branch, action: Message) -> StepResult:
         """What the env answers to the action."""
         assert branch.env is not None
-        return await branch.env.step(action)
+        return await self.rollout.actor.envs.step(branch.env, action)
 
     async def redirect(self, branch: Branch, observation_ids: list[int]) -> bool:
         """Whether the branch goes on from elsewhere than behind this observation.
@@ -128,15 +138,68 @@ class PrefixHits:
         return {f"prefix/{kind}": hit / num for kind, (hit, num) in sums.items()}
 
 
+class ProbeWaits:
+    """How long roots waited for a probe, the one root that some plans begin with (AEPO), since the
+    last `take`: from the start of a tree until its first leaf let others begin."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+
+    def add(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+
+    def take(self) -> dict[str, float]:
+        """Mean and longest wait; nothing where none waited."""
+        seconds, self._seconds = self._seconds, []
+        if not seconds:
+            return {}
+        return {
+            "rollout/probe_wait_s": sum(seconds) / len(seconds),
+            "rollout/probe_wait_s_max": max(seconds),
+        }
+
+
+class Awaited(NamedTuple):
+    """Of a branch of a tree (of the tree itself: ""), since which time of the loop."""
+
+    task_id: str
+    tree: int
+    branch: str
+    what: str
+    since: float
+
+
 class _OutOfTimeError(Exception):
     """A branch has reached its limit of seconds."""
+
+
+class _GivenUpError(Exception):
+    """Nothing can be started any more in the task group of a tree."""
+
+
+def _set(event: asyncio.Event, task: object) -> None:
+    event.set()
+
+
+async def _raise(error: Exception) -> None:
+    raise error
+
+
+class _OtherPromptError(Exception):
+    """The prompt of a tree that goes on is not what it was."""
 
 
 class Rollout:
     """Grows one tree: a coroutine a branch, all of them in one task group."""
 
     def __init__(
-        self, actor: Actor, tree: TrajectoryTree, plan: RolloutPlan, limits: Limits, session: str
+        self,
+        actor: Actor,
+        tree: TrajectoryTree,
+        plan: RolloutPlan,
+        limits: Limits,
+        session: str,
+        record: TreeRecord | None = None,
     ) -> None:
         self.actor = actor
         self.tree = tree
@@ -144,25 +207,50 @@ class Rollout:
         self.limits = limits
         self.prompt_messages: list[Message] | None = None  # of the first root
         self._session = session
-        self._clock = WorkClock()  # runs while that of any branch does
+        self._record = record
+        self.clock = WorkClock()  # runs while that of any branch does
+        self.branches: set[Branch] = set()  # that are not over
         self._is_over = False  # the tree has no time left: nothing begins any more
-        self._growing: set[Deadline] = set()  # those of the branches that are not at their end
+        self._growing: dict[Deadline, None] = {}  # of branches that are not at their end, in order
         self._guide = actor.make_guide(self)
         self._group = asyncio.TaskGroup()
         self._context = copy_context()
         self._next_root = 0
+        self._probes_since: float | None = None  # time of the loop, while a single root grows
         self._num_prompt_tokens = 0
+        self._env_seed = Random(f"{actor.seed}/{tree.task.id}").getrandbits(31)
 
-    async def run(self, first_root: int) -> None:
-        """Grow the tree from its start to its last leaf; the first root is named `first_root`."""
+    async def run(self, first_root: int, recorded: Recorded | None = None) -> None:
+        """Grow the tree to its last leaf, from its start or from where it was recorded, and until
+        that is written. The next root is named `first_root`."""
         self._next_root = first_root
-        alarm = Alarm(self.limits.seconds_of_tree, self._clock, self._run_out)
+        alarm = Alarm(self.limits.seconds_of_tree, self.clock, self._run_out)
         alarm.set()
+        self.actor.rollouts.add(self)
         try:
             async with self._group:
-                self._start_roots(self.plan.on_start(self.tree))
+                if recorded is None:
+                    number = self.plan.on_start(self.tree)
+                    if number == 1 < self.plan.group_size:
+                        self._probes_since = asyncio.get_running_loop().time()
+                    self._start_roots(number)
+                else:
+                    self._go_on(recorded)
+            if self._record is not None:
+                self.clock.now("the journal")
+                await self._record.finished()
         finally:
             alarm.cancel()
+            self.actor.rollouts.discard(self)
+
+    def awaited(self) -> Iterator[Awaited]:
+        """What each live branch awaits, or the tree when all have ended; nothing of one that has
+        only begun."""
+        task, index = self.tree.task.id, self.tree.index
+        clocks = [(branch.name, branch.clock) for branch in self.branches] or [("", self.clock)]
+        for name, clock in clocks:
+            if clock.doing:
+                yield Awaited(task, index, name, clock.doing, clock.since)
 
     def _run_out(self) -> None:
         """The time of the tree is over: its live branches end by their limit of seconds."""
@@ -172,34 +260,54 @@ class Rollout:
 
     # starting branches
 
+    def _go_on(self, recorded: Recorded) -> None:
+        for one in recorded.branches:
+            cursor = self.tree.nodes[one.cursor]
+            branch = Branch(one.name, cursor, WorkClock(one.seconds, self.clock))
+            opening = partial(self._open_again, branch, recorded.stops)
+            self._group.create_task(self._grow(branch, opening), context=self._context.copy())
+
     def _start_roots(self, number: int) -> None:
         for _ in range(0 if self._is_over else number):
-            branch = Branch(str(self._next_root), self.tree.root, WorkClock(outer=self._clock))
+            branch = Branch(str(self._next_root), self.tree.root, WorkClock(outer=self.clock))
             self._next_root += 1
-            self.tree.num_roots += 1
-            self._start(branch, partial(self._open_root, branch))
+            with suppress(_GivenUpError):
+                self._start(branch, partial(self._open_root, branch))
+                self.tree.num_roots += 1
 
-    def _start(self, branch: Branch, opening: Opening) -> None:
+    def _start(self, branch: Branch, opening: Opening) -> asyncio.Task[None]:
+        context = self._context.copy()  # without the clock of the branch that it forks from
+        growing = self._grow(branch, opening)
+        try:
+            task = self._group.create_task(growing, context=context)
+        except RuntimeError as error:
+            growing.close()
+            raise _GivenUpError from error
         self.tree.num_started += 1
         self.tree.num_live += 1
-        context = self._context.copy()  # without the clock of the branch that it forks from
-        self._group.create_task(self._grow(branch, opening), context=context)
+        if self._record is not None:
+            self._record.opened(branch.name, branch.cursor, branch.clock())
+        return task
 
     async def _open_root(self, branch: Branch) -> None:
         messages = await self._reset(branch)
         if messages != self.prompt_messages:  # rendered once for all roots
             self._render_prompt(messages, branch)
-        branch.prefix_ids = self.tree.root.observation_ids
+        branch.prefix_ids = Prefix((self.tree.root.observation_ids,))
         branch.num_prompt_tokens = self._num_prompt_tokens
 
     async def _reset(self, branch: Branch) -> list[Message]:
         """Give the branch a fresh env; the messages of its prompt."""
-        seed = Random(f"{self.actor.seed}/{self.tree.task.id}").getrandbits(31)
 
         async def reset() -> tuple[list[Message], Info]:
             await self._drop_env(branch)
-            branch.env = self.actor.make_env(self.tree.task)
-            return await self.actor.envs.reset(branch.env, seed)
+            try:
+                branch.env = self.actor.make_env(self.tree.task)
+            except AgentEnvError:
+                raise
+            except Exception as error:
+                raise CrashError(f"making the environment raised {error!r}") from error
+            return await self.actor.envs.reset(branch.env, self._env_seed)
 
         messages, info = await self._through_outage(branch, "reset", reset)
         branch.tools = info.get("tools", ())
@@ -221,27 +329,76 @@ class Rollout:
             )
         self.prompt_messages = messages
         self._num_prompt_tokens = len(prompt_ids)
-        self.tree.root.observation_ids = prompt_ids + self._guide.prefix(branch, prompt_ids)
+        opening = self._guide.prefix(branch, prompt_ids)
+        self.tree.root.observation_ids = packed_ids(prompt_ids + opening)
+        self._complete(self.tree.root, branch)
+
+    def _complete(self, node: Node, branch: Branch, stop: str | None = None) -> None:
+        """The node will not change any more, but for the forks taken there."""
+        self.tree.events.append(node.index)
+        if self._record is not None:
+            self._record.turned(node, branch.clock(), stop)
+
+    async def _open_again(self, branch: Branch, stops: dict[int, str]) -> None:
+        """Give a branch of an earlier process its tokens, and an env that was led to its place."""
+        tree, renderer = self.tree, self.actor.renderer
+        messages = await self._reset(branch)
+        if self.prompt_messages is None:
+            prompt_ids = renderer.prompt(messages, branch.tools)
+            if list(tree.root.observation_ids) != prompt_ids:
+                raise _OtherPromptError
+            self.prompt_messages, self._num_prompt_tokens = messages, len(prompt_ids)
+        branch.prefix_ids = Prefix((tree.root.observation_ids,))
+        branch.num_prompt_tokens = self._num_prompt_tokens
+        assert branch.actions is not None
+        path = tree.path(branch.cursor)[1:]
+        for node in path:
+            stop = stops.get(node.index)
+            done = Completion(list(node.action_ids), [], [], "stop", [], stop)
+            action = renderer.parse(done, branch.tools, branch.prefix_ids)
+            branch.actions.append(action)
+            branch.num_tool_calls += len(action.tool_calls)
+            branch.prefix_ids = branch.prefix_ids.plus(node.action_ids).plus(node.observation_ids)
+        branch.num_turns = len(path)
+        assert branch.env is not None
+        if path and branch.env.fork_mode == "none":
+            raise EnvError("its env, which has no copies, ended with an earlier process")
+        await self._lead(branch, there=messages == self.prompt_messages)
+        may_ask = bool(path) and branch.cursor.num_forks is None
+        branch.may_fork = may_ask and self._has_room_to_fork(branch)
+
+    def _has_room_to_fork(self, branch: Branch) -> bool:
+        assert branch.env is not None
+        forkable = branch.env.fork_mode != "none"
+        return forkable and self.tree.num_started < self.plan.group_size
 
     # forking
 
-    async def _fork(self, branch: Branch, origin: Branch, entropies: list[float]) -> None:
-        """Ask the plan, start the siblings, and wait until each holds its env.
+    def _fork(self, branch: Branch, origin: Branch, entropies: list[float]) -> None:
+        """Ask the plan and start the siblings; `branch.holding` tells when each holds its env.
 
         `origin` is the branch as it was before the turn; the branch itself may be further on.
         """
-        rng = Random(self._key(origin, "fork"))
-        wanted = self.plan.on_fork_point(self.tree, origin.cursor, entropies, rng)
-        origin.cursor.num_forks = num_forks = 0 if self._is_over else wanted
-        holding = []
-        for number in range(1, num_forks + 1):
-            name = f"{origin.name}.{origin.num_turns}+{number}"
-            sibling = origin.sibling(name, self._clock)
-            held = asyncio.Event()  # also set when the sibling failed to get its env
-            self._start(sibling, partial(self._open_fork, sibling, branch, held))
-            holding.append(held)
-        for held in holding:
-            await held.wait()
+        branch.was_asked = True
+        try:
+            rng = Random(self._key(origin, "fork"))
+            first = array("f", entropies)  # as nodes hold them, so that equal ones stay equal
+            wanted = self.plan.on_fork_point(self.tree, origin.cursor, first, rng)
+            origin.cursor.num_forks = num_forks = 0 if self._is_over else wanted
+            self.tree.events.append(~origin.cursor.index)
+            if self._record is not None:
+                self._record.asked(origin.cursor)
+            for number in range(1, num_forks + 1):
+                name = f"{origin.name}.{origin.num_turns}+{number}"
+                sibling = origin.sibling(name, self.clock)
+                held = asyncio.Event()  # also set when the sibling failed to get its env
+                task = self._start(sibling, partial(self._open_fork, sibling, branch, held))
+                task.add_done_callback(partial(_set, held))  # and when it never began
+                branch.holding.append(held)
+        except _GivenUpError:  # a last chunk, while the tree is being given up
+            pass
+        except Exception as error:  # whoever streams is not to blame: the rollout raises it
+            self._group.create_task(_raise(error))
 
     async def _open_fork(self, sibling: Branch, branch: Branch, held: asyncio.Event) -> None:
         assert branch.env is not None
@@ -253,6 +410,7 @@ class Rollout:
     # one branch from opening to end
 
     async def _grow(self, branch: Branch, opening: Opening) -> None:
+        self.branches.add(branch)
         try:
             cut = await self._in_time(branch, opening)
             if cut is not None and not branch.is_open:
@@ -266,9 +424,15 @@ class Rollout:
         else:
             assert branch.pending is not None
             assert branch.pending.end is not None
+            self._complete(branch.pending, branch)
+            self.actor.crashes.add(None, self.tree.task.id)
             self._end(branch.pending)
         finally:
-            await self._close(branch)
+            branch.clock.now("its environment to close")
+            try:
+                await self._close(branch)
+            finally:
+                self.branches.discard(branch)
 
     async def _in_time(
         self, branch: Branch, opening: Opening
@@ -276,18 +440,18 @@ class Rollout:
         """Open the branch and take its turns while there is time; returns what `_turns` does."""
         deadline = Deadline(self.limits.max_seconds, branch.clock, _OutOfTimeError())
         try:
-            with working(branch.clock):
-                async with deadline:
-                    self._growing.add(deadline)
-                    if self._is_over:
-                        deadline.expire()
-                    await opening()
-                    branch.is_open = True
-                    return await self._turns(branch)
+            with working(branch.clock), deadline:
+                branch.clock.now("its environment")
+                self._growing[deadline] = None
+                if self._is_over:
+                    deadline.expire()
+                await opening()
+                branch.is_open = True
+                return await self._turns(branch)
         except _OutOfTimeError:
             return Limit.SECONDS, None
         finally:
-            self._growing.discard(deadline)
+            self._growing.pop(deadline, None)
 
     async def _turns(self, branch: Branch) -> tuple[Limit, Message | None] | None:
         """Take turns until the env ends the episode, or return the limit that does, with an
@@ -297,13 +461,14 @@ class Rollout:
             completion = await self._sample(branch)
             action = renderer.parse(completion, branch.tools, branch.prefix_ids)
             node = branch.add_action(self.tree, completion)
-            if branch.forking is not None:
-                with waiting():
-                    await branch.forking
+            if branch.holding:
+                with waiting("the copies of its environment that its forks take"):
+                    await branch.held()
             limit = branch.limit_of_action(completion, action, limits)
             if limit is not None:
                 return limit, action
             result = await self._step(branch, action)
+            branch.clock.now("its observation to be tokenized")
             messages, node.reward, terminated, truncated, info = result
             node.info.update(info)
             if terminated or truncated:
@@ -319,16 +484,16 @@ class Rollout:
             if limit is not None:
                 return limit, None
             branch.add_observation(observation_ids)
+            self._complete(branch.cursor, branch, completion.stop)
             if branch.actions is not None:
                 branch.actions.append(action)
-            assert branch.env is not None
-            forkable = branch.env.fork_mode != "none"
-            branch.may_fork = forkable and self.tree.num_started < self.plan.group_size
+            branch.may_fork = self._has_room_to_fork(branch)
 
     async def _sample(self, branch: Branch) -> Completion:
         """Sample the next turn, once more with the same seed where the engine failed."""
-        branch.forking, attempt = None, 0
+        branch.was_asked, branch.holding, attempt = False, [], 0
         while True:
+            marks = branch.clock.marks(asyncio.get_running_loop().time())
             try:
                 completion = await self._generate(branch)
                 self.actor.prefixes.add(branch, completion)
@@ -338,6 +503,7 @@ class Rollout:
             except EngineError as error:
                 if error.is_final or attempt == self.limits.max_turn_retries:
                     raise
+                branch.clock.give_back(marks)
             await self._rest(branch, "turn", attempt)
             attempt += 1
 
@@ -345,8 +511,8 @@ class Rollout:
         """Sample the next turn. Where the branch may fork, `_fork` starts as soon as the entropies
         of the first `fork_window` tokens are there, or at the end of a shorter turn."""
         actor, limits, window = self.actor, self.limits, self.plan.fork_window
-        asks = branch.may_fork and window > 0 and branch.forking is None
-        origin = branch.sibling(branch.name, self._clock)
+        asks = branch.may_fork and window > 0 and not branch.was_asked
+        origin = branch.sibling(branch.name, self.clock) if asks else branch
         # The first entropies of the first turn, and of a probe, are what others are compared with.
         full = self.tree.num_started >= self.plan.group_size
         reads = window > 0 and (asks or branch.num_turns == 0 or not full)
@@ -361,18 +527,12 @@ class Rollout:
         )
         first: list[float] = []
 
-        def fork(entropies: list[float]) -> None:
-            forking = self._fork(branch, origin, entropies[:window])
-            try:
-                branch.forking = self._group.create_task(forking)
-            except RuntimeError:  # a last chunk, while the tree is being given up
-                forking.close()
-
         def on_tokens(chunk: Chunk) -> None:
             first.extend(chunk.entropies)
-            if asks and branch.forking is None and len(first) >= window:
-                fork(first)
+            if asks and not branch.was_asked and len(first) >= window:
+                self._fork(branch, origin, first[:window])
 
+        branch.clock.now(TURN)
         completion = await actor.engine.generate(
             branch.prefix_ids,
             sampling,
@@ -381,24 +541,26 @@ class Rollout:
             stream_interval=max(1, window),
             order=(int(branch.num_turns == 0), self.tree.index),
         )
-        if asks and branch.forking is None:
-            fork(completion.entropies)
+        if asks and not branch.was_asked:
+            self._fork(branch, origin, completion.entropies[:window])
         return completion
 
     async def _step(self, branch: Branch, action: Message) -> StepResult:
         """What the env answers. A step that the env fails is taken again in a fresh env that was
         led to the same place, if that is possible."""
         assert branch.env is not None
-        can_copy, attempt = branch.env.fork_mode != "none", 0
+        attempt = 0
         while True:
             try:
                 if attempt:
                     await self._lead_back(branch)
+                branch.clock.now(STEP)
                 step = partial(self._guide.step, branch, action)
                 return await self._through_outage(branch, "step", step)
-            except OutageError:
+            except (OutageError, CrashError):
                 raise
             except (EnvError, GraderError):
+                can_copy = branch.env is None or branch.env.fork_mode != "none"
                 allowed = self.limits.max_turn_retries if can_copy else 0
                 if attempt == allowed or branch.actions is None:
                     raise
@@ -408,20 +570,26 @@ class Rollout:
     async def _lead_back(self, branch: Branch) -> None:
         """Take the actions of the branch again in a fresh env. Raises EnvError where that answers
         otherwise than the tree has it."""
-        there = await self._reset(branch) == self.prompt_messages
+        await self._lead(branch, there=await self._reset(branch) == self.prompt_messages)
+
+    async def _lead(self, branch: Branch, *, there: bool) -> None:
+        """Take the actions of the branch in its env, which was just reset; `there`: to the prompt
+        of the tree."""
         assert branch.actions is not None
         assert branch.env is not None
         size = self.limits.max_tool_result_tokens
         path = self.tree.path(branch.cursor)[1:]
         for node, action in zip(path, branch.actions, strict=True):
-            step = partial(branch.env.step, action)
+            step = partial(self.actor.envs.step, branch.env, action)
             result = await self._through_outage(branch, "step", step)
             messages, _, terminated, truncated, _ = result
+            await self.actor.renderer.prepare(messages, branch.tools, size)
             ids = self.actor.renderer.observation(messages, branch.tools, size)
-            there = there and not terminated and not truncated and ids == node.observation_ids
+            same = packed_ids(ids) == node.observation_ids
+            there = there and not terminated and not truncated and same
         if not there:
             branch.actions = None  # nor would another env be
-            raise EnvError("a step failed, and a fresh env answers otherwise than the first did")
+            raise EnvError("a fresh env answers otherwise than the first did")
 
     async def _through_outage(
         self, branch: Branch, use: str, call: Callable[[], Awaitable[T]]
@@ -443,7 +611,7 @@ class Rollout:
         """Wait before a turn or a step is taken again."""
         self.tree.num_retaken += 1
         key = self._key(branch, use)
-        with waiting():
+        with waiting(f"a break before the {use} is tried again"):
             await asyncio.sleep(backoff_s(attempt, key, first_s=FIRST_RETRY_S, max_s=MAX_RETRY_S))
 
     # ends
@@ -452,6 +620,7 @@ class Rollout:
         leaf = branch.leaf(self.tree, "truncated")
         leaf.limit = limit
         if branch.env is not None:
+            branch.clock.now("its environment to finish")
             reward, info = await self._guide.finish(branch, limit, action)
             leaf.reward += reward
             leaf.info.update(info)
@@ -460,6 +629,8 @@ class Rollout:
         """Record the failure; its place in the group goes to a fresh root while retries last."""
         leaf = branch.leaf(self.tree, "failed")
         leaf.error = f"{type(error).__name__}: {error}"
+        self._complete(leaf, branch)
+        self.actor.crashes.add(error, self.tree.task.id)
         if self._is_over or self.tree.num_retries >= self.limits.max_failures:
             self._end(leaf)
             return
@@ -472,7 +643,11 @@ class Rollout:
     def _end(self, leaf: Node) -> None:
         """A place of the group is done with; the plan says what begins now."""
         self.tree.num_live -= 1
-        self._start_roots(self.plan.on_leaf_end(self.tree, leaf))
+        number = self.plan.on_leaf_end(self.tree, leaf)
+        if number and self._probes_since is not None:
+            self.actor.probes.add(asyncio.get_running_loop().time() - self._probes_since)
+            self._probes_since = None
+        self._start_roots(number)
 
     async def _close(self, branch: Branch) -> None:
         """Close the env after the last sibling took its copy, even while being cancelled."""
@@ -480,8 +655,7 @@ class Rollout:
             try:
                 await self._guide.end(branch)
             finally:
-                if branch.forking is not None and not branch.forking.done():
-                    await asyncio.wait({branch.forking})
+                await branch.held()
         finally:
             if branch.env is not None:
                 await self.actor.envs.close(branch.env, self.tree.task.id)
@@ -518,6 +692,9 @@ class Actor:
         self.make_guide = make_guide
         self.envs = OpenEnvs(limits.env_timeout_s)
         self.prefixes = PrefixHits()
+        self.probes = ProbeWaits()
+        self.rollouts: set[Rollout] = set()  # that go on
+        self.crashes = Crashes(limits.max_crashed_share, strict=limits.strict)
 
     async def rollout(
         self,
@@ -528,20 +705,55 @@ class Actor:
         session: str = "",
         first_root: int = 0,
         max_failures: int | None = None,
+        record: TreeRecord | None = None,
+        recorded: Recorded | None = None,
     ) -> TrajectoryTree:
         """Grow one tree. `index` is its place in start order.
+
+        What happens to it is written to `record`, and the tree is returned once that is on the
+        disk. `recorded` is the tree as an earlier process left it, which goes on from there; it
+        begins again if its task has another prompt by now, or if a guide took part in it.
 
         For trees that hold parts of one group: `session` names those whose prompts are alike (by
         default `index` does), and the first from-scratch branch gets the name `first_root`.
         `max_failures` takes the place of that of the limits.
 
-        Raises EngineDeadError when no engine is left, DataError for a prompt that is too long and
-        ConfigError for what no retry mends; every other failure is a failed leaf.
+        Raises EngineDeadError when no engine is left, DataError for a prompt that is too long,
+        ConfigError for what no retry mends, and TooManyCrashesError for bugs of users' code; every
+        other failure is a failed leaf.
         """
-        tree = TrajectoryTree(task, index=index, policy_version=self.engine.policy_version)
-        tree.add(None)
         limits = self.limits
         if max_failures is not None:
             limits = replace(limits, max_failures=max_failures)
-        await Rollout(self, tree, plan, limits, session or str(index)).run(first_root)
+        make = partial(
+            Rollout, self, plan=plan, limits=limits, session=session or str(index), record=record
+        )
+        if recorded is not None and self.make_guide is Guide:
+            try:
+                return await self._go_on(make, recorded, record)
+            except* _OtherPromptError:
+                logger.warning("task %s has another prompt than its tree: it begins again", task.id)
+        tree = TrajectoryTree(task, index=index, policy_version=self.engine.policy_version)
+        tree.add(None)
+        if record is not None:
+            record.began(tree)
+        await make(tree).run(first_root)
+        return tree
+
+    def awaited(self) -> list[Awaited]:
+        """What every branch of every rollout awaits now."""
+        return [one for rollout in self.rollouts for one in rollout.awaited()]
+
+    async def _go_on(
+        self,
+        make: Callable[[TrajectoryTree], Rollout],
+        recorded: Recorded,
+        record: TreeRecord | None,
+    ) -> TrajectoryTree:
+        tree = recorded.tree
+        if record is not None:
+            record.goes_on(recorded)
+        names = [node.branch for node in tree.nodes] + [one.name for one in recorded.branches]
+        roots = [int(name) for name in names if name.isdecimal()]
+        await make(tree).run(max(roots, default=-1) + 1, recorded)
         return tree

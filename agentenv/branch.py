@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from agentenv.crashes import guarded
 from agentenv.deadline import Deadline, WorkClock, uncancelled
-from agentenv.env import Env
-from agentenv.errors import AgentEnvError, EnvError
+from agentenv.env import Env, StepResult
+from agentenv.errors import AgentEnvError, CrashError, EnvError
 from agentenv.renderer import ToolSchemas
-from agentenv.tree import End, Node, TrajectoryTree
+from agentenv.tree import End, Node, Prefix, TrajectoryTree, packed_ids
 from agentenv.types import Completion, Info, Limit, Limits, Message
 
 logger = logging.getLogger(__name__)
@@ -33,12 +34,13 @@ class Branch:
         self.is_open = False  # it has its env and its prompt
         self.actions: list[Message] | None = []
         self.tools: ToolSchemas = ()
-        self.prefix_ids: list[int] = []
+        self.prefix_ids = Prefix()
         self.num_prompt_tokens = 0
         self.num_turns = 0
         self.num_tool_calls = 0
         self.may_fork = False  # the next turn follows a tool result and no fork begins with it
-        self.forking: asyncio.Task[None] | None = None
+        self.was_asked = False  # the plan, whether to fork in this turn
+        self.holding: list[asyncio.Event] = []  # by the siblings of this turn: set with their env
 
     def sibling(self, name: str, outer: WorkClock) -> Branch:
         """A branch at the same place: same prefix, counts and seconds, no env yet. Its clock is
@@ -51,6 +53,11 @@ class Branch:
         other.num_turns = self.num_turns
         other.num_tool_calls = self.num_tool_calls
         return other
+
+    async def held(self) -> None:
+        """Wait until each sibling that starts in this turn holds its env, or has failed."""
+        for event in self.holding:
+            await event.wait()
 
     @property
     def is_root(self) -> bool:
@@ -71,15 +78,15 @@ class Branch:
             entropies=completion.entropies,
             version_spans=completion.version_spans,
         )
-        self.prefix_ids = self.prefix_ids + completion.token_ids
+        self.prefix_ids = self.prefix_ids.plus(self.pending.action_ids)
         self.num_turns += 1
         return self.pending
 
     def add_observation(self, observation_ids: list[int]) -> None:
         """The pending action is answered; the next turn starts behind the observation."""
         assert self.pending is not None
-        self.pending.observation_ids = observation_ids
-        self.prefix_ids = self.prefix_ids + observation_ids
+        self.pending.observation_ids = packed_ids(observation_ids)
+        self.prefix_ids = self.prefix_ids.plus(self.pending.observation_ids)
         self.cursor, self.pending = self.pending, None
 
     def leaf(self, tree: TrajectoryTree, end: End) -> Node:
@@ -95,7 +102,7 @@ class Branch:
         The turn is taken again under `name`, so that another seed samples it.
         """
         assert self.pending is not None
-        self.prefix_ids = self.prefix_ids[: len(self.prefix_ids) - len(self.pending.action_ids)]
+        self.prefix_ids = Prefix(self.prefix_ids.parts[:-1])
         self.num_turns -= 1
         self.num_tool_calls -= num_tool_calls
         self.pending, self.name, self.actions = None, name, None
@@ -110,7 +117,7 @@ class Branch:
         root = tree.add(
             None, branch=self.name, observation_ids=prompt_ids, continues=self.cursor.index
         )
-        self.cursor, self.pending, self.prefix_ids = root, None, prompt_ids
+        self.cursor, self.pending, self.prefix_ids = root, None, Prefix((root.observation_ids,))
         self.actions = None
         self.num_prompt_tokens = len(prompt_ids) - num_response_tokens
 
@@ -133,10 +140,25 @@ class Branch:
         return Limit.TURNS if self.num_turns >= limits.max_turns else None
 
 
+def check_step(result: StepResult) -> StepResult:
+    """What an env's `step` gave. Raises CrashError if it is something else than it should be."""
+    try:
+        messages, reward, terminated, truncated, info = result
+        if all(isinstance(one, Message) for one in messages) and isinstance(info, dict):
+            return messages, float(reward), bool(terminated), bool(truncated), info
+    except (TypeError, ValueError):
+        pass
+    raise CrashError(
+        "the environment's step gave no (messages, reward, terminated, truncated, info) but "
+        f"{repr(result)[:200]}"
+    )
+
+
 class OpenEnvs:
     """The open envs of an actor: each is closed once, and every call of one has a deadline.
 
-    All methods but `close` raise EnvError after `timeout_s` seconds.
+    All methods but `close` raise CrashError for a bug of the env, and all but `step` EnvError after
+    `timeout_s` seconds.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -146,29 +168,38 @@ class OpenEnvs:
     async def reset(self, env: Env, seed: int) -> tuple[list[Message], Info]:
         """Begin the episode of a new env. The env is open from now on, even if this fails."""
         self.count += 1
-        async with self._deadline("reset"):
-            return await env.reset(seed=seed)
+        with self._deadline("reset"):
+            return await guarded(env.reset(seed=seed), "the environment's reset")
 
     async def fork(self, env: Env) -> Env:
         """A copy of the env, which is open."""
-        async with self._deadline("fork"):
-            copy = await env.fork()
+        with self._deadline("fork"):
+            copy = await guarded(env.fork(), "the environment's fork")
         self.count += 1
         return copy
 
     async def finish(self, env: Env, limit: Limit, action: Message | None) -> tuple[float, Info]:
         """The reward and the facts of an episode that a limit ends."""
-        async with self._deadline("finish"):
-            return await env.finish(limit, action)
+        with self._deadline("finish"):
+            return await guarded(env.finish(limit, action), "the environment's finish")
+
+    async def step(self, env: Env, action: Message) -> StepResult:
+        """What the env answers. The tools have deadlines of their own."""
+        result = await guarded(env.step(action), "the environment's step")
+        return check_step(result)
 
     async def close(self, env: Env, task_id: str) -> None:
         """Close the env, even while being cancelled. One that does not close is only logged."""
+        close_now = getattr(env, "close_now", None)  # of an env that often has nothing to wait for
+        if close_now is not None and close_now():
+            self.count -= 1
+            return
         await uncancelled(self._close(env, task_id))
 
     async def _close(self, env: Env, task_id: str) -> None:
         try:
-            async with self._deadline("close"):
-                await env.close()
+            with self._deadline("close"):
+                await guarded(env.close(), "the environment's close")
         except (AgentEnvError, TimeoutError) as error:
             logger.warning("task %s: an env did not close: %r", task_id, error)
         finally:

@@ -66,11 +66,25 @@ def read_toml(path: Path) -> Tree:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such configuration file") from None
+        raise ConfigError(f"{path}: there is no such configuration file{_meant(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+
+
+def _meant(path: Path) -> str:
+    """What may have been meant by a path that leads nowhere."""
+    if "=" in path.name:
+        return "; the file comes first, then key.sub=value"
+    try:
+        found = [one.name for one in path.parent.iterdir() if one.suffix == ".toml"]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, found, n=1) or [
+        name for name in found if name == f"{path.name}.toml"
+    ]
+    return f"; did you mean {path.with_name(near[0])}?" if near else ""
 
 
 def override_kinds(
@@ -108,7 +122,7 @@ def build_config(config_type: type[T], raw: Tree, source: str) -> T:
             raise ConfigError(
                 f"{source}: {key}: expected one of {choices}, got {value!r}{hint}"
             ) from error
-        got = "" if value is None else f", got {value!r}"
+        got = "" if value is None else f"{':' if ', got ' in reason else ', got'} {value!r}"
         raise ConfigError(f"{source}: {key or 'the configuration'}: {reason}{got}") from error
 
 
@@ -254,6 +268,8 @@ def _check_keys(raw: Tree, kind: mi.Type, source: str) -> None:
                 raise ConfigError(f"{source}: {name} = {table[key]!r}: {gone.why}")
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f"did you mean {_join(path, near[0])}?" if near else f"known: {sorted(known)}"
+            if not path and not near:
+                hint += "; or is the file one of another command?"
             for_kind = f" for {path}.{struct.tag_field} = {struct.tag!r}" if struct.tag else ""
             raise ConfigError(f"{source}: {name}: unknown key{for_kind}; {hint}")
 

@@ -1,14 +1,17 @@
 """How long the project waits for something, and what it waits for to the end.
 
-    async with Deadline(when, clock, error): ...   raises `error` once the clock has passed `when`
+    with Deadline(when, clock, error): ...         raises `error` once the clock has passed `when`
     with working(clock): ...                       the clock of what happens inside runs ...
-    with waiting(): ...                            ... but not here: nobody works for it
-    async with admitted(semaphore): ...               a place, waited for without the clock
+    with waiting("a place"): ...                   ... but not here: nobody works for it
+    async with admitted(semaphore, "a place"): ...    a place, waited for without the clock
+    with doing("the tool 'search'"): ...           what a rollout awaits, for those who watch it
     await uncancelled(env.close())                 ends it, however often the waiter is cancelled
+    await within(60.0, "..", reading)              what it gives, or StallError
 
 A trajectory is timed by a `WorkClock`. Whoever makes it wait for a place, for a rate limit, or for
 a server that is paused, asleep, updating or gone says so with `waiting`: load and outages are not
 the policy's fault, and without this a busy engine would end every trajectory by its seconds.
+Work that is lost with a server is given back (`Work`).
 """
 
 from __future__ import annotations
@@ -17,15 +20,17 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from agentenv.errors import AgentEnvError
+from agentenv.errors import AgentEnvError, StallError
 
 T = TypeVar("T")
 Clock = Callable[[], float]  # seconds; must not run faster than the event loop's time
 
 CLOSE_S = 1e-6  # a deadline as near as this has passed
+SPAN_S = 1.0  # timers of so long share one
 LOOK_S = 0.01  # how often at most a deadline looks whether its clock runs again
 
 
@@ -33,7 +38,8 @@ class WorkClock:
     """Seconds in which somebody worked for a rollout, from `elapsed_s` on.
 
     It runs while it was told to `go` more often than to `stop`, and `outer` runs while any of the
-    clocks inside it do.
+    clocks inside it do. `doing` says what the rollout awaits, and `since` from which time of the
+    loop on.
     """
 
     def __init__(self, elapsed_s: float = 0.0, outer: WorkClock | None = None) -> None:
@@ -41,11 +47,17 @@ class WorkClock:
         self._outer = outer
         self._count = 0  # above 0: it runs
         self._since = 0.0  # time of the loop when it began to run
+        self.doing = ""
+        self.since = 0.0
 
     def __call__(self) -> float:
         if self._count <= 0:
             return self._elapsed_s
-        return self._elapsed_s + asyncio.get_running_loop().time() - self._since
+        return self.at(asyncio.get_running_loop().time())
+
+    def at(self, now: float) -> float:
+        """What it shows at this time of the loop."""
+        return self._elapsed_s + (now - self._since if self._count > 0 else 0.0)
 
     def go(self) -> None:
         self._count += 1
@@ -60,6 +72,22 @@ class WorkClock:
             if self._outer is not None:
                 self._outer.stop()
         self._count -= 1
+
+    def now(self, what: str) -> None:
+        """The rollout awaits this from now on."""
+        self.doing = what
+        self.since = asyncio.get_running_loop().time()
+
+    def marks(self, now: float) -> tuple[float, float]:
+        """Where it stands at this time of the loop, and the one that it is inside of."""
+        return self.at(now), 0.0 if self._outer is None else self._outer.at(now)
+
+    def give_back(self, marks: tuple[float, float]) -> None:
+        """What was worked since then is lost and does not count. Of the outer clock, what others
+        have given back of the same time counts once."""
+        self._elapsed_s -= max(0.0, self() - marks[0])
+        if self._outer is not None:
+            self._outer._elapsed_s -= max(0.0, self._outer() - marks[1])
 
 
 _current: ContextVar[WorkClock | None] = ContextVar("clock", default=None)
@@ -101,21 +129,67 @@ class Wait:
             self._waits = False
 
 
+class Work:
+    """What is worked for the rollout that is current now, from `begin` on; lost if it is told
+    so."""
+
+    def __init__(self) -> None:
+        self._clock = _current.get()
+        self.begin()
+
+    def begin(self) -> None:
+        """What was worked so far is not lost any more."""
+        if self._clock is not None:
+            self._clock.since = now = asyncio.get_running_loop().time()
+            self._marks = self._clock.marks(now)
+
+    def give_back(self) -> None:
+        """It is lost: its seconds are the rollout's again."""
+        if self._clock is not None:
+            self._clock.give_back(self._marks)
+            self.begin()
+
+
+class Doing:
+    """See `doing`."""
+
+    __slots__ = ("_before", "_clock", "_what")
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._clock = _current.get()
+
+    def __enter__(self) -> None:
+        if self._clock is not None:
+            self._before = self._clock.doing
+            self._clock.now(self._what)
+
+    def __exit__(self, *_: object) -> None:
+        if self._clock is not None:
+            self._clock.now(self._before)
+
+
+def doing(what: str) -> Doing:
+    """The rollout that is current now awaits this, inside."""
+    return Doing(what)
+
+
 @contextmanager
-def waiting() -> Iterator[Wait]:
+def waiting(what: str) -> Iterator[Wait]:
     """What is awaited inside is no work; see Wait."""
     wait = Wait()
     wait.begin()
     try:
-        yield wait
+        with doing(what):
+            yield wait
     finally:
         wait.end()
 
 
 @asynccontextmanager
-async def admitted(places: asyncio.Semaphore) -> AsyncIterator[None]:
+async def admitted(places: asyncio.Semaphore, what: str) -> AsyncIterator[None]:
     """A place, which nobody works for while it is waited for."""
-    with waiting():
+    with waiting(what):
         await places.acquire()
     try:
         yield
@@ -123,24 +197,66 @@ async def admitted(places: asyncio.Semaphore) -> AsyncIterator[None]:
         places.release()
 
 
+class Timers:
+    """Timers of one event loop, nearly all of which are cancelled long before they are due: those
+    of one span share a timer of the loop, which gives each of them its own when the span begins.
+
+    One of the loop's costs a place in its heap, and there would be several for each turn.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._spans: dict[int, dict[Alarm, None]] = {}  # in the order they were set
+
+    def add(self, alarm: Alarm, when: float) -> None:
+        """Let the alarm look at its clock at this time of the loop."""
+        span = int(when // SPAN_S)
+        if span * SPAN_S <= self.loop.time():
+            alarm.timer, alarm.span = self.loop.call_at(when, alarm.look), None
+            return
+        if span not in self._spans:
+            self._spans[span] = {}
+            self.loop.call_at(span * SPAN_S, self._begin, span)
+        alarm.timer, alarm.span, alarm.look_at = None, self._spans[span], when
+        alarm.span[alarm] = None
+
+    def _begin(self, span: int) -> None:
+        for alarm in sorted(self._spans.pop(span), key=lambda alarm: alarm.look_at):
+            alarm.timer, alarm.span = self.loop.call_at(alarm.look_at, alarm.look), None
+
+
+_timers: Timers | None = None  # of the loop that set an alarm last
+
+
 class Alarm:
     """Calls `ring` once, as soon as `clock()` has passed `when`."""
 
+    __slots__ = ("_clock", "_ring", "_when", "look_at", "span", "timer")
+
     def __init__(self, when: float, clock: Clock, ring: Callable[[], None]) -> None:
         self._when, self._clock, self._ring = when, clock, ring
-        self._timer: asyncio.TimerHandle | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self.span: dict[Alarm, None] | None = None  # where it waits without a timer of its own
+        self.look_at = 0.0
 
     def set(self) -> None:
         self._look_in(self._when - self._clock())
 
     def cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        if self.timer is not None:
+            self.timer.cancel()
+        elif self.span is not None:
+            self.span.pop(self, None)
 
     def _look_in(self, seconds: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+        global _timers
+        loop, timers = asyncio.get_running_loop(), _timers
+        if timers is None or timers.loop is not loop:
+            timers = _timers = Timers(loop)
+        timers.add(self, loop.time() + seconds)
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Ring if it is time, else look again later."""
         left_s = self._when - self._clock()
         if left_s <= CLOSE_S:
             self._ring()
@@ -154,7 +270,9 @@ class Deadline:
     def __init__(self, when: float, clock: Clock, error: Exception) -> None:
         self._alarm = Alarm(when, clock, self.expire)
         self._error = error
-        self._timeout = asyncio.timeout(None)
+        self._task: asyncio.Task[Any] | None = None  # that is inside
+        self._num_cancelled = 0  # cancellations of the task before it came in
+        self._is_over = False
 
     @classmethod
     def after(cls, seconds: float, what: str, error: type[AgentEnvError]) -> Self:
@@ -165,24 +283,46 @@ class Deadline:
 
     def expire(self) -> None:
         """It has passed, whatever the clock says."""
-        if not self._timeout.expired():
-            self._timeout.reschedule(asyncio.get_running_loop().time())
+        if self._task is not None and not self._is_over:
+            self._is_over = True
+            self._task.cancel()
 
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        self._num_cancelled = self._task.cancelling()
         self._alarm.set()
 
-    async def __aexit__(
+    def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
         self._alarm.cancel()
-        try:
-            await self._timeout.__aexit__(kind, error, trace)
-        except TimeoutError as late:
-            raise self._error from late
+        task, self._task = self._task, None
+        if self._is_over and task is not None:
+            is_alone = task.uncancel() <= self._num_cancelled
+            if is_alone and kind is asyncio.CancelledError:
+                raise self._error from error
+
+
+async def within(seconds: float, what: str, work: Awaitable[T]) -> T:
+    """What `work` gives; StallError says that `what` took longer, by the time of the loop."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await work
+    except TimeoutError as error:
+        if not limit.expired():  # it is what `work` raised
+            raise
+        raise StallError(
+            f"{what} gave no answer in {seconds:g} s: a disk, or the server behind it, hangs"
+        ) from error
+
+
+def _end(waited_for: asyncio.Future[None], work: object) -> None:
+    if not waited_for.done():
+        waited_for.set_result(None)
 
 
 async def uncancelled(work: Awaitable[T]) -> T:
@@ -193,8 +333,10 @@ async def uncancelled(work: Awaitable[T]) -> T:
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
+        ended: asyncio.Future[None] = task.get_loop().create_future()
+        task.add_done_callback(partial(_end, ended))
         try:
-            await asyncio.wait({task})
+            await ended
         except asyncio.CancelledError as error:
             cancelled = error
     result = task.result()

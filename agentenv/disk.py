@@ -1,13 +1,19 @@
-"""Files and folders that are whole whenever somebody reads them, also after a crash."""
+"""Files and folders that are whole whenever somebody reads them, also after a crash; and folders
+of a process that the next one removes, if a crash leaves them."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PARTIAL, OLD = ".partial", ".old"
+SETTLED_S = 60.0  # after which the folder of a process that lives is locked
 
 
 def write_whole(path: Path, data: str | bytes | Iterable[bytes], *, durable: bool = False) -> None:
@@ -19,12 +25,24 @@ def write_whole(path: Path, data: str | bytes | Iterable[bytes], *, durable: boo
     if isinstance(data, str):
         data = data.encode()
     partial = path.with_name(path.name + PARTIAL)
-    with partial.open("wb") as file:
-        file.writelines([data] if isinstance(data, bytes) else data)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    partial.replace(path)
+    with naming(path):
+        with partial.open("wb") as file:
+            file.writelines([data] if isinstance(data, bytes) else data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What the system says of a file that is written inside, such as that the disk is full, says
+    which file it was."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def replace_folder(partial: Path, folder: Path) -> None:
@@ -51,6 +69,34 @@ def finished_folder(folder: Path) -> Path:
     return old if old.is_dir() and not folder.exists() else folder
 
 
+@contextmanager
+def own_folder(place: Path | None, prefix: str) -> Iterator[Path]:
+    """A folder of this process in `place` (by default where temporary files are), which holds a
+    lock on it. Those of the same prefix that processes left there which were killed are removed."""
+    own = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+    try:
+        with locked(own):
+            now = own.stat().st_mtime
+            for left in own.parent.glob(f"{prefix}*"):
+                # BlockingIOError: it is in use
+                with suppress(OSError), locked(left, fcntl.LOCK_NB):
+                    if now - left.stat().st_mtime > SETTLED_S:
+                        shutil.rmtree(left)
+            yield own
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+@contextmanager
+def locked(folder: Path, more: int = 0) -> Iterator[None]:
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | more)
+        yield
+    finally:
+        os.close(held)
+
+
 def sync(path: Path) -> None:
     """Make the content of a file, or the names in a folder, survive a crash of the machine."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -58,3 +104,14 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def explain(error: OSError) -> str:
+    """A reason a user can act on."""
+    if error.errno == errno.ENOSPC:
+        return "no space is left on the device; free some and resume"
+    if error.errno == errno.EDQUOT:
+        return "the quota of this disk is used up; free some of it and resume"
+    if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        return f"no permission ({error.strerror}); choose another place with run.dir=DIR"
+    return error.strerror or str(error)

@@ -7,13 +7,18 @@
     +-- InfraError     a tool's machinery is at fault; retried, never shown to the policy
     +-- EnvError       an environment could not go on; the leaf is marked failed
     |   +-- OutageError   what it needs was gone for longer than is waited for
+    |   +-- CrashError    a tool, an environment or a grader has a bug; see agentenv/crashes.py
+    +-- TooManyCrashesError   so many rollouts crashed that the run ends
     +-- EngineError    an engine could not generate or load weights
     |   +-- EngineDeadError   no engine is left; the run ends with the reason
     +-- GraderError    a grader could not give a verdict
     +-- LearnerError   the learner process failed or died
+    +-- StallError     a disk, or what else a thread waits for, gave no answer
     +-- ForeignError   what we did not write cannot be read; whoever asked for it raises another
 
-Anything that is not an AgentEnvError is a bug: it stops the run with its traceback.
+What a user's tool, environment or grader raises beside these fails its rollout, as a CrashError.
+Anything else that is not an AgentEnvError is a bug of the core: it stops the run with its
+traceback.
 """
 
 from typing import Any
@@ -62,6 +67,15 @@ class OutageError(EnvError):
     again would wait as long again, so the trajectory begins afresh."""
 
 
+class CrashError(EnvError):
+    """A tool, an environment or a grader raised what it should not. Taking the step again would
+    meet the bug again, so the trajectory fails at once."""
+
+
+class TooManyCrashesError(AgentEnvError):
+    """Too large a share of the rollouts ended in a CrashError; the run ends with the reason."""
+
+
 class EngineError(AgentEnvError):
     """An engine refused a request, failed, or died. `is_final`: asking again would not help, since
     the request is refused as such or has been sent as often as it may."""
@@ -79,6 +93,11 @@ class GraderError(AgentEnvError):
 
 class LearnerError(AgentEnvError):
     """The learner reported a failure or its process is gone."""
+
+
+class StallError(AgentEnvError):
+    """What a thread waits for, a disk most often, gave no answer within a time that is far longer
+    than it needs."""
 
 
 class ForeignError(AgentEnvError):

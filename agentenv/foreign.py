@@ -126,3 +126,15 @@ def _check_depth(data: bytes | bytearray) -> None:
 
 def _reason(error: Exception) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def packable(value: Any) -> Any:
+    """The value with lone surrogates, which are no characters, written as escapes, and integers
+    of over 64 bits as text."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, int) and value.bit_length() > 63:
+        return str(value)
+    if isinstance(value, dict):
+        return {packable(key): packable(one) for key, one in value.items()}
+    return [*map(packable, value)] if isinstance(value, list | tuple) else value

@@ -84,8 +84,9 @@ class LoopThread:
                 self.run(close_shared(), CLOSE_SHARED_S)
             finally:
                 self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join()
-                self._loop.close()
+                self._thread.join(CLOSE_SHARED_S)
+                if not self._thread.is_alive():  # else a callback hangs
+                    self._loop.close()
 
     @classmethod
     def forget(cls) -> None:
@@ -437,7 +438,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
             try:
                 late = AgentEnvError(f"no answer within {self._timeout_s:g} s")
                 clock = asyncio.get_running_loop().time
-                async with Deadline(clock() + self._timeout_s, clock, late):
+                with Deadline(clock() + self._timeout_s, clock, late):
                     return await step
             except ConfigError:
                 raise

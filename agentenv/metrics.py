@@ -1,6 +1,7 @@
 """Figures of rollouts: of one step's trees, of entropies after tool results, of the event loop.
 
 rollout_metrics    lengths, rewards, failures and staleness of the trees of a step
+trained_metrics    what of them was trained, beside what was offered
 Ledger             the conservation law: where every offered tree went
 entropy_profile    does uncertainty rise after tool results, the premise of ARPO and AEPO?
 LoopLag            how late the event loop wakes a sleeper
@@ -11,13 +12,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from itertools import takewhile, zip_longest
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from statistics import fmean
 
+import numpy as np
 from msgspec import Struct, field
 
-from agentenv.tree import Node, TrajectoryTree
+from agentenv.offload import look_again
+from agentenv.tree import Node, Trajectory, TrajectoryTree
 from agentenv.types import Info
 
 Metrics = dict[str, float]
@@ -36,83 +39,169 @@ def wilson_interval(successes: int, trials: int, z: float = 1.96) -> tuple[float
 def rollout_metrics(trees: Sequence[TrajectoryTree], learner_version: int) -> Metrics:
     """Figures of one step's trees, averaged over trajectories. Lengths in tokens, entropy in
     nats; staleness in published versions between the oldest sampled token and the learner."""
-    done = [trajectory for tree in trees for trajectory in tree.trajectories()]
-    metrics: Metrics = {
-        "rollout/trees": len(trees),
-        "rollout/trajectories": len(done),
-        "rollout/forks": sum(tree.num_forks for tree in trees),
-        "rollout/roots": sum(tree.num_roots for tree in trees),
-        "rollout/sampled_tokens": sum(tree.num_action_tokens for tree in trees),
-        "rollout/tool_calls": sum(num_tool_calls(tree) for tree in trees),
-        "failed/trajectories": sum(len(tree.failures()) for tree in trees),
-        "failed/retaken": sum(tree.num_retaken for tree in trees),
-    }
-    metrics |= failures_by_kind(trees)
-    if trees:
-        staleness = [learner_version - tree.oldest_version() for tree in trees]
-        metrics["staleness/max"] = max(staleness)
-        metrics["staleness/mean"] = fmean(staleness)
-        metrics |= _staleness_histogram(trees, learner_version)
-    entropies = [h for tree in trees for node in tree.nodes for h in node.entropies]
-    entropies = [entropy for entropy in entropies if not math.isnan(entropy)]
-    if entropies:
-        metrics["rollout/entropy"] = fmean(entropies)
-    if not done:
-        return metrics
-    metrics["reward/mean"] = fmean(t.reward for t in done)
-    metrics["reward/success"] = fmean(t.success for t in done)
-    metrics["rollout/response_tokens"] = fmean(
-        len(t.token_ids) - len(t.path[0].observation_ids) for t in done
-    )
-    metrics["rollout/response_tokens_max"] = max(
-        len(t.token_ids) - len(t.path[0].observation_ids) for t in done
-    )
-    metrics["rollout/turns"] = fmean(len(t.turns) for t in done)
-    metrics["rollout/calls_per_trajectory"] = fmean(t.num_tool_calls for t in done)
-    metrics["rollout/truncated"] = fmean(t.leaf.end == "truncated" for t in done)
-    parts: dict[str, list[float]] = {}
-    for trajectory in done:
-        for name, value in trajectory.leaf.info.get("parts", {}).items():
-            parts.setdefault(f"reward/{name}", []).append(value)
-    metrics |= {name: fmean(values) for name, values in parts.items()}
-    if "reward/format" in parts:
-        metrics["reward/format_errors"] = fmean(value < 0 for value in parts["reward/format"])
-    for limit, count in Counter(t.leaf.limit for t in done if t.leaf.limit).items():
-        metrics[f"truncated/{limit}"] = count / len(done)
-    return metrics | _kind_metrics(trees) | _tool_metrics(trees)
+    seen = _Seen(learner_version)
+    for tree in trees:
+        seen.add(tree)
+    return seen.metrics(trees)
 
 
-def _staleness_histogram(trees: Sequence[TrajectoryTree], learner_version: int) -> Metrics:
-    """Share of the sampled tokens by how many published versions they are old."""
-    tokens: Counter[int] = Counter()
-    for span in (span for tree in trees for node in tree.nodes for span in node.version_spans):
-        tokens[learner_version - span.version] += span.end - span.start
-    total = tokens.total()
-    return {f"staleness/tokens_{age}": tokens[age] / total for age in sorted(tokens) if total}
+Trained = Sequence[tuple[TrajectoryTree, Sequence[Node]]]  # trees with the leaves that counted
 
 
-def _kind_metrics(trees: Sequence[TrajectoryTree]) -> Metrics:
-    """Reward and success by the kind of the tasks, if there are several kinds."""
-    kinds = sorted({tree.task.kind for tree in trees})
-    metrics: Metrics = {}
-    for kind in kinds if len(kinds) > 1 else ():
-        done = [t for tree in trees if tree.task.kind == kind for t in tree.trajectories()]
-        if done:
-            metrics[f"by_kind/{kind}/reward"] = fmean(t.reward for t in done)
-            metrics[f"by_kind/{kind}/success"] = fmean(t.success for t in done)
+def trained_metrics(
+    offered: Sequence[TrajectoryTree], trained: Trained, learner_version: int
+) -> Metrics:
+    """Lengths of the trajectories that a step was offered and of those that it trained, in tokens
+    without the prompt: limits and filters take some lengths rather than others. And how stale a
+    trained token was, in published versions."""
+    metrics = _lengths("offered", [one for tree in offered for one in tree.trajectories()])
+    paths = [Trajectory(tree.path(leaf)) for tree, leaves in trained for leaf in leaves]
+    metrics |= _lengths("trained", paths)
+    nodes = {id(node): node for path in paths for node in path.path}
+    ages: Counter[int] = Counter()
+    for node in nodes.values():
+        for span in node.version_spans:
+            ages[learner_version - span.version] += span.end - span.start
+    if num_tokens := ages.total():
+        metrics["staleness/trained_mean"] = sum(a * n for a, n in ages.items()) / num_tokens
+        metrics["staleness/trained_median"] = _median(ages)
     return metrics
 
 
-def num_tool_calls(tree: TrajectoryTree) -> int:
-    """Calls that were really made for this tree; a call on a shared prefix counts once."""
-    return sum(len(node.info.get("tool_calls", ())) for node in tree.nodes)
+def _lengths(name: str, paths: Sequence[Trajectory]) -> Metrics:
+    if not paths:
+        return {}
+    lengths = sorted(path.num_tokens - len(path.path[0].observation_ids) for path in paths)
+    num_cut = sum(path.leaf.end == "truncated" for path in paths)
+    return {
+        f"length/{name}_p50": _percentile(lengths, 50),
+        f"length/{name}_p90": _percentile(lengths, 90),
+        f"length/{name}_max": lengths[-1],
+        f"length/{name}_truncated": num_cut / len(paths),
+    }
 
 
-def _tool_metrics(trees: Sequence[TrajectoryTree]) -> Metrics:
-    calls: dict[str, list[Info]] = {}
-    for node in (node for tree in trees for node in tree.nodes):
-        for call in node.info.get("tool_calls", ()):
-            calls.setdefault(call["name"], []).append(call)
+def _percentile(ordered: Sequence[int], percent: float) -> int:
+    """The smallest value that so many percent are not above."""
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def _median(counts: Counter[int]) -> int:
+    """Of values that were counted."""
+    seen, total = 0, counts.total()
+    for value in sorted(counts):
+        seen += counts[value]
+        if 2 * seen >= total:
+            return value
+    raise ValueError("nothing was counted")
+
+
+class _Seen:
+    """What one pass over the trees of a step finds."""
+
+    def __init__(self, learner_version: int) -> None:
+        self._version = learner_version
+        self._counts: Counter[str] = Counter()
+        self._kinds: Counter[str] = Counter()  # of failures
+        self._staleness: list[int] = []  # of each tree
+        self._ages: Counter[int] = Counter()  # sampled tokens by their staleness
+        self._entropy = (0.0, 0)  # sum, and tokens whose entropy is known
+        self._done: dict[str, list[tuple[float, bool]]] = {}  # reward and success, by kind of task
+        self._lengths: list[int] = []
+        self._limits: Counter[str] = Counter()
+        self._parts: dict[str, list[float]] = {}
+        self._calls: dict[str, list[Info]] = {}  # by tool
+
+    def add(self, tree: TrajectoryTree) -> None:
+        counts, num_calls = self._counts, 0
+        oldest = None
+        for node in tree.nodes:
+            counts["sampled_tokens"] += len(node.action_ids)
+            counts["forks"] += node.num_forks or 0
+            for span in node.version_spans:
+                self._ages[self._version - span.version] += span.end - span.start
+                oldest = span.version if oldest is None else min(oldest, span.version)
+            for call in node.info.get("tool_calls", ()):
+                self._calls.setdefault(call["name"], []).append(call)
+                num_calls += 1
+            if node.end == "failed":
+                self._kinds[_kind(node)] += 1
+        self._staleness.append(self._version - (tree.policy_version if oldest is None else oldest))
+        counts["roots"] += tree.num_roots
+        counts["tool_calls"] += num_calls
+        counts["retaken"] += tree.num_retaken
+        self._add_entropies(tree)
+        for trajectory in tree.trajectories():
+            self._add_trajectory(trajectory, tree.task.kind)
+
+    def _add_entropies(self, tree: TrajectoryTree) -> None:
+        known = np.concatenate([np.asarray(node.entropies) for node in tree.nodes])
+        known = known[~np.isnan(known)]
+        self._entropy = (
+            self._entropy[0] + float(known.sum(dtype=np.float64)),
+            self._entropy[1] + len(known),
+        )
+
+    def _add_trajectory(self, trajectory: Trajectory, kind: str) -> None:
+        leaf, counts = trajectory.leaf, self._counts
+        self._done.setdefault(kind, []).append((trajectory.reward, trajectory.success))
+        self._lengths.append(trajectory.num_tokens - len(trajectory.path[0].observation_ids))
+        counts["turns"] += len(trajectory.turns)
+        counts["calls"] += trajectory.num_tool_calls
+        counts["truncated"] += leaf.end == "truncated"
+        if leaf.limit:
+            self._limits[leaf.limit] += 1
+        for name, value in leaf.info.get("parts", {}).items():
+            self._parts.setdefault(f"reward/{name}", []).append(value)
+
+    def metrics(self, trees: Sequence[TrajectoryTree]) -> Metrics:
+        counts = self._counts
+        done = [one for of_kind in self._done.values() for one in of_kind]
+        metrics: Metrics = {
+            "rollout/trees": len(trees),
+            "rollout/trajectories": len(done),
+            "rollout/forks": counts["forks"],
+            "rollout/roots": counts["roots"],
+            "rollout/sampled_tokens": counts["sampled_tokens"],
+            "rollout/tool_calls": counts["tool_calls"],
+            "failed/trajectories": self._kinds.total(),
+            "failed/retaken": counts["retaken"],
+        }
+        metrics |= {f"failed/by_kind/{kind}": count for kind, count in sorted(self._kinds.items())}
+        if trees:
+            metrics["staleness/max"] = max(self._staleness)
+            metrics["staleness/mean"] = fmean(self._staleness)
+            total = self._ages.total()
+            metrics |= {
+                f"staleness/tokens_{age}": self._ages[age] / total
+                for age in sorted(self._ages)
+                if total
+            }
+        if self._entropy[1]:
+            metrics["rollout/entropy"] = self._entropy[0] / self._entropy[1]
+        if not done:
+            return metrics
+        metrics["reward/mean"] = fmean(reward for reward, _ in done)
+        metrics["reward/success"] = fmean(success for _, success in done)
+        metrics["rollout/response_tokens"] = fmean(self._lengths)
+        metrics["rollout/response_tokens_max"] = max(self._lengths)
+        metrics["rollout/turns"] = counts["turns"] / len(done)
+        metrics["rollout/calls_per_trajectory"] = counts["calls"] / len(done)
+        metrics["rollout/truncated"] = counts["truncated"] / len(done)
+        metrics |= {name: fmean(values) for name, values in self._parts.items()}
+        if "reward/format" in self._parts:
+            wrong = (value < 0 for value in self._parts["reward/format"])
+            metrics["reward/format_errors"] = fmean(wrong)
+        for limit, count in self._limits.items():
+            metrics[f"truncated/{limit}"] = count / len(done)
+        if len({tree.task.kind for tree in trees}) > 1:
+            for kind in sorted(self._done):
+                metrics[f"by_kind/{kind}/reward"] = fmean(one[0] for one in self._done[kind])
+                metrics[f"by_kind/{kind}/success"] = fmean(one[1] for one in self._done[kind])
+        return metrics | _tool_metrics(self._calls)
+
+
+def _tool_metrics(calls: dict[str, list[Info]]) -> Metrics:
     metrics: Metrics = {}
     for name, of_name in sorted(calls.items()):
         metrics[f"tool/{name}/calls"] = len(of_name)
@@ -134,6 +223,13 @@ class Ledger(Struct):
     trained: int = 0
     filtered: int = 0  # all returns equal: nothing to learn
     failed: dict[str, int] = field(default_factory=dict)  # by kind: the group stayed too short
+
+    def add(self, trained: int, filtered: int, failed: Mapping[str, int]) -> None:
+        """Trees that were delivered."""
+        self.trained += trained
+        self.filtered += filtered
+        for kind, count in failed.items():
+            self.failed[kind] = self.failed.get(kind, 0) + count
 
     @property
     def num_failed(self) -> int:
@@ -170,12 +266,6 @@ def failure_kind(tree: TrajectoryTree) -> str:
         return failures.most_common(1)[0][0]
     limits = Counter(str(t.leaf.limit) for t in tree.trajectories() if t.leaf.limit)
     return f"{limits.most_common(1)[0][0]} (masked)" if limits else "none"
-
-
-def failures_by_kind(trees: Sequence[TrajectoryTree]) -> Metrics:
-    """Trajectories that failed, by kind."""
-    kinds = Counter(_kind(leaf) for tree in trees for leaf in tree.failures())
-    return {f"failed/by_kind/{kind}": kinds[kind] for kind in sorted(kinds)}
 
 
 def _kind(leaf: Node) -> str:
@@ -285,9 +375,16 @@ def _tools(node: Node) -> list[str]:
 def _curve(turns: Sequence[Sequence[float]]) -> EntropyCurve:
     """Of the positions up to the first at which no turn has an entropy that is known."""
     length = max(map(len, turns), default=0)
-    known = ([t[i] for t in turns if len(t) > i and not math.isnan(t[i])] for i in range(length))
-    columns = list(takewhile(bool, known))
-    return EntropyCurve([fmean(column) for column in columns], [len(c) for c in columns])
+    if not length:
+        return EntropyCurve()
+    figures = np.full((len(turns), length), np.nan)
+    for row, turn in zip(figures, turns, strict=True):
+        row[: len(turn)] = turn
+    is_known = ~np.isnan(figures)
+    count = is_known.sum(0)
+    size = length if count.all() else int(np.argmin(count > 0))
+    sums = np.where(is_known, figures, 0.0).sum(0)
+    return EntropyCurve((sums[:size] / count[:size]).tolist(), count[:size].tolist())
 
 
 class LoopLag:
@@ -306,7 +403,7 @@ class LoopLag:
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + self.interval_s
-            await asyncio.sleep(self.interval_s)
+            await look_again(self.interval_s)
             self.add(max(0.0, loop.time() - due))
 
     def add(self, lag_s: float) -> None:

@@ -35,6 +35,13 @@ def num_positions(model_config: dict[str, Any]) -> int:
     return int(model_config.get("max_position_embeddings") or 0)
 
 
+def num_experts(model_config: dict[str, Any]) -> int:
+    """Experts of a layer; 0: it has none."""
+    text = model_config.get("text_config", model_config)
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return max(int(text.get(name) or 0) for name in names)
+
+
 def num_stretched_positions(model_config: dict[str, Any]) -> int:
     """The positions of a model as vLLM and SGLang count them: times the factor that its
     config.json has for longer contexts; 0: it does not say."""

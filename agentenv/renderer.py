@@ -15,12 +15,13 @@ import logging
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 from msgspec import Struct
 
-from agentenv.encoder import Encoder, EncoderLostError
+from agentenv.encoder import Encoder, EncoderLostError, decoder
 from agentenv.errors import ConfigError, EnvError
 from agentenv.prompt import PromptConfig
 from agentenv.types import Completion, Message, ToolCall
@@ -31,6 +32,7 @@ TAGS = ("think", "result", "answer")
 THOUGHT_OPEN = "<think>"
 CUT_MARKER = " ... "
 MAX_CHARS_A_TOKEN = 16  # on average, in the head and in the tail of a text
+NUM_KNOWN_TAILS = 1024  # of prefixes: most turns begin behind the same few tokens
 NUM_TAIL_IDS = 8  # of a prefix; enough to hold <think> and blanks, whatever the vocabulary
 
 FEW_CHARS = 200  # of a text that is encoded sooner than it is sent
@@ -93,6 +95,7 @@ class TextCodec:
         self.num_cut = 0  # texts that did not fit, equal ones once as long as they are known
         self._known: OrderedDict[Known, array[int]] = OrderedDict()  # used last comes last
         self._num_known_chars = 0
+        self._opens = lru_cache(NUM_KNOWN_TAILS)(self._opens_thought)
 
     def encode(self, text: str) -> list[int]:
         """Ids of text of ours, special tokens included."""
@@ -147,19 +150,19 @@ class TextCodec:
 
     def neutralise(self, text: str, tools: ToolSchemas) -> str:
         """Break the strings of tags and of special tokens with a space."""
-        tags = {*TAGS, *self.own_tags, *(str(tool["name"]) for tool in tools)}
-        names = "|".join(map(re.escape, tags))
-        text = re.sub(rf"<(?=/?(?:{names})>)", "< ", text)
+        tags = (*TAGS, *self.own_tags, *(str(tool["name"]) for tool in tools))
+        text = _opening(tags).sub("< ", text)
         if self._marker is not None:
             text = self._marker.sub(lambda match: match[0][:1] + " " + match[0][1:], text)
         return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""
-        text = self.tokenizer.decode(
-            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return str(text)
+        return self._read(token_ids)
+
+    @cached_property
+    def _read(self) -> Callable[[Sequence[int]], str]:
+        return decoder(self.tokenizer)
 
     def written(self, completion: Completion, prefix_ids: Sequence[int]) -> str:
         """What a turn says: without its end-of-sequence token, with the <think> that the prompt
@@ -167,9 +170,11 @@ class TextCodec:
         ids = completion.token_ids
         if ids and completion.stop is None and ids[-1] in self.eos_ids:
             ids = ids[:-1]
-        tail = self.decode(prefix_ids[-NUM_TAIL_IDS:]) if prefix_ids else ""
-        opened = tail.rstrip().endswith(THOUGHT_OPEN)
+        opened = bool(prefix_ids) and self._opens(tuple(prefix_ids[-NUM_TAIL_IDS:]))
         return (THOUGHT_OPEN + "\n" if opened else "") + self.decode(ids)
+
+    def _opens_thought(self, tail_ids: tuple[int, ...]) -> bool:
+        return self.decode(tail_ids).rstrip().endswith(THOUGHT_OPEN)
 
     def single_bos(self, ids: list[int]) -> list[int]:
         """Without the second of two leading begin-of-sequence tokens, one being a template's."""
@@ -248,6 +253,12 @@ class TagRenderer(TextCodec):
             text = self.encode_foreign(message.content, tools, max_tokens)
             ids += self._frame[0] + text + self._frame[1]
         return ids
+
+
+@lru_cache
+def _opening(tags: tuple[str, ...]) -> re.Pattern[str]:
+    """The < of a tag that opens or closes."""
+    return re.compile(rf"<(?=/?(?:{'|'.join(map(re.escape, tags))})>)")
 
 
 def bounded(text: str, max_tokens: int) -> str:

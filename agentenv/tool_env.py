@@ -11,11 +11,11 @@ the episode: the grader sees what the policy wrote, never what the tools said.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from random import Random
 from typing import Any, Protocol, Self
@@ -23,17 +23,26 @@ from typing import Any, Protocol, Self
 from msgspec import Struct
 
 from agentenv.backoff import backoff_s
+from agentenv.crashes import guarded
 from agentenv.deadline import (
     Deadline,
     WorkClock,
     admitted,
+    doing,
     uncancelled,
     waiting,
     work_clock,
     working,
 )
 from agentenv.env import ForkMode, StepResult, shared
-from agentenv.errors import AgentEnvError, EnvError, InfraError, OutageError, ToolError
+from agentenv.errors import (
+    AgentEnvError,
+    CrashError,
+    EnvError,
+    InfraError,
+    OutageError,
+    ToolError,
+)
 from agentenv.foreign import printable
 from agentenv.prompt import Instruction
 from agentenv.tools import (
@@ -44,6 +53,7 @@ from agentenv.tools import (
     Toolbox,
     ToolLimits,
     ToolSource,
+    has_close,
 )
 from agentenv.types import (
     MALFORMED_CALL,
@@ -254,13 +264,23 @@ class ToolEnv:
                 await other.close()
         return other
 
+    def close_now(self) -> bool:
+        """Close an env whose tools keep nothing, without waiting; whether it was such a one."""
+        states = self._states or {}
+        if self._closing is not None or any(has_close(self.tools[name]) for name in states):
+            return False
+        if type(self).close is not ToolEnv.close:  # a subclass has more to do
+            return False
+        self._states = None
+        return True
+
     async def close(self) -> None:
         """Close each tool's state once, also when cancelled meanwhile; idempotent."""
         if self._closing is None:
-            if self._states is None:
+            if self._states is None or self.close_now():
                 return
-            self._closing = asyncio.ensure_future(self._close_states(self._states))
-            self._states = None
+            states, self._states = self._states, None
+            self._closing = asyncio.ensure_future(self._close_states(states))
         await uncancelled(self._closing)  # bounded, since each tool has CLOSE_TIMEOUT_S
 
     def _prompt_messages(self) -> list[Message]:
@@ -277,7 +297,12 @@ class ToolEnv:
         return self._states
 
     async def _grade(self) -> tuple[float, Info]:
-        grade = await self.grader.grade(self.task, self._written, self._num_ok)
+        grading = self.grader.grade(self.task, self._written, self._num_ok)
+        who = f"the grader {type(self.grader).__name__}"
+        with doing(who):
+            grade = await guarded(grading, who)
+        if not isinstance(grade, Grade):
+            raise CrashError(f"the grader gave no Grade but {repr(grade)[:200]}")
         info = {"success": grade.success, "parts": dict(grade.parts), "reason": grade.reason}
         return grade.reward, info
 
@@ -295,8 +320,9 @@ class ToolEnv:
                 record["name"] = UNKNOWN_TOOL  # records are counted by name
                 known = ", ".join(self.tools) or "none"
                 raise ToolError(f"There is no tool {call.name!r}. Known tools: {known}.")
-            self._budget.use(call.name, self._limits(call.name))
-            text = await self._call(call, states[call.name], record)
+            limits = self._limits(call.name)
+            self._budget.use(call.name, limits)
+            text = await self._call(call, states[call.name], record, limits)
             record["ok"] = True
             self._num_ok[call.name] += 1
         except ToolError as error:
@@ -305,14 +331,14 @@ class ToolEnv:
         record["duration_s"] = loop.time() - start
         return printable(text), record
 
-    async def _call(self, call: ToolCall, state: Any, record: Info) -> str:
+    async def _call(self, call: ToolCall, state: Any, record: Info, limits: ToolLimits) -> str:
         """The text of one call's result; facts that the tool reports go to record["info"].
 
         Failures of machinery are retried with jittered delays.
 
         Raises ToolError, and OutageError when retries and patience are used up.
         """
-        tool, limits = self.tools[call.name], self._limits(call.name)
+        tool = self.tools[call.name]
         assert limits.num_retries is not None
         patience_s = self.outage_s if limits.required and limits.num_retries else 0.0
         loop = asyncio.get_running_loop()
@@ -332,7 +358,7 @@ class ToolEnv:
             if attempt >= limits.num_retries and loop.time() - began_s >= patience_s:
                 break
             delay_s = backoff_s(attempt, key, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S)
-            with waiting():
+            with waiting(f"a break before the tool {tool.name!r} is called again"):
                 await asyncio.sleep(delay_s)
         text = f"tool {tool.name} failed {attempt + 1} times, the last time: {problem}"
         if limits.required:
@@ -349,8 +375,9 @@ class ToolEnv:
         and a bug of a tool, after the others are closed."""
 
         async def close(name: str, state: Any) -> str:
+            late, now = TimeoutError(), asyncio.get_running_loop().time
             try:
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                with Deadline(now() + CLOSE_TIMEOUT_S, now, late):
                     await self.tools[name].close(state)
             except AgentEnvError as error:
                 return f"{name}: {error}"
@@ -359,7 +386,8 @@ class ToolEnv:
             return ""
 
         outcomes = await asyncio.gather(
-            *(close(name, state) for name, state in states.items()), return_exceptions=True
+            *(close(name, state) for name, state in states.items() if has_close(self.tools[name])),
+            return_exceptions=True,
         )
         for outcome in outcomes:  # only now, so that one bad tool leaves no other one open
             if isinstance(outcome, BaseException):
@@ -374,12 +402,36 @@ async def _within(
 ) -> ToolResult:
     """One try of a call. The deadline raises TimeoutError; waits for a place or for a rate limit
     are not part of it."""
-    async with contextlib.AsyncExitStack() as stack:
-        if limits.max_concurrency is not None:
-            size = limits.max_concurrency
-            places = shared(("tool places", tool.name, size), lambda: asyncio.Semaphore(size))
-            await stack.enter_async_context(admitted(places))
-        assert limits.timeout_s is not None
-        clock = work_clock() or stack.enter_context(working(WorkClock()))
-        await stack.enter_async_context(Deadline(clock() + limits.timeout_s, clock, TimeoutError()))
-        return await tool.call(arguments, state)
+    size = limits.max_concurrency
+    if size is None:
+        return await _timed(limits, tool, arguments, state)
+    places = shared(("tool places", tool.name, size), lambda: asyncio.Semaphore(size))
+    async with admitted(places, f"a place at the tool {tool.name!r}"):
+        return await _timed(limits, tool, arguments, state)
+
+
+async def _timed(
+    limits: ToolLimits, tool: Tool, arguments: dict[str, Any], state: Any
+) -> ToolResult:
+    assert limits.timeout_s is not None
+    clock = work_clock()
+    if clock is None:
+        with working(WorkClock()):
+            return await _timed(limits, tool, arguments, state)
+    late = Deadline(clock() + limits.timeout_s, clock, TimeoutError())
+    with late, doing(f"the tool {tool.name!r}"):
+        return await guarded(_called(tool, arguments, state), partial(_naming, tool, arguments))
+
+
+def _naming(tool: Tool, arguments: dict[str, Any]) -> str:
+    return f"the tool {tool.name!r}, called with {arguments},"
+
+
+async def _called(tool: Tool, arguments: dict[str, Any], state: Any) -> ToolResult:
+    try:
+        result = await tool.call(arguments, state)
+    except TimeoutError as error:  # what it asked is slow
+        raise InfraError(f"TimeoutError: {error}") from error
+    if not (isinstance(result, ToolResult) and isinstance(result.text, str)):
+        raise TypeError(f"no text came back but {repr(result)[:100]}")
+    return result

@@ -24,7 +24,16 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, Protocol, TypeVar, get_type_hints, runtime_checkable
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    Protocol,
+    TypeVar,
+    cast,
+    get_type_hints,
+    runtime_checkable,
+)
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -103,6 +112,11 @@ class StatelessTool:
         return None
 
 
+def has_close(tool: Tool) -> bool:
+    """Whether there is anything to free when an episode ends."""
+    return getattr(type(tool), "close", None) is not StatelessTool.close
+
+
 class FunctionTool(StatelessTool):
     """A tool made from a function; arguments are checked and converted by their annotations."""
 
@@ -118,7 +132,14 @@ class FunctionTool(StatelessTool):
         outcome = self._function(**msgspec.structs.asdict(checked))
         if inspect.isawaitable(outcome):
             outcome = await outcome
-        return outcome if isinstance(outcome, ToolResult) else ToolResult(str(outcome))
+        if isinstance(outcome, ToolResult):
+            return outcome
+        if not isinstance(outcome, str):
+            raise TypeError(
+                f"the tool {self.name!r} returned {outcome!r:.100}; a tool returns the text that "
+                "the policy reads, or a ToolResult"
+            )
+        return ToolResult(outcome)
 
 
 def tool(function: Callable[..., Any]) -> FunctionTool:
@@ -294,13 +315,13 @@ class Toolbox:
     @property
     def fork_mode(self) -> ForkMode:
         """The weakest of the tools' modes."""
-        modes = [tool.fork_mode for tool in self.tools.values()]
-        return min(modes, key=_WEAKEST_FIRST.index, default="pure")
+        modes = {tool.fork_mode for tool in self.tools.values()}
+        return next((mode for mode in _WEAKEST_FIRST if mode in modes), "pure")
 
     def add(self, tool: Tool | ToolSource, limits: ToolLimits | None = None) -> None:
         """One more tool, or a source of several. Raises ConfigError for a name taken twice."""
-        if isinstance(tool, ToolSource):
-            self._sources.append((tool, limits or ToolLimits()))
+        if hasattr(tool, "load"):  # isinstance would look through both classes in each episode
+            self._sources.append((cast(ToolSource, tool), limits or ToolLimits()))
             return
         if tool.name in self.tools:
             raise ConfigError(f"two tools share a name: {tool.name!r}")

@@ -6,15 +6,18 @@
     |   +-- turn: action (leaf, a fork)      a fork is a second child of the node that holds the
     +-- turn: action (leaf)                  tool result
 
-Each token is stored once. Trajectories, masks, returns and staleness are derived by walking.
+Each token is stored once, in packed arrays: 12 bytes one that was sampled, 4 one that was observed.
+Trajectories, prefixes, masks, returns and staleness are derived by walking.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Literal
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import msgspec
 from msgspec import Struct, field
@@ -23,9 +26,83 @@ from agentenv.types import Info, Limit, Task, VersionSpan
 
 End = Literal["terminated", "truncated", "failed"]
 
+if TYPE_CHECKING:
+    Ids = array[int]
+    Nats = array[float]
+else:  # as they come: from frames, or from rows of JSON and whoever makes a node by hand
+    Ids = bytes | list[int]
+    Nats = bytes | list[float]
+
+
+def packed_ids(ids: Iterable[int]) -> Ids:
+    """Token ids as nodes have them, int32."""
+    return array("i", ids)
+
+
+def _packed(code: str, values: Any) -> Any:
+    if isinstance(values, array):
+        return values
+    if isinstance(values, bytes):
+        found: array[Any] = array(code)
+        found.frombytes(values)
+        return found
+    return array(code, values)
+
+
+class Prefix(Sequence[int]):
+    """The tokens that a turn goes on from: those of a path, whose arrays it shares."""
+
+    __slots__ = ("_size", "parts")
+
+    def __init__(self, parts: tuple[Ids, ...] = ()) -> None:
+        self.parts = parts
+        self._size = sum(map(len, parts))
+
+    def plus(self, ids: Ids) -> Prefix:
+        """With these tokens behind it."""
+        longer = Prefix.__new__(Prefix)
+        longer.parts = (*self.parts, ids)
+        longer._size = self._size + len(ids)
+        return longer
+
+    def joined(self) -> Ids:
+        """All tokens in one new array."""
+        whole = array("i")
+        for part in self.parts:
+            whole += part
+        return whole
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self.parts)
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+    @overload
+    def __getitem__(self, place: slice) -> Ids: ...
+    def __getitem__(self, place: int | slice) -> int | Ids:
+        if isinstance(place, slice) and place.start is not None and place.stop is None:
+            last = self.parts[-1] if self.parts else array("i")
+            if -len(last) <= place.start < 0:  # the tail, without joining
+                return last[place]
+        return self.joined()[place]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """For numpy, int32 unless it asks for another type."""
+        import numpy as np
+
+        return np.asarray(self.joined(), dtype)
+
 
 class Node(Struct):
-    """One turn. `logprobs` and `entropies` (nats) have one entry per token of `action_ids`.
+    """One turn. `logprobs` and `entropies` (nats, float32) have an entry per token of `action_ids`.
 
     `branch` names the coroutine that grew the node: "0", "1", ... for from-scratch trajectories,
     "0.2+1" for the first fork taken from branch "0" after its second turn. `num_forks` is how many
@@ -38,11 +115,11 @@ class Node(Struct):
     index: int
     parent: int | None
     branch: str = ""
-    action_ids: list[int] = []
-    logprobs: list[float] = []
-    entropies: list[float] = []
+    action_ids: Ids = field(default_factory=lambda: array("i"))
+    logprobs: Nats = field(default_factory=lambda: array("f"))
+    entropies: Nats = field(default_factory=lambda: array("f"))
     version_spans: list[VersionSpan] = []
-    observation_ids: list[int] = []
+    observation_ids: Ids = field(default_factory=lambda: array("i"))
     reward: float = 0.0
     end: End | None = None
     limit: Limit | None = None
@@ -50,6 +127,11 @@ class Node(Struct):
     num_forks: int | None = None
     continues: int | None = None
     info: Info = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.action_ids = _packed("i", self.action_ids)
+        self.observation_ids = _packed("i", self.observation_ids)
+        self.logprobs, self.entropies = _packed("f", self.logprobs), _packed("f", self.entropies)
 
 
 class Trajectory:
@@ -88,6 +170,10 @@ class Trajectory:
         ]
 
     @property
+    def num_tokens(self) -> int:
+        return sum(len(node.action_ids) + len(node.observation_ids) for node in self.path)
+
+    @property
     def num_action_tokens(self) -> int:
         return sum(len(node.action_ids) for node in self.path)
 
@@ -97,13 +183,32 @@ class Trajectory:
         return sum(len(node.info.get("tool_calls", ())) for node in self.path)
 
 
+class Scored(Struct, array_like=True):
+    """What the learner found of the tokens of a node's action, one entry each or none at all.
+
+    `proximal` are log-probs under the weights before the update, nan where those of the engine were
+    taken for them; `logprobs` those under which the token was trained first; `entropies` go with
+    `proximal` where the node has those of the engine. Nats, float32.
+    """
+
+    proximal: Nats = field(default_factory=lambda: array("f"))
+    logprobs: Nats = field(default_factory=lambda: array("f"))
+    entropies: Nats = field(default_factory=lambda: array("f"))
+
+    def __post_init__(self) -> None:
+        self.proximal, self.logprobs = _packed("f", self.proximal), _packed("f", self.logprobs)
+        self.entropies = _packed("f", self.entropies)
+
+
 class TrajectoryTree(Struct):
     """All trajectories of one task. `index` is its place in start order; nodes[0] is the root.
 
     `num_started` counts the trajectories of the budget that are taken: begun and not given back
     by a failure; `num_roots` those of them that began from scratch; `num_live` those still
     growing; `num_retries` failures replaced by a fresh root, `num_retaken` turns and steps that
-    were taken again on their branch. The actor that grows the tree keeps them.
+    were taken again on their branch. `events` says in which order it grew: i when node i was
+    complete, ~i when the plan was asked for forks there. The actor that grows the tree keeps them.
+    `scored` has an entry per node once the tree is trained.
     """
 
     task: Task
@@ -115,6 +220,8 @@ class TrajectoryTree(Struct):
     num_live: int = 0
     num_retries: int = 0
     num_retaken: int = 0
+    events: list[int] = []
+    scored: list[Scored] = []
 
     @property
     def root(self) -> Node:
@@ -177,6 +284,25 @@ class TrajectoryTree(Struct):
         return min(versions, default=self.policy_version)
 
 
+def to_frame(tree: TrajectoryTree) -> bytes:
+    """The tree for another process, MessagePack with the arrays as bytes."""
+    return msgspec.msgpack.encode(tree, enc_hook=as_bytes)
+
+
+def of_frame(frame: bytes) -> TrajectoryTree:
+    """What `to_frame` packed."""
+    return _read_frame(frame)
+
+
+_read_frame = msgspec.msgpack.Decoder(TrajectoryTree).decode
+
+
+def as_bytes(value: object) -> object:
+    """The enc_hook with which nodes go into MessagePack; what an env put there as its own type goes
+    as its text."""
+    return value.tobytes() if isinstance(value, array) else str(value)
+
+
 def to_json(tree: TrajectoryTree) -> str:
     """The tree as one line of JSON, which `launchers/dpo.py` takes as a row."""
-    return json.dumps(msgspec.to_builtins(tree), separators=(",", ":"))
+    return json.dumps(msgspec.to_builtins(tree, enc_hook=list), separators=(",", ":"))

@@ -86,6 +86,17 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = 3
 
+    max_crashed_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="end the run when more than this part of the last 200 trajectories met a "
+            "bug: anything but an AgentEnvError that their tool, environment or grader raised",
+        ),
+    ] = 0.05
+    strict: Annotated[bool, Meta(description="end the run at the first such bug")] = False
+
     @property
     def seconds_of_tree(self) -> float:
         """`max_tree_seconds` or its default."""

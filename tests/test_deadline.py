@@ -7,9 +7,19 @@ from typing import Any
 
 import pytest
 
-from agentenv.deadline import Deadline, WorkClock, uncancelled, waiting, working
+from agentenv.deadline import (
+    Alarm,
+    Deadline,
+    Work,
+    WorkClock,
+    doing,
+    uncancelled,
+    waiting,
+    within,
+    working,
+)
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.errors import EnvError
+from agentenv.errors import EnvError, StallError
 from agentenv.types import Completion, Limits
 from tests.support.toy import CharTokenizer
 from tests.support.virtual_clock import run_virtual
@@ -19,7 +29,7 @@ from tests.test_actor import AlwaysFork, make_actor, rollout, two_searches
 async def for_two_seconds_in_five() -> None:
     """Waits for 3 s, works for 2 s, and so on."""
     for _ in range(100):
-        with waiting():
+        with waiting("it"):
             await asyncio.sleep(3.0)
         await asyncio.sleep(2.0)
 
@@ -29,9 +39,12 @@ def test_a_deadline_on_a_work_clock_does_not_count_what_is_waited() -> None:
 
     async def main() -> float:
         clock = WorkClock()
-        with pytest.raises(EnvError, match="late"), working(clock):
-            async with Deadline(5.0, clock, EnvError("late")):
-                await for_two_seconds_in_five()
+        with (
+            pytest.raises(EnvError, match="late"),
+            working(clock),
+            Deadline(5.0, clock, EnvError("late")),
+        ):
+            await for_two_seconds_in_five()
         assert clock() == pytest.approx(5.0, abs=0.01)
         return asyncio.get_running_loop().time()
 
@@ -41,7 +54,7 @@ def test_a_deadline_on_a_work_clock_does_not_count_what_is_waited() -> None:
 def test_an_outer_clock_runs_while_any_inner_one_does_and_waits_within_waits_end_once() -> None:
     async def work(clock: WorkClock, waits_s: float) -> None:
         with working(clock):
-            with waiting() as outer, waiting():
+            with waiting("it") as outer, waiting("it"):
                 await asyncio.sleep(waits_s)
                 outer.end()
                 outer.end()
@@ -64,7 +77,7 @@ class AwayEngine(ScriptedEngine):
         now = asyncio.get_running_loop().time()
         if 1.0 <= now < 13.0:
             await asyncio.sleep(max(0.0, 3.0 - now))
-            with waiting():
+            with waiting("it"):
                 await asyncio.sleep(13.0 - asyncio.get_running_loop().time())
             await asyncio.sleep(now + 2.0 - 3.0 if now < 3.0 else 2.0)
         else:
@@ -85,14 +98,15 @@ def test_forks_have_the_time_that_their_parent_was_given_for_an_outage() -> None
 
 def test_what_ends_in_time_or_times_out_by_itself_is_left_alone() -> None:
     async def main() -> None:
-        async with Deadline.after(5.0, "the wait", EnvError):
+        with Deadline.after(5.0, "the wait", EnvError):
             await asyncio.sleep(4.9)
-        with pytest.raises(TimeoutError):
-            async with Deadline.after(5.0, "the wait", EnvError):
-                raise TimeoutError
-        with pytest.raises(EnvError, match=r"^the wait took over 5\.0 s$"):
-            async with Deadline.after(5.0, "the wait", EnvError):
-                await asyncio.sleep(5.1)
+        with pytest.raises(TimeoutError), Deadline.after(5.0, "the wait", EnvError):
+            raise TimeoutError
+        with (
+            pytest.raises(EnvError, match=r"^the wait took over 5\.0 s$"),
+            Deadline.after(5.0, "the wait", EnvError),
+        ):
+            await asyncio.sleep(5.1)
         await asyncio.sleep(10)  # no deadline that is over cancels anything
 
     run_virtual(main())
@@ -101,9 +115,12 @@ def test_what_ends_in_time_or_times_out_by_itself_is_left_alone() -> None:
 def test_of_two_deadlines_the_nearer_one_ends_the_wait() -> None:
     async def main() -> None:
         clock = asyncio.get_running_loop().time
-        with pytest.raises(LookupError):
-            async with Deadline(1.0, clock, LookupError()), Deadline(2.0, clock, KeyError()):
-                await asyncio.sleep(5)
+        with (
+            pytest.raises(LookupError),
+            Deadline(1.0, clock, LookupError()),
+            Deadline(2.0, clock, KeyError()),
+        ):
+            await asyncio.sleep(5)
         assert clock() == pytest.approx(1.0)
 
     run_virtual(main())
@@ -134,3 +151,83 @@ def test_work_ends_in_spite_of_three_cancellations(fails: bool) -> None:
 
 async def test_the_result_of_uninterrupted_work_is_given_back() -> None:
     assert await uncancelled(asyncio.sleep(0, "done")) == "done"
+
+
+def test_alarms_of_one_span_share_a_timer_and_ring_in_their_order() -> None:
+    rung: list[tuple[int, float]] = []
+
+    async def main() -> int:
+        loop = asyncio.get_running_loop()
+        timers = []
+        loop.call_at, call_at = (  # type: ignore[method-assign]
+            lambda when, *rest, **keys: timers.append(when) or call_at(when, *rest, **keys),
+            loop.call_at,
+        )
+        alarms = [
+            Alarm(60.0 + 0.001 * i, loop.time, lambda i=i: rung.append((i, loop.time())))
+            for i in reversed(range(900))
+        ]
+        for alarm in alarms:
+            alarm.set()
+        for alarm in alarms[10:]:
+            alarm.cancel()
+        set_so_far = len(timers)
+        await asyncio.sleep(100.0)
+        return set_so_far
+
+    assert run_virtual(main()) == 1
+    assert [number for number, _ in rung] == list(range(890, 900))
+    assert all(when == pytest.approx(60.0 + 0.001 * i) for i, when in rung)
+
+
+def test_work_that_is_lost_is_given_back_and_of_a_tree_once() -> None:
+    """Two branches lose the same 30 s, one of them 10 s more before; a third works on."""
+
+    async def lose(clock: WorkClock, starts_s: float, heard_s: float) -> None:
+        await asyncio.sleep(starts_s)
+        with working(clock):
+            work = Work()
+            await asyncio.sleep(heard_s - starts_s)
+            work.begin()
+            await asyncio.sleep(40.0 - heard_s)
+            work.give_back()
+            await asyncio.sleep(5.0)
+
+    async def main() -> list[float]:
+        tree = WorkClock()
+        clocks = [WorkClock(outer=tree), WorkClock(outer=tree)]
+        await asyncio.gather(lose(clocks[0], 0.0, 10.0), lose(clocks[1], 0.0, 0.0))
+        return [clock() for clock in (*clocks, tree)]
+
+    assert run_virtual(main()) == pytest.approx([15.0, 5.0, 5.0])
+
+
+def test_a_clock_says_what_is_awaited_and_since_when() -> None:
+    async def main() -> None:
+        with working(WorkClock()) as clock:
+            clock.now("a turn")
+            await asyncio.sleep(2.0)
+            with doing("the server"):
+                await asyncio.sleep(1.0)
+                with waiting("a place"):
+                    await asyncio.sleep(1.0)
+                    assert (clock.doing, clock.since) == ("a place", 3.0)
+                assert (clock.doing, clock.since) == ("the server", 4.0)
+            assert (clock.doing, clock.since) == ("a turn", 4.0)
+
+    run_virtual(main())
+
+
+def test_what_takes_longer_than_it_may_is_named() -> None:
+    async def fails() -> None:
+        await asyncio.sleep(1.0)
+        raise TimeoutError("its own")
+
+    async def main() -> None:
+        with pytest.raises(StallError, match=r"reading gave no answer in 5 s"):
+            await within(5.0, "reading", asyncio.sleep(100.0))
+        with pytest.raises(TimeoutError, match="its own"):
+            await within(5.0, "reading", fails())
+        assert await within(5.0, "reading", asyncio.sleep(1.0, "done")) == "done"
+
+    run_virtual(main())

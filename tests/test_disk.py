@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,16 @@ from typing import Any
 
 import pytest
 
-from agentenv.disk import finished_folder, replace_folder, write_whole
+from agentenv.disk import (
+    SETTLED_S,
+    explain,
+    finished_folder,
+    own_folder,
+    replace_folder,
+    write_whole,
+)
+from launchers.rundir import RunDirectory
+from learners.tensor_file import write_tensors
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,6 +42,36 @@ def test_a_file_keeps_what_it_held_until_the_new_is_whole(tmp_path: Path, durabl
     write_whole(path, (line for line in (b"1\n", b"2\n")), durable=durable)
     assert path.read_bytes() == b"1\n2\n"
     assert [one.name for one in tmp_path.iterdir()] == ["rows.jsonl"], "the torn one is reused"
+
+
+def full(path: Path) -> None:
+    """Whatever is written to it meets a full disk."""
+    path.symlink_to("/dev/full")
+
+
+def test_a_full_disk_says_which_file_and_what_to_do(tmp_path: Path) -> None:
+    full(tmp_path / "rows.jsonl.partial")
+    full(tmp_path / "metrics.jsonl")
+    run = RunDirectory(tmp_path / "run", resume=False)
+    full(run.path / "metrics.jsonl")
+    writes: list[Callable[[], None]] = [
+        lambda: write_whole(tmp_path / "rows.jsonl", "text"),
+        lambda: write_tensors(tmp_path / "metrics.jsonl", [], [], {}),
+        lambda: run.log_metrics({"step": 1}),
+    ]
+    for write, name in zip(writes, ("rows.jsonl", "metrics.jsonl", "metrics.jsonl"), strict=True):
+        with pytest.raises(OSError, match="No space left") as raised:
+            write()
+        assert raised.value.filename.endswith(name)
+        assert "free some" in explain(raised.value)
+
+
+def test_files_have_ordinary_modes(tmp_path: Path) -> None:
+    plain, whole, tensors = (tmp_path / name for name in "abc")
+    plain.touch()
+    write_whole(whole, "text", durable=True)
+    write_tensors(tensors, [], [], {})
+    assert {path.stat().st_mode for path in tmp_path.iterdir()} == {plain.stat().st_mode}
 
 
 def test_a_folder_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
@@ -115,3 +155,31 @@ def test_kill_9_inside_the_swap_leaves_a_whole_folder_and_the_next_one_takes_its
     replace_folder(partial, folder)
     assert (finished_folder(folder) / "file").read_text() == "newest"
     assert [one.name for one in tmp_path.iterdir()] == ["best"]
+
+
+HOLDING = """
+import sys, time
+from pathlib import Path
+from agentenv.disk import own_folder
+with own_folder(Path(sys.argv[1]), "own-") as folder:
+    (folder / "file").write_text("of a session")
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_the_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDING, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as one:
+        assert one.stdout is not None
+        held = Path(one.stdout.readline().strip())
+        long_ago = held.stat().st_mtime - SETTLED_S - 1
+        os.utime(held, (long_ago, long_ago))
+        with own_folder(tmp_path, "own-"):
+            assert held.is_dir(), "its process lives"
+        one.kill()
+        one.wait()
+        with own_folder(tmp_path, "own-") as mine:
+            assert list(tmp_path.iterdir()) == [mine]
+    assert list(tmp_path.iterdir()) == []

@@ -9,9 +9,11 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentenv import encoder
-from agentenv.encoder import Encoder, EncoderLostError, encode_beside
+from agentenv.encoder import Encoder, EncoderLostError, decoder, encode_beside
 from agentenv.renderer import MAX_CHARS_A_TOKEN, TagRenderer
 from agentenv.types import Message
 from launchers.quickstart import build_tokenizer
@@ -90,6 +92,15 @@ async def test_without_its_process_texts_are_encoded_here(
     )
 
 
+async def test_a_process_that_cannot_be_started_is_done_without(
+    beside: TagRenderer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder.sys, "executable", "/nowhere/python")
+    await beside.prepare([Message("tool", TEXTS[0])], [TOOL], 500)
+    assert "cannot be started" in caplog.text
+    assert "on the event loop from now on" in caplog.text
+
+
 async def test_closing_ends_the_process_and_whoever_waits(tokenizer: Any) -> None:
     one = Encoder(tokenizer)
     await one.encode("begin")
@@ -115,3 +126,18 @@ async def test_a_tokenizer_of_another_kind_stays_here() -> None:
         renderer = TagRenderer(Plain())
         encode_beside(renderer, stack)
         assert renderer.encoder is None
+
+
+@given(ids=st.lists(st.integers(0, 700), max_size=30))
+def test_texts_of_ids_are_those_of_the_tokenizer(tokenizer: Any, ids: list[int]) -> None:
+    """Special tokens, ids that mean nothing, and halves of characters among them."""
+    keys = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    assert len(tokenizer) < 700
+    assert decoder(tokenizer)(ids) == tokenizer.decode(ids, **keys)
+
+
+def test_texts_of_characters_that_are_cut_are_those_of_the_tokenizer(tokenizer: Any) -> None:
+    ids = [token for text in TEXTS for token in tokenizer.encode(text[:200])]
+    for start in range(len(ids)):
+        part = ids[start : start + 5]
+        assert decoder(tokenizer)(part) == tokenizer.decode(part)

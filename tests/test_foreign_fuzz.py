@@ -530,13 +530,13 @@ async def test_servers_of_tools(said: bytes) -> None:
     written(await ended_async("mcp", called, ToolError, InfraError))
     # the next one is served, by a new connection if need be
     fine = json.dumps(MCP_REPLY).encode().hex()
-    source.call_timeout_s = 5.0
+    source.call_timeout_s = 20.0  # a process may have to start, on a machine that is busy
     assert (await say.call({"said": fine}, None)).text == "x"
 
 
 @pytest.fixture(scope="module")
-def cache_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A cache of a hundred searches."""
+def cache_file(tmp_path_factory: pytest.TempPathFactory) -> memoryview:
+    """A cache of a hundred searches; no bytes, since hypothesis prints what a test is given."""
     path = tmp_path_factory.mktemp("cache") / "cache.db"
 
     async def fill() -> None:
@@ -546,7 +546,7 @@ def cache_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         await cache.close()
 
     asyncio.run(fill())
-    return path.read_bytes()
+    return memoryview(path.read_bytes())
 
 
 PLACES = st.lists(st.tuples(st.integers(0, 1 << 17), st.integers(1, 5000)), max_size=3)
@@ -555,7 +555,7 @@ PLACES = st.lists(st.tuples(st.integers(0, 1 << 17), st.integers(1, 5000)), max_
 @fuzzed(0.15)
 @given(places=PLACES, new=st.sampled_from([b"\x00", b"\xff", b"[", b"7"]), keep=st.integers(0, 9))
 async def test_files_of_a_cache(
-    places: list[tuple[int, int]], new: bytes, keep: int, cache_file: bytes, tmp_path: Path
+    places: list[tuple[int, int]], new: bytes, keep: int, cache_file: memoryview, tmp_path: Path
 ) -> None:
     data = bytearray(cache_file)
     for start, size in places:

@@ -36,9 +36,13 @@ def structs(kind: mi.Type) -> Iterator[type]:
 
 
 SINCE = {  # values that the files give another of since then, or give where they gave none
+    "checkpoint.finish_s: 60.0 -> 240.0",
+    "checkpoint.finish_s: 60.0 -> 450.0",
     "grader.kind: None -> 'layered'",
     "grader.partial_credit: False -> True",
     "grader.partial_credit: False -> None",
+    "limits.max_seconds: 600.0 -> 1200.0",
+    "limits.max_seconds: 600.0 -> 1500.0",
 }
 
 

@@ -225,6 +225,17 @@ def test_the_probe_of_aepo_survives_forks_that_fail() -> None:
     assert splits == ["0"] * 20
 
 
+def test_what_the_roots_wait_for_the_probe_of_aepo_is_measured() -> None:
+    """Four turns of 2 s; ARPO's roots wait for none."""
+    actor = make_actor(script=three_searches, engine={"latency_s": 2.0})
+    rollout(actor, AEPO(group_size=8, base_probability=0.0).plan(256))
+    assert actor.probes.take() == pytest.approx(
+        {"rollout/probe_wait_s": 8.0, "rollout/probe_wait_s_max": 8.0}
+    )
+    rollout(actor, ARPO(group_size=8, base_probability=0.0).plan(256))
+    assert actor.probes.take() == {}
+
+
 def test_a_tree_ends_after_its_own_time_and_is_delivered_with_what_it_has() -> None:
     """A step in two hangs for ever; each root alone has 30 s, the tree 70 s, and no root is begun
     after that."""

@@ -6,7 +6,14 @@ import asyncio
 
 import pytest
 
-from agentenv.errors import ConfigError, EnvError, InfraError, OutageError, ToolError
+from agentenv.errors import (
+    ConfigError,
+    CrashError,
+    EnvError,
+    InfraError,
+    OutageError,
+    ToolError,
+)
 from agentenv.types import MALFORMED_CALL, UNKNOWN_TOOL, Limit, Message, ToolCall
 from tests.support.counting_tools import ANSWER, Counter, LastMessage, call, make
 from tests.support.virtual_clock import run_virtual
@@ -128,12 +135,12 @@ def test_a_tool_that_hangs_is_stopped() -> None:
     run_virtual(main())
 
 
-async def test_a_bug_in_a_tool_is_not_swallowed() -> None:
+async def test_a_bug_in_a_tool_is_named_with_the_call() -> None:
     counter = Counter()
     counter.faults = [ZeroDivisionError()]
     env = make(counter)
     await env.reset()
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(CrashError, match=r"the tool '.*', called with .* ZeroDivisionError"):
         await env.step(call())
     await env.close()
 

@@ -144,7 +144,7 @@ async def test_on_limit_end_ends_the_episode_with_a_grade(
 def test_at_most_so_many_calls_of_a_tool_are_in_flight() -> None:
     async def main() -> list[str]:
         slow = Slow()
-        limits = {"slow": ToolLimits(max_concurrency=3, timeout_s=1.5)}
+        limits = {"slow": ToolLimits(max_concurrency=3, timeout_s=1.5, num_retries=0)}
         envs = [ToolEnv(TASK, [slow], Anything(), tool_limits=limits) for _ in range(10)]
         for env in envs:
             await env.reset()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from random import Random
 
+import msgspec
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv.tree import TrajectoryTree, to_json
+from agentenv.tree import Prefix, TrajectoryTree, of_frame, packed_ids, to_frame, to_json
 from agentenv.types import Task, VersionSpan
 
 TASK = Task("t", "toy", "q", ("a",))
@@ -59,3 +62,39 @@ def test_views_of_a_random_tree(seed: int) -> None:
     versions = [span.version for node in tree.nodes for span in node.version_spans]
     assert tree.oldest_version() == min(versions, default=9)
     assert len(json.loads(to_json(tree))["nodes"]) == len(tree.nodes)
+
+
+@given(st.integers(0, 10**9))
+def test_a_frame_gives_the_tree_back_and_a_row_of_json_what_it_holds(seed: int) -> None:
+    tree = random_tree(Random(seed))
+    tree.nodes[1].info = {"tool_calls": [{"name": "search", "ok": True}]}
+    assert of_frame(to_frame(tree)) == tree
+    assert msgspec.convert(json.loads(to_json(tree)), TrajectoryTree) == tree
+
+
+@given(st.integers(0, 10**9))
+def test_a_prefix_is_the_tokens_of_its_path_without_holding_them_again(seed: int) -> None:
+    rng = Random(seed)
+    parts = [packed_ids(range(rng.randint(0, 12))) for _ in range(rng.randint(0, 4))]
+    prefix = Prefix()
+    for part in parts:
+        prefix = prefix.plus(part)
+    ids = [token for part in parts for token in part]
+    assert (list(prefix), len(prefix), prefix.joined().tolist()) == (ids, len(ids), ids)
+    assert np.asarray(prefix).tolist() == ids
+    assert prefix == ids
+    for size in (1, 5, 40):
+        assert list(prefix[-size:]) == ids[-size:]
+        assert list(prefix[:size]) == ids[:size]
+    assert all(kept is part for kept, part in zip(prefix.parts, parts, strict=True))
+
+
+def test_a_stored_token_costs_no_more_than_its_figures() -> None:
+    """Sampled 12 bytes, observed 4."""
+    sampled = TrajectoryTree(TASK).add(
+        None, action_ids=[1] * 10_000, logprobs=[-0.5] * 10_000, entropies=[1.0] * 10_000
+    )
+    observed = TrajectoryTree(TASK).add(None, observation_ids=[1] * 10_000)
+    arrays = (sampled.action_ids, sampled.logprobs, sampled.entropies)
+    assert sum(map(sys.getsizeof, arrays)) < 16 * 10_000
+    assert sys.getsizeof(observed.observation_ids) < 5 * 10_000

@@ -25,6 +25,7 @@ from agentenv.env import Env, StepResult
 from agentenv.errors import ConfigError, EnvError, InfraError
 from agentenv.plan import Independent
 from agentenv.tool_env import ToolEnv
+from agentenv.tree import packed_ids
 from agentenv.types import Info, Message, SamplingParams, Task
 
 SYSTEM = """\
@@ -160,7 +161,7 @@ class AssistGuide(Guide):
             return False
         assert node is not None
         assert branch.env is not None
-        node.observation_ids = observation_ids
+        node.observation_ids = packed_ids(observation_ids)
         node.info["abandoned"] = errors
         add(
             notes.counts,

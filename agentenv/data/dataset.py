@@ -21,6 +21,7 @@ from agentenv.data.files import RawRow, Row, find_files, read_rows
 from agentenv.data.rows import MixPart, Overlong, RowReader, RowsConfig
 from agentenv.env import Env
 from agentenv.errors import AgentEnvError, ConfigError, DataError, EnvError, InfraError
+from agentenv.offload import in_thread
 from agentenv.renderer import CUT_MARKER, Renderer, ToolSchemas
 from agentenv.types import Limits, Message, Task
 
@@ -286,7 +287,7 @@ class PromptFitter:
         for start in range(0, len(tasks), BATCH):
             batch = tasks[start : start + BATCH]
             prompts = await asyncio.gather(*map(self._prompt, batch))
-            lengths = await asyncio.to_thread(self._lengths, prompts)
+            lengths = await in_thread(self._lengths, prompts)
             for task, length in zip(batch, lengths, strict=True):
                 if length <= self.limits.max_prompt_tokens:
                     kept.append(task)
@@ -363,7 +364,7 @@ class PromptFitter:
             middle = (low + high) // 2
             candidate = _shortened(task, middle)
             prompt = await self._prompt(candidate)
-            (length,) = await asyncio.to_thread(self._lengths, [prompt])
+            (length,) = await in_thread(self._lengths, [prompt])
             if length <= self.limits.max_prompt_tokens:
                 fits, low = candidate, middle + 1
             else:

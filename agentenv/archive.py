@@ -1,0 +1,329 @@
+"""The archive: every tree that a run took for a step, as it was trained, for people and programs.
+
+    RUN/trees/step-000001.frames    a header; then of each tree a line of an index, and the tree
+
+    step = read_step(path)          header and index, without reading a tree
+    for entry in step.entries: ...  rewards, sizes, what became of it and why
+    kept = step.tree(entry)         one tree, from its place in the file
+    kept.columns(leaf)              its tokens as arrays: ids, log-probs, credit, versions, mask
+
+Frames are those of frames.py. A file that is cut off is readable up to there. Trees that were
+filtered or had failed are there too. What a step took is written once, when it is done, by a
+thread; a run that goes on from a checkpoint removes what came after it, so that the files are those
+of the weights that survive. A sampled token takes 16 to 24 bytes, an observed one 4.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct, field
+from numpy.typing import NDArray
+
+from agentenv.deadline import uncancelled
+from agentenv.disk import explain
+from agentenv.errors import ConfigError, DataError
+from agentenv.frames import SUFFIX, framed, read_frame, skip_frame
+from agentenv.offload import in_thread
+from agentenv.tree import Node, Scored, Trajectory, TrajectoryTree
+
+logger = logging.getLogger(__name__)
+
+ARCHIVE = "trees"  # folder of a run
+FORMAT = 1
+
+Fate = Literal["trained", "filtered", "failed"]
+
+
+class ArchiveConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a run keeps of the trees that it took."""
+
+    max_gb: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="size of RUN/trees, all trees of the latest steps with every token; the "
+            "oldest steps go first; 0: none is kept",
+        ),
+    ] = 10.0
+
+
+class StepHeader(Struct, frozen=True):
+    """Of a step. `policy_version` is the learner's when it took the trees, `incarnation` counts
+    starts of the run; `settings` names what trees depend on, `vocab_size` what plans are made with.
+    `metrics` are those of the update."""
+
+    step: int
+    policy_version: int
+    incarnation: int
+    settings: str
+    vocab_size: int
+    num_trees: int
+    metrics: dict[str, float] = {}
+    format: int = FORMAT
+
+
+class Entry(Struct, frozen=True):
+    """A tree in the index. `why` says of one that was not trained what was wrong; `rewards` are the
+    returns of its trajectories, failed ones left out; tokens that are shared count once."""
+
+    tree: int
+    task_id: str
+    kind: str
+    fate: Fate
+    why: str
+    rewards: list[float]
+    num_leaves: int
+    num_failed: int
+    num_truncated: int
+    num_roots: int
+    num_forks: int
+    num_tokens: int
+    num_action_tokens: int
+    policy_version: int  # of the engine when the tree began
+    oldest_version: int  # that chose a token
+    place: int = -1  # of the tree's frame in the file
+
+    @classmethod
+    def of(cls, kept: KeptTree) -> Entry:
+        tree = kept.tree
+        leaves, paths = tree.leaves(), list(tree.trajectories())
+        return cls(
+            tree=tree.index,
+            task_id=tree.task.id,
+            kind=tree.task.kind,
+            fate=kept.fate,
+            why=kept.why,
+            rewards=[path.reward for path in paths],
+            num_leaves=len(leaves),
+            num_failed=len(leaves) - len(paths),
+            num_truncated=sum(path.leaf.end == "truncated" for path in paths),
+            num_roots=tree.num_roots,
+            num_forks=tree.num_forks,
+            num_tokens=tree.num_tokens,
+            num_action_tokens=tree.num_action_tokens,
+            policy_version=tree.policy_version,
+            oldest_version=tree.oldest_version(),
+        )
+
+
+class Credit(Struct, array_like=True):
+    """Credit of a tree, an entry per node: the sums of the positive and of the negative advantages
+    of the leaves below it and their number, and return and advantage of a leaf, nan elsewhere."""
+
+    adv_pos: list[float]
+    adv_neg: list[float]
+    weight: list[float]
+    returns: list[float]
+    advantages: list[float]
+
+
+class Columns(NamedTuple):
+    """The tokens of one trajectory, an entry each; what is not known, such as a log-prob of a token
+    that was observed, is nan. `version` is -1 there."""
+
+    token_ids: NDArray[np.int32]
+    mask: NDArray[np.bool_]  # sampled by the policy
+    logprobs: NDArray[np.float32]  # the engine's
+    proximal: NDArray[np.float32]  # the learner's before the update
+    learner_logprobs: NDArray[np.float32]  # the learner's when it trained the token first
+    entropies: NDArray[np.float32]  # the learner's where it computed them
+    adv_pos: NDArray[np.float64]
+    adv_neg: NDArray[np.float64]
+    weight: NDArray[np.float64]  # trajectories that share the token; 0: not trained
+    version: NDArray[np.int32]
+
+
+class KeptTree(Struct):
+    """A tree as a step had it. `credit` is None where too few leaves counted for a group. `told`
+    has the first entropies of each node that the plan saw, where those of the node are not the
+    engine's any more."""
+
+    tree: TrajectoryTree
+    fate: Fate
+    why: str = ""
+    credit: Credit | None = None
+    told: list[list[float]] = field(default_factory=list)
+
+    def columns(self, leaf: Node) -> Columns:
+        """The tokens of the trajectory that ends with `leaf`."""
+        return Columns(*map(np.concatenate, zip(*self._columns(leaf), strict=True)))
+
+    def _columns(self, leaf: Node) -> Iterator[tuple[NDArray[Any], ...]]:
+        credit, scored = self.credit, self.tree.scored
+        for node in Trajectory(self.tree.path(leaf)).path:
+            at, size = node.index, len(node.action_ids)
+            rest = len(node.observation_ids)
+            versions = np.full(size, self.tree.policy_version, np.int32)
+            for span in node.version_spans:
+                versions[span.start : span.end] = span.version
+            found = scored[at] if scored else Scored()
+            shares = [0.0] * 3
+            if credit is not None:
+                shares = [credit.adv_pos[at], credit.adv_neg[at], credit.weight[at]]
+            figures = (node.logprobs, found.proximal, found.logprobs)
+            entropies = found.entropies or node.entropies
+            yield (
+                np.asarray(node.action_ids + node.observation_ids, np.int32),
+                np.arange(size + rest) < size,
+                *(_padded(one, size, rest) for one in (*figures, entropies)),
+                *(np.repeat([share, 0.0], [size, rest]) for share in shares),
+                np.append(versions, np.full(rest, -1, np.int32)),
+            )
+
+
+def _padded(values: Sequence[float], size: int, rest: int) -> NDArray[np.float32]:
+    whole = np.full(size + rest, np.nan, np.float32)
+    if len(values):
+        whole[:size] = values
+    return whole
+
+
+# reading
+
+_read_header = msgspec.msgpack.Decoder(StepHeader).decode
+_read_entry = msgspec.msgpack.Decoder(Entry).decode
+_read_tree = msgspec.msgpack.Decoder(KeptTree).decode
+
+
+class Step:
+    """One file. `is_whole` is False if it was cut off, or is being written."""
+
+    def __init__(
+        self, path: Path, header: StepHeader, entries: list[Entry], *, is_whole: bool
+    ) -> None:
+        self.path = path
+        self.header = header
+        self.entries = entries
+        self.is_whole = is_whole
+
+    def tree(self, entry: Entry) -> KeptTree:
+        """Read one tree. Raises DataError if it is damaged."""
+        with self.path.open("rb") as file:
+            file.seek(entry.place)
+            data = read_frame(file)
+        try:
+            if data is not None:
+                return _read_tree(data)
+        except msgspec.DecodeError:
+            pass
+        raise DataError(
+            f"{self.path}: tree {entry.tree}, at byte {entry.place}, is damaged; the others of the "
+            "file can still be read"
+        )
+
+    def trees(self) -> Iterator[KeptTree]:
+        """All trees, one at a time."""
+        return map(self.tree, self.entries)
+
+
+def read_step(path: Path) -> Step:
+    """Header and index of a file of RUN/trees, whole or cut off. Raises DataError if it is none."""
+    try:
+        with path.open("rb") as file:
+            return _read_step(path, file)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+
+
+def _read_step(path: Path, file: BinaryIO) -> Step:
+    first = read_frame(file)
+    try:
+        header = None if first is None else _read_header(first)
+    except msgspec.DecodeError:
+        header = None
+    if header is None or header.format != FORMAT:
+        raise DataError(f"{path}: not a file of trees that this version reads")
+    entries = []
+    while (data := read_frame(file)) is not None:
+        try:
+            entry = _read_entry(data)
+        except msgspec.DecodeError:
+            break
+        place = file.tell()
+        if not skip_frame(file):
+            break
+        entries.append(msgspec.structs.replace(entry, place=place))
+    return Step(path, header, entries, is_whole=len(entries) == header.num_trees)
+
+
+def steps_of(folder: Path) -> dict[int, Path]:
+    """The files of RUN/trees by step, oldest first."""
+    found = {int(path.stem[5:]): path for path in folder.glob(f"step-*[0-9]{SUFFIX}")}
+    return dict(sorted(found.items()))
+
+
+# writing
+
+
+class Archive:
+    """Writes the files of a run, one at a time."""
+
+    def __init__(self, folder: Path, config: ArchiveConfig) -> None:
+        self.folder = folder
+        self.config = config
+        self._writing: asyncio.Task[None] | None = None
+
+    def forget_after(self, step: int) -> None:
+        """Remove the files of later steps, which the weights that go on do not know."""
+        for number, path in steps_of(self.folder).items():
+            if number > step:
+                path.unlink()
+
+    async def write_behind(self, header: StepHeader, trees: Iterable[KeptTree]) -> None:
+        """Write a step while other work goes on; only the one before is waited for. The trees must
+        not change any more."""
+        await self.written()
+        if self.config.max_gb:
+            work = uncancelled(in_thread(self.write, header, trees))
+            self._writing = asyncio.create_task(work)
+
+    async def written(self) -> None:
+        """Wait until everything is written. Raises ConfigError when it cannot be."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await uncancelled(writing)
+
+    async def close(self) -> None:
+        """Wait for what is being written, whatever becomes of it."""
+        try:
+            await self.written()
+        except ConfigError as error:
+            logger.warning("%s", error)
+
+    def write(self, header: StepHeader, trees: Iterable[KeptTree]) -> None:
+        """Write the file of a step, in place of one that is there, and remove the oldest files that
+        are too many. Raises ConfigError."""
+        path = self.folder / f"step-{header.step:06d}{SUFFIX}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                file.write(framed(header))
+                for kept in trees:
+                    file.write(framed(Entry.of(kept)))
+                    file.write(framed(kept))
+                file.flush()
+                os.fdatasync(file.fileno())
+            self._prune(path)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be written: {explain(error)}; archive.max_gb bounds what is kept "
+                "there, 0 keeps none"
+            ) from error
+
+    def _prune(self, newest: Path) -> None:
+        paths = list(steps_of(self.folder).values())
+        sizes = {path: path.stat().st_size for path in paths}
+        total = sum(sizes.values())
+        for path in paths:
+            if total <= self.config.max_gb * 1e9 or path == newest:
+                break
+            path.unlink()
+            total -= sizes[path]

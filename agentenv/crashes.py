@@ -1,0 +1,77 @@
+"""What the code of users raises that it should not: it fails a rollout, not the run.
+
+    await guarded(env.step(action), "the environment's step")   a CrashError says what it raised
+    crashes.add(error, task_id)                                 counts, as each rollout ends
+
+A tool, an environment and a grader are somebody else's code, and have bugs. One rollout in a
+thousand that meets one is a rollout lost; one in twenty is a run that learns something else than
+its task, and ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from agentenv.errors import AgentEnvError, CrashError, TooManyCrashesError
+
+T = TypeVar("T")
+
+WINDOW = 200  # rollouts among which crashes are counted
+MAX_SHOWN = 500  # characters of what was called with which arguments
+
+logger = logging.getLogger(__name__)
+
+
+async def guarded(work: Awaitable[T], what: str | Callable[[], str]) -> T:
+    """What `work` gives, which is code of a user. Raises CrashError for all that it raises but an
+    AgentEnvError, also where it cancels or ends itself; `what` says what it was."""
+    try:
+        return await work
+    except AgentEnvError:
+        raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise _crash(what, error) from error
+    except (Exception, SystemExit) as error:
+        raise _crash(what, error) from error
+
+
+def _crash(what: str | Callable[[], str], error: BaseException) -> CrashError:
+    text = what if isinstance(what, str) else what()
+    if len(text) > MAX_SHOWN:
+        text = f"{text[:MAX_SHOWN]}..."
+    return CrashError(f"{text} raised {type(error).__name__}: {error}")
+
+
+class Crashes:
+    """Counts the crashed ones among the last WINDOW rollouts. The first crash is told, with its
+    traceback in the log."""
+
+    def __init__(self, max_share: float, *, strict: bool) -> None:
+        self.num = 0
+        self._max = 0.0 if strict else max_share * WINDOW
+        self._recent: deque[bool] = deque(maxlen=WINDOW)
+
+    def add(self, error: BaseException | None, task_id: str) -> None:
+        """A rollout has ended, with a failure or without. Raises TooManyCrashesError."""
+        crashed = isinstance(error, CrashError)
+        self._recent.append(crashed)
+        if not crashed:
+            return
+        self.num += 1
+        text = f"task {task_id}: {error}"
+        if self.num == 1:
+            logger.error("%s; its rollout fails", text, exc_info=error)
+        num_recent = sum(self._recent)
+        if num_recent > self._max:
+            raise TooManyCrashesError(
+                f"{num_recent} of the last {len(self._recent)} rollouts ended in a bug of their "
+                "tool, environment or grader (limits.max_crashed_share, limits.strict); the last: "
+                f"{text}"
+            ) from error

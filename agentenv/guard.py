@@ -1,0 +1,155 @@
+"""Runs one server and sees to it that none of its processes outlives whoever started it.
+
+    python -I -S guard.py GRACE_S COMMAND ...
+    python -I -S guard.py --stdin GRACE_S COMMAND ...      the command reads the standard input
+
+It stops the server when its standard input ends, which happens however the process at the other
+end dies, when the process that started it dies, and when it is told to (SIGTERM). First it asks,
+after GRACE_S seconds it kills: all descendants, since those that lose their parent become children
+of the guard. Then it removes what engines leave when they are killed, sockets and shared memory:
+the server has a folder for temporary files of its own. Needs nothing but the standard library. The
+exit status is the server's, 128 + n if signal n ended it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+INTERVAL_S = 0.2
+LOOK_EVERY_S = 5.0
+# What engines map and leave when they are killed: figures of load, semaphores, queues.
+SHARED = (" /dev/shm/sglang_loads_", " /dev/shm/sem.mp-", " /dev/shm/psm_")
+GUARD = Path(__file__).resolve()
+
+
+def guarded(command: Sequence[str], grace_s: float, *, stdin: bool = False) -> list[str]:
+    """The command of a guard that runs this one; see above."""
+    mode = ["--stdin"] if stdin else []
+    return [sys.executable, "-I", "-S", str(GUARD), *mode, str(grace_s), *command]
+
+
+def main(argv: list[str]) -> int:
+    passes_on = argv[0] == "--stdin"
+    grace_s, *command = argv[1:] if passes_on else argv
+    parent = os.getppid()
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    told = False
+
+    def tell(*_: object) -> None:
+        nonlocal told
+        told = True
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, tell)
+    if os.getppid() != parent:  # gone before the first prctl
+        return 1
+    # what torch compiles is kept from start to start, as it would be without a folder of its own
+    compiled = f"{tempfile.gettempdir()}/torchinductor_{os.environ.get('USER') or os.getuid()}"
+    own = tempfile.mkdtemp(prefix="agentenv-server-")
+    env = {"TORCHINDUCTOR_CACHE_DIR": compiled, **os.environ, "TMPDIR": own}
+    stdin = None if passes_on else subprocess.DEVNULL
+    try:
+        server = subprocess.Popen(command, stdin=stdin, start_new_session=True, env=env)
+    except OSError as error:
+        sys.stderr.write(f"{command[0]}: {error.strerror}\n")
+        shutil.rmtree(own, ignore_errors=True)
+        return 127
+    shared: set[Path] = set()
+    look = 0.0
+    while server.poll() is None and not told:
+        if time.monotonic() > look:  # before it can be killed
+            shared |= _shared_memory()
+            look = time.monotonic() + LOOK_EVERY_S
+        if passes_on:
+            _await(server, INTERVAL_S)
+            continue
+        ended, _, _ = select.select([sys.stdin], [], [], INTERVAL_S)
+        told = told or bool(ended)
+    shared |= _shared_memory()
+    if server.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
+        _await(server, float(grace_s))
+    _kill_descendants(server)
+    for path in shared:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    shutil.rmtree(own, ignore_errors=True)
+    status = server.wait()
+    return status if status >= 0 else 128 - status
+
+
+def _shared_memory() -> set[Path]:
+    """Files that engines make and do not remove when they are killed. Each server has its own, by
+    random names that only the mappings of its processes tell."""
+    found = set()
+    for pid in _descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            found |= {
+                Path(line[line.index("/") :])
+                for line in lines
+                if any(one in line for one in SHARED)
+            }
+    return found
+
+
+def _await(server: subprocess.Popen[bytes], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while server.poll() is None and time.monotonic() < end:
+        time.sleep(INTERVAL_S / 4)
+
+
+def _kill_descendants(server: subprocess.Popen[bytes]) -> None:
+    """Kill until there are none: a process that dies leaves its children to the guard."""
+    for _ in range(100):
+        found = _descendants(os.getpid())
+        if not found:
+            return
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(INTERVAL_S / 20)
+        server.poll()  # first, so that its status is kept
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _descendants(root: int) -> list[int]:
+    """Living processes below `root`, from /proc (elsewhere: none, and killpg has to do)."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z" or int(parent) == root:
+                children.setdefault(int(parent), []).append(int(stat.parent.name))
+    found, todo = [], [root]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    """Linux only; elsewhere the end of standard input has to do."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

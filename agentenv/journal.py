@@ -1,0 +1,600 @@
+"""The journal: what a run rolls out, on the disk as it happens, for a killed run to go on from.
+
+    Began      a tree begins; with its next frame, what the journal says of it before holds no more
+    Grown      what happened to it at once: branches that began, nodes that are complete
+    Finished   all its branches are at their end: from here on the queue may deliver it
+    Leased     the learner takes these trees for a step
+    Trained    what became of them; weights that know them are live
+
+    folder/000001.frames ...   a new file at each start and at each checkpoint; a file goes when no
+                               checkpoint that is kept can want a tree of it any more
+
+A frame (frames.py) is an array. It does not say who wrote it, so that a worker of another host may.
+Tokens take 4 bytes an id, 4 a log-prob and 4 an entropy. Frames are written in the order of events,
+many at once, by a thread: what is lost of them in a crash is an end, and from any end a tree can go
+on. A damaged frame costs its tree alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from copy import copy
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, NamedTuple
+
+import msgspec
+from msgspec import Meta, Struct
+
+from agentenv.deadline import uncancelled, within
+from agentenv.errors import ConfigError, DataError, StallError
+from agentenv.frames import SUFFIX, framed, frames_of
+from agentenv.offload import in_thread
+from agentenv.tree import Node, TrajectoryTree
+from agentenv.types import Task
+
+logger = logging.getLogger(__name__)
+
+GATHER_S = 0.05  # in which frames come together: handing a thread each turn alone costs 300 us
+STALL_S = 300.0  # a disk that has not written for so long hangs
+CLOSE_S = 10.0  # of one that has failed already
+
+
+class JournalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a run writes down of its rollouts to go on from."""
+
+    enabled: Annotated[
+        bool,
+        Meta(
+            description="write every turn to RUN/journal, so that a run that is killed goes on "
+            "with the trees it had finished and begun"
+        ),
+    ] = True
+    sync_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="seconds after which what is written survives a power failure too; a "
+            "killed process loses nothing that is written",
+        ),
+    ] = 1.0
+
+
+class Turned(Struct, array_like=True, frozen=True):
+    """A complete node: how long its branch was worked for, and the stop string that ended its
+    turn."""
+
+    node: Node
+    seconds: float = 0.0
+    stop: str | None = None
+
+
+class OpenBranch(Struct, array_like=True, frozen=True):
+    """A branch that began: its name, the node it goes on from, and the seconds it was worked for
+    before."""
+
+    name: str
+    cursor: int
+    seconds: float = 0.0
+
+
+class Counts(Struct, array_like=True, frozen=True):
+    """Those of the tree, after what happened."""
+
+    num_started: int
+    num_roots: int
+    num_live: int
+    num_retries: int
+    num_retaken: int
+
+
+class Began(Struct, array_like=True, frozen=True, tag=1):
+    """`settings` names the configuration that the tree is grown under."""
+
+    tree: int
+    task_id: str
+    policy_version: int
+    incarnation: int
+    settings: str
+
+
+class Asked(Struct, array_like=True, frozen=True):
+    """A node at which the plan was asked, the forks it wanted there, and how many turns of the
+    frame were complete before."""
+
+    node: int
+    num_forks: int
+    num_before: int = 1 << 30
+
+
+class Grown(Struct, array_like=True, frozen=True, tag=2):
+    """What happened in one go."""
+
+    tree: int
+    opened: list[OpenBranch]
+    turns: list[Turned]
+    asked: list[Asked]
+    counts: Counts
+
+
+class Finished(Struct, array_like=True, frozen=True, tag=3):
+    """`turns` are those that were never complete."""
+
+    tree: int
+    num_nodes: int
+    turns: list[Turned]
+    counts: Counts
+
+
+class Leased(Struct, array_like=True, frozen=True, tag=4):
+    """`step` is the update that takes these trees."""
+
+    step: int
+    trees: list[int]
+
+
+class Trained(Struct, array_like=True, frozen=True, tag=5):
+    """The weights of the step are live, as this policy version; `trees` are those that it trained
+    of the ones it took, the others were filtered or had failed."""
+
+    step: int
+    policy_version: int
+    trees: list[int]
+
+
+Frame = Began | Grown | Finished | Leased | Trained
+_DECODER = msgspec.msgpack.Decoder(Frame)
+_OF_TREES = (1, 2, 3)
+
+
+class _Head(Struct, array_like=True):
+    """The beginning of any frame."""
+
+    tag: int
+    number: int
+
+
+_HEADS = msgspec.msgpack.Decoder(_Head)
+
+
+class Place(NamedTuple):
+    """Where a frame lies."""
+
+    path: Path
+    offset: int  # of its payload
+    size: int
+
+
+class Recorded(NamedTuple):
+    """A tree as the journal has it, its branches that are not at their end, and by the index of a
+    node the stop string that ended its turn."""
+
+    tree: TrajectoryTree
+    is_finished: bool
+    branches: list[OpenBranch]
+    stops: dict[int, str]
+
+
+class Journal:
+    """Writes frames, and finds the trees of those that an earlier process wrote.
+
+    `settings` names what trees depend on: one that was begun under others is not taken up.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: JournalConfig,
+        *,
+        settings: str,
+        incarnation: int,
+        offload: Callable[..., Awaitable[Any]] = in_thread,
+    ) -> None:
+        """Raises ConfigError if the folder cannot be written."""
+        self.folder = folder
+        self.config = config
+        self.settings = settings
+        self.incarnation = incarnation
+        self._places: dict[int, list[Place]] = {}
+        self._begun: dict[int, Place] = {}  # where a tree begins of which no more is read yet
+        self._last: dict[Path, int] = {}  # the latest tree that a file knows of
+        self._pending: list[Frame] = []
+        self._num_appended = self._num_written = 0
+        self._wake, self._written = asyncio.Event(), asyncio.Event()
+        self._lock = asyncio.Lock()  # held while the file is written or replaced
+        self._working: asyncio.Task[None] | None = None
+        self._is_closed = False
+        self._problem: OSError | None = None
+        self._is_told = False  # somebody was
+        self._offload = offload
+        self._file: BinaryIO | None = None
+        self._size = 0  # of the file, whole frames
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            paths = sorted(folder.glob(f"*{SUFFIX}"))
+            for path in paths:
+                self._read(path)
+            self._number = int(paths[-1].stem) if paths else 0
+            self._begin_file()
+        except OSError as error:
+            raise self._error(error) from error
+
+    # reading
+
+    def _read(self, path: Path) -> None:
+        self._last[path] = -1
+        if path.stat().st_size == 0:
+            return
+        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+            self._index(path, data)
+
+    def _index(self, path: Path, data: mmap) -> None:
+        for offset, size, is_whole in frames_of(data):
+            if not is_whole:
+                logger.warning(
+                    "%s: %d bytes at %d cannot be read; the trees they belong to are rolled out "
+                    "again",
+                    *(path, size, offset),
+                )
+                continue
+            payload = data[offset : offset + size]
+            head = _HEADS.decode(payload)
+            trees = [head.number] if head.tag in _OF_TREES else trees_of(_DECODER.decode(payload))
+            self._last[path] = max([self._last[path], *trees])
+            if head.tag in _OF_TREES:
+                self._note(head, Place(path, offset, size))
+
+    def _note(self, head: _Head, place: Place) -> None:
+        """A tree that goes on begins again, and then says all that is known of it: before it has
+        said that, the earlier frames hold."""
+        if head.tag == 1:
+            self._begun[head.number] = place
+            self._places.setdefault(head.number, [])
+        elif head.number in self._begun:
+            self._places[head.number] = [self._begun.pop(head.number), place]
+        else:
+            self._places.setdefault(head.number, []).append(place)
+
+    def knows(self, index: int) -> bool:
+        """Whether an earlier process began this tree."""
+        return index in self._places
+
+    def read(self, index: int, task: Task) -> Recorded | None:
+        """The tree of this place as an earlier process left it, if it can be gone on with: it is
+        the task's, nothing of it is damaged, and the settings are those of today. Blocks."""
+        try:
+            frames = [_DECODER.decode(payload) for payload in _read(self._places.get(index, ()))]
+        except (OSError, msgspec.DecodeError):
+            return None
+        if not frames or not isinstance(began := frames[0], Began):
+            return None
+        if (began.task_id, began.settings) != (task.id, self.settings):
+            return None
+        return _assembled(began, frames[1:], task)
+
+    # writing
+
+    def record(self, index: int) -> TreeRecord:
+        """Through which the rollout of a tree writes."""
+        return TreeRecord(self, index)
+
+    def append(self, frame: Frame) -> None:
+        """Write a frame soon, behind all before it; returns at once."""
+        self._pending.append(frame)
+        self._num_appended += 1
+        self._wake.set()
+        if self._working is None and not self._is_closed:
+            self._working = asyncio.get_running_loop().create_task(self._work())
+
+    @property
+    def is_broken(self) -> bool:
+        """Nothing is written any more."""
+        return self._problem is not None
+
+    async def commit(self) -> None:
+        """Wait until all that was appended is written. Raises ConfigError when it cannot be, also
+        for a disk that does not write for STALL_S."""
+        wanted = self._num_appended
+        while self._num_written < wanted:
+            if self._problem is not None:
+                raise self._failure(self._problem)
+            self._written.clear()
+            await self._written.wait()
+
+    async def rotate(self, oldest: int) -> None:
+        """Go on in a new file, and remove those in which no tree from place `oldest` on is."""
+        await self.commit()
+        async with self._lock:
+            try:
+                await uncancelled(self._on_disk(STALL_S, self._rotate, oldest))
+            except OSError as error:
+                raise self._failure(error) from error
+
+    async def close(self) -> None:
+        """Write what is left, and close the file; idempotent. Raises ConfigError when something
+        could not be written, unless `commit` has."""
+        self._is_closed = True
+        self._wake.set()
+        if self._working is not None:
+            await uncancelled(self._working)
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                seconds = CLOSE_S if self.is_broken else STALL_S
+                await uncancelled(self._on_disk(seconds, _close, file))
+            except OSError as error:
+                self._problem = self._problem or error
+        if self._problem is not None and not self._is_told:
+            raise self._failure(self._problem)
+
+    async def _on_disk(self, seconds: float, function: Callable[..., None], *given: Any) -> None:
+        """Let a thread do it. Raises OSError, also where the disk takes longer."""
+        try:
+            await within(seconds, "it", self._offload(function, *given))
+        except StallError as error:
+            raise OSError(errno.ETIMEDOUT, str(error)) from error
+
+    async def _work(self) -> None:
+        """Write batch after batch; what was written is synced after `sync_s` at the latest."""
+        loop = asyncio.get_running_loop()
+        to_sync_s: float | None = None  # when the oldest of what is not synced is due
+        while self._pending or not self._is_closed:
+            if not self._pending:
+                try:
+                    async with asyncio.timeout_at(to_sync_s):
+                        await self._wake.wait()
+                except TimeoutError:
+                    pass
+                self._wake.clear()
+            if self._pending and not self._is_closed:
+                await asyncio.sleep(GATHER_S)
+            batch, self._pending = self._pending, []
+            is_due = to_sync_s is not None and loop.time() >= to_sync_s
+            try:
+                async with self._lock:
+                    await uncancelled(self._on_disk(STALL_S, self._put, batch, is_due))
+            except OSError as error:
+                self._problem = error
+                self._written.set()
+                return
+            if is_due:
+                to_sync_s = None
+            elif batch and to_sync_s is None:
+                to_sync_s = loop.time() + self.config.sync_s
+            self._num_written += len(batch)
+            self._written.set()
+
+    def _put(self, batch: list[Frame], is_due: bool) -> None:
+        """Append whole frames or nothing."""
+        file = self._file
+        assert file is not None
+        view = memoryview(b"".join(map(framed, batch)))
+        size = len(view)
+        try:
+            while view:
+                view = view[os.write(file.fileno(), view) :]
+            if is_due:
+                os.fdatasync(file.fileno())
+        except OSError:
+            os.ftruncate(file.fileno(), self._size)
+            raise
+        self._size += size
+        trees = [t for one in batch for t in trees_of(one)]
+        path = Path(file.name)
+        self._last[path] = max([self._last[path], *trees])
+
+    def _rotate(self, oldest: int) -> None:
+        assert self._file is not None
+        _close(self._file)
+        self._begin_file()
+        for path, last in list(self._last.items()):
+            if last < oldest and path != Path(self._file.name):
+                path.unlink(missing_ok=True)
+                del self._last[path]
+        for index in [one for one in self._places if one < oldest]:
+            del self._places[index]
+
+    def _begin_file(self) -> None:
+        self._number += 1
+        path = self.folder / f"{self._number:06d}{SUFFIX}"
+        self._file = path.open("xb", buffering=0)
+        self._size, self._last[path] = 0, -1
+
+    def _failure(self, error: OSError) -> ConfigError:
+        self._is_told = True
+        return self._error(error)
+
+    def _error(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"{self.folder} cannot be written: {error.strerror or error}; free some space there or "
+            "choose another place with run.dir=DIR, then go on with --resume"
+        )
+
+
+def _close(file: BinaryIO) -> None:
+    try:
+        os.fdatasync(file.fileno())
+    finally:
+        file.close()
+
+
+class TreeRecord:
+    """Writes what happens to one tree.
+
+    What happens in one go is one frame, so that a crash finds the tree as it was before or after:
+    a leaf that ended, and the branches that the plan began for it.
+    """
+
+    def __init__(self, journal: Journal, index: int) -> None:
+        self._journal = journal
+        self._index = index
+        self._tree: TrajectoryTree
+        self._opened: list[OpenBranch] = []
+        self._turns: list[Turned] = []
+        self._asked: list[Asked] = []
+        self._known: set[int] = set()
+        self._flushing: asyncio.Handle | None = None
+
+    def began(self, tree: TrajectoryTree) -> None:
+        """The tree begins, without nodes that are complete."""
+        journal = self._journal
+        self._tree = tree
+        self._opened, self._turns, self._asked = [], [], []
+        self._known = set()
+        journal.append(
+            Began(
+                tree=self._index,
+                task_id=tree.task.id,
+                policy_version=tree.policy_version,
+                incarnation=journal.incarnation,
+                settings=journal.settings,
+            )
+        )
+
+    def goes_on(self, recorded: Recorded) -> None:
+        """The tree goes on, its nodes under new numbers."""
+        tree = recorded.tree
+        tree.events = [node.index for node in tree.nodes]  # as this is read again
+        self.began(tree)
+        self._opened += recorded.branches
+        seconds = {branch.cursor: branch.seconds for branch in recorded.branches}
+        for node in recorded.tree.nodes:
+            self.turned(node, seconds.get(node.index, 0.0), recorded.stops.get(node.index))
+
+    def opened(self, name: str, cursor: Node, seconds: float) -> None:
+        """A branch begins behind a node."""
+        self._opened.append(OpenBranch(name, cursor.index, seconds))
+        self._soon()
+
+    def turned(self, node: Node, seconds: float, stop: str | None = None) -> None:
+        """A node is complete, whose turn ended by `stop`; its branch was worked for so many
+        seconds."""
+        self._turns.append(Turned(copy(node), seconds, stop))
+        self._known.add(node.index)
+        self._soon()
+
+    def asked(self, node: Node) -> None:
+        """The plan was asked for forks at a node that is complete."""
+        assert node.num_forks is not None
+        self._asked.append(Asked(node.index, node.num_forks, len(self._turns)))
+        self._soon()
+
+    async def finished(self) -> None:
+        """Every branch is at its end; returns when that is written."""
+        self._flush()
+        tree = self._tree
+        left = [Turned(copy(node)) for node in tree.nodes if node.index not in self._known]
+        self._journal.append(Finished(self._index, len(tree.nodes), left, self._counts()))
+        await self._journal.commit()
+
+    def _soon(self) -> None:
+        if self._flushing is None:
+            self._flushing = asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        if self._flushing is None:
+            return
+        self._flushing.cancel()
+        self._flushing = None
+        frame = Grown(self._index, self._opened, self._turns, self._asked, self._counts())
+        self._journal.append(frame)
+        self._opened, self._turns, self._asked = [], [], []
+
+    def _counts(self) -> Counts:
+        tree = self._tree
+        return Counts(*(getattr(tree, name) for name in Counts.__struct_fields__))
+
+
+def _assembled(began: Began, rest: Sequence[Frame], task: Task) -> Recorded | None:
+    """What these frames leave of a tree, if nothing is missing between them."""
+    frames = [frame for frame in rest if isinstance(frame, Grown | Finished)]
+    if not frames or len(frames) < len(rest):
+        return None
+    turns: dict[int, Turned] = {}
+    live: dict[str, OpenBranch] = {}
+    events: list[int] = []
+    for frame in frames:
+        if isinstance(frame, Grown):
+            events += _order(frame)
+            live |= {branch.name: branch for branch in frame.opened}
+        for turn in frame.turns:
+            node = turn.node
+            turns[node.index] = turn
+            if node.end is not None:
+                live.pop(node.branch, None)
+            elif node.branch in live:
+                live[node.branch] = OpenBranch(node.branch, node.index, turn.seconds)
+        for asked in frame.asked if isinstance(frame, Grown) else ():
+            if asked.node not in turns:
+                return None
+            turns[asked.node].node.num_forks = asked.num_forks
+    last = frames[-1]
+    if isinstance(last, Finished):
+        is_whole = len(turns) == last.num_nodes
+    else:
+        is_whole = len(live) == last.counts.num_live
+    if 0 not in turns or not is_whole:
+        return None
+    new = {old: number for number, old in enumerate(sorted(turns))}  # without incomplete nodes
+    links = {turn.node.parent for turn in turns.values()} | {b.cursor for b in live.values()}
+    links |= {turn.node.continues for turn in turns.values()}
+    if not links <= {None, *new}:
+        return None
+    tree = TrajectoryTree(task, index=began.tree, policy_version=began.policy_version)
+    for old in new:
+        node = turns[old].node
+        node.index = new[old]
+        node.parent = None if node.parent is None else new[node.parent]
+        node.continues = None if node.continues is None else new[node.continues]
+        tree.nodes.append(node)
+    tree.events = [new[one] if one >= 0 else ~new[~one] for one in events]
+    for name in Counts.__struct_fields__:
+        setattr(tree, name, getattr(last.counts, name))
+    branches = [OpenBranch(one.name, new[one.cursor], one.seconds) for one in live.values()]
+    stops = {new[old]: turn.stop for old, turn in turns.items() if turn.stop is not None}
+    return Recorded(tree, isinstance(last, Finished), branches, stops)
+
+
+def _order(frame: Grown) -> list[int]:
+    """The events of a frame, as a tree has them."""
+    turned = [(place, 1, turn.node.index) for place, turn in enumerate(frame.turns)]
+    asked = [(asked.num_before, 0, ~asked.node) for asked in frame.asked]
+    return [event for *_, event in sorted(turned + asked, key=lambda one: one[:2])]
+
+
+def finished_trees(folder: Path, settings: str) -> Iterator[TrajectoryTree]:
+    """Of a journal that is only read, the finished trees that were begun under these settings, in
+    start order; of a task its id alone is known. Raises DataError."""
+    places: dict[int, list[Place]] = {}
+    try:
+        for path in sorted(folder.glob(f"*{SUFFIX}")):
+            data = path.read_bytes()
+            for offset, size, is_whole in frames_of(data):
+                head = _HEADS.decode(data[offset : offset + size]) if is_whole else None
+                if head is not None and head.tag in _OF_TREES:
+                    known = [] if head.tag == 1 else places.get(head.number, [])
+                    places[head.number] = [*known, Place(path, offset, size)]
+        for _, parts in sorted(places.items()):
+            began, *rest = (_DECODER.decode(payload) for payload in _read(parts))
+            if isinstance(began, Began) and began.settings == settings:
+                recorded = _assembled(began, rest, Task(began.task_id, "", "", ()))
+                if recorded is not None and recorded.is_finished:
+                    yield recorded.tree
+    except (OSError, msgspec.DecodeError) as error:
+        raise DataError(f"{folder}: cannot be read: {error}") from error
+
+
+def _read(places: Sequence[Place]) -> Iterator[bytes]:
+    for place in places:
+        with place.path.open("rb") as file:
+            file.seek(place.offset)
+            yield file.read(place.size)
+
+
+def trees_of(frame: Frame) -> list[int]:
+    """The places of the trees that a frame is about."""
+    return frame.trees if isinstance(frame, Leased | Trained) else [frame.tree]

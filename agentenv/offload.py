@@ -1,0 +1,202 @@
+"""Where work goes that does not run on the event loop: the one seam of threads and processes.
+
+    await in_thread(read, path)             a function that waits for a disk, or computes a little
+    await start_process(*command, ...)      a program
+    start_thread(serve, name="..")          a thread that lives on its own
+    check_outside("the sandbox")            before threads and processes that it cannot start
+    await look_again(0.02)                  who only looks at others, time and again
+    await kill(process)                     ends a program
+
+Each of them ends: what does not answer within its time raises StallError. A thread that hangs
+cannot be ended; `hanging` names it, so that the command can end without it.
+
+A virtual clock cannot wait for what is outside of its loop. `replaced(Inline())` runs functions on
+the loop at once, in no time of that clock, and refuses the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+from agentenv.deadline import within
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+LONGEST_S = 3600.0  # loading a large model from a slow disk takes minutes
+START_S = 60.0
+KILL_S = 10.0
+HANGS_S = 30.0  # a function that runs longer while the command ends is not waited for
+
+
+class Offload(Protocol):
+    """What takes work off the loop."""
+
+    async def in_thread(self, function: Callable[..., T], /, *arguments: Any, **keys: Any) -> T:
+        """What the function gives, or what it raises."""
+        ...
+
+    async def start_process(self, *command: str, **options: Any) -> asyncio.subprocess.Process:
+        """A running program; `options` are those of asyncio.create_subprocess_exec."""
+        ...
+
+    def start_thread(self, function: Callable[..., None], name: str) -> threading.Thread:
+        """A running thread that does not keep the interpreter from ending."""
+        ...
+
+    def check_outside(self, what: str) -> None:
+        """Raises RuntimeError where nothing can be outside of the loop."""
+        ...
+
+    async def look_again(self, seconds: float) -> None:
+        """Returns when whoever only watches may look again."""
+        ...
+
+
+class Job:
+    """A function that runs in a thread, and since when by the clock of the machine."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.name = name_of(function)
+        self.began = time.monotonic()  # threads are of the machine, whatever clock the loop has
+
+    def __str__(self) -> str:
+        return f"{self.name} (in a thread for {time.monotonic() - self.began:.0f} s)"
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """For people."""
+    inner = getattr(function, "func", function)  # of a partial
+    return getattr(inner, "__qualname__", type(inner).__qualname__)
+
+
+_jobs: set[Job] = set()  # changed by the threads, each its own
+
+
+def running(seconds: float) -> list[Job]:
+    """What has run in threads for so long."""
+    now = time.monotonic()
+    return [job for job in list(_jobs) if now - job.began > seconds]
+
+
+def hanging() -> list[Job]:
+    """What has run in threads for so long that it will hardly end."""
+    return running(HANGS_S)
+
+
+class Machine:
+    """Threads and processes of this machine."""
+
+    async def in_thread(self, function: Callable[..., T], /, *arguments: Any, **keys: Any) -> T:
+        def run() -> T:
+            job = Job(function)
+            _jobs.add(job)
+            try:
+                return function(*arguments, **keys)
+            finally:
+                _jobs.discard(job)
+
+        return await within(LONGEST_S, name_of(function), asyncio.to_thread(run))
+
+    async def start_process(self, *command: str, **options: Any) -> asyncio.subprocess.Process:
+        what = f"the start of {command[0]}"
+        return await within(START_S, what, asyncio.create_subprocess_exec(*command, **options))
+
+    def start_thread(self, function: Callable[..., None], name: str) -> threading.Thread:
+        thread = threading.Thread(target=function, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def check_outside(self, what: str) -> None:
+        pass
+
+    async def look_again(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class Inline:
+    """Functions run on the loop, at once; there are no processes and no threads. Nobody looks a
+    second time: a timer that is always set would keep a clock going on which nothing happens any
+    more."""
+
+    async def in_thread(self, function: Callable[..., T], /, *arguments: Any, **keys: Any) -> T:
+        await asyncio.sleep(0)  # others have their turn, as they would
+        return function(*arguments, **keys)
+
+    async def start_process(self, *command: str, **options: Any) -> asyncio.subprocess.Process:
+        raise _beside(command[0])
+
+    def start_thread(self, function: Callable[..., None], name: str) -> threading.Thread:
+        raise _beside(f"the thread {name!r}")
+
+    def check_outside(self, what: str) -> None:
+        raise _beside(what)
+
+    async def look_again(self, seconds: float) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
+def _beside(what: str) -> RuntimeError:
+    return RuntimeError(f"nothing runs beside a virtual clock, and {what} would")
+
+
+_current: Offload = Machine()
+
+
+@contextmanager
+def replaced(by: Offload) -> Iterator[None]:
+    """Everything that is offloaded inside goes there."""
+    global _current
+    before, _current = _current, by
+    try:
+        yield
+    finally:
+        _current = before
+
+
+async def in_thread(function: Callable[..., T], /, *arguments: Any, **keys: Any) -> T:
+    """See Offload."""
+    return await _current.in_thread(function, *arguments, **keys)
+
+
+async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Process:
+    """See Offload."""
+    return await _current.start_process(*command, **options)
+
+
+def start_thread(function: Callable[..., None], name: str) -> threading.Thread:
+    """See Offload."""
+    return _current.start_thread(function, name)
+
+
+def check_outside(what: str) -> None:
+    """See Offload."""
+    _current.check_outside(what)
+
+
+async def look_again(seconds: float) -> None:
+    """See Offload."""
+    await _current.look_again(seconds)
+
+
+async def kill(process: asyncio.subprocess.Process) -> None:
+    """End a program now, if it has not ended, and wait until the system has done so."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        try:
+            async with asyncio.timeout(KILL_S):
+                await process.wait()
+        except TimeoutError:
+            logger.warning(
+                "process %d was killed and has not ended within %g s; it waits for a disk or a "
+                "device that hangs",
+                *(process.pid, KILL_S),
+            )

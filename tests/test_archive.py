@@ -1,0 +1,226 @@
+"""The archive: every tree of a step with what became of it, read one at a time, cut off or not."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentenv.archive import (
+    Archive,
+    ArchiveConfig,
+    Credit,
+    KeptTree,
+    StepHeader,
+    read_step,
+    steps_of,
+)
+from agentenv.errors import ConfigError, DataError
+from agentenv.tree import Scored, TrajectoryTree, to_frame
+from agentenv.types import VersionSpan
+from learners.arpo import ARPO
+from learners.credit import TreeCredit
+from tests.support.virtual_clock import run_virtual
+from tests.test_actor import AlwaysFork
+from tests.test_journal import TASK, make_actor
+
+ALGORITHM = ARPO(group_size=5)
+
+
+def header(step: int, num_trees: int) -> StepHeader:
+    return StepHeader(
+        step=step,
+        policy_version=step - 1,
+        incarnation=1,
+        settings="s",
+        vocab_size=64,
+        num_trees=num_trees,
+        metrics={"learner/loss": 0.5},
+    )
+
+
+def grown(index: int) -> TrajectoryTree:
+    return run_virtual(make_actor().rollout(TASK, AlwaysFork(group_size=5), index=index))
+
+
+def kept(index: int) -> KeptTree:
+    """A tree with all that a learner may say of it."""
+    tree, rng = grown(index), Random(index)
+    for leaf in tree.leaves():
+        leaf.reward = rng.random()
+    for node in tree.nodes:
+        size = len(node.action_ids)
+        node.version_spans = [VersionSpan(2, 0, size // 2), VersionSpan(3, size // 2, size)]
+        node.info = {
+            "tool_calls": [{"name": "search", "ok": True}],
+            "odd": "\ud800",
+            "big": 1 << 70,
+        }
+        figures = (array("f", [rng.random() for _ in range(size)]) for _ in range(3))
+        tree.scored.append(Scored(*figures))
+    credit = ALGORITHM.credit(tree)
+    assert isinstance(credit, TreeCredit)
+    figures = [getattr(credit, name).tolist() for name in Credit.__struct_fields__]
+    return KeptTree(tree, "trained", "", Credit(*figures), [[0.25]] * len(tree.nodes))
+
+
+def written(folder: Path, trees: list[KeptTree], step: int = 1, max_gb: float = 1.0) -> Path:
+    Archive(folder, ArchiveConfig(max_gb=max_gb)).write(header(step, len(trees)), trees)
+    return folder / f"step-{step:06d}.frames"
+
+
+def content(tree: TrajectoryTree) -> bytes:
+    """All that a tree says, but for what no encoder takes."""
+    for node in tree.nodes:
+        node.info = {}
+    return to_frame(tree)
+
+
+def test_a_tree_is_read_as_it_was_written(tmp_path: Path) -> None:
+    trees = [kept(index) for index in range(3)]
+    short = KeptTree(grown(9), "failed", "EnvError")
+    step = read_step(written(tmp_path, [*trees, short]))
+    assert step.is_whole
+    assert step.header == header(1, 4)
+    assert [entry.tree for entry in step.entries] == [0, 1, 2, 9]
+    entry = step.entries[1]
+    tree = trees[1].tree
+    assert (entry.fate, entry.num_leaves, entry.num_forks) == ("trained", 5, tree.num_forks)
+    assert entry.rewards == [path.reward for path in tree.trajectories()]
+    assert (entry.num_tokens, entry.oldest_version) == (tree.num_tokens, 2)
+    assert (step.entries[3].fate, step.entries[3].why) == ("failed", "EnvError")
+    assert step.tree(step.entries[3]).credit is None
+    found = step.tree(entry)
+    assert found.tree.nodes[1].info["odd"] == "\\ud800"
+    assert content(found.tree) == content(tree)
+    assert found.told == trees[1].told
+    assert found.credit is not None
+    assert trees[1].credit is not None
+    for name in Credit.__struct_fields__:
+        a, b = getattr(found.credit, name), getattr(trees[1].credit, name)
+        np.testing.assert_array_equal(a, b)
+
+
+def test_columns_say_everything_of_each_token(tmp_path: Path) -> None:
+    step = read_step(written(tmp_path, [kept(4)]))
+    found = step.tree(step.entries[0])
+    assert found.credit is not None
+    for path in found.tree.trajectories():
+        columns = found.columns(path.leaf)
+        assert columns.token_ids.tolist() == path.token_ids
+        assert columns.mask.tolist() == path.loss_mask
+        sampled = np.flatnonzero(columns.mask)
+        of_node = [node for node in path.path for _ in node.action_ids]
+        whole = [value for node in path.path for value in node.logprobs]
+        assert columns.logprobs[sampled].tolist() == whole
+        whole = [value for node in path.path for value in found.tree.scored[node.index].entropies]
+        assert columns.entropies[sampled].tolist() == whole
+        scored = [value for node in path.path for value in found.tree.scored[node.index].logprobs]
+        assert columns.learner_logprobs[sampled].tolist() == scored
+        assert np.isnan(columns.proximal[~columns.mask]).all()
+        for name in ("adv_pos", "adv_neg", "weight"):
+            values = getattr(found.credit, name)
+            told = [values[node.index] for node in of_node]
+            assert getattr(columns, name)[sampled].tolist() == told
+            assert not getattr(columns, name)[~columns.mask].any()
+        assert set(columns.version[sampled].tolist()) <= {2, 3}
+        assert (columns.version[~columns.mask] == -1).all()
+
+
+def places(path: Path) -> Iterator[int]:
+    """Around every beginning of a tree and in the midst of it."""
+    whole = read_step(path)
+    ends = [*(entry.place for entry in whole.entries[1:]), path.stat().st_size]
+    for entry, end in zip(whole.entries, ends, strict=True):
+        yield from (entry.place - 5, entry.place, entry.place + 5, (entry.place + end) // 2)
+
+
+def test_a_file_that_is_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
+    path = written(tmp_path, [kept(index) for index in range(3)])
+    whole, data = read_step(path), path.read_bytes()
+    for place in places(path):
+        path.write_bytes(data[:place])
+        cut = read_step(path)
+        assert not cut.is_whole
+        assert cut.entries == whole.entries[: len(cut.entries)]
+        assert [one.tree.index for one in cut.trees()] == [entry.tree for entry in cut.entries]
+        following = [*whole.entries[1:], None][len(cut.entries)]
+        assert following is None or following.place > place
+    path.write_bytes(data[:8])
+    with pytest.raises(DataError, match="not a file of trees"):
+        read_step(path)
+
+
+def test_damage_costs_one_tree(tmp_path: Path) -> None:
+    path = written(tmp_path, [kept(index) for index in range(3)])
+    step, data = read_step(path), bytearray(path.read_bytes())
+    data[step.entries[1].place + 400] ^= 1
+    path.write_bytes(data)
+    step = read_step(path)
+    assert step.is_whole
+    with pytest.raises(DataError, match="tree 1, at byte"):
+        step.tree(step.entries[1])
+    assert step.tree(step.entries[2]).tree.index == 2
+
+
+def test_the_oldest_steps_go_first(tmp_path: Path) -> None:
+    one = [kept(1)]
+    size = written(tmp_path, one).stat().st_size
+    for step in range(2, 6):
+        written(tmp_path, one, step, max_gb=3.5 * size / 1e9)
+    assert list(steps_of(tmp_path)) == [3, 4, 5]
+    written(tmp_path, one, 6, max_gb=0.1 * size / 1e9)
+    assert list(steps_of(tmp_path)) == [6], "the newest is always there"
+
+
+def test_what_no_weights_know_is_forgotten(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        written(tmp_path, [kept(step)], step)
+    Archive(tmp_path, ArchiveConfig()).forget_after(2)
+    assert list(steps_of(tmp_path)) == [1, 2]
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("agentenv.archive.os.fdatasync", full)
+    archive, trees = Archive(tmp_path / "trees", ArchiveConfig()), [kept(1)]
+
+    async def writing() -> None:
+        await archive.write_behind(header(7, 1), trees)
+        message = r"trees/step-000007\.frames cannot be written: no space"
+        with pytest.raises(ConfigError, match=message):
+            await archive.written()
+        await archive.close()
+
+    asyncio.run(writing())
+
+
+def test_none_is_kept_where_none_is_wanted(tmp_path: Path) -> None:
+    archive = Archive(tmp_path / "trees", ArchiveConfig(max_gb=0))
+    asyncio.run(archive.write_behind(header(1, 1), [kept(1)]))
+    assert not (tmp_path / "trees").exists()
+
+
+def test_a_sampled_token_takes_little(tmp_path: Path) -> None:
+    one: Any = kept(1)
+    tree = one.tree
+    for node in tree.nodes:
+        size = 1000 if len(node.action_ids) else 0
+        node.action_ids = array("i", [70_000] * size)
+        for name in ("logprobs", "entropies"):
+            setattr(node, name, array("f", [0.1]) * size)
+        tree.scored[node.index] = Scored(array("f", [0.1]) * size, array("f", [0.1]) * size)
+    size = written(tmp_path, [one]).stat().st_size
+    num_sampled = tree.num_action_tokens
+    observed = tree.num_tokens - num_sampled
+    assert size <= 20 * num_sampled + 4 * observed + 600 * len(tree.nodes)

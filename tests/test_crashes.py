@@ -1,0 +1,163 @@
+"""A bug of a user's tool, environment or grader costs a rollout; many of them end the run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agentenv.actor import Actor
+from agentenv.crashes import WINDOW, Crashes
+from agentenv.errors import CrashError, EnvError, TooManyCrashesError
+from agentenv.plan import Independent
+from agentenv.tool_env import Grade, ToolEnv
+from agentenv.tools import tool
+from agentenv.tree import TrajectoryTree
+from agentenv.types import Limits, Task
+from tests.support.toy import CountingEnv
+from tests.test_actor import make_actor, rollout
+
+MANY = Limits(max_failures=2, max_crashed_share=1.0)
+
+
+def boom(*_: Any) -> Any:
+    raise KeyError("price")
+
+
+def leave(*_: Any) -> Any:
+    sys.exit("no such file")
+
+
+def cancel(*_: Any) -> Any:
+    raise asyncio.CancelledError
+
+
+def nothing(*_: Any) -> Any:
+    return None
+
+
+def a_number(*_: Any) -> Any:
+    return 3
+
+
+def well(*_: Any) -> Any:
+    return "fine"
+
+
+class Grading:
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self.act = act
+
+    async def grade(self, *_: Any) -> Any:
+        found = self.act()
+        return Grade(1.0, True) if found == "fine" else found
+
+
+def tools_env(act: Callable[[], Any], grading: Callable[[], Any]) -> Callable[[Task], ToolEnv]:
+    @tool
+    def search(query: str) -> str:
+        """Search."""
+        return act()  # type: ignore[no-any-return]
+
+    return lambda task: ToolEnv(task, tools=[search], grader=Grading(grading))
+
+
+class Broken(CountingEnv):
+    """One method does what `act` does."""
+
+    method, act = "step", staticmethod(boom)
+
+    async def reset(self, **keys: Any) -> Any:
+        return self.act() if self.method == "reset" else await super().reset(**keys)
+
+    async def step(self, action: Any) -> Any:
+        return self.act() if self.method == "step" else await super().step(action)
+
+    async def close(self) -> None:
+        await super().close()
+        if self.method == "close":
+            self.act()
+
+
+def broken(method: str, act: Callable[..., Any]) -> Callable[[Task], Any]:
+    return lambda task: type("One", (Broken,), {"method": method, "act": staticmethod(act)})(task)
+
+
+CASES: dict[str, tuple[Callable[[Task], Any], str]] = {
+    "tool": (tools_env(boom, well), "the tool 'search', called with {'query': .*KeyError: 'price'"),
+    "tool-exits": (tools_env(leave, well), "the tool 'search', .*SystemExit: no such file"),
+    "tool-cancels": (tools_env(cancel, well), "the tool 'search', .*CancelledError"),
+    "tool-none": (tools_env(nothing, well), "returned None; a tool returns the text"),
+    "tool-number": (tools_env(a_number, well), "returned 3; a tool returns the text"),
+    "grader": (tools_env(well, boom), "the grader Grading raised KeyError"),
+    "grade": (tools_env(well, nothing), "the grader gave no Grade but None"),
+    "making": (boom, "making the environment raised KeyError"),
+    "reset": (broken("reset", boom), "the environment's reset raised KeyError"),
+    "step": (broken("step", boom), "the environment's step raised KeyError"),
+    "result": (broken("step", nothing), "the environment's step gave no .* but None"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bug_fails_its_rollouts_and_is_told_once(
+    case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_env, text = CASES[case]
+    actor = make_actor(limits=MANY)
+    actor.make_env = make_env
+    tree = rollout(actor, Independent(2))
+    assert len(tree.failures()) == 2 + MANY.max_failures == actor.crashes.num
+    assert {str(leaf.error).partition(":")[0] for leaf in tree.failures()} == {"CrashError"}
+    told = [record for record in caplog.records if record.levelno == logging.ERROR]
+    (record,) = told
+    assert record.exc_info is not None
+    assert f"task {tree.task.id}: " in record.getMessage()
+    assert re.search(text, record.getMessage()), record.getMessage()
+
+
+def test_an_env_that_cannot_close_is_only_told(caplog: pytest.LogCaptureFixture) -> None:
+    actor = make_actor(limits=MANY)
+    actor.make_env = broken("close", boom)
+    tree = rollout(actor, Independent(2))
+    assert not tree.failures()
+    assert "did not close" in caplog.text
+    assert actor.envs.count == 0
+
+
+def crashing(actor: Actor, every: int) -> Callable[[], TrajectoryTree]:
+    """Rollouts of one trajectory, of which one in so many crashes."""
+    fine, counted = actor.make_env, [0]
+
+    def make_env(task: Task) -> Any:
+        counted[0] += 1
+        return boom() if counted[0] % every == 0 else fine(task)
+
+    actor.make_env = make_env
+    return lambda: rollout(actor, Independent(1), counted[0])
+
+
+def test_a_share_of_crashes_is_borne_and_more_ends_the_run() -> None:
+    rare, often = (make_actor(limits=Limits(max_failures=0)) for _ in range(2))
+    one_of_25 = crashing(rare, 25)
+    for _ in range(WINDOW + 50):
+        one_of_25()
+    assert rare.crashes.num == 10
+    one_of_10 = crashing(often, 10)
+    for _ in range(109):
+        one_of_10()
+    with pytest.raises(ExceptionGroup) as raised:
+        one_of_10()
+    assert raised.group_contains(TooManyCrashesError, match=r"11 of the last 110 rollouts")
+
+
+def test_strict_ends_at_the_first() -> None:
+    crashes = Crashes(1.0, strict=True)
+    crashes.add(None, "a")
+    crashes.add(EnvError("down"), "b")
+    with pytest.raises(TooManyCrashesError, match=r"task c: the tool"):
+        crashes.add(CrashError("the tool 'x' raised KeyError"), "c")

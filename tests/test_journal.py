@@ -1,0 +1,430 @@
+"""The journal: from any end of it, a run goes on with the trees that it had finished and begun."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from agentenv.actor import Actor
+from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
+from agentenv.errors import ConfigError, EngineError
+from agentenv.frames import framed, frames_of
+from agentenv.journal import Began, Journal, JournalConfig, Leased, Recorded
+from agentenv.plan import Independent, RolloutPlan
+from agentenv.renderer import TagRenderer
+from agentenv.tree import TrajectoryTree
+from agentenv.types import Limits, SamplingParams, Task
+from learners.aepo import AEPO
+from tests.support.toy import CharTokenizer, CountingEnv
+from tests.support.virtual_clock import run_virtual
+from tests.test_actor import AlwaysFork
+
+TASK = Task("t", "toy", "how many?", ("2",))
+
+
+@pytest.fixture(autouse=True)
+def _no_env_left_open() -> Iterator[None]:
+    CountingEnv.num_open = 0
+    yield
+    assert CountingEnv.num_open == 0
+
+
+async def here(function: Any, *arguments: Any) -> Any:
+    """In place of a thread, which a virtual clock does not know."""
+    return function(*arguments)
+
+
+def journal(folder: Path, settings: str = "s", incarnation: int = 1) -> Journal:
+    return Journal(
+        folder, JournalConfig(), settings=settings, incarnation=incarnation, offload=here
+    )
+
+
+def searches(prompt: str, rng: Random) -> str:
+    if prompt.count("<result>") < 3 and rng.random() < 0.8:
+        return f"<think>{rng.random()}</think><search>q{rng.randrange(9)}</search>"
+    return "<think>done</think><answer>2</answer>"
+
+
+class Counting(ScriptedEngine):
+    """Counts the turns it samples."""
+
+    num_turns = 0
+
+    async def generate(self, *arguments: Any, **keys: Any) -> Any:
+        self.num_turns += 1
+        return await super().generate(*arguments, **keys)
+
+
+class Failing(ScriptedEngine):
+    """Now and then an engine fails for good."""
+
+    async def generate(self, *arguments: Any, **keys: Any) -> Any:
+        completion = await super().generate(*arguments, **keys)
+        if completion.token_ids[-9] % 7 == 3:
+            error = EngineError("on purpose")
+            error.is_final = True
+            raise error
+        return completion
+
+
+def make_actor(engine: type[ScriptedEngine] = ScriptedEngine, **env: Any) -> Actor:
+    tokenizer = CharTokenizer()
+    config = ScriptedConfig(max_model_len=9000, tokens_per_s=50.0, latency_s=0.5)
+    return Actor(
+        engine(config, tokenizer, script=searches),
+        TagRenderer(tokenizer),
+        lambda task: CountingEnv(task, latency_s=0.5, **env),
+        Limits(max_failures=6),
+        SamplingParams(max_tokens=1),
+        seed=7,
+    )
+
+
+def grown(
+    folder: Path, actor: Actor, plan: RolloutPlan, *, index: int = 3, incarnation: int = 1
+) -> TrajectoryTree:
+    """A tree that was rolled out with a journal: gone on with, if it has one of that index."""
+
+    async def scenario() -> TrajectoryTree:
+        written = journal(folder, incarnation=incarnation)
+        recorded = written.read(index, TASK)
+        assert recorded is None or not recorded.is_finished
+        try:
+            return await actor.rollout(
+                TASK, plan, index=index, record=written.record(index), recorded=recorded
+            )
+        finally:
+            await written.close()
+
+    return run_virtual(scenario())
+
+
+def read(folder: Path, task: Task = TASK, index: int = 3, settings: str = "s") -> Recorded | None:
+    async def scenario() -> Recorded | None:
+        found = journal(folder, settings)
+        await found.close()
+        return found.read(index, task)
+
+    return run_virtual(scenario())
+
+
+def content(tree: TrajectoryTree) -> Any:
+    """All that a tree says; float32 as it is stored."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, float):
+            return pytest.approx(value, rel=1e-6)
+        if isinstance(value, dict):
+            return {key: plain(one) for key, one in value.items()}
+        return [*map(plain, value)] if isinstance(value, list | tuple) else value
+
+    nodes = [{name: getattr(node, name) for name in node.__struct_fields__} for node in tree.nodes]
+    for node in nodes:
+        for name in ("action_ids", "logprobs", "entropies", "observation_ids"):
+            node[name] = list(node[name])
+    rest = {name: getattr(tree, name) for name in tree.__struct_fields__ if name != "nodes"}
+    return plain({**rest, "nodes": msgspec.to_builtins(nodes), "task": rest["task"].id})
+
+
+PLANS: dict[str, RolloutPlan] = {
+    "independent": Independent(4),
+    "forks": AlwaysFork(group_size=6),
+    "aepo": AEPO(group_size=6).plan(6),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("engine", [ScriptedEngine, Failing])
+def test_a_finished_tree_is_read_as_it_was(
+    tmp_path: Path, name: str, engine: type[ScriptedEngine]
+) -> None:
+    tree = grown(tmp_path, make_actor(engine, faults={"finish": 0.3}), PLANS[name])
+    recorded = read(tmp_path)
+    assert recorded is not None
+    assert recorded.is_finished
+    assert recorded.branches == []
+    assert content(recorded.tree) == content(tree)
+
+
+def cuts(folder: Path) -> Iterator[bytes]:
+    """What a crash may leave of a journal of one file: all beginnings that end with a frame, and
+    one that does not."""
+    (path,) = folder.glob("*.frames")
+    data = path.read_bytes()
+    for offset, size, _ in frames_of(data):
+        yield data[: offset + size]
+    yield data[: len(data) - 5]
+
+
+def paths_by_branch(tree: TrajectoryTree) -> dict[str, list[Any]]:
+    return {
+        leaf.branch: [(list(n.action_ids), list(n.observation_ids)) for n in tree.path(leaf)]
+        for leaf in tree.leaves()
+        if leaf.end != "failed"
+    }
+
+
+def test_from_every_cut_the_same_trajectories_come_about(tmp_path: Path) -> None:
+    """Roots are independent of each other, so that each ends as it would have without the crash;
+    what is complete is not sampled again."""
+    whole = grown(tmp_path / "whole", make_actor(), Independent(4))
+    for number, cut in enumerate(cuts(tmp_path / "whole")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "000001.frames").write_bytes(cut)
+        recorded = read(folder)
+        if recorded is not None and recorded.is_finished:
+            continue
+        num_known = 0 if recorded is None else sum(bool(n.action_ids) for n in recorded.tree.nodes)
+        actor = make_actor(Counting)
+        tree = grown(folder, actor, Independent(4), incarnation=2)
+        assert paths_by_branch(tree) == paths_by_branch(whole)
+        num_turns = sum(bool(node.action_ids) for node in tree.nodes)
+        assert isinstance(actor.engine, Counting)
+        assert actor.engine.num_turns == num_turns - num_known
+        again = read(folder)
+        assert again is not None
+        assert again.is_finished
+        assert content(again.tree) == content(tree)
+
+
+@pytest.mark.parametrize("name", ["forks", "aepo"])
+@pytest.mark.parametrize("engine", [ScriptedEngine, Failing])
+def test_from_every_cut_a_tree_that_forks_becomes_whole(
+    tmp_path: Path, name: str, engine: type[ScriptedEngine]
+) -> None:
+    whole = grown(tmp_path / "whole", make_actor(engine), PLANS[name])
+    num_ends = Counter(node.end for node in whole.nodes if node.end)
+    for number, cut in enumerate(cuts(tmp_path / "whole")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "000001.frames").write_bytes(cut)
+        recorded = read(folder)
+        if recorded is not None and recorded.is_finished:
+            continue
+        kept = {} if recorded is None else paths_by_branch(recorded.tree)
+        tree = grown(folder, make_actor(engine), PLANS[name], incarnation=2)
+        assert tree.num_live == 0
+        assert kept.items() <= paths_by_branch(tree).items()
+        ends = Counter(node.end for node in tree.nodes if node.end)
+        assert ends["terminated"] == num_ends["terminated"] or engine is Failing
+        assert tree.num_started == 6
+        names = [leaf.branch for leaf in tree.leaves()]
+        assert len(names) == len(set(names))
+        for node in tree.nodes:
+            begun = sum(other.parent == node.index for other in tree.nodes)
+            is_root = node.index == 0
+            assert is_root or node.end or begun == 1 + (node.num_forks or 0)
+
+
+def test_a_tree_that_goes_on_keeps_what_it_had_until_that_is_written_again(tmp_path: Path) -> None:
+    """Killed again as soon as it had begun, or in the middle of what it says then."""
+    grown(tmp_path / "whole", make_actor(), Independent(2))
+    folder = tmp_path / "cut"
+    folder.mkdir()
+    (folder / "000001.frames").write_bytes(list(cuts(tmp_path / "whole"))[-4])
+    before = read(folder)
+    assert before is not None
+    assert not before.is_finished
+    grown(folder, make_actor(), Independent(2), incarnation=2)
+    (path,) = (
+        path for path in folder.glob("*.frames") if path.stat().st_size and path.stem[-1] > "1"
+    )
+    data = path.read_bytes()
+    (_, end), (offset, size) = [(at, at + size) for at, size, _ in frames_of(data)][:2]
+    for left in (end, offset + (size - offset) // 2):
+        path.write_bytes(data[:left])
+        again = read(folder)
+        assert again is not None
+        assert content(again.tree) == content(before.tree)
+        assert again.branches == before.branches
+
+
+def test_a_tree_of_another_task_or_of_other_settings_begins_again(tmp_path: Path) -> None:
+    grown(tmp_path, make_actor(), Independent(2))
+    assert read(tmp_path, Task("u", "toy", "how many?", ("2",))) is None
+    assert read(tmp_path, settings="other") is None
+    assert read(tmp_path, index=4) is None
+    assert read(tmp_path) is not None
+
+
+def test_an_env_without_copies_begins_its_trajectory_again(tmp_path: Path) -> None:
+    grown(tmp_path / "whole", make_actor(fork_mode="none"), Independent(2))
+    folder = tmp_path / "cut"
+    folder.mkdir()
+    for cut in cuts(tmp_path / "whole"):
+        (folder / "000001.frames").write_bytes(cut)
+        recorded = read(folder)
+        (folder / "000002.frames").unlink()
+        if recorded is not None and [one for one in recorded.branches if one.cursor]:
+            break
+    tree = grown(folder, make_actor(fork_mode="none"), Independent(2), incarnation=2)
+    (failed,) = tree.failures()
+    assert "no copies" in str(failed.error)
+    assert sum(1 for _ in tree.trajectories()) == 2
+
+
+def test_a_task_whose_prompt_has_changed_begins_again(tmp_path: Path) -> None:
+    grown(tmp_path / "whole", make_actor(), Independent(2))
+    begun = list(cuts(tmp_path / "whole"))[-4]
+    folder = tmp_path / "cut"
+    folder.mkdir()
+    (folder / "000001.frames").write_bytes(begun)
+    actor = make_actor()
+    actor.renderer.prompt = lambda *_: CharTokenizer().encode("other")  # type: ignore[method-assign]
+    tree = grown(folder, actor, Independent(2), incarnation=2)
+    assert not tree.failures()
+    assert list(tree.root.observation_ids) == CharTokenizer().encode("other")
+    assert content(read(folder).tree) == content(tree)  # type: ignore[union-attr]
+
+
+def test_a_damaged_frame_costs_its_tree_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        written = journal(tmp_path)
+        for index in range(3):
+            await make_actor().rollout(
+                TASK, Independent(1), index=index, record=written.record(index)
+            )
+        await written.close()
+
+    run_virtual(scenario())
+    (path,) = tmp_path.glob("*.frames")
+    data = bytearray(path.read_bytes())
+    places = [(offset, size) for offset, size, _ in frames_of(bytes(data))]
+    offset, size = places[len(places) // 2]  # of the second tree
+    data[offset + size // 2] ^= 1
+    path.write_bytes(data)
+    assert [read(tmp_path, index=index) is not None for index in range(3)] == [True, False, True]
+    assert f"bytes at {offset - 12} cannot be read" in caplog.text
+
+
+def test_a_journal_that_others_wrote_into_is_no_end() -> None:
+    good = framed(Leased(3, [1, 2]))
+    rubbish = os.urandom(50) + b"\xaeJF1" + os.urandom(3)
+    found = list(frames_of(rubbish + good + good[:-1] + good + b"\xae"))
+    assert [is_whole for *_, is_whole in found] == [False, True, False, True, False]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.iterdir())
+
+
+def test_files_go_when_no_checkpoint_wants_their_trees(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        written = journal(tmp_path)
+        for index in (0, 1):
+            written.append(Began(index, "t", 0, 1, "s"))
+        await written.rotate(0)
+        written.append(Began(2, "t", 0, 1, "s"))
+        await written.rotate(2)
+        assert files(tmp_path) == ["000002", "000003"]
+        await written.rotate(3)
+        assert files(tmp_path) == ["000004"]
+        await written.close()
+
+    run_virtual(scenario())
+
+
+async def test_a_full_disk_is_one_line_and_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+    written.append(Leased(0, [0]))
+    await written.commit()
+    path = tmp_path / f"{files(tmp_path)[0]}.frames"
+    size, write = path.stat().st_size, os.write
+
+    def half(descriptor: int, data: memoryview) -> int:
+        if len(data) > 20:
+            return write(descriptor, data[:20])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", half)
+    written.append(Leased(1, [1]))
+    with pytest.raises(ConfigError, match=r"cannot be written: No space left.*free some"):
+        await written.commit()
+    monkeypatch.undo()
+    assert path.stat().st_size == size
+    await written.close()
+
+
+def test_a_disk_that_hangs_is_named_and_ends_the_wait(tmp_path: Path) -> None:
+    """Whoever waits for the journal, and closing it, come to their end."""
+
+    async def hangs(function: Any, *arguments: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        written = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1, offload=hangs)
+        written.append(Leased(0, [0]))
+        with pytest.raises(ConfigError, match=r"cannot be written: .*no answer in 300 s.*hangs"):
+            await written.commit()
+        assert written.is_broken
+        with pytest.raises(ConfigError, match="hangs"):
+            await written.rotate(0)
+        assert asyncio.get_running_loop().time() == pytest.approx(300.0, abs=1.0)
+        file = written._file
+        await written.close()  # it was told
+        assert asyncio.get_running_loop().time() < 320.0
+        assert file is not None
+        file.close()
+
+    run_virtual(scenario())
+
+
+async def test_what_was_never_written_is_told_when_the_journal_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    written = journal(tmp_path)
+    monkeypatch.setattr(os, "write", full)
+    written.append(Leased(0, [0]))
+    with pytest.raises(ConfigError, match="cannot be written: No space left"):
+        await written.close()
+    await written.close()
+
+
+async def test_what_is_written_is_synced_within_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(os, "fdatasync", lambda _: loop.call_soon_threadsafe(synced.set))
+    written = Journal(tmp_path, JournalConfig(sync_s=0.05), settings="s", incarnation=1)
+    written.append(Leased(0, [0]))
+    await written.commit()
+    assert not synced.is_set()
+    await asyncio.wait_for(synced.wait(), 10)
+    await written.close()
+
+
+def test_what_no_frame_can_hold_becomes_text(tmp_path: Path) -> None:
+    actor = make_actor()
+    hostile = {"half": "a\ud800", "large": 1 << 80, "other": object}
+
+    class Odd(CountingEnv):
+        async def step(self, action: Any) -> Any:
+            *rest, info = await super().step(action)
+            return *rest, {**info, **hostile}
+
+    actor.make_env = Odd
+    tree = grown(tmp_path, actor, Independent(1))
+    recorded = read(tmp_path)
+    assert recorded is not None
+    info = recorded.tree.leaves()[0].info
+    assert info["large"] == str(1 << 80)
+    assert info["half"] == r"a\ud800"
+    assert info["success"] is tree.leaves()[0].info["success"]

@@ -1,0 +1,145 @@
+"""Threads and processes go through one seam, which a virtual clock can replace."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.metrics import LoopLag
+from agentenv.offload import Inline, check_outside, in_thread, replaced, start_process, start_thread
+from agentenv.virtual_clock import DeadlockError, run_virtual
+
+ROOT = Path(__file__).parent.parent
+SEAM = "agentenv/offload.py"
+OUTSIDE = {
+    *("to_thread", "run_in_executor", "create_subprocess_exec", "create_subprocess_shell"),
+    *("threading.Thread", "Thread", "ThreadPoolExecutor", "ProcessPoolExecutor"),
+    *("subprocess.Popen", "subprocess.run", "os.fork", "os.posix_spawn", "os.popen", "os.system"),
+    *("multiprocessing.Process", "get_context", "new_event_loop"),
+}
+CLOCKS = {
+    *(f"time.{name}" for name in ("time", "monotonic", "perf_counter", "sleep", "time_ns")),
+    *("time.monotonic_ns", "time.perf_counter_ns", "datetime.now", "date.today"),
+}
+
+
+def uses(names: set[str]) -> Iterator[str]:
+    """FILE: NAME of all calls, also where the function is only named."""
+    for package in ("agentenv", "envs", "learners", "launchers"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                found = set()
+                if isinstance(node, ast.Attribute):
+                    owner = node.value.id if isinstance(node.value, ast.Name) else ""
+                    found = {node.attr, f"{owner}.{node.attr}"}
+                elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                    found = {node.func.id}
+                if found & names:
+                    name = max(found & names, key=len)
+                    yield f"{path.relative_to(ROOT)}: {name}"
+
+
+# Programs of their own, which no run waits for under a virtual clock.
+PROGRAMS = (
+    *("launchers/bench.py", "launchers/load.py", "launchers/overhead.py", "launchers/serving/"),
+    *("launchers/chaos.py", "launchers/recital.py", "launchers/soak.py"),
+    *("launchers/planning/dry_run.py", "learners/worker.py", "learners/trainer.py"),
+    "agentenv/guard.py",
+    *("learners/broadcast.py", "learners/dpo.py"),  # of a rank, as the two before
+    *("envs/sandbox/zygote.py", "envs/sandbox/nurse.py", "envs/sandbox/confine.py"),
+)
+
+ALLOWED = {
+    # threads and processes that the seam cannot start; `check_outside` comes before
+    "envs/search/corpus.py: run_in_executor": "a pool of its own, as large as the index allows",
+    "envs/search/corpus.py: ThreadPoolExecutor": "the same",
+    "envs/sandbox/process.py: run_in_executor": "reaps, and begins although the loop may end",
+    "envs/sandbox/process.py: subprocess.Popen": "the zygote dies with the thread that starts it",
+    "envs/workers.py: subprocess.Popen": "the fork server, which threads start too",
+    "envs/workers.py: threading.Thread": "reaps the fork server",
+    "envs/workers.py: os.fork": "inside the fork server",
+    # nothing on the loop waits for these
+    "launchers/event_loop.py: threading.Thread": "the watchdog looks at the loop from outside",
+    "launchers/event_loop.py: time.monotonic": "the same",
+    "launchers/monitors.py: threading.Thread": "monitors are handed rows and asked for nothing",
+    "agentenv/gym.py: threading.Thread": "the loop of callers that have none",
+    "agentenv/gym.py: new_event_loop": "the same",
+    # the clock of others
+    "envs/sandbox/births.py: time.monotonic": "inside the zygote",
+    "launchers/waits.py: time.time": "when a wait began, for people",
+    # none is started
+    "launchers/terminal.py: ThreadPoolExecutor": "in place of one with a thread that hangs",
+}
+
+
+def test_nothing_goes_past_the_seam() -> None:
+    found = {use for use in uses(OUTSIDE | CLOCKS) if not use.startswith((SEAM, *PROGRAMS))}
+    assert found == ALLOWED.keys()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["time.sleep(1)", "clock = time.monotonic", "x.to_thread(f)", "os.fork()", "Thread(target=f)"],
+)
+def test_what_would_go_past_it_is_seen(tmp_path: Path, text: str, monkeypatch: Any) -> None:
+    (tmp_path / "agentenv").mkdir()
+    (tmp_path / "agentenv" / "new.py").write_text(text)
+    monkeypatch.setattr("tests.test_offload.ROOT", tmp_path)
+    assert len(list(uses(OUTSIDE | CLOCKS))) == 1
+
+
+@pytest.mark.parametrize("path", sorted({use.partition(":")[0] for use in ALLOWED}))
+def test_what_cannot_go_through_the_seam_asks_it_first(path: str) -> None:
+    asks = "check_outside(" in (ROOT / path).read_text(encoding="utf-8")
+    assert asks == (path in {"envs/search/corpus.py", "envs/sandbox/process.py", "envs/workers.py"})
+
+
+def test_a_virtual_clock_runs_functions_at_once_and_nothing_else() -> None:
+    async def main() -> tuple[float, bool]:
+        with replaced(Inline()):
+            here = await in_thread(threading.get_ident)
+            with pytest.raises(RuntimeError, match="virtual clock"):
+                await start_process("true")
+            with pytest.raises(RuntimeError, match="virtual clock"):
+                start_thread(lambda: None, name="idle")
+            with pytest.raises(RuntimeError, match="a sandbox would"):
+                check_outside("a sandbox")
+        return asyncio.get_running_loop().time(), here == threading.get_ident()
+
+    assert run_virtual(main()) == (0.0, True)
+
+
+async def test_outside_of_it_a_function_runs_in_a_thread() -> None:
+    assert await in_thread(threading.get_ident) != threading.get_ident()
+
+    def fail(text: str) -> None:
+        raise ValueError(text)
+
+    with pytest.raises(ValueError, match="as it is"):
+        await in_thread(fail, text="as it is")
+    process = await start_process("true")
+    assert await process.wait() == 0
+
+
+def test_a_deadlock_names_the_line_that_waits() -> None:
+    async def waits_for_ever() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(DeadlockError, match=r"waits_for_ever in .*test_offload.py"):
+        run_virtual(waits_for_ever())
+
+
+def test_who_only_watches_keeps_no_clock_going() -> None:
+    async def main() -> None:
+        watching = asyncio.create_task(LoopLag().run())
+        await asyncio.Event().wait()
+        watching.cancel()
+
+    with pytest.raises(DeadlockError):
+        run_virtual(main())
