@@ -21,11 +21,14 @@ from typing import Any, TextIO, cast
 
 from agentenv.env import ForkMode, shared
 from agentenv.errors import ConfigError, InfraError, ToolError
+from agentenv.guard import guarded
 from agentenv.tools import StatelessTool
 from agentenv.types import ToolResult
 
+PING_S = 5.0
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
+GRACE_S = 1.0  # for a server that is to end; the package kills what takes 2
 MAX_LOG_CHARS = 2000  # of a server's standard error, shown when it does not start
 INVALID_REQUEST_CODES = (-32600, -32602)  # JSON-RPC: the call is at fault, not the machinery
 
@@ -143,6 +146,8 @@ class Connection:
             self._break(owner)
             raise InfraError(f"MCP server {self.place}: {error}") from error
         except TimeoutError as error:
+            if not await _answers(session):
+                self._break(owner)
             raise InfraError(
                 f"MCP server {self.place}: no result of {name} within {timeout_s:g} s"
             ) from error
@@ -209,7 +214,7 @@ class Connection:
             if self._url is not None:
                 streams = await stack.enter_async_context(streamable_http_client(self._url))
             else:
-                program, *arguments = self._command
+                program, *arguments = guarded(self._command, GRACE_S, stdin=True)
                 server = StdioServerParameters(
                     command=program, args=arguments, env=self._env or None
                 )
@@ -217,6 +222,16 @@ class Connection:
             session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
             await session.initialize()
             yield session
+
+
+async def _answers(session: Any) -> bool:
+    """Whether the session still hears its server: what one damaged reply made deaf stays so."""
+    try:
+        async with asyncio.timeout(PING_S):
+            await session.send_ping()
+    except Exception:  # the process boundary, as for a call
+        return False
+    return True
 
 
 def _reason(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from msgspec.structs import replace
 
 from agentenv.config import build_config
 from agentenv.env import shared
+from agentenv.offload import in_thread
 from agentenv.tool_env import Prompt, ToolEnv
 from agentenv.tools import StatelessTool, argument_schema, read_arguments
 from agentenv.types import Info, Message, Task, ToolResult
@@ -63,7 +63,7 @@ class SearchTool(StatelessTool):
         if len(self.index.passages) <= MAX_ON_LOOP:
             found = self.index.search(query, self.top_k)
         else:
-            found = await asyncio.to_thread(self.index.search, query, self.top_k)
+            found = await in_thread(self.index.search, query, self.top_k)
         text = "\n".join(passage.text[: self.max_chars_per_result] for passage in found)
         return ToolResult(text or NO_RESULTS, {"ids": [passage.id for passage in found]})
 

@@ -34,9 +34,10 @@ import msgspec
 
 from agentenv.deadline import admitted
 from agentenv.errors import ConfigError, ForeignError, InfraError
-from agentenv.foreign import decode
+from agentenv.foreign import decode, packable
+from agentenv.offload import check_outside
 
-START_TIMEOUT_S = 120.0  # to import a handler, from a cold disk and on a busy machine
+START_TIMEOUT_S = 120.0  # of CPU time, and asleep, to import a handler from a cold disk
 MAX_ASLEEP_S = 60.0  # of a job that only computes: it waits for the disk at most
 MAX_ANSWER_BYTES = 1 << 26
 CHECK_EVERY_S = 0.05  # at least, once a job is near its limits
@@ -64,9 +65,10 @@ class WorkerPool:
     """Runs `handler` ("module:function", or a class made with `arguments`) in worker processes.
 
     Payloads and results are of the types of MessagePack. At most `max_jobs` run at once (None: as
-    many as there are cores), the others queue. `memory_bytes` bounds the address space of a
-    worker, `max_asleep_s` the time of a job in which it does not compute; `environment` is all
-    that a worker sees of this process's (None: the whole). `name` is that of the metrics.
+    many as there are cores, and as half of the memory holds), the others queue. `memory_bytes`
+    bounds the address space of a worker, `max_asleep_s` the time of a job in which it does not
+    compute; `environment` is all that a worker sees of this process's (None: the whole). `name` is
+    that of the metrics.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class WorkerPool:
             "memory_bytes": memory_bytes,
         }
         self._environment = dict(os.environ) if environment is None else environment
-        self._places = asyncio.Semaphore(max_jobs or len(os.sched_getaffinity(0)))
+        self._places = asyncio.Semaphore(max_jobs or _most_jobs(memory_bytes))
         self._starting = asyncio.Lock()
         self._server: _ForkServer | None = None
         self._num_closed = 0
@@ -103,19 +105,17 @@ class WorkerPool:
                 return
             self._drop_server()
             server = _ForkServer(self._environment)
+            loading = asyncio.ensure_future(server.load(self._setup))
             try:
-                async with asyncio.timeout(START_TIMEOUT_S):
-                    problem = await server.load(self._setup)
-                if problem:
+                if await _over_a_bound(loading, server.used, START_TIMEOUT_S, START_TIMEOUT_S):
+                    raise InfraError(f"{self.handler} took over {START_TIMEOUT_S:g} s to load")
+                if problem := loading.result():
                     raise ConfigError(f"{self.handler} cannot be loaded: {problem}")
                 self._server = server
-            except TimeoutError:
-                raise InfraError(
-                    f"{self.handler} took over {START_TIMEOUT_S:g} s to load"
-                ) from None
             finally:
                 if self._server is not server:
-                    server.close()
+                    loading.cancel()  # and then it has to let go of the server's socket
+                    asyncio.get_running_loop().call_soon(server.close)
 
     async def run(self, payload: Any, limit_s: float) -> Any:
         """The handler's result, after at most `limit_s` seconds of CPU time.
@@ -124,7 +124,7 @@ class WorkerPool:
         runs out of memory is tried once more in a fresh one: others may have used up what it
         lacked.
         """
-        async with admitted(self._places):
+        async with admitted(self._places, f"a place for {self.handler}"):
             num_closed = self._num_closed
             self._num_jobs += 1
             for last in (False, True):
@@ -181,21 +181,12 @@ class WorkerPool:
     ) -> dict[str, Any]:
         """What a worker answers; {"stopped": why} when it used too much, {} when it died. Only a
         worker that gave a result takes another job."""
-        loop = asyncio.get_running_loop()
         job = asyncio.ensure_future(worker.ask({"payload": payload}))
         healthy = False
         try:
-            start, before = loop.time(), worker.used()
-            left_s = min(limit_s, self.max_asleep_s)
-            while not (await asyncio.wait({job}, timeout=max(left_s, CHECK_EVERY_S)))[0]:
-                now = worker.used()
-                cpu_s = now.cpu_s - before.cpu_s
-                asleep_s = loop.time() - start - cpu_s - (now.delay_s - before.delay_s)
-                if cpu_s >= limit_s:
-                    return {"stopped": f"stopped after {limit_s:g} s"}
-                if asleep_s >= self.max_asleep_s and not now.is_runnable:
-                    return {"stopped": f"stopped after {self.max_asleep_s:g} s"}
-                left_s = min(limit_s - cpu_s, self.max_asleep_s - asleep_s)
+            bound_s = await _over_a_bound(job, worker.used, limit_s, self.max_asleep_s)
+            if bound_s:
+                return {"stopped": f"stopped after {bound_s:g} s"}
             healthy = "result" in job.result() and server is self._server
             if healthy:
                 server.idle.append(worker)
@@ -203,7 +194,29 @@ class WorkerPool:
         finally:
             if not healthy:
                 job.cancel()
-                loop.call_soon(worker.kill)  # when the loop has let go of its socket
+                asyncio.get_running_loop().call_soon(
+                    worker.kill
+                )  # when the loop has let go of its socket
+
+
+async def _over_a_bound(
+    job: asyncio.Future[Any], used: Callable[[], Used], limit_s: float, max_asleep_s: float
+) -> float:
+    """Wait until a job is done, then 0.0; or the bound, in seconds of CPU time or asleep, that its
+    process has reached before. What it waits for a core counts as neither."""
+    loop = asyncio.get_running_loop()
+    start, before = loop.time(), used()
+    left_s = min(limit_s, max_asleep_s)
+    while not (await asyncio.wait({job}, timeout=max(left_s, CHECK_EVERY_S)))[0]:
+        now = used()
+        cpu_s = now.cpu_s - before.cpu_s
+        asleep_s = loop.time() - start - cpu_s - (now.delay_s - before.delay_s)
+        if cpu_s >= limit_s:
+            return limit_s
+        if asleep_s >= max_asleep_s and not now.is_runnable:
+            return max_asleep_s
+        left_s = min(limit_s - cpu_s, max_asleep_s - asleep_s)
+    return 0.0
 
 
 class _ServerDiedError(InfraError):
@@ -214,6 +227,7 @@ class _ForkServer:
     """The host's end of a fork server, and the workers of it that have nothing to do."""
 
     def __init__(self, environment: dict[str, str]) -> None:
+        check_outside("a worker process")
         self._control, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         with inner:
@@ -266,6 +280,10 @@ class _ForkServer:
             if worker.handle < 0:
                 worker.kill()
 
+    def used(self) -> Used:
+        """What the process has used so far."""
+        return _used(self._process.pid)
+
     def alive(self) -> bool:
         """Whether the process runs."""
         return self._process.poll() is None
@@ -286,6 +304,18 @@ class Used(NamedTuple):
     cpu_s: float
     delay_s: float
     is_runnable: bool
+
+
+def _used(pid: int) -> Used:
+    """What a process has used so far; nothing, and asleep, where the kernel does not say."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:  # first: what follows is then up to date
+            state = file.read().rpartition(")")[2].split()[0]
+        with open(f"/proc/{pid}/schedstat") as file:
+            cpu_ns, delay_ns, _ = file.read().split()
+    except (OSError, ValueError, IndexError):
+        return Used(0.0, 0.0, False)
+    return Used(int(cpu_ns) * 1e-9, int(delay_ns) * 1e-9, state == "R")
 
 
 class _Said(TypedDict, total=False):
@@ -323,15 +353,8 @@ class _Worker:
             return {}
 
     def used(self) -> Used:
-        """What the process has used so far; nothing, and asleep, where the kernel does not say."""
-        try:
-            with open(f"/proc/{self.pid}/stat") as file:  # first: what follows is then up to date
-                state = file.read().rpartition(")")[2].split()[0]
-            with open(f"/proc/{self.pid}/schedstat") as file:
-                cpu_ns, delay_ns, _ = file.read().split()
-        except (OSError, ValueError, IndexError):
-            return Used(0.0, 0.0, False)
-        return Used(int(cpu_ns) * 1e-9, int(delay_ns) * 1e-9, state == "R")
+        """What the process has used so far."""
+        return _used(self.pid)
 
     def kill(self) -> None:
         """Kill the process; idempotent."""
@@ -418,20 +441,8 @@ def _frame(message: dict[str, Any]) -> bytes:
     try:
         data = msgspec.msgpack.encode(message, enc_hook=str)
     except (UnicodeEncodeError, OverflowError):
-        data = msgspec.msgpack.encode(_packable(message), enc_hook=str)
+        data = msgspec.msgpack.encode(packable(message), enc_hook=str)
     return struct.pack("!I", len(data)) + data
-
-
-def _packable(value: Any) -> Any:
-    """The value with lone surrogates, which are no characters, written as escapes, and integers
-    of over 64 bits as text."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, int) and value.bit_length() > 63:
-        return str(value)
-    if isinstance(value, dict):
-        return {_packable(key): _packable(one) for key, one in value.items()}
-    return [*map(_packable, value)] if isinstance(value, list | tuple) else value
 
 
 def _received(sock: socket.socket, size: int) -> bytes:
@@ -442,6 +453,16 @@ def _received(sock: socket.socket, size: int) -> bytes:
             raise EOFError
         data += piece
     return bytes(data)
+
+
+def _most_jobs(memory_bytes: int | None) -> int:
+    """As many as there are cores, as long as they fit into half of this machine's memory if each
+    takes all that it may."""
+    num_cores = len(os.sched_getaffinity(0))
+    if memory_bytes is None:
+        return num_cores
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(num_cores, memory // 2 // memory_bytes))
 
 
 def _die_with_parent() -> None:

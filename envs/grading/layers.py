@@ -7,12 +7,12 @@ string -> choice letters -> ranges and bounds -> yes and no -> numbers and units
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import re
 from collections.abc import Sequence
 from functools import lru_cache
 
+from agentenv.offload import in_thread
 from envs.grading import choice, dates, spans, units
 from envs.grading.bases import in_base
 from envs.grading.formulas import formulas
@@ -55,7 +55,7 @@ class Layered:
 
     async def start(self) -> None:
         """Load what knows the units, and math-verify, if it is used."""
-        await asyncio.to_thread(_load)
+        await in_thread(_load)
         if self._asks_math:
             await shared_math(self._limit_s).start()
 
@@ -69,7 +69,7 @@ class Layered:
             if len(answer) <= QUICK_CHARS:
                 right, layer = _compare_again(answer, gold)
             else:  # milliseconds at worst, but off the event loop
-                right, layer = await asyncio.to_thread(compare, answer, gold)
+                right, layer = await in_thread(compare, answer, gold)
             if right:
                 return _right(answer, gold, layer)
             if right is None:

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from agentenv.errors import ConfigError, ForeignError
 from agentenv.foreign import decode
+from agentenv.offload import kill, start_process
 
 PROBE_TIMEOUT_S = 30.0
 _PROBE = (
@@ -46,7 +47,7 @@ async def find_interpreter(where: str | None) -> Interpreter:
         return _interpreter(sys.executable, sys.prefix, sys.base_prefix)
     program = _program(where)
     try:
-        process = await asyncio.create_subprocess_exec(
+        process = await start_process(
             program,
             "-I",
             "-c",
@@ -64,9 +65,7 @@ async def find_interpreter(where: str | None) -> Interpreter:
     except (TimeoutError, ForeignError) as error:
         raise ConfigError(f"python.interpreter: {program} does not work as a Python") from error
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        await kill(process)
     if version < (3, 11):
         raise ConfigError(
             f"python.interpreter: {program} is Python {version[0]}.{version[1]}, "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import signal
 import socket
 import subprocess
 from collections import deque
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -17,8 +18,10 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from agentenv.disk import own_folder
 from agentenv.errors import ConfigError, ForeignError, InfraError
 from agentenv.foreign import decode
+from agentenv.offload import check_outside, in_thread
 from envs.sandbox import confine
 from envs.sandbox.channel import (
     Channel,
@@ -28,6 +31,8 @@ from envs.sandbox.channel import (
     kill,
 )
 from envs.sandbox.interpreter import Interpreter, find_interpreter
+
+logger = logging.getLogger(__name__)
 
 UNUSED_ID = 1_948_000_000  # uid and gid of model-written code when the host runs as root
 
@@ -179,8 +184,10 @@ def check_missing(missing: list[str], python: Interpreter) -> None:
         )
 
 
-def settings_of(setup: SandboxSetup, python: Interpreter, rung: Rung, control_fd: int) -> str:
-    """What the zygote reads from its command line."""
+def settings_of(
+    setup: SandboxSetup, python: Interpreter, rung: Rung, control_fd: int, home: str
+) -> str:
+    """What the zygote reads from its command line; `home` is for the files of its sessions."""
     limits = setup.limits
     root = rung != "unsafe" and os.geteuid() == 0
     if rung == "landlock":  # bubblewrap can open the way to a private folder, Landlock cannot
@@ -188,6 +195,7 @@ def settings_of(setup: SandboxSetup, python: Interpreter, rung: Rung, control_fd
     config = {
         "control_fd": control_fd,
         "rung": rung,
+        "home": home,
         # process limits do not bind uid 0
         "uid": UNUSED_ID if root else None,
         "live_forks": rung != "unsafe" and limits.max_threads == 1,
@@ -234,17 +242,23 @@ class _News(Struct):
 
 START_TIMEOUT_S = 60.0  # imports what is preloaded, perhaps from a cold disk
 STOP_TIMEOUT_S = 5.0
+PREFIX = "agentenv-sandbox-"  # of the folder for files, where there is no other confinement
 
 
 class ZygoteProcess:
     """One running zygote; `rung` says what confines its sessions."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], control: socket.socket, rung: Rung
+        self,
+        process: subprocess.Popen[bytes],
+        control: socket.socket,
+        rung: Rung,
+        files: ExitStack,
     ) -> None:
         self.rung = rung
         self._process = process
         self._control = control
+        self._files = files
         self._numbers = count(1)
         self.live_forks = False
         self._outgoing: deque[tuple[bytes, socket.socket | None]] = deque()
@@ -255,12 +269,15 @@ class ZygoteProcess:
         """Start one. A ConfigError says what this machine, or the interpreter, lacks."""
         python = await find_interpreter(setup.interpreter)
         check_rung(setup.limits, rung)
+        check_outside("the sandbox")
         prefix = bubblewrap(python) if rung == "namespaces" else []
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
+        files = ExitStack()
         with theirs:
             script = "/sandbox/zygote.py" if rung == "namespaces" else str(HERE / "zygote.py")
-            settings = settings_of(setup, python, rung, theirs.fileno())
+            home = files.enter_context(own_folder(None, PREFIX)) if rung == "unsafe" else ""
+            settings = settings_of(setup, python, rung, theirs.fileno(), str(home))
             try:
                 # on the loop's own thread: the zygote dies with the thread that started it
                 process = subprocess.Popen(  # noqa: ASYNC220 - a few ms, once
@@ -274,8 +291,9 @@ class ZygoteProcess:
                 )
             except OSError as error:
                 ours.close()
+                files.close()
                 raise ConfigError(f"the Python sandbox cannot start: {error}") from error
-        zygote = cls(process, ours, rung)
+        zygote = cls(process, ours, rung, files)
         started = False
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -371,7 +389,11 @@ class ZygoteProcess:
                 await asyncio.shield(burying)
         except TimeoutError:
             self._kill_group()
-            await burying
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await asyncio.shield(burying)
+            except TimeoutError:
+                logger.warning("the sandbox's process %d cannot be ended", self._process.pid)
         finally:
             if not burying.done():  # cancelled: no time to be polite
                 self._kill_group()
@@ -445,6 +467,7 @@ class ZygoteProcess:
         self._process.wait()
         if self._process.stderr is not None:
             self._process.stderr.close()
+        self._files.close()
 
     def _kill_group(self) -> None:
         """bubblewrap itself may not kill a zygote that is another user by now."""
@@ -453,9 +476,10 @@ class ZygoteProcess:
 
     async def _refuse(self) -> None:
         """The process ended before it was ready: say why."""
-        _, errors = await asyncio.get_running_loop().run_in_executor(
-            None, self._process.communicate
-        )
+        try:
+            _, errors = await in_thread(self._process.communicate, timeout=STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            errors = b"it closed its connection and does not end"
         reason = errors.decode(errors="replace").strip()[-500:] or "no reason given"
         forbidden = "namespace" in reason or "ermi" in reason
         advice = f". {NAMESPACES_ADVICE}" if forbidden else ""

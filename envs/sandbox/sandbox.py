@@ -326,8 +326,8 @@ class Sandbox:
     async def spawn(self, session: SandboxSession) -> SessionProcess:
         """A process for a session, in the zygote that runs now."""
         zygote = await self.start()
-        async with admitted(self._spawning):
-            with waiting():
+        async with admitted(self._spawning, "a sandbox session to start"):
+            with waiting("a place for a sandbox session"):
                 await self._wait_for_room(session)
             process = None
             try:

@@ -28,7 +28,6 @@ import os
 import platform
 import resource
 import select
-import shutil
 import socket
 import sys
 import tempfile
@@ -83,7 +82,7 @@ def main() -> None:
     elif config["rung"] == "landlock":
         config["rules_fd"] = confine.landlock_ruleset(confine.landlock_abi(), config["readable"])
     else:
-        home = tempfile.mkdtemp(prefix="agentenv-")
+        home = config["home"]
     config["rlimits"]["AS"] += _pages("self", 0) * resource.getpagesize()
     for fd in range(3):  # last, so that the host can read about a failure until here
         os.dup2(null, fd)
@@ -172,8 +171,6 @@ def _serve(
     if config["rung"] != "namespaces":  # there the end of process 1 is the end of all
         for pid in pids.values():
             end(pid)
-    if config["rung"] == "unsafe":
-        shutil.rmtree(home, ignore_errors=True)
 
 
 def _announce(control: socket.socket, number: int, pid: int) -> None:

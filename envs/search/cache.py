@@ -24,6 +24,7 @@ import msgspec
 from agentenv.env import summed_stats
 from agentenv.errors import ConfigError, DataError, ForeignError
 from agentenv.foreign import decode, decode_text
+from agentenv.offload import in_thread
 from envs.search.corpus import Backend, Hit, Query
 from envs.search.upstream import SingleFlight
 
@@ -32,6 +33,8 @@ T = TypeVar("T")
 VERSION = 1  # of the table and of what its values mean; files from before it was written have 0
 ARPO_PREFIX = "arpo:"  # keys of entries that came from ARPO's search_cache.json
 BUSY_TIMEOUT_S = 10.0
+# The second: a message about a damaged file may quote the damage, which is no text.
+SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 # An answer without results may be an engine's bad hour, so it is not believed for longer.
 EMPTY, EMPTY_MAX_AGE_S = b"[]", 3600.0
 _TABLE = (
@@ -152,12 +155,12 @@ class ResultCache:
 
     async def import_arpo(self, path: Path) -> int:
         """Take in ARPO's search_cache.json (query -> text); the number of entries taken."""
-        entries = await asyncio.to_thread(read_arpo_cache, path)
+        entries = await in_thread(read_arpo_cache, path)
         rows = {ARPO_PREFIX + query: text.encode() for query, text in entries.items()}
         for key, value in rows.items():
             self._remember(key, value)
         if self.path is not None and self._reader is not None:
-            await asyncio.to_thread(_write, self.path, rows)
+            await in_thread(_write, self.path, rows)
         return len(rows)
 
     def _recall(self, key: str) -> bytes | None:
@@ -188,7 +191,7 @@ class ResultCache:
         assert self._reader is not None
         try:
             row = self._reader.execute(_READ, (key,)).fetchone()
-        except sqlite3.Error as error:
+        except SQLITE_ERRORS as error:
             self._damaged(str(error))
             return None, 0.0
         if row is None:
@@ -216,8 +219,8 @@ class ResultCache:
             assert self.path is not None
             rows = dict(self._pending)
             try:
-                await asyncio.to_thread(_write, self.path, rows)
-            except sqlite3.Error as error:  # a cache that cannot be kept must not end the run
+                await in_thread(_write, self.path, rows)
+            except SQLITE_ERRORS as error:  # a cache that cannot be kept must not end the run
                 logger.warning(
                     "%s %s: %d results not kept: %s", self._key, self.path, len(rows), error
                 )
@@ -260,14 +263,15 @@ def _open(path: Path, key: str) -> sqlite3.Connection | None:
             connection.execute(f"PRAGMA user_version = {VERSION}")
         known = version in (0, VERSION)
         problem = "" if known else f"it is of version {version}, not {VERSION}"
-    except (OSError, sqlite3.Error) as error:
+    except (OSError, *SQLITE_ERRORS) as error:
         if not _is_damage(error):
             if connection is not None:
                 connection.close()
             raise ConfigError(
                 f"{key}: {path}: {error}; expected a writable SQLite file or a new path"
             ) from error
-        problem = str(error)
+        is_text = not isinstance(error, UnicodeDecodeError)
+        problem = str(error) if is_text else "its schema is damaged"
     if problem:
         assert connection is not None
         connection.close()
@@ -284,6 +288,8 @@ def _open(path: Path, key: str) -> sqlite3.Connection | None:
 
 def _is_damage(error: Exception) -> bool:
     """Whether a SQLite file can be opened, but not used."""
+    if isinstance(error, UnicodeDecodeError):
+        return True
     code = getattr(error, "sqlite_errorcode", 0)
     return code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_ERROR) if code else False
 

@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from agentenv.errors import ConfigError, DataError, ForeignError
 from agentenv.foreign import convert, decode
+from agentenv.offload import check_outside
 
 _MARKETS = (  # by script, kana first: Japanese holds Chinese characters too
     ("ja-JP", re.compile("[\u3040-\u30ff]")),
@@ -105,6 +106,7 @@ class LocalBackend(Generic[Index]):
         raise NotImplementedError
 
     async def _index(self) -> Index:
+        check_outside("a search index")
         if self._opened is None:
             loop = asyncio.get_running_loop()
             self._opened = loop.run_in_executor(self._threads, self._open)

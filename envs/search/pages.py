@@ -198,10 +198,13 @@ class PageFetcher:
         for attempt in range(NUM_RETRIES + 1):
             if attempt:
                 delay_s = backoff_s(attempt - 1, url, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S)
-                with waiting():
+                with waiting("a break before a page is fetched again"):
                     await asyncio.sleep(delay_s)
             try:
-                async with admitted(self._slots), asyncio.timeout(self.config.timeout_s):
+                async with (
+                    admitted(self._slots, "a place to fetch a page"),
+                    asyncio.timeout(self.config.timeout_s),
+                ):
                     reply = await self._follow(url)
             except TimeoutError:
                 limit = self.config.timeout_s

@@ -18,6 +18,7 @@ from agentenv.config import ESSENTIAL, PATH
 from agentenv.env import ForkMode, shared, summed_stats
 from agentenv.errors import ConfigError, InfraError, ToolError
 from agentenv.kinds import Kind
+from agentenv.offload import in_thread
 from agentenv.tools import argument_schema, read_arguments
 from agentenv.types import Info, Message, ToolResult
 from envs.search.bm25 import BM25Config
@@ -271,7 +272,7 @@ class SearchService:
         text = await self._page(url)
         asked = query.strip()[:MAX_QUERY_CHARS] or episode.question
         room = self.config.sizes.max_page_chars if config.summarize else config.max_chars
-        chosen = await asyncio.to_thread(passages, text, asked, room)
+        chosen = await in_thread(passages, text, asked, room)
         info: Info = {"url": url, "num_chars": len(text)}
         if config.summarize:
             chosen = await self._summary(asked, chosen, episode, info)
@@ -323,7 +324,7 @@ class SearchService:
             info.setdefault("pages_failed", []).append(str(error))
             return hit.text[: sizes.window_chars]
         page = page[: sizes.max_page_chars]
-        return await asyncio.to_thread(window, page, hit.text, sizes.window_chars)
+        return await in_thread(window, page, hit.text, sizes.window_chars)
 
     async def _summary(self, query: str, pages: str, episode: Episode, info: Info) -> str:
         """A model's summary; beyond its limit, or where the model gives none, the beginning of the

@@ -12,7 +12,8 @@ import fcntl
 import hashlib
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
@@ -21,9 +22,11 @@ from msgspec import Struct
 
 from agentenv.errors import ConfigError, DataError, ForeignError, InfraError, ToolError
 from agentenv.foreign import decode, printable
+from agentenv.offload import in_thread
 from envs.search.corpus import Hit, Query
 
 FORMAT = 1
+LOCK_S, LOOK_S = 30.0, 0.01  # how long the file's lock is waited for, and between two tries
 MAX_SHOWN = 200  # misses that are listed at the end of a run
 MOST = 1 << 31
 MISSED = " is a frozen web without "  # in the error of a miss, before its name
@@ -128,8 +131,9 @@ class Snapshot:
                 row = _Search(text, query.market, query.max_results, await fetch())
             except ToolError as error:
                 row = _Search(text, query.market, query.max_results, problem=printable(str(error)))
-            if self._search_place(query) is None:
-                self._searches.setdefault(text, {})[query.market] = self._append(row)
+            async with self._locked():
+                if self._search_place(query) is None:
+                    self._searches.setdefault(text, {})[query.market] = self._append(row)
         else:
             self.num_found += 1
             found = self._read(place)
@@ -153,8 +157,9 @@ class Snapshot:
                 row = _Page(url, printable(await fetch()))
             except ToolError as error:
                 row = _Page(url, problem=printable(str(error)))
-            if url not in self._pages:
-                self._pages[url] = self._append(row)
+            async with self._locked():
+                if url not in self._pages:
+                    self._pages[url] = self._append(row)
         if row.problem:
             raise ToolError(row.problem)
         return row.text
@@ -214,7 +219,7 @@ class Snapshot:
             )
 
     async def _begin(self) -> None:
-        await asyncio.to_thread(self.load)
+        await in_thread(self.load)
         if self.mode == "replay" and not self._expected:
             logger.warning(
                 "search.snapshot %s: %r with %d searches and %d pages; with "
@@ -332,10 +337,30 @@ class Snapshot:
         except (OSError, DataError) as error:
             raise InfraError(f"snapshot {self.path} was changed meanwhile: {error}") from error
 
-    def _append(self, row: _Search | _Page) -> _Place:
+    @asynccontextmanager
+    async def _locked(self) -> AsyncIterator[None]:
+        """Other processes may record into the file too. To be held without an await inside, since
+        the lock is one of this process."""
         assert self._file is not None
+        try:
+            async with asyncio.timeout(LOCK_S):
+                while True:
+                    try:
+                        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        await asyncio.sleep(LOOK_S)
+        except TimeoutError as error:
+            raise InfraError(
+                f"snapshot {self.path}: another process has held its lock for {LOCK_S:g} s"
+            ) from error
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _append(self, row: _Search | _Page) -> _Place:
         self.num_recorded += 1
-        fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             place = self._write(row)
             return place._replace(max_results=_answered(row)) if isinstance(row, _Search) else place
@@ -343,8 +368,6 @@ class Snapshot:
             raise ConfigError(
                 f"search.snapshot: {self.path} cannot be written: {error.strerror}"
             ) from error
-        finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _write(self, row: _AnyRow) -> _Place:
         assert self._file is not None

@@ -53,7 +53,7 @@ class SingleFlight(Generic[T]):
             self._flying[key] = flight
             flight.add_done_callback(lambda done: self._landed(key, done))
             return await asyncio.shield(flight)
-        with waiting():  # it is made for another
+        with waiting("a request that another rollout has made"):
             return await asyncio.shield(flight)
 
     async def close(self) -> None:
@@ -92,7 +92,7 @@ class TokenBucket:
         """Wait for a token, and for the end of a pause."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._paused_until:
-            with waiting():
+            with waiting("the end of a pause that a search service asked for"):
                 await asyncio.sleep(self._paused_until - loop.time())
         if self._rate <= 0:
             return
@@ -101,7 +101,7 @@ class TokenBucket:
         self._free_at = max(self._free_at, now) + 1 / self._rate
         delay = self._free_at - now - self._burst / self._rate
         if delay > 0:
-            with waiting():
+            with waiting("the rate limit of a search service"):
                 await asyncio.sleep(delay)
 
     def pause(self, seconds: float) -> None:
@@ -255,14 +255,16 @@ class Upstream:
                     max_s=MAX_DELAY_S,
                     at_least_s=wanted_s or 0.0,
                 )
-                with waiting():
+                with waiting(f"a break before {self.name} is asked again"):
                     await asyncio.sleep(delay_s)
-            with waiting():
+            with waiting(f"{self.name}, which has failed, to answer again"):
                 is_probe = await self._breaker.admit()
             outcome = None
             try:
                 await self._bucket.take()
-                async with admitted(self._slots):  # only while the request is in the air
+                async with admitted(
+                    self._slots, f"a place at {self.name}"
+                ):  # only while the request is in the air
                     self.num_requests += 1
                     self.num_retries += attempt > 0
                     outcome = await self._attempt(request)

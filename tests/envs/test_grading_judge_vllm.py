@@ -60,13 +60,17 @@ def grader_of(config: EvaluateConfig, **judge: Any) -> Grader:
 
 
 @pytest.mark.usefixtures("_shared")
-async def test_a_judge_that_the_run_starts(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_judge_that_the_run_starts(model: Path, tmp_path: Path) -> None:
     require_vllm()
-    monkeypatch.setenv("PYTHONPATH", FORKING)
     raw: dict[str, Any] = {
-        "roles": {"judge": {"model": str(model), "device": "cpu", "dtype": "float32"}},
+        "roles": {
+            "judge": {
+                "model": str(model),
+                "device": "cpu",
+                "dtype": "float32",
+                "env": {"PYTHONPATH": FORKING},
+            }
+        },
         "grader": {"kind": "judge", "judge": {"url": "{role:judge}/v1", "model": "judge"}},
     }
     cache = str(tmp_path / "verdicts.db")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from agentenv.env import close_shared
@@ -17,6 +20,8 @@ from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import ToolConfig, ToolLimits, load_tools
 from agentenv.types import Message, Task, ToolCall
 from envs.mcp_tools import MCPTools
+from tests.support.small_server import until
+from tests.support.warehouse import ROOT
 
 pytest.importorskip("mcp")
 
@@ -128,6 +133,36 @@ async def test_a_server_that_does_not_start_is_refused_with_what_it_said(
     with pytest.raises(ConfigError, match="cannot be used") as caught:
         await env.reset()
     assert ("bad setup" in str(caught.value)) == (len(command) > 1)
+
+
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork():
+    open(sys.argv[1], "w").write(str(os.getpid()))
+time.sleep(600)
+"""
+CONTROLLER = """
+import asyncio, sys
+from envs.mcp_tools import MCPTools
+asyncio.run(MCPTools([sys.executable, "-c", sys.argv[1], sys.argv[2]]).load())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_server_ends_with_a_controller_that_is_killed(
+    tmp_path: Path, how: signal.Signals
+) -> None:
+    """Also one that heeds neither the end of its input nor SIGTERM, and what it has started."""
+    told = tmp_path / "pid"
+    command = [sys.executable, "-c", CONTROLLER, STUBBORN, str(told)]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}) as controller:
+        until(lambda: told.is_file() and told.read_text() != "")
+        server = psutil.Process(int(told.read_text()))
+        (child,) = server.children()
+        controller.send_signal(how)
+        until(lambda: not server.is_running() and not child.is_running())
 
 
 @pytest.mark.slow

@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from agentenv.errors import ConfigError
 from envs.sandbox.process import Rung
 from tests.check_sandbox import MARK, RUNGS, attack_all, host_secrets, read_attacks
+from tests.support.sandboxes import children
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -31,7 +31,7 @@ async def test_no_attack_gets_through(rung: Rung) -> None:
     except ConfigError as error:
         pytest.skip(f"not offered here: {error}")
     assert {name: one.hole for name, one in outcomes.items() if one.hole} == {}
-    assert psutil.Process().children(recursive=True) == []
+    assert children() == []
 
 
 @pytest.mark.slow
@@ -47,7 +47,7 @@ def test_each_group_succeeds_where_nothing_guards() -> None:
             if MARK not in result.stdout and name not in RARE:
                 stopped.append((name, result.stderr[-200:]))
     assert stopped == []
-    assert psutil.Process().children(recursive=True) == []
+    assert children() == []
 
 
 @pytest.mark.slow

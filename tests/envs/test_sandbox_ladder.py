@@ -134,6 +134,8 @@ async def test_a_plain_subprocess_only_when_allowed(caplog: pytest.LogCaptureFix
     await sandbox.close()
     session.close()
     assert children() == []
+    assert home.parent.name.startswith("agentenv-sandbox-")
+    assert not home.parent.exists(), "the zygote that was killed could not remove it"
 
 
 @pytest.mark.slow

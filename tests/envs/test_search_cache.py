@@ -88,6 +88,26 @@ async def test_damaged_pages_are_misses_and_one_warning(
     await cache.close()
 
 
+async def test_a_damaged_schema_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SQLite's message about it quotes bytes that are no text."""
+    path = tmp_path / "cache.db"
+    cache = ResultCache(path)
+    cache.put("a", b"value")
+    await cache.close()
+    data = bytearray(path.read_bytes())
+    data[4082:4091] = b"\xff" * 9
+    path.write_bytes(data)
+    cache = ResultCache(path)
+    (said,) = warnings(caplog)
+    assert "cache.db cannot be used: its schema is damaged; results are kept in memory" in said
+    cache.put("a", b"new")
+    assert cache.get("a") == b"new"
+    await cache.close()
+    assert path.read_bytes() == data
+
+
 @pytest.mark.parametrize("value", [b'[{"another": "form"}]', b"\xff", b"[" * 5000, "text", 5, None])
 async def test_an_entry_of_another_form_is_fetched_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, value: Any
@@ -173,17 +193,17 @@ async def test_no_results_is_an_answer_too_but_not_for_ever(
     assert await cached.search(Query("x")) == await cached.search(Query("x")) == []
     assert backend.num_calls == 1
     await cached.cache.close()
-    monkeypatch.setattr("envs.search.cache.EMPTY_MAX_AGE_S", 0.05)
-    await asyncio.sleep(0.1)
+    monkeypatch.setattr("envs.search.cache.EMPTY_MAX_AGE_S", 0.3)
+    await asyncio.sleep(1)  # the file is written later
     again = CachedBackend("test", backend, ResultCache(tmp_path / "c.db"))
     assert not again.knows(Query("x"))
     assert await again.search(Query("x")) == []
     assert backend.num_calls == 2
-    await asyncio.sleep(0.1)  # in memory, too
+    await asyncio.sleep(1)  # in memory, too
     backend.hits = [Hit("found")]
     assert await again.search(Query("x")) == await again.search(Query("x")) == [Hit("found")]
     assert backend.num_calls == 3
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(1)
     assert again.knows(Query("x"))
     await again.cache.close()
 

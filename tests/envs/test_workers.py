@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -15,9 +16,10 @@ import pytest
 
 from agentenv.errors import ConfigError, InfraError
 from agentenv.foreign import decode
+from envs import workers
 from envs.grading.layers import Layered
 from envs.grading.math import MathEquivalence
-from envs.workers import JobDiedError, JobRaisedError, JobStoppedError, WorkerPool, _frame
+from envs.workers import JobDiedError, JobRaisedError, JobStoppedError, Used, WorkerPool, _frame
 from tests.support.warehouse import ROOT
 
 HANDLER = "tests.support.jobs:work"
@@ -59,6 +61,15 @@ async def test_time_that_a_job_waits_for_a_core_does_not_count(
     pool = make_pool(max_jobs=num_jobs, max_asleep_s=1.0)
     jobs = [pool.run({"spin_s": 0.5}, 1.0) for _ in range(num_jobs)]
     assert await asyncio.gather(*jobs) == ["done"] * num_jobs
+
+
+async def test_workers_that_may_take_much_are_as_many_as_the_memory_holds(
+    make_pool: Callable[..., WorkerPool],
+) -> None:
+    pool = make_pool(memory_bytes=psutil.virtual_memory().total // 3)
+    jobs = [pool.run({"sleep_s": 0.2}, 1.0) for _ in range(3)]
+    assert await asyncio.gather(*jobs) == ["done"] * 3
+    assert len(_workers_of(os.getpid())) == 2  # the fork server, and one
 
 
 @pytest.mark.parametrize(
@@ -151,6 +162,19 @@ async def test_a_fork_server_that_is_about_to_die_is_replaced(
 async def test_a_handler_that_cannot_be_loaded_is_refused(handler: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         await WorkerPool(handler, name="jobs").start()
+
+
+async def test_a_start_on_a_machine_without_a_free_core_is_waited_for(
+    make_pool: Callable[..., WorkerPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for a core is not late, and what sleeps is: the import of a handler too."""
+    monkeypatch.setattr(workers, "START_TIMEOUT_S", 0.001)
+    monkeypatch.setattr(workers, "_used", lambda pid: Used(0.0, time.monotonic(), True))
+    pool = make_pool()
+    await pool.start()
+    monkeypatch.setattr(workers, "_used", lambda pid: Used(0.0, 0.0, False))
+    with pytest.raises(InfraError, match=r"jobs:work took over 0\.001 s to load"):
+        await make_pool().start()
 
 
 HOST = f"""
