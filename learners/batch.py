@@ -14,8 +14,10 @@ only.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -27,6 +29,10 @@ from agentenv.tree import Node, TrajectoryTree
 from learners.credit import Floats, Sharing, TreeCredit
 
 Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+
+LINKS = ("pred", "depth", "end")
+FLOATS: dict[str, type[np.floating[Any]]] = {"entropies": np.float32}  # the others are float64
 
 
 class Whole(Struct, frozen=True, array_like=True):
@@ -40,33 +46,32 @@ class Whole(Struct, frozen=True, array_like=True):
     num_actions: bytes
 
 
-class EncodedTree(Struct, frozen=True, array_like=True):
-    """One tree (or one sequence) as raw little-endian arrays, an entry per token or per node.
+class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
+    """One tree (or one sequence) as raw little-endian arrays; at most 21 bytes a token travel.
 
-    int32 per token: token_ids, pred (-1 at the first), depth, end, staleness (published updates
-    between the sampling policy and the learner). bool per token: action (sampled by the policy
-    and trained). float64 per token: behaviour (log-prob, nats), entropies (nats; empty if the
-    engine gave none), adv_pos, adv_neg, weight; 0 where not trained. int32 per node, in
-    pre-order: starts (first token), parents (-1 for the root). float64 per node: returns and
-    advantages of the leaves, nan at other nodes; empty for sequences without a group.
+    Per token: token_ids, int32; action, bool (sampled by the policy and trained). Per trained
+    token: staleness, int32 (published updates between the sampling policy and the learner);
+    behaviour, float64 (log-prob, nats); entropies, float32 (nats; empty if the engine gave none).
+    Per node, in pre-order: starts (first token) and parents (-1 for the root), int32; adv_pos,
+    adv_neg and weight of its trained tokens, float64; returns and advantages of the leaves,
+    float64, nan at other nodes, and empty for sequences without a group.
+
+    pred (-1 at the first), depth and end of each token follow from the nodes, as int32.
 
     Several ranks may have a part each of a tree (`learners.dealing`). A part has all nodes, those
     without tokens that lead to none of its leaves, and trains only some of its tokens.
     """
 
     token_ids: bytes
-    pred: bytes
-    depth: bytes
-    end: bytes
-    staleness: bytes
     action: bytes
+    staleness: bytes
     behaviour: bytes
     entropies: bytes
+    starts: bytes
+    parents: bytes
     adv_pos: bytes
     adv_neg: bytes
     weight: bytes
-    starts: bytes
-    parents: bytes
     returns: bytes = b""
     advantages: bytes = b""
     whole: Whole | None = None  # of which this is a part
@@ -81,21 +86,43 @@ class EncodedTree(Struct, frozen=True, array_like=True):
 
     def ints(self, name: str) -> Ints:
         """One of the int32 arrays by name."""
-        return np.frombuffer(getattr(self, name), np.int32)
+        return self._links[name] if name in LINKS else np.frombuffer(getattr(self, name), np.int32)
 
     def floats(self, name: str) -> Floats:
-        """One of the float64 arrays by name."""
-        return np.frombuffer(getattr(self, name), np.float64)
+        """One of the arrays of floats by name, float64."""
+        stored = np.frombuffer(getattr(self, name), FLOATS.get(name, np.float64))
+        return stored.astype(np.float64, copy=False)
+
+    def of_actions(self, name: str) -> Floats:
+        """Per trained token, one of the arrays of floats that are stored by node."""
+        return self.floats(name)[self.owner[self.actions()]]
 
     def actions(self) -> NDArray[np.bool_]:
         return np.frombuffer(self.action, np.bool_)
+
+    @property
+    def sizes(self) -> Ints:
+        """Tokens of each node."""
+        stops = np.append(self.ints("starts")[1:], np.int32(self.num_tokens))
+        return (stops - self.ints("starts")).astype(np.int32)
+
+    @cached_property
+    def owner(self) -> Longs:
+        """The node of each token."""
+        sizes = self.sizes
+        return np.repeat(np.arange(len(sizes)), sizes)
+
+    @cached_property
+    def _links(self) -> dict[str, Ints]:
+        found = _links(self.ints("starts"), self.sizes, self.ints("parents"))
+        return dict(zip(LINKS, found, strict=True))
 
     @property
     def max_staleness(self) -> int:
         """Of the trained tokens of the whole tree; 0 when all are of the current version."""
         if self.whole is not None:
             return self.whole.max_staleness
-        return int(self.ints("staleness")[self.actions()].max(initial=0))
+        return int(self.ints("staleness").max(initial=0))
 
 
 def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> EncodedTree:
@@ -105,41 +132,38 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
     it, and if a turn has tokens without log-probs.
     """
     order = _preorder(tree, credit)
-    place = {node.index: i for i, (node, _) in enumerate(order)}
-    parents = np.array(
-        [-1 if node.parent is None else place[node.parent] for node, _ in order], np.int32
-    )
-    num_actions = np.array([len(node.action_ids) for node, _ in order], np.int32)
-    texts = [node.action_ids + (node.observation_ids if inner else []) for node, inner in order]
-    sizes = np.array([len(text) for text in texts], np.int32)
-    for node, _ in order:
+    nodes = [node for node, _ in order]
+    place = {node.index: i for i, node in enumerate(nodes)}
+    parents = [-1 if node.parent is None else place[node.parent] for node in nodes]
+    texts: list[Sequence[int]] = []  # of each node what it sampled, then what it observed
+    for node, is_inner in order:
         if len(node.logprobs) != len(node.action_ids):
             raise DataError(f"{tree.task.id}: node {node.index} has tokens without log-probs")
-    starts = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int32)
-    owner = np.repeat(np.arange(len(order)), sizes)
-    action = np.arange(len(owner)) - starts[owner] < num_actions[owner]
-    indices = np.array([node.index for node, _ in order])
-
-    def per_action(values: list[list[float]]) -> Floats:
-        out = np.zeros(len(owner))
-        out[action] = [value for node_values in values for value in node_values]
-        return out
-
-    figures = {"behaviour": per_action([node.logprobs for node, _ in order])}
-    if all(len(node.entropies) == len(node.action_ids) for node, _ in order):
-        figures["entropies"] = per_action([node.entropies for node, _ in order])
-    for name in ("adv_pos", "adv_neg", "weight"):
-        figures[name] = getattr(credit, name)[indices][owner] * action
-    for name in ("returns", "advantages"):
-        figures[name] = getattr(credit, name)[indices]
-    staleness = np.zeros(len(owner), np.int32)
-    versions = [version for node, _ in order for version in _versions(node, tree.policy_version)]
-    staleness[action] = policy_version - np.array(versions, np.int32)
-    token_ids = [token for text in texts for token in text]
-    encoded = from_arrays(token_ids, action, starts, parents, staleness, **figures)
-    if np.any(action & (encoded.ints("pred") < 0)):
+        texts += [node.action_ids, node.observation_ids if is_inner else ()]
+    sizes = np.array([len(text) for text in texts], np.int32)
+    action = np.repeat(np.arange(len(sizes)) % 2 == 0, sizes)
+    starts = np.concatenate(([0], np.cumsum(sizes)[1:-1:2])).astype(np.int32)
+    indices = np.array([node.index for node in nodes])
+    figures: dict[str, ArrayLike] = {
+        name: getattr(credit, name)[indices]
+        for name in ("adv_pos", "adv_neg", "weight", "returns", "advantages")
+    }
+    figures["behaviour"] = _joined("f", [node.logprobs for node in nodes])
+    if all(len(node.entropies) == len(node.action_ids) for node in nodes):
+        figures["entropies"] = _joined("f", [node.entropies for node in nodes])
+    staleness = policy_version - _versions(nodes, tree.policy_version)
+    own = sizes.reshape(-1, 2).sum(1)
+    above = path_sums(own.astype(np.float64), np.array(parents)) - own
+    if np.any((sizes[::2] > 0) & (above == 0)):
         raise DataError(f"{tree.task.id}: the prompt is empty")
-    return encoded
+    return from_arrays(_joined("i", texts), action, starts, parents, staleness, **figures)
+
+
+def _joined(code: str, parts: Sequence[Sequence[Any]]) -> NDArray[Any]:
+    whole: array[Any] = array(code)
+    for part in parts:
+        whole.extend(part)
+    return np.asarray(whole)
 
 
 def from_arrays(
@@ -150,28 +174,29 @@ def from_arrays(
     staleness: ArrayLike = (),
     **figures: ArrayLike,
 ) -> EncodedTree:
-    """A tree from arrays as in `EncodedTree`, in pre-order. `figures` are its float64 arrays,
+    """A tree from arrays as in `EncodedTree`, in pre-order. `figures` are its arrays of floats,
     `weight` among them; others that are left out are 0, or empty where they may be."""
-    num_tokens = len(action)
-    ints = (np.asarray(one, np.int32) for one in (token_ids, starts, parents, staleness))
-    ids, first, above, age = ints
-    pred, depth, end = _links(first, np.diff(np.append(first, num_tokens)), above)
-    zeros = np.zeros(num_tokens)
-    defaults = {"entropies": zeros[:0], "behaviour": zeros, "adv_pos": zeros, "adv_neg": zeros}
+    num_actions, num_nodes = int(action.sum()), len(np.asarray(starts))
+    age = np.asarray(staleness, np.int32)
+    ints = (np.asarray(one, np.int32).tobytes() for one in (token_ids, starts, parents))
+    ids, first, above = ints
+    defaults = {
+        "behaviour": np.zeros(num_actions),
+        "entropies": np.zeros(0),
+        "adv_pos": np.zeros(num_nodes),
+        "adv_neg": np.zeros(num_nodes),
+    }
+    packed: dict[str, Any] = {
+        name: np.asarray(one, FLOATS.get(name, np.float64)).tobytes()
+        for name, one in (defaults | figures).items()
+    }
     return EncodedTree(
-        token_ids=ids.tobytes(),
-        pred=pred.tobytes(),
-        depth=depth.tobytes(),
-        end=end.tobytes(),
-        staleness=(age if len(age) else zeros.astype(np.int32)).tobytes(),
+        token_ids=ids,
         action=action.tobytes(),
-        starts=first.tobytes(),
-        parents=above.tobytes(),
-        whole=None,
-        **{
-            name: np.asarray(one, np.float64).tobytes()
-            for name, one in (defaults | figures).items()
-        },
+        staleness=(age if len(age) else np.zeros(num_actions, np.int32)).tobytes(),
+        starts=first,
+        parents=above,
+        **packed,
     )
 
 
@@ -183,7 +208,12 @@ def encode_sequence(token_ids: Sequence[int], mask: Sequence[bool]) -> EncodedTr
     action = np.array(mask, np.bool_)
     if len(action) != len(token_ids) or not action.any() or action[0]:
         raise DataError("a sequence needs a mask of its length, with a True, not at its start")
-    return from_arrays(token_ids, action, [0], [-1], weight=action.astype(np.float64))
+    return from_arrays(token_ids, action, [0], [-1], weight=[1.0])
+
+
+def encoded_nodes(tree: TrajectoryTree, credit: TreeCredit) -> list[Node]:
+    """The nodes of an EncodedTree, in its order."""
+    return [node for node, _ in _preorder(tree, credit)]
 
 
 def _preorder(tree: TrajectoryTree, credit: TreeCredit) -> list[tuple[Node, bool]]:
@@ -220,14 +250,23 @@ def _links(starts: Ints, sizes: Ints, parents: Ints) -> tuple[Ints, Ints, Ints]:
     return pred, depth, np.repeat(stop, sizes).astype(np.int32)
 
 
-def _versions(node: Node, default: int) -> list[int]:
-    versions = [default] * len(node.action_ids)
-    for span in node.version_spans:
-        versions[span.start : span.end] = [span.version] * (span.end - span.start)
-    return versions
+def _versions(nodes: Sequence[Node], default: int) -> Longs:
+    """Of each sampled token; `default` where no span says."""
+    versions, counts = [], []
+    for node in nodes:
+        size, spans = len(node.action_ids), node.version_spans
+        if len(spans) == 1 and spans[0].start == 0 and spans[0].end == size:
+            versions.append(spans[0].version)
+            counts.append(size)
+            continue
+        found = [default] * size
+        for span in spans:
+            found[span.start : span.end] = [span.version] * (span.end - span.start)
+        versions += found
+        counts += [1] * size
+    return np.repeat(np.array(versions, np.int64), counts)
 
 
-Longs = NDArray[np.int64]
 T = TypeVar("T")
 
 
@@ -250,19 +289,16 @@ class ActionTokens:
 
     @classmethod
     def of(cls, trees: Sequence[EncodedTree]) -> ActionTokens:
-        masks = [tree.actions() for tree in trees]
-
         def gather(name: str) -> Floats:
-            parts = [tree.floats(name)[m] for tree, m in zip(trees, masks, strict=True)]
-            return np.concatenate([np.zeros(0), *parts])
+            return np.concatenate([np.zeros(0), *(tree.of_actions(name) for tree in trees)])
 
         entropies = [
-            tree.floats("entropies")[mask] if tree.entropies else np.full(mask.sum(), np.nan)
-            for tree, mask in zip(trees, masks, strict=True)
+            tree.floats("entropies") if tree.entropies else np.full(tree.num_action_tokens, np.nan)
+            for tree in trees
         ]
-        staleness = [tree.ints("staleness")[m] for tree, m in zip(trees, masks, strict=True)]
+        staleness = [tree.ints("staleness") for tree in trees]
         return cls(
-            behaviour=gather("behaviour"),
+            behaviour=np.concatenate([np.zeros(0), *(tree.floats("behaviour") for tree in trees)]),
             entropies=np.concatenate([np.zeros(0), *entropies]),
             adv_pos=gather("adv_pos"),
             adv_neg=gather("adv_neg"),
@@ -430,9 +466,7 @@ class LeafMap:
         counts, homes = [none], [none.astype(np.bool_)]
         num_nodes = 0
         for number, tree in enumerate(trees):
-            starts = tree.ints("starts").astype(np.int64)
-            sizes = np.diff(np.append(starts, tree.num_tokens))
-            owner = np.repeat(np.arange(len(starts)), sizes)
+            starts, owner = tree.ints("starts"), tree.owner
             parent = tree.ints("parents").astype(np.int64)
             nodes.append(owner[tree.actions()] + num_nodes)
             parents.append(np.where(parent < 0, -1, parent + num_nodes))
@@ -461,7 +495,7 @@ class LeafMap:
             group=np.concatenate(groups)[is_leaf],
             returns=returns,
             advantages=advantages,
-            lengths=_path_sums(num_actions, parent)[is_leaf],
+            lengths=path_sums(num_actions, parent)[is_leaf],
             is_home=np.concatenate(homes)[is_leaf],
         )
 
@@ -472,7 +506,7 @@ class LeafMap:
     def to_leaves(self, values: Floats) -> Floats:
         """float64 [tokens] -> [leaves]: sum over the trained tokens of each trajectory."""
         per_node = np.bincount(self.node, values, minlength=len(self.parent))
-        return _path_sums(per_node.astype(np.float64), self.parent)[self.leaf_node]
+        return path_sums(per_node.astype(np.float64), self.parent)[self.leaf_node]
 
     def over_parts(self, values: Floats, gather: Gather) -> Floats:
         """float64 [leaves], each summed over the ranks that have a part of its tree, in the order
@@ -523,7 +557,7 @@ def leaf_ranges(parent: Longs) -> tuple[NDArray[np.bool_], Longs, Longs]:
     return is_leaf, first, last
 
 
-def _path_sums(values: Floats, parent: Longs) -> Floats:
+def path_sums(values: Floats, parent: Ints | Longs) -> Floats:
     """Per node: the sum of `values` over the path that ends with it."""
     sums = values.copy()
     for i, above in enumerate(parent.tolist()):

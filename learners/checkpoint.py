@@ -32,7 +32,7 @@ from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from agentenv.disk import finished_folder, replace_folder, sync
+from agentenv.disk import finished_folder, replace_folder, sync, write_whole
 from agentenv.errors import DataError, LearnerError
 from learners.lora import LoRAConfig
 from learners.tensor_file import Place, write_tensors
@@ -315,7 +315,7 @@ def _write_shard(backend: RankBackend, partial: Path, reference: Held | None) ->
 
 
 def _finish(meta: Meta, partial: Path, directory: Path) -> None:
-    (partial / META).write_bytes(msgspec.json.format(msgspec.json.encode(meta)))
+    write_whole(partial / META, msgspec.json.format(msgspec.json.encode(meta)))
     replace_folder(partial, directory)
 
 

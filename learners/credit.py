@@ -48,6 +48,11 @@ class TreeCredit:
         return bool(np.any(self.adv_pos) or np.any(self.adv_neg))
 
 
+def counted_leaves(tree: TrajectoryTree, credit: TreeCredit) -> list[Node]:
+    """The leaves that are in the group: neither failed nor masked."""
+    return [tree.nodes[index] for index in np.flatnonzero(~np.isnan(credit.advantages)).tolist()]
+
+
 def group_advantages(rewards: Sequence[float] | Floats, *, norm_by_std: bool = True) -> Floats:
     """(r - mean) / (std + 1e-6) over one group, std unbiased (GRPO, Shao 2024, section 4.1.2).
 

@@ -17,19 +17,21 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import ArrayLike
 
-from learners.batch import EncodedTree, Whole, from_arrays, leaf_ranges
+from learners.batch import EncodedTree, Whole, from_arrays, leaf_ranges, path_sums
 
 PAIR_COST = 1e-4  # of an attention pair, in tokens outside attention: a model of about 1e9 weights
 MIN_GAIN = 0.003  # what dividing a tree has to take off the rank with the most
-PER_TOKEN = ("behaviour", "entropies", "adv_pos", "adv_neg", "weight")
+PER_TOKEN, PER_NODE = ("behaviour", "entropies"), ("adv_pos", "adv_neg", "weight")
 
 Hand = dict[int, list[int]]  # tree -> its trajectories, as ordinals of its leaves in pre-order
 
 
 def cost(tree: EncodedTree) -> float:
     """Work that a tree is, in tokens: each token, and each pair of a token and one it sees."""
-    depth = tree.ints("depth")
-    return tree.num_tokens + PAIR_COST * float(depth.sum(dtype="int64") + len(depth))
+    sizes = tree.sizes.astype(np.float64)
+    above = path_sums(sizes, tree.ints("parents")) - sizes
+    num_pairs = float((sizes * above + sizes * (sizes + 1) / 2).sum())
+    return tree.num_tokens + PAIR_COST * num_pairs
 
 
 def deal(trees: Sequence[EncodedTree], num_ranks: int) -> list[list[int]]:
@@ -176,37 +178,32 @@ def deal_parts(
 
 
 def _paths(tree: EncodedTree, max_tokens: int) -> Paths:
-    sizes = np.diff(np.append(tree.ints("starts"), tree.num_tokens))
-    return Paths(sizes, tree.ints("parents").tolist(), max_tokens)
+    return Paths(tree.sizes, tree.ints("parents").tolist(), max_tokens)
 
 
 def part(tree: EncodedTree, leaves: Sequence[int], number: int, *, is_home: bool) -> EncodedTree:
     """The paths to some leaves of a tree, which is number `number` of a mini-batch; all leaves are
     the tree itself. Trained are the tokens whose first leaf is among them."""
-    starts, parents = tree.ints("starts"), tree.ints("parents")
-    sizes = np.diff(np.append(starts, tree.num_tokens))
+    sizes, parents, owner = tree.sizes, tree.ints("parents"), tree.owner
     is_leaf, first, last = leaf_ranges(parents.astype(np.int64))
     if len(leaves) == is_leaf.sum():
         return tree
     chosen = np.isin(np.arange(is_leaf.sum()), leaves)
     before = np.concatenate(([0], np.cumsum(chosen)))  # chosen leaves before each one
     leads = before[last] > before[first]  # a node to one of them
-    owner = np.repeat(np.arange(len(sizes)), sizes)
-    here, is_mine = np.flatnonzero(leads[owner]), chosen[first][owner]
+    is_mine = chosen[first]  # a node whose tokens are trained here
+    here, trained = np.flatnonzero(leads[owner]), is_mine[owner[tree.actions()]]
     own_sizes = np.where(leads, sizes, 0)
     counts = np.bincount(owner[tree.actions()], minlength=len(sizes))
     whole = Whole(number, is_home, tree.max_staleness, counts.astype(np.int32).tobytes())
-    figures = {
-        name: np.where(is_mine, tree.floats(name), 0.0)[here]
-        for name in PER_TOKEN
-        if getattr(tree, name)
-    }
+    figures = {name: tree.floats(name)[trained] for name in PER_TOKEN if getattr(tree, name)}
+    figures |= {name: np.where(is_mine, tree.floats(name), 0.0) for name in PER_NODE}
     encoded = from_arrays(
         tree.ints("token_ids")[here],
-        (tree.actions() & is_mine)[here],
+        (tree.actions() & is_mine[owner])[here],
         np.cumsum(own_sizes) - own_sizes,
         parents,
-        np.where(is_mine, tree.ints("staleness"), 0)[here],
+        tree.ints("staleness")[trained],
         returns=tree.floats("returns"),
         advantages=tree.floats("advantages"),
         **figures,

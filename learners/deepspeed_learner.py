@@ -14,9 +14,11 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from agentenv.deadline import uncancelled
 from agentenv.engines.weights import Address, Group, Manifest, TransferError, Wire
 from agentenv.errors import ConfigError, EngineError, LearnerError
 from agentenv.model_files import read_model_config
+from agentenv.offload import in_thread
 from agentenv.tree import TrajectoryTree
 from learners import ranks as wire
 from learners.algorithm import Algorithm
@@ -24,6 +26,7 @@ from learners.batch import EncodedTree, encode
 from learners.credit import CreditedTree
 from learners.dealing import deal, deal_parts, idle_share
 from learners.deepspeed_settings import deepspeed_settings
+from learners.entropies import Share, give_back
 from learners.learner import (
     Agreement,
     LearnerConfig,
@@ -140,7 +143,7 @@ class DeepSpeedLearner:
         try:
             await ranks.start(config.start_timeout_s)
             init = wire.Init.of(config, algorithm, _absolute(model_dir), seed, ranks.store)
-            await learner._call([init] * config.num_ranks, config.start_timeout_s)
+            await ranks.call([init] * config.num_ranks, config.start_timeout_s)
         except BaseException:
             await learner.close()
             raise
@@ -160,10 +163,10 @@ class DeepSpeedLearner:
         groups_per_minibatch allows; without one no step is taken."""
         if not groups:
             return {"num_trained": 0.0, "num_steps": 0.0}
-        encoded = await asyncio.to_thread(self._encode, groups)
+        encoded = await in_thread(self._encode, groups)
         count = -(-len(encoded) // self.config.groups_per_minibatch)
         cuts = list(pairwise(len(encoded) * i // count for i in range(count + 1)))
-        dealt = [await asyncio.to_thread(self._deal, encoded[slice(*cut)]) for cut in cuts]
+        dealt = [await in_thread(self._deal, encoded[slice(*cut)]) for cut in cuts]
         shares = zip(*(parts for parts, _ in dealt), strict=True)
         commands = [wire.Update(list(share), lr_scale, agreement) for share in shares]
         replies = await self._call_teams(commands)
@@ -171,6 +174,11 @@ class DeepSpeedLearner:
             span = slice(*cuts[int(step["minibatch"])])
             trees = [tree for tree, _ in groups[span]]
             self.evidence.save(step, self._policy_version, trees, encoded[span])
+        for number, (cut, (parts, _)) in enumerate(zip(cuts, dealt, strict=True)):
+            span = slice(*cut)
+            told = ("entropies", "proximal", "logprobs")
+            found = [_shares(parts, replies, name, number) for name in told]
+            await in_thread(give_back, groups[span], encoded[span], *found)
         metrics = {"num_trained": float(len(encoded)), **replies[0].metrics}
         once = self.config.num_epochs_per_batch * sum(tree.num_tokens for tree in encoded)
         metrics["computed_over_unique"] = metrics.pop("num_computed_tokens") / once
@@ -275,9 +283,20 @@ class DeepSpeedLearner:
     async def _exchange(
         self, commands: Sequence[wire.Message], timeout_s: float | None = None
     ) -> list[wire.Done]:
-        replies = await self.ranks.call(commands, timeout_s or self.config.command_timeout_s)
+        """A cancelled caller waits for the ranks, which know no half of a command and cannot be
+        saved behind one; `close` ends what takes too long."""
+        exchange = self.ranks.call(commands, timeout_s or self.config.command_timeout_s)
+        replies = await uncancelled(exchange)
         self._policy_version = replies[0].policy_version
         return replies
+
+
+def _shares(
+    parts: Sequence[Sequence[EncodedTree]], replies: Sequence[wire.Done], name: str, minibatch: int
+) -> list[Share]:
+    """Of each rank its trees in a mini-batch, and figures that it told of them."""
+    told = [getattr(reply, name) for reply in replies]
+    return [(one, of[minibatch] if of else []) for one, of in zip(parts, told, strict=True)]
 
 
 def _check(config: LearnerConfig, algorithm: Algorithm, model_dir: Path) -> None:

@@ -53,27 +53,20 @@ def encode_pair(chosen: Answer, rejected: Answer) -> EncodedTree:
     if shared < 1:
         raise DataError("the chosen and the rejected answer begin with different prompts")
     rest = len(ids) - shared
-    total = shared + rest + len(other_ids) - shared
-    place = np.arange(total)
-    action = np.concatenate([mask, other_mask[shared:]])
-    is_chosen = action & (place < shared + rest)
-    is_rejected = action & ((place < shared) | (place >= shared + rest))
     return from_arrays(
         np.concatenate([ids, other_ids[shared:]]),
-        action,
+        np.concatenate([mask, other_mask[shared:]]),
         starts=[0, shared, shared + rest],
         parents=[-1, 0, 0],
-        adv_pos=is_chosen * 1.0,
-        adv_neg=is_rejected * -1.0,
-        weight=is_chosen * 1.0 + is_rejected,
+        adv_pos=[1.0, 1.0, 0.0],
+        adv_neg=[-1.0, 0.0, -1.0],
+        weight=[2.0, 1.0, 1.0],
     )
 
 
 def with_reference(pair: EncodedTree, logprobs: Sequence[float]) -> EncodedTree:
     """The pair with the reference policy's log-probs of its trained tokens, in their order."""
-    behaviour = np.zeros(pair.num_tokens)
-    behaviour[pair.actions()] = logprobs
-    return replace(pair, behaviour=behaviour.tobytes())
+    return replace(pair, behaviour=np.asarray(logprobs, np.float64).tobytes())
 
 
 @dataclass(frozen=True)

@@ -272,7 +272,7 @@ def copy_files(source: Path, directory: Path, dtype: str) -> None:
         if not path.is_file() or path.name in NOT_OF_THE_MODEL or target.exists():
             continue
         if path.name == "config.json":
-            target.write_text(_config_with(path, dtype), encoding="utf-8")
+            write_whole(target, _config_with(path, dtype))
         elif not path.name.endswith(SKIPPED_SUFFIXES):
             try:
                 os.link(path, target)

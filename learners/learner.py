@@ -181,6 +181,27 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
             extra=ESSENTIAL,
         ),
     ] = False
+    compile: Annotated[
+        bool,
+        Meta(
+            description="compile the feed-forward part and the norms of every layer with "
+            "torch.compile, which needs a C++ compiler; not with zero_stage 3"
+        ),
+    ] = False
+    fused: Annotated[
+        Literal["none", "liger"],
+        Meta(
+            description="norms, rotary positions and feed-forward parts by the kernels of "
+            "liger-kernel, on GPUs; the head stays as it is, entropies and their gradient with it"
+        ),
+    ] = "none"
+    allocator: Annotated[
+        str,
+        Meta(
+            description="PYTORCH_ALLOC_CONF of ranks started here, as expandable_segments:True "
+            "against memory lost between micro-batches of different lengths; empty: torch's own"
+        ),
+    ] = ""
     deepspeed_config: Annotated[
         str,
         Meta(
@@ -251,6 +272,9 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
             (self.offload == "params" and self.zero_stage != 3, OFFLOAD_PARAMS_NEEDS_3),
             ((self.launch == "external") != bool(self.address), EXTERNAL_NEEDS_ADDRESS),
             (self.num_ranks % self.context_parallel, TEAMS_NEED_RANKS),
+            (self.compile and self.zero_stage == 3, COMPILE_NEEDS_WEIGHTS),
+            (self.compile and self.fused != "none", COMPILED_OR_FUSED),
+            (self.launch == "external" and self.allocator, ALLOCATOR_IS_LOCAL),
         ):
             if wrong:
                 raise ConfigError(text.format(self))
@@ -309,6 +333,17 @@ TEAMS_NEED_RANKS = (
     "learner.context_parallel = {0.context_parallel} does not divide learner.num_ranks = "
     "{0.num_ranks}: so many ranks compute a micro-batch together; change one of them"
 )
+COMPILE_NEEDS_WEIGHTS = (
+    "learner.compile with learner.zero_stage = 3: weights are gathered before each module computes,"
+    " for which a compiled one would not wait; lower zero_stage, or set compile = false"
+)
+COMPILED_OR_FUSED = (
+    "learner.compile and learner.fused = {0.fused} replace the same layers; choose one of them"
+)
+ALLOCATOR_IS_LOCAL = (
+    "learner.allocator is for ranks started here; with learner.launch = external set "
+    "PYTORCH_ALLOC_CONF = {0.allocator} where they are started"
+)
 
 
 def check_heads(num_heads: int, size: int) -> None:
@@ -345,7 +380,9 @@ class Learner(Protocol):
         lr_scale: float = 1.0,
         agreement: Agreement = "exact",
     ) -> Metrics:
-        """Train on whole groups, each a tree with its credit: one optimizer step per mini-batch."""
+        """Train on whole groups, each a tree with its credit: one optimizer step per mini-batch.
+        Trees without entropies get those of their trained tokens, exact ones under the weights with
+        which the token was computed first, and nan elsewhere; all get `scored`."""
         ...
 
     async def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float = 1.0) -> Metrics:

@@ -78,6 +78,12 @@ class MiniBatch:
     entropy_mean: float
     entropy_std: float
     metrics: Metrics = field(default_factory=dict)
+    told: Floats = field(init=False)  # entropies, nan until a pass has computed them
+    logprobs: Floats = field(init=False)  # of the pass that trained a token first
+
+    def __post_init__(self) -> None:
+        self.told = self.entropies.copy()
+        self.logprobs = np.full(len(self.proximal), np.nan)
 
     def loss_batch(
         self, index: np.ndarray, like: Tensor, terms: tuple[Floats, Floats] | None
@@ -104,6 +110,24 @@ class MiniBatch:
             value=value,
             slope=slope,
         )
+
+    def tell(self, index: np.ndarray, logprobs: Tensor, entropies: Tensor) -> None:
+        """Keep the figures of the tokens at `index` that are not known yet."""
+        for known, values in ((self.logprobs, logprobs), (self.told, entropies)):
+            unknown = np.isnan(known[index])
+            if unknown.any():
+                known[index[unknown]] = values.detach().double().cpu().numpy()[unknown]
+
+    @property
+    def measured(self) -> Floats:
+        """Proximal log-probs, nan where they are those of the engine."""
+        return np.where(self.is_measured, self.proximal, np.nan)
+
+    @property
+    def computed(self) -> Floats:
+        """Entropies, nan where they are those of the engine."""
+        brought = ~np.isnan(self.tokens.entropies)
+        return np.where(brought & ~self.is_measured, np.nan, self.told)
 
     def terms(self, algorithm: Algorithm, current: Floats, gather: Gather) -> tuple[Floats, Floats]:
         """Value and slope per token of a loss that clips whole trajectories; `current` are the

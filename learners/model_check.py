@@ -63,10 +63,10 @@ SIZES = {
 SPREAD = 0.15  # of random weights: log-probs differ from token to token, and with what is seen
 
 
-def check_model(directory: Path, team: int = 1) -> None:
+def check_model(directory: Path, team: int = 1, *, compiled: bool = False) -> None:
     """Raises ConfigError, with the family and the likely reason, for a model that is computed
-    wrongly here, or of which no small one can be made; and for one that a team of so many ranks
-    cannot compute together."""
+    wrongly here, or of which no small one can be made; for one that a team of so many ranks cannot
+    compute together; and, with `compiled`, where torch.compile fails or changes it."""
     config = AutoConfig.from_pretrained(directory)
     family = f"{directory}: the family {config.model_type}"
     recurrent = recurrent_kinds(config)
@@ -90,9 +90,31 @@ def check_model(directory: Path, team: int = 1) -> None:
             f"{family} is not supported: on random weights its log-probs here are {apart:.2g} nats "
             f"from transformers' own, at most {TOLERANCE:g} expected; {reason(config)}"
         )
+    if compiled:
+        _check_compiled(family, config)
 
 
-def distance(config: Any) -> float:
+def _check_compiled(family: str, config: Any) -> None:
+    try:
+        apart = distance(small(config), compiled=True)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a compiler raises
+        told = (str(error) or type(error).__name__).strip().splitlines()[0]
+        raise ConfigError(
+            f"learner.compile: torch.compile fails here for {family}: {told}; it needs a C++ "
+            "compiler (g++); install one, or set learner.compile = false"
+        ) from error
+    finally:
+        torch.compiler.reset()
+    if not apart <= TOLERANCE:
+        raise ConfigError(
+            f"learner.compile: compiled, {family} is {apart:.2g} nats from transformers' own, at "
+            f"most {TOLERANCE:g} expected; set learner.compile = false"
+        )
+
+
+def distance(config: Any, *, compiled: bool = False) -> float:
     """The largest difference of a log-prob, nats, between the two ways for a random model."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -103,7 +125,7 @@ def distance(config: Any) -> float:
         trees = list(examples())
         expected = torch.cat([_alone(model, tree) for tree in trees])
         (batch,) = pack(trees, 1 << 20)
-        policy = Policy(model)
+        policy = Policy(model, compiled=compiled)
         found, _, _ = policy(*tensors(batch, torch.device("cpu")))
         order = torch.from_numpy(batch.index).argsort()
         return float((found[order] - expected).abs().max())
@@ -117,7 +139,7 @@ def examples() -> Iterator[EncodedTree]:
         action = np.arange(total) > 0
         ids = rng.integers(1, VOCABULARY, total)
         starts = np.cumsum([0, *sizes[:-1]]).tolist()
-        yield from_arrays(ids, action, starts, parents, weight=action.astype(np.float64))
+        yield from_arrays(ids, action, starts, parents, weight=np.ones(len(sizes)))
 
 
 def _alone(model: Any, tree: EncodedTree) -> Tensor:

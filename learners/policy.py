@@ -13,6 +13,7 @@ chunk, which keeps its probabilities.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -233,10 +234,11 @@ class Policy(nn.Module):
 
     The model's attention and head are replaced by ones that compute the same and can more; its
     parameters stay the objects they were. `checkpointing` keeps only the inputs of each layer for
-    the backward pass and computes the rest again. Raises ConfigError for unsuitable models.
+    the backward pass and computes the rest again; `compiled`: see `compile_parts`. Raises
+    ConfigError for unsuitable models.
     """
 
-    def __init__(self, model: Any, *, checkpointing: bool = False) -> None:
+    def __init__(self, model: Any, *, checkpointing: bool = False, compiled: bool = False) -> None:
         super().__init__()
         self.model = model
         causal = _without_adapters(model)
@@ -253,6 +255,8 @@ class Policy(nn.Module):
             causal.set_output_embeddings(LogprobHead.of(head, shape))
         if checkpointing:
             _checkpoint_layers(causal)
+        if compiled:
+            compile_parts(causal)
         self._balance: Any = None
         self.router_loss: Tensor | None = None  # of the last forward pass
 
@@ -361,6 +365,49 @@ def _checkpoint_layers(model: Any) -> None:
     # Layers checkpoint in training mode only; what is inside them stays in the mode it has.
     for layer in model.base_model.layers:
         layer.training = True
+
+
+def compile_parts(model: Any) -> None:
+    """Compile the feed-forward parts and the norms, for any number of tokens; layers share what is
+    compiled. Attention stays: its blocks differ from batch to batch, and on a GPU FlexAttention is
+    compiled by itself. Raises ConfigError where there is nothing to compile."""
+    parts = list(_parts(model.base_model))
+    if not parts:
+        raise ConfigError(
+            f"learner.compile: {type(model).__name__} has no feed-forward part or norm that is "
+            "known here; set learner.compile = false"
+        )
+    for part in parts:
+        part.forward = torch.compile(part.forward, dynamic=True)
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if type(child).__name__.endswith(("MLP", "Norm")):
+            yield child
+        else:
+            yield from _parts(child)
+
+
+def use_liger(model: Any) -> None:
+    """Norms, rotary positions and feed-forward parts by liger-kernel. Raises ConfigError where it
+    cannot be used."""
+    kind, instead = model.config.model_type, "set learner.fused = none"
+    if not torch.cuda.is_available():
+        raise ConfigError(f"learner.fused = liger: its kernels run on GPUs only; {instead}")
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
+        from transformers.integrations.liger import apply_liger_kernel
+    except ImportError as error:
+        raise ConfigError(
+            f"learner.fused = liger: liger-kernel cannot be imported ({error}): install it with "
+            f"pip install liger-kernel, or {instead}"
+        ) from error
+    if kind not in known:
+        raise ConfigError(
+            f"learner.fused = liger: it has no kernels for the family {kind}; {instead}"
+        )
+    apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
 
 
 def tensors(batch: MicroBatch, device: torch.device, team: Team | None = None) -> tuple[Any, ...]:

@@ -31,6 +31,7 @@ from msgspec.structs import asdict
 import learners
 from agentenv.engines.weights import Address, Bucket, Group, Wire
 from agentenv.errors import ConfigError, LearnerError
+from agentenv.offload import kill, start_process
 from learners.algorithm import Algorithm
 from learners.batch import EncodedTree
 from learners.learner import Agreement, LearnerConfig, OptimizerConfig, Score
@@ -192,6 +193,7 @@ class Done(Message):
     """Answer to every command; only the fields that it has to fill are filled.
 
     steps: metrics of the optimizer steps that were skipped, with "minibatch" and "epoch".
+    entropies, proximal, logprobs: of an update, by mini-batch and tree; see learners.entropies.
     problem: what went wrong in a broadcast, which is no failure of the rank.
     """
 
@@ -199,6 +201,9 @@ class Done(Message):
     steps: list[dict[str, float]] = []
     metrics: dict[str, float] = {}
     scores: list[Score] = []
+    entropies: list[list[bytes]] = []
+    proximal: list[list[bytes]] = []
+    logprobs: list[list[bytes]] = []
     buckets: list[Bucket] = []
     address: Address | None = None
     problem: str = ""
@@ -246,6 +251,7 @@ def unpack_command(body: bytes) -> Command:
 
 
 CLOSE_TIMEOUT_S = 5.0
+HELLO_S = 30.0  # for who connects to say who it is
 LOG_TAIL_BYTES = 2000
 PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(learners.__file__)))
 CHOSEN_ELSEWHERE = ("MASTER_ADDR", "MASTER_PORT")  # of another job that this one was started in
@@ -289,7 +295,10 @@ class RankLink:
             if idle:
                 self._writer.write(pack_frame(Stop()))
             self._writer.close()
-            await self._writer.wait_closed()
+            with contextlib.suppress(TimeoutError):  # it does not read what was sent before
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._writer.wait_closed()
+            self._writer.transport.abort()
         if self.process is None:
             return
         if idle:
@@ -330,23 +339,30 @@ async def spawn(
     address: str,
     token: str,
     gpus: Sequence[str] = (),
+    allocator: str = "",
 ) -> asyncio.subprocess.Process:
     """Start a rank on this machine, in a session of its own."""
     with open_log(log_path) as log:
-        return await asyncio.create_subprocess_exec(
+        return await start_process(
             sys.executable,
             "-m",
             "learners.worker",
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=environment(rank, num_ranks, num_threads, address, token, gpus),
+            env=environment(rank, num_ranks, num_threads, address, token, gpus, allocator),
             start_new_session=True,
         )
 
 
 def environment(
-    rank: int, num_ranks: int, num_threads: int, address: str, token: str, gpus: Sequence[str] = ()
+    rank: int,
+    num_ranks: int,
+    num_threads: int,
+    address: str,
+    token: str,
+    gpus: Sequence[str] = (),
+    allocator: str = "",
 ) -> dict[str, str]:
     """All environment variables of a rank on this machine."""
     path = os.pathsep.join(filter(None, [PACKAGES, os.environ.get("PYTHONPATH")]))
@@ -363,15 +379,10 @@ def environment(
     }
     if gpus:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    if allocator:
+        found.pop("PYTORCH_CUDA_ALLOC_CONF", None)  # its older name, which torch prefers
+        found["PYTORCH_ALLOC_CONF"] = allocator
     return found
-
-
-async def kill(process: asyncio.subprocess.Process) -> None:
-    """End it now, if it has not ended."""
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
 
 
 async def read_reply(reader: asyncio.StreamReader) -> Reply:
@@ -451,7 +462,8 @@ class RankGroup:
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(*LOST, ValueError):
-                hello = await read_reply(reader)
+                async with asyncio.timeout(HELLO_S):
+                    hello = await read_reply(reader)
                 if isinstance(hello, Hello) and secrets.compare_digest(hello.token, token):
                     arrivals.put_nowait(self._link(hello, reader, writer))
                     return
@@ -485,10 +497,17 @@ class RankGroup:
 
     async def _spawn(self, address: str, token: str) -> None:
         for rank in range(self.config.num_ranks):
-            threads, log_path = self.config.num_threads, self._log_of(rank)
+            config, log_path = self.config, self._log_of(rank)
             self._processes.append(
                 await spawn(
-                    rank, self.config.num_ranks, log_path, threads, address, token, self.gpus
+                    rank,
+                    config.num_ranks,
+                    log_path,
+                    config.num_threads,
+                    address,
+                    token,
+                    self.gpus,
+                    config.allocator,
                 )
             )
 

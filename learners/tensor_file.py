@@ -17,6 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from agentenv.disk import naming
+
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -68,7 +70,7 @@ def write_tensors(
     of which there are as many. Raises ValueError for a tensor that does not fit into its place."""
     places = list(places)
     header, starts = _layout(places, metadata)
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         file.write(header)
         for place, load in zip(places, loads, strict=True):
             file.seek(len(header) + starts[place.name])

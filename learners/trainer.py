@@ -21,6 +21,7 @@ from learners.backend import RankBackend
 from learners.batch import ActionTokens, EncodedTree, MicroBatch, pack
 from learners.checkpoint import REFERENCE, Checkpoint, Held, changing, held
 from learners.credit import Floats
+from learners.entropies import split_by_tree
 from learners.learner import Agreement, LearnerConfig, Metrics, Score
 from learners.minibatch import (
     MiniBatch,
@@ -98,6 +99,10 @@ class Trainer:
         self.moved = False
         self.agreement: Agreement = "exact"  # of the engine's figures, in the update that runs
         self.skipped_steps: list[Metrics] = []  # of the last update, as evidence
+        # Of the last update, by mini-batch and tree; nan where they are the engine's.
+        self.entropies: list[list[bytes]] = []
+        self.proximal: list[list[bytes]] = []
+        self.logprobs: list[list[bytes]] = []
         self.reference = Reference(backend, algorithm.reference_every)
 
     def update(
@@ -117,6 +122,9 @@ class Trainer:
                 place = {"minibatch": float(number), "epoch": float(epoch)}
                 steps.append((place, self._policy_step(minibatch, lr_scale)))
         self.skipped_steps = [place | step for place, step in steps if step["num_skipped"]]
+        self.entropies = [split_by_tree(one.trees, one.computed) for one in prepared]
+        self.proximal = [split_by_tree(one.trees, one.measured) for one in prepared]
+        self.logprobs = [split_by_tree(one.trees, one.logprobs) for one in prepared]
         tokens = [minibatch.tokens for minibatch in prepared]
         metrics = over_steps([step for _, step in steps])
         metrics |= means(self.backend.gather_teams(behaviour_ratios(prepared)))
@@ -226,6 +234,7 @@ class Trainer:
         num_computed = self._num_computed(batches)
         for batch in self.backend.passes(batches):
             logprobs, entropies, _ = self.backend.forward(batch)
+            minibatch.tell(batch.index, logprobs, entropies)
             loss_batch = minibatch.loss_batch(batch.index, logprobs, terms)
             loss, metrics = self.algorithm.loss(loss_batch, logprobs, entropies)
             self.backend.backward(self._with_router(loss, batch, num_computed))

@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from agentenv.disk import explain
 from agentenv.errors import AgentEnvError, ConfigError, LearnerError
 from learners import checkpoint
 from learners import ranks as wire
@@ -43,7 +45,7 @@ from learners.dpo import prefer
 from learners.export import write_adapter_only, write_model
 from learners.lora import add_adapters
 from learners.model_check import check_model
-from learners.policy import Policy
+from learners.policy import Policy, use_liger
 from learners.tensor_file import stored_dtype
 from learners.trainer import Trainer
 
@@ -189,6 +191,8 @@ class Rank:
                     command.minibatches, command.lr_scale, command.agreement
                 )
                 done.steps = list(self.trainer.skipped_steps)
+                done.entropies = self.trainer.entropies
+                done.proximal, done.logprobs = self.trainer.proximal, self.trainer.logprobs
             case wire.Imitate():
                 done.metrics = self.trainer.imitate(command.sequences, command.lr_scale)
             case wire.Prefer():
@@ -285,7 +289,7 @@ def make_backend(init: wire.Init) -> DeepSpeedBackend | TorchBackend:
     model that is not computed here as it should be."""
     config = init.config
     transformers_logging.disable_progress_bar()
-    check_model(Path(init.model_dir), config.context_parallel)
+    check_model(Path(init.model_dir), config.context_parallel, compiled=config.compile)
     # In the dtype of the files, weights are mapped from them and shared by the ranks of a machine.
     model = AutoModelForCausalLM.from_pretrained(
         init.model_dir,
@@ -293,7 +297,9 @@ def make_backend(init: wire.Init) -> DeepSpeedBackend | TorchBackend:
         attn_implementation="sdpa",
     ).eval()
     dropouts = () if config.lora is None else tuple(add_adapters(model, config.lora))
-    policy = Policy(model, checkpointing=config.activation_checkpointing)
+    if config.fused == "liger":
+        use_liger(model)
+    policy = Policy(model, checkpointing=config.activation_checkpointing, compiled=config.compile)
     if config.router_loss:
         policy.balance_experts()
     kind = TorchBackend if config.backend == "torch" else DeepSpeedBackend
@@ -330,8 +336,9 @@ def serve(connection: socket.socket, meeting: Meeting, host: str = "127.0.0.1") 
                 reply = rank.run(command)
         except Exception as error:  # the command boundary: the controller decides what to do
             text = traceback.format_exc()
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            with suppress(OSError):  # the disk of the log is full
+                sys.stderr.write(text)
+                sys.stderr.flush()
             reply = failure(error, text)
         connection.sendall(wire.pack_frame(reply))
 
@@ -353,7 +360,7 @@ def failure(error: Exception, text: str) -> wire.Failed:
             reason = (str(cause) or "no memory is left").splitlines()[0]
             return wire.Failed(OUT_OF_MEMORY.format(reason), "")
         if isinstance(cause, OSError) and cause.strerror:
-            return wire.Failed(f"{cause.strerror}: {cause.filename or 'writing a file'}", "")
+            return wire.Failed(f"{cause.filename or 'writing a file'}: {explain(cause)}", "")
         cause = cause.__cause__ or cause.__context__
     return wire.Failed(f"{type(error).__name__}: {error}", text)
 

@@ -8,6 +8,7 @@ of flat layouts. Without a GPU all of it runs in small, and its figures say noth
 from __future__ import annotations
 
 import time
+from importlib.util import find_spec
 from random import Random
 from statistics import median
 
@@ -20,7 +21,7 @@ from launchers.bench import VOCABULARY, WARM_UP, count, load_shapes, make_step
 from learners.attention import TreeLayout
 from learners.baselines import GRPO
 from learners.batch import encode, pack
-from learners.policy import LogprobHead, Policy, tensors
+from learners.policy import LogprobHead, Policy, tensors, use_liger
 from tests.gpu.place import DEVICE, HAS_GPU, synchronize
 from tests.learners.trees import MODELS, random_tree, tiny_model
 
@@ -33,6 +34,8 @@ NUM_STEPS = 5 if HAS_GPU else 1
 # FlexAttention compiles for minutes on a CPU, and has no backward pass there.
 FORMS = (("cuda", "flex"), ("cuda", "dense")) if HAS_GPU else (("cpu", "dense"),)
 LEAVES = [6, 60] if HAS_GPU else [6]
+HAS_LIGER = HAS_GPU and find_spec("liger_kernel") is not None
+OPTIONS = ["compiled"] * HAS_GPU + ["liger"] * HAS_LIGER
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +103,7 @@ SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
 
 
-def random_policy(size: str) -> Policy:
+def random_policy(size: str, option: str = "") -> Policy:
     """With the configuration of Qwen2.5 of that size, or a small one on the CPU."""
     config = Qwen2Config(
         **(SIZES[size] if HAS_GPU else SMALL),
@@ -110,7 +113,9 @@ def random_policy(size: str) -> Policy:
     )
     with torch.device(DEVICE):
         model = Qwen2ForCausalLM(config).to(torch.bfloat16 if HAS_GPU else torch.float32).eval()
-    return Policy(model, checkpointing=True)
+    if option == "liger":
+        use_liger(model)
+    return Policy(model, checkpointing=True, compiled=option == "compiled")
 
 
 def seconds(step: object) -> float:
@@ -153,6 +158,9 @@ def test_speed_on_random_weights(shape: str, size: str) -> None:
             f"peak {torch.cuda.max_memory_allocated() / 1e9 if HAS_GPU else 0:.1f} GB, "
             f"{flops / times[layout] / peak:.1%} of the matrix peak"
         )
+    for option in OPTIONS:
+        took = seconds(make_step("tree", trees, random_policy(size, option)))
+        print(f"  tree, {option}: {took:.3f} s")
     counted = count("varlen", trees, policy)[2] / count("tree", trees, policy)[2]
     ratio = min(times["varlen"], times["padded"]) / times["tree"]
     print(f"  flat best over tree {ratio:.2f}, counted {counted:.2f}")

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.learners.ranks import save_tiny_model
-from tests.support.rank_nursery import RankNursery
 
 
 @pytest.fixture(autouse=True)
@@ -20,16 +19,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="package")
-def nursery() -> Iterator[RankNursery]:
-    one = RankNursery()
-    yield one
-    one.close()
-
-
-@pytest.fixture(autouse=True)
-def _forked_ranks(nursery: RankNursery, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("learners.ranks.spawn", nursery.spawn)
+@pytest.fixture(autouse=True, scope="module")
+def _forked_ranks(forked_ranks: None) -> None:
+    pass
 
 
 @pytest.fixture(scope="session")

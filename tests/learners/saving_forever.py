@@ -69,7 +69,7 @@ def save_for_ever(folder: Path, backend: RankBackend, step: int, told: int) -> N
     while True:
         fill(backend, step)
         if backend.rank == 0:
-            checkpoints.begin(step)
+            checkpoints.begin(checkpoints.path(step))
         backend.gather(None)
         partial = checkpoints.path(step).with_suffix(".partial")
         export.write_model(backend, folder / "model", partial, durable=True)

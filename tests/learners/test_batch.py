@@ -66,7 +66,7 @@ def test_parts_below_no_counted_leaf_are_left_out() -> None:
     leaf.end = "failed"
     part = encode(tree, GRPO(group_size=6).credit(tree), 0)
     assert part.num_action_tokens < whole.num_action_tokens
-    assert (part.floats("weight")[part.actions()] > 0).all()
+    assert (part.of_actions("weight") > 0).all()
 
 
 def test_staleness_counts_from_the_version_of_each_token() -> None:
@@ -76,7 +76,7 @@ def test_staleness_counts_from_the_version_of_each_token() -> None:
     node.version_spans = [VersionSpan(2, 0, 1), VersionSpan(3, 1, 3)]
     encoded = encode(tree, GRPO(group_size=6).credit(tree), 4)
     assert encoded.max_staleness == 2
-    staleness = encoded.ints("staleness")[encoded.actions()]
+    staleness = encoded.ints("staleness")
     assert (staleness == 2).sum() == 1
     assert (staleness == 1).sum() == len(staleness) - 1
 

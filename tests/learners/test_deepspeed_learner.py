@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 
 import msgspec
+import numpy as np
 import pytest
 import pytest_asyncio
 import torch
@@ -25,6 +26,7 @@ from learners.algorithm import Algorithm
 from learners.arpo import ARPO
 from learners.batch import EncodedTree, encode, encode_sequence
 from learners.deepspeed_learner import DeepSpeedLearner
+from learners.entropies import forget_entropies
 from learners.learner import LearnerConfig, OptimizerConfig
 from tests.learners.ranks import (
     OF_THE_RANKS,
@@ -97,6 +99,25 @@ async def test_update_equals_plain_torch(
     loaded = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
     found = {name: param.detach() for name, param in loaded.named_parameters()}
     assert same(found, weights_of(plain))
+
+
+async def test_trees_without_entropies_come_back_with_those_of_the_learner(
+    learner: DeepSpeedLearner, model_dir: Path
+) -> None:
+    trees = some_trees(4)
+    forget_entropies(trees)
+    groups = credited(trees, learner.algorithm)
+    plain = plain_torch(model_dir, CONFIG, torch.float32, ALGORITHM)
+    encoded = [encode(tree, credit, 0) for tree, credit in groups]
+    cut = len(encoded) // 2
+    plain.update([encoded[:cut], encoded[cut:]], 1.0)
+    await learner.update(groups)
+    found = [h for tree, _ in groups for node in tree.nodes for h in node.entropies if h == h]
+    expected = np.concatenate(
+        [np.frombuffer(part, np.float32) for share in plain.entropies for part in share]
+    )
+    assert len(found) == sum(tree.num_action_tokens for tree in encoded)
+    assert sorted(found) == sorted(expected.tolist())
 
 
 async def test_resume_is_bit_exact(learner: DeepSpeedLearner, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
 
@@ -25,6 +27,7 @@ from tests.learners.ranks import (
     uneven_trees,
 )
 from tests.learners.trees import credited, random_tree
+from tests.support.forks import Command
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,44 +87,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def starts(launcher: str) -> list[tuple[list[str], dict[str, str]]]:
-    """Commands, with environments, that start two ranks; Slurm starts each task by itself."""
-    worker = "learners.worker"
-    if launcher == "torchrun":
-        options = ["--standalone", "--nproc-per-node=2", "-m", worker]
-        return [([sys.executable, "-m", "torch.distributed.run", *options], {})]
-    if launcher == "deepspeed":
-        options = ["--num_accelerators=2", f"--master_port={free_port()}", "--module", worker]
-        return [([sys.executable, "-m", "deepspeed.launcher.runner", *options], {})]
-    return [
-        (
-            [sys.executable, "-m", worker],
-            {"SLURM_PROCID": rank, "SLURM_NTASKS": "2", "SLURM_LOCALID": rank},
-        )
-        for rank in "01"
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "slurm"])
-async def test_ranks_of_a_launcher_connect_to_the_controller(
-    launcher: str, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@asynccontextmanager
+async def controller(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """In whose environment two ranks find it; what is yielded makes an update with them."""
     address = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv(wire.TOKEN_VARIABLE, "a secret")
+    monkeypatch.setenv(wire.ADDRESS_VARIABLE, address)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config = two_ranks(zero_stage=1, launch="external", address=address)
-    environment = {**os.environ, wire.ADDRESS_VARIABLE: address, "OMP_NUM_THREADS": "1"}
-    processes = [
-        await asyncio.create_subprocess_exec(
-            *command,
-            cwd=ROOT,
-            env=environment | variables,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        for command, variables in starts(launcher)
-    ]
-    try:
+
+    async def update() -> None:
         log = tmp_path / "learner.log"
         learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, log)
         try:
@@ -129,14 +106,58 @@ async def test_ranks_of_a_launcher_connect_to_the_controller(
             assert metrics["num_steps"] == 1
         finally:
             await learner.close()
-        for process in processes:
+
+    yield update
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+async def test_ranks_of_a_launcher_connect_to_the_controller(
+    launcher: str, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {
+        "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"],
+        "deepspeed": [
+            *("deepspeed.launcher.runner", "--num_accelerators=2"),
+            *(f"--master_port={free_port()}", "--module"),
+        ],
+    }
+    async with controller(model_dir, tmp_path, monkeypatch) as update:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", *options[launcher], "learners.worker"),
+            cwd=ROOT,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        try:
+            await update()
             output, _ = await asyncio.wait_for(process.communicate(), 60.0)
             assert process.returncode == 0, output.decode()
-    finally:
-        for process in processes:
+        finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+
+
+@pytest.mark.slow
+async def test_tasks_of_slurm_connect_to_the_controller(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts each of them by itself."""
+    async with controller(model_dir, tmp_path, monkeypatch) as update:
+        with ExitStack() as stack:
+            tasks = []
+            for rank in "01":
+                with pytest.MonkeyPatch.context() as own:
+                    own.setenv("SLURM_PROCID", rank)
+                    own.setenv("SLURM_NTASKS", "2")
+                    own.setenv("SLURM_LOCALID", rank)
+                    task = Command("-m", "learners.worker", log=tmp_path / f"task-{rank}.log")
+                    tasks.append(stack.enter_context(task))
+            await update()
+            for task in tasks:
+                said = await asyncio.to_thread(task.said)
+                assert task.returncode == 0, said
 
 
 async def test_external_ranks_need_a_secret(

@@ -99,6 +99,12 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ({"backend": "torch", "optimizer": "adamw", "zero_stage": 1}, "backend = torch knows"),
         ({"launch": "external"}, "give the host:port"),
         ({"address": "0.0.0.0:1"}, "give the host:port"),
+        ({"compile": True, "optimizer": "adamw", "zero_stage": 3}, "lower zero_stage"),
+        ({"compile": True, "fused": "liger"}, "fused = liger replace the same layers"),
+        (
+            {"launch": "external", "address": "0.0.0.0:1", "allocator": "backend:native"},
+            "PYTORCH_ALLOC_CONF = backend:native where they are started",
+        ),
         ({"warmup_steps": 1, "warmup_ratio": 0.1}, "one of warmup_steps and warmup_ratio"),
         ({"min_lr_ratio": 0.1}, "schedule = linear or cosine"),
     ],

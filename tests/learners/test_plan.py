@@ -70,7 +70,7 @@ def test_arpo_threshold_mode_forks_above_tau_only() -> None:
     tree, node = make_tree(0.3)
     plan = arpo(fork_rule="threshold", beam_size=3)
     assert plan.on_fork_point(tree, node, [0.31 * UNIT], Random(0)) == 2
-    assert plan.on_fork_point(tree, node, [0.30 * UNIT], Random(0)) == 0
+    assert plan.on_fork_point(tree, node, tree.nodes[1].entropies, Random(0)) == 0
 
 
 def test_a_fork_inherits_the_baseline_of_its_root() -> None:

@@ -1,0 +1,116 @@
+"""Entropies of trained tokens come back from the ranks, exact, to the places where they belong."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from agentenv.metrics import entropy_profile, rollout_metrics
+from agentenv.tree import TrajectoryTree
+from learners.algorithm import Algorithm
+from learners.arpo import ARPO
+from learners.baselines import GRPO
+from learners.batch import ActionTokens, EncodedTree, encode
+from learners.credit import CreditedTree
+from learners.dealing import deal_parts
+from learners.entropies import forget_entropies, give_back, split_by_tree
+from learners.learner import Agreement
+from tests.learners.test_trainer_options import trainer
+from tests.learners.trees import credited, random_tree
+
+ALGORITHM = ARPO(group_size=6)
+
+
+def forgotten(algorithm: Algorithm, count: int = 3) -> list[CreditedTree]:
+    """Trees whose engine tells no entropies."""
+    trees = [random_tree(Random(i), index=i, num_leaves=5) for i in range(count)]
+    forget_entropies(trees)
+    return credited(trees, algorithm)
+
+
+def known(trees: list[TrajectoryTree]) -> list[list[float]]:
+    return [node.entropies for tree in trees for node in tree.nodes]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 7])
+def test_each_entropy_finds_its_token(num_ranks: int) -> None:
+    """Told by what the ranks say: the number of each token. Trees that brought entropies
+    keep them."""
+    groups = forgotten(ALGORITHM)
+    kept = groups[1][0]
+    for node in kept.nodes:
+        node.entropies = array("f", [0.25]) * len(node.action_ids)
+    encoded = [encode(tree, credit, 0) for tree, credit in groups]
+    marked = [_marked(tree, 1000 * number) for number, tree in enumerate(encoded)]
+    parts, _ = deal_parts(marked, num_ranks, 10**6)
+    assert num_ranks == 1 or any(one.whole is not None for share in parts for one in share)
+    found = [split_by_tree(share, ActionTokens.of(share).behaviour) for share in parts]
+    give_back(groups, marked, list(zip(parts, found, strict=True)))
+    assert {h for node in kept.nodes for h in node.entropies} == {0.25}
+    for number, ((tree, _), one) in enumerate(zip(groups, encoded, strict=True)):
+        told = [h for node in tree.nodes for h in node.entropies if not math.isnan(h)]
+        assert all(len(node.entropies) == len(node.action_ids) for node in tree.nodes)
+        if tree is not kept:
+            count = one.num_action_tokens
+            assert sorted(told) == [1000.0 * number + i for i in range(count)]
+            path = next(tree.trajectories()).path
+            assert [h for node in path for h in node.entropies] == sorted(
+                h for node in path for h in node.entropies
+            ), "in the order of the tokens"
+
+
+def _marked(tree: EncodedTree, first: int) -> EncodedTree:
+    """With the number of each trained token in place of its log-prob."""
+    values = tree.floats("behaviour").copy()
+    places = tree.actions() if len(values) == tree.num_tokens else slice(None)
+    values[places] = first + np.arange(tree.num_action_tokens)
+    return replace(tree, behaviour=values.tobytes())
+
+
+@pytest.mark.parametrize("agreement", ["close", "unknown"])
+def test_they_are_those_of_the_policy_that_is_updated(agreement: Agreement) -> None:
+    """Whether they were computed for the proximal log-probs or with the loss; and plots read
+    them, and nothing of a tree that was not trained."""
+    algorithm = GRPO(group_size=2)
+    groups = forgotten(algorithm)
+    one = trainer(algorithm)
+    encoded = [encode(tree, credit, 0) for tree, credit in groups]
+    _, expected, _ = one.figures(encoded)
+    one.update([encoded], 1.0, agreement)
+    give_back(groups, encoded, [(encoded, one.entropies[0])])
+    trees = [tree for tree, _ in groups]
+    told = [h for entropies in known(trees) for h in entropies if not math.isnan(h)]
+    assert sorted(told) == pytest.approx(sorted(expected), rel=1e-6)
+    assert not torch.tensor(told).isnan().any()
+    untrained = random_tree(Random(9), index=9)
+    forget_entropies([untrained])
+    metrics = rollout_metrics([*trees, untrained], 0)
+    assert metrics["rollout/entropy"] == pytest.approx(float(np.mean(expected)), rel=1e-6)
+    assert entropy_profile([untrained]).start.mean == []
+    assert entropy_profile(trees).start.mean
+
+
+@pytest.mark.parametrize("agreement", ["exact", "unknown"])
+def test_the_learners_logprobs_are_told_too(agreement: Agreement) -> None:
+    """Those before the update only where they were computed."""
+    algorithm = GRPO(group_size=2)
+    trees = [random_tree(Random(i), index=i, num_leaves=5) for i in range(3)]
+    groups = credited(trees, algorithm)
+    one = trainer(algorithm)
+    encoded = [encode(tree, credit, 0) for tree, credit in groups]
+    expected, _, _ = one.figures(encoded)
+    one.update([encoded], 1.0, agreement)
+    shares = [[(encoded, told[0])] for told in (one.entropies, one.proximal, one.logprobs)]
+    give_back(groups, encoded, *shares)
+    scored = [figures for tree, _ in groups for figures in tree.scored]
+    told = sorted(value for figures in scored for value in figures.logprobs)
+    assert told == pytest.approx(sorted(expected), rel=1e-6)
+    before = sorted(value for figures in scored for value in figures.proximal)
+    assert before == (pytest.approx(sorted(expected), rel=1e-6) if agreement == "unknown" else [])
+    assert all(len(tree.scored) == len(tree.nodes) for tree, _ in groups)

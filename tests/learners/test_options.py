@@ -1,0 +1,56 @@
+"""Options that are asked for where they cannot be had, and how they reach a rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor import config as inductor
+
+from agentenv.errors import ConfigError
+from learners.model_check import check_model
+from learners.policy import compile_parts, use_liger
+from learners.ranks import environment
+from tests.learners.trees import tiny_model
+
+
+def test_without_a_compiler_it_is_refused_before_weights_load(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with (
+        inductor.patch({"compile_threads": 1, "cpp.cxx": ("/nonexistent/g++",)}),
+        pytest.raises(
+            ConfigError, match=r"compile fails here for .*family qwen3: .*C\+\+ compiler"
+        ),
+    ):
+        check_model(model_dir, compiled=True)
+
+
+def test_a_model_without_parts_to_compile_is_refused() -> None:
+    model = torch.nn.Module()
+    model.base_model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="no feed-forward part or norm"):
+        compile_parts(model)
+
+
+def test_liger_is_asked_for_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"kernels run on GPUs only; set learner.fused = none"):
+        use_liger(tiny_model())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(ConfigError, match=r"cannot be imported .* pip install liger-kernel"):
+        use_liger(tiny_model())
+
+
+def test_the_allocator_reaches_a_rank_under_the_name_that_torch_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")  # torch prefers it
+    rank = 0, 1, 1, "127.0.0.1:1", "token"
+    assert environment(*rank)["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+    found = environment(*rank, allocator="expandable_segments:True")
+    assert found["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in found
