@@ -10,7 +10,6 @@ need. `launchers/checks.py` asks an Assembly for its parts in the order that fin
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import importlib
 import inspect
@@ -28,6 +27,7 @@ from agentenv.env import close_shared
 from agentenv.errors import ConfigError, DataError
 from agentenv.model_files import read_eos_ids
 from agentenv.native import NativeConfig, NativeRenderer
+from agentenv.offload import in_thread
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import Renderer, TagRenderer, TagsConfig
 from agentenv.types import Info, Limits, Message, Task
@@ -114,7 +114,7 @@ class Assembly(Generic[C]):
         model = await self.model()
         if model is None:
             return None
-        return await asyncio.to_thread(load_tokenizer, model, self.has_weights)
+        return await in_thread(load_tokenizer, model, self.has_weights)
 
     async def renderers(self) -> Mapping[str, Renderer]:
         """Every renderer that the command needs, by the name of its set."""
@@ -131,7 +131,7 @@ class Assembly(Generic[C]):
         it."""
         if run.setup and self.checkpoint is None:
             setup = load_function(run.setup, "run.setup")
-            told = await asyncio.to_thread(setup, self.folder, run.seed)
+            told = await in_thread(setup, self.folder, run.seed)
             if isinstance(told, str):
                 self.say(told)
         return find_checkpoint(self.resolve(path))
@@ -165,8 +165,7 @@ class Questions(NamedTuple):
 class AskingAssembly(Assembly[Asking]):
     """The parts of a command that asks `sets` of questions, with models beside the policy.
 
-    `logs` is where servers of roles write theirs, `folder` unless given. `try_graders`: the rows
-    have answers.
+    Servers of roles have their logs in `folder`. `try_graders`: the rows have answers.
     """
 
     is_whole = False  # all rows of a run are there: an environment that no row meets is a mistake
@@ -180,12 +179,11 @@ class AskingAssembly(Assembly[Asking]):
         checkpoint: Path | None = None,
         *,
         sets: Mapping[str, SetConfig],
-        logs: Path | None = None,
     ) -> None:
         super().__init__(config, folder, stack, say, checkpoint)
         self.sets = sets
         self.try_graders = True
-        self.servers = ServerFactory(logs or folder, stack, say)
+        self.servers = ServerFactory(folder, stack, say)
 
     async def contexts(self) -> Sequence[int]:
         """Tokens of prompt and response that each engine can hold, as far as that is known."""

@@ -3,6 +3,10 @@
     python launchers/bench.py learner [--json FILE] [--shapes NAME ...] [--repeats N] [--dense]
     python launchers/bench.py deal [--json FILE]
     python launchers/bench.py overhead [--json FILE] [--sizes N ...]
+    python launchers/bench.py load [--json FILE] [--faults NAME ...] [--scale S]
+    python launchers/bench.py chaos [--json FILE] [--long | --short] [--seconds S]
+    python launchers/bench.py soak [--json FILE] [--minutes M]
+    python launchers/bench.py simulate CONFIG [key.sub=value ...] [--trace RUN] [--steps N]
 
     tree     every shared token once, attention in blocks between forks
     dense    the same tokens, attention under one dense mask (--dense)
@@ -16,8 +20,12 @@ operation costs the same. `computed` are the tokens of all micro-batches over th
 trees that are cut repeat the paths to their pieces.
 
 `deal` shows how long ranks wait for each other on simulated trees, and trains nothing. `overhead`
-says what the controller costs at thousands of rollouts (launchers/overhead.py); `--json -` prints
-the figures alone.
+says what the controller costs at thousands of rollouts (launchers/overhead.py), `load` what sick,
+slow, full or lost engine servers do to a run (launchers/load.py; it fails if a trajectory is lost),
+`chaos` what is left of a run in a fault storm (launchers/chaos.py; it fails if a tree is lost or
+trained twice), `soak` what its processes hold more and more of (launchers/soak.py), `simulate` what
+it would be like under other settings, by the times of a recorded one (launchers/simulation.py).
+`--json -` prints the figures alone.
 """
 
 from __future__ import annotations
@@ -47,16 +55,20 @@ if __name__ == "__main__":  # run by its path: the repository root is what holds
 import msgspec
 import numpy as np
 import torch
+from msgspec.structs import asdict
 from rich.table import Table
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from agentenv.config import load_config
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task, VersionSpan
-from launchers import overhead
+from launchers import chaos, load, overhead, soak
+from launchers.config import TrainConfig
 from launchers.planning.idle import NARROW, WIDE, Shape, simulated
 from launchers.terminal import View
+from launchers.timings import read_trace
 from learners.attention import TreeLayout, visible_pairs
 from learners.batch import (
     ActionTokens,
@@ -84,6 +96,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             figures = run_deal(view)
         elif options.part == "overhead":
             return run_overhead(options, view)
+        elif options.part == "load":
+            return run_load(options, view)
+        elif options.part == "chaos":
+            return run_chaos(options, view)
+        elif options.part == "soak":
+            return run_soak(options, view)
+        elif options.part == "simulate":
+            return run_simulation(options, view)
         else:
             figures = run(options.shapes, options.repeats, options.dense, view)
         if options.json:
@@ -108,7 +128,33 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--sizes", nargs="+", type=int, choices=overhead.SIZES, default=list(overhead.SIZES),
         metavar="N", help="rollouts at a time; default 1000 10000",
     )  # fmt: skip
-    for part in (learner, dealing, cost):
+    faults = parts.add_parser("load", help="a run on engine servers with faults")
+    faults.add_argument(
+        "--faults", nargs="+", choices=load.SCENARIOS, default=list(load.SCENARIOS),
+        metavar="NAME", help=f"of {', '.join(load.SCENARIOS)}; default all of them",
+    )  # fmt: skip
+    faults.add_argument(
+        "--scale", type=float, default=load.Size().scale, metavar="S",
+        help="what all durations are multiplied by; default %(default)s",
+    )  # fmt: skip
+    storm = parts.add_parser("chaos", help="a run in a fault storm, beside a calm one")
+    form = storm.add_mutually_exclusive_group()
+    form.add_argument("--long", action="store_true", help="20 minutes, vLLM servers on the CPU")
+    form.add_argument("--short", action="store_true", help="seconds: whether it works at all")
+    storm.add_argument(
+        "--seconds", type=float, metavar="S", help="how long the calm run lasts; default 300"
+    )
+    long = parts.add_parser("soak", help="memory and descriptors of a long run")
+    long.add_argument("--minutes", type=float, default=30.0, metavar="M", help="default 30")
+    other = parts.add_parser("simulate", help="a run under other settings, in virtual time")
+    other.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of the run")
+    other.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
+    other.add_argument(
+        "--trace", type=Path, metavar="RUN",
+        help="folder of a run with log.timings=true; default that of CONFIG",
+    )  # fmt: skip
+    other.add_argument("--steps", type=int, default=20, metavar="N", help="default %(default)s")
+    for part in (learner, dealing, cost, faults, storm, long, other):
         part.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     learner.add_argument("--shapes", nargs="+", metavar="NAME", help="only these; default all")
     learner.add_argument("--repeats", type=int, default=3, metavar="N", help="medians of N")
@@ -129,6 +175,113 @@ def run_overhead(options: argparse.Namespace, view: View) -> int:
     for size, figures in found.items():
         table.add_row(size, *map(str, figures.values()))
     view.show(table)
+    if options.json:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def run_load(options: argparse.Namespace, view: View) -> int:
+    """Figures by fault, likewise. The exit status is 1 if anything was lost."""
+    size = load.Size(scale=options.scale)
+    found = load.run(options.faults, size)
+    text = json.dumps({"size": asdict(size), **{k: asdict(v) for k, v in found.items()}}, indent=1)
+    lost = any(figures.num_lost for figures in found.values())
+    if str(options.json) == "-":
+        sys.stdout.write(text + "\n")
+        return int(lost)
+    table = _table(f"a run on servers with faults; all durations are multiplied by {size.scale:g}")
+    names = [name for name in load.Figures.__struct_fields__ if name != "told"]
+    for name in ("servers", *names):
+        table.add_column(name.replace("_", " "), justify="right")
+    for fault, figures in found.items():
+        table.add_row(fault, *(str(getattr(figures, name)) for name in names))
+    view.show(table)
+    for fault, figures in found.items():
+        for line in figures.told:
+            view.say(f"{fault}: {line}")
+    if options.json:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    return int(lost)
+
+
+def run_chaos(options: argparse.Namespace, view: View) -> int:
+    """The figures of a fault storm, likewise. The exit status is 1 if anything was lost or trained
+    twice, or if too little was trained; of a short one that says nothing."""
+    size = chaos.LONG if options.long else chaos.SHORT if options.short else chaos.Size()
+    if options.seconds:
+        size = msgspec.structs.replace(size, calm_s=options.seconds)
+    alone = str(options.json) == "-"
+    found = chaos.run(size, (lambda text: None) if alone else view.say)
+    is_slow = not options.short and found.share < chaos.MIN_SHARE
+    text = json.dumps(asdict(found), indent=1)
+    if alone:
+        sys.stdout.write(text + "\n")
+        return int(bool(found.wrong) or is_slow)
+    table = _table("a fault storm beside a calm run")
+    for name, value in asdict(found).items():
+        if not isinstance(value, dict | list):
+            table.add_column(name.replace("_", " "), justify="right")
+    table.add_column("share", justify="right")
+    values = [v for v in asdict(found).values() if not isinstance(v, dict | list)]
+    table.add_row(*map(str, values), f"{found.share:.2f}")
+    view.show(table)
+    for line in found.wrong:
+        view.fail(line)
+    if is_slow:
+        view.fail(f"less than {chaos.MIN_SHARE:g} of the calm goodput")
+    if options.json:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    return int(bool(found.wrong) or is_slow)
+
+
+def run_soak(options: argparse.Namespace, view: View) -> int:
+    """What each process of a run held, and how it grew. The exit status is 1 if any grew."""
+    found = soak.run(options.minutes * 60)
+    text = json.dumps({k: asdict(v) for k, v in found.items()}, indent=1)
+    grown = [name for name, figures in found.items() if figures.grows]
+    if str(options.json) == "-":
+        sys.stdout.write(text + "\n")
+        return int(bool(grown))
+    table = _table(f"{options.minutes:g} minutes of a run; what grows an hour, in its second half")
+    for name in ("process", *soak.Held.__struct_fields__):
+        table.add_column(name.replace("_", " "), justify="right")
+    for name, figures in found.items():
+        table.add_row(name, *map(str, asdict(figures).values()))
+    view.show(table)
+    for name in grown:
+        view.fail(f"{name} holds more and more")
+    if options.json:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    return int(bool(grown))
+
+
+def run_simulation(options: argparse.Namespace, view: View) -> int:
+    """What the settings of a run, and others beside them, would give; likewise."""
+    from launchers.simulation import advice, fitted, recorded, simulate, variants
+
+    config = load_config(TrainConfig, options.config, options.overrides)
+    folder = Path(config.run.dir) / (config.run.name or options.config.stem)
+    trace = read_trace(options.trace or folder)
+    found = {"recorded": recorded(trace)}
+    for variant in variants(config):
+        found[variant.name] = simulate(config, trace, variant, options.steps)
+    text = json.dumps(
+        {"model": asdict(fitted(trace)), **{name: asdict(one) for name, one in found.items()}},
+        indent=1,
+    )
+    if str(options.json) == "-":
+        sys.stdout.write(text + "\n")
+        return 0
+    table = _table(f"{options.steps} steps in virtual time; recorded: the run of the trace")
+    for name in ("settings", "s a step", "learner idles", "staleness", "tokens/s", "branches"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, one in found.items():
+        table.add_row(
+            *(name, f"{one.step_s:.2f}", f"{one.idle_share:.0%}", f"{one.staleness:.2f}"),
+            *(f"{one.tokens_per_s:.0f}", f"{one.branches:.0f}" if one.branches else ""),
+        )
+    view.show(table)
+    view.say(advice(config, found))
     if options.json:
         options.json.write_text(text + "\n", encoding="utf-8")
     return 0
@@ -512,7 +665,8 @@ def encode_shape(shape: Shape) -> EncodedTree:
     """All but the prompt is trained."""
     starts = np.cumsum([0, *shape.sizes])
     action = np.arange(starts[-1]) >= shape.sizes[0]
-    return from_arrays(np.zeros(len(action)), action, starts[:-1], shape.parents, weight=action)
+    ids, weight = np.zeros(len(action)), np.ones(len(shape.sizes))
+    return from_arrays(ids, action, starts[:-1], shape.parents, weight=weight)
 
 
 if __name__ == "__main__":

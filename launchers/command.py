@@ -102,4 +102,5 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
         run.monitors.finish(code)
         if not arguments.resume:
             run.forget_unless_begun()
+        run.close()
     return code

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr
 
+from agentenv.archive import ArchiveConfig
 from agentenv.config import ESSENTIAL, ROWS
 from agentenv.data.rows import MixPart, RowsConfig
 from agentenv.engine import EngineConfig
@@ -20,6 +21,7 @@ from agentenv.engines.server_config import ROLES, RoleConfig
 from agentenv.engines.sglang import SGLangConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.errors import ConfigError
+from agentenv.journal import JournalConfig
 from agentenv.kinds import Kind
 from agentenv.native import NativeConfig
 from agentenv.prompt import PromptConfig
@@ -30,6 +32,7 @@ from envs.code_interpreter import PythonConfig
 from envs.grading.reward import GraderConfig
 from envs.search.service import SearchConfig
 from launchers.monitors import RolloutMonitorConfig
+from launchers.saver import SavingConfig
 from learners.aepo import AEPO
 from learners.algorithm import Algorithm
 from learners.arpo import ARPO
@@ -423,6 +426,10 @@ class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = field(default_factory=dict)
     concurrency: Annotated[int, Meta(ge=1, description="questions in flight")] = 256
+    timeout_s: Annotated[
+        float,
+        Meta(gt=0, description="deadline of one evaluation; a longer one is a gap in the curve"),
+    ] = 7200.0
     engine: Annotated[
         AnyEngine | None,
         Meta(
@@ -435,13 +442,9 @@ class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 # What is kept of a run.
 
 
-class CheckpointConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Checkpoints, in Hugging Face format with the learner's state beside."""
+class CheckpointConfig(SavingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Checkpoints of a training run."""
 
-    every: Annotated[
-        int, Meta(ge=0, description="steps between checkpoints; 0: only the end", extra=ESSENTIAL)
-    ] = 0
-    keep_last: Annotated[int, Meta(ge=1, description="newest ones to keep")] = 2
     best_metric: Annotated[
         str,
         Meta(description="evaluation metric SET/success or SET/reward whose best one is kept"),
@@ -457,6 +460,13 @@ class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_trajectory_mb: Annotated[
         float, Meta(gt=0, description="stop writing trajectories beyond this size, with a notice")
     ] = 500.0
+    timings: Annotated[
+        bool,
+        Meta(
+            description="write timings.jsonl: how long each turn, tool and update took, from which "
+            "`launchers/bench.py simulate` tells what other settings would give"
+        ),
+    ] = False
 
 
 class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -489,6 +499,8 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = None
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    journal: JournalConfig = JournalConfig()
+    archive: ArchiveConfig = ArchiveConfig()
     log: LogConfig = LogConfig()
     monitor: RolloutMonitorConfig = RolloutMonitorConfig()
 

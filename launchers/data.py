@@ -6,7 +6,6 @@ anything starts.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ from agentenv.data.rows import RowsConfig
 from agentenv.env import Env
 from agentenv.errors import ConfigError
 from agentenv.kinds import decode_part
+from agentenv.offload import in_thread
 from agentenv.prompt import PromptConfig, load_instruction
 from agentenv.renderer import Renderer
 from agentenv.tools import ChosenTool, load_tools
@@ -237,7 +237,7 @@ async def load_training(
 ) -> Sequence[Task]:
     """The training questions: those of data.train, or the weighted parts of data.mix."""
     if config.mix:
-        return await asyncio.to_thread(
+        return await in_thread(
             load_mix, config.mix, env_id, config, resolve, ends=ends, say=said(say, "data")
         )
     number = config.max_samples
@@ -257,7 +257,7 @@ async def load_set(
     """The questions of one set, whose keys begin with `key`; of its files all rows, or `ends` of
     each end."""
     found = [resolve(path) for path in ([paths] if isinstance(paths, str) else paths)]
-    return await asyncio.to_thread(
+    return await in_thread(
         load_tasks, found, env_id, rows, max_samples=max_samples, ends=ends, say=said(say, key)
     )
 

@@ -1,8 +1,12 @@
 """The event loop of a command: what holds it up is named, and Ctrl-C gets through.
 
 Everything of a run shares one loop. A tool that sleeps, or computes for seconds, holds up every
-rollout, and nothing on the loop can say so; a thread beside it can. It also counts Ctrl-C where the
-system tells it, so that the second one ends the process even if the main thread never looks.
+rollout, and nothing on the loop can say so; a thread beside it can. It also counts signals (Ctrl-C
+and SIGTERM) where the system tells it, so that they end a process whose main thread never looks:
+
+    the first two       let the work end, which saves first
+    the second          ends a process whose loop does not run for GRACE_S more
+    a third, or later   ends the process at once, if it comes within GRACE_S of the one before
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ from types import FrameType
 
 HELD_S = (1.0, 10.0, 100.0)  # a loop that did not run for so long is told of
 BEAT_S = 0.2
-GRACE_S = 5.0  # from the second Ctrl-C to the end of a process whose loop does not run
+GRACE_S = 5.0
+ENDING = (signal.SIGINT, signal.SIGTERM)
 EXIT_INTERRUPTED = 130
 NUM_FRAMES = 12  # of a stack that is shown
 LIBRARY = sysconfig.get_paths()["stdlib"]
@@ -56,8 +61,7 @@ class Watchdog:
     """A thread that looks whether `loop`, which runs in the main thread, still goes round.
 
     `tell` is called from that thread with who holds the loop while rollouts grow, and with its
-    stack. After the second Ctrl-C within `watch` and GRACE_S more, the process is ended if the loop
-    does not run; one that does run has its own way to end, and may have to save first.
+    stack. Signals are counted within `watch`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[str], None]) -> None:
@@ -65,8 +69,9 @@ class Watchdog:
         self._beat = time.monotonic()
         self._pending = False  # a beat is asked for
         self._told = 0  # of HELD_S, in this stall
-        self._num_interrupts = 0
-        self._ending = 0.0  # when the process is ended, after the second Ctrl-C
+        self._num_signals = 0
+        self._last_signal = 0.0
+        self._ending = 0.0  # when the process is ended, after the second signal
         self._signals, self._wakeup = socket.socketpair()
 
     @contextmanager
@@ -81,7 +86,7 @@ class Watchdog:
         finally:
             signal.set_wakeup_fd(before)
             self._wakeup.close()
-            self._thread.join()
+            self._thread.join(GRACE_S)
             self._signals.close()
 
     def _run(self) -> None:
@@ -98,15 +103,21 @@ class Watchdog:
             # A loop that runs has had the signals too, and may be saving a checkpoint.
             is_held = self._pending and time.monotonic() - self._beat > HELD_S[0]
             if self._ending and time.monotonic() > self._ending and is_held:
-                self._end()
+                self._end(f"{GRACE_S:g} s after the second signal (Ctrl-C or SIGTERM)")
 
     def _count(self, numbers: bytes) -> None:
-        self._num_interrupts += numbers.count(signal.SIGINT)
-        if self._num_interrupts >= 2 and not self._ending:
-            self._ending = time.monotonic() + GRACE_S
+        num_signals, now = sum(numbers.count(one) for one in ENDING), time.monotonic()
+        if not num_signals:
+            return
+        self._num_signals += num_signals
+        if self._num_signals >= 3 and (num_signals > 1 or now - self._last_signal < GRACE_S):
+            self._end("at once by a third signal; what was not saved is lost")
+        if self._num_signals >= 2 and not self._ending:
+            self._ending = now + GRACE_S
+        self._last_signal = now
 
-    def _end(self) -> None:
-        self._tell(f"ended {GRACE_S:g} s after the second Ctrl-C\n{self._stack()}")
+    def _end(self, how: str) -> None:
+        self._tell(f"ended {how}\n{self._stack()}")
         os._exit(EXIT_INTERRUPTED)
 
     def _look(self) -> None:

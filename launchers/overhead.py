@@ -24,6 +24,7 @@ import asyncio
 import json
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -48,6 +49,7 @@ from agentenv.tools import StatelessTool
 from agentenv.types import Chunk, Completion, SamplingParams, Task, ToolResult, VersionSpan
 from envs.quickstart import COMPANIES
 from launchers.config import TrainConfig
+from launchers.recital import NUM_CALLS, TURN_TOKENS
 from launchers.rl.training import Training
 from launchers.rundir import RunDirectory
 from launchers.terminal import View, run_until_done
@@ -56,14 +58,12 @@ from learners.learner import Score
 
 SIZES = {1000: 31, 10000: 312}  # rollouts -> prompts a step
 GROUP_SIZE = 16
-NUM_CALLS = 4
-TURN_TOKENS = 40
 RESULT_TOKENS = 300
 FACT = "the founder of {} was born in the year {} in Osberg and so on"  # about 38 tokens
 TURN_S, TOOL_S = 8.0, 2.0  # at 10,000; less in proportion below, so that as much happens a second
 WINDOW = 10  # tokens of a turn that the plan of ARPO looks at, and their part of the turn's time
 FIRST_PART = 0.2
-CONFIG, FIGURES = "overhead.toml", "figures.json"
+CONFIG, FIGURES = "run.toml", "figures.json"
 
 
 class Figures(Struct):
@@ -83,34 +83,51 @@ def run(sizes: Sequence[int]) -> dict[str, dict[str, float]]:
 
 
 def _run(prompts: int) -> dict[str, float]:
-    with socket.socket() as probe, tempfile.TemporaryDirectory(prefix="agentenv-") as folder:
+    with tempfile.TemporaryDirectory(prefix="agentenv-") as folder:
+        figures: dict[str, float] = json.loads(
+            measured("launchers.overhead", [str(prompts)], Path(folder))
+        )
+        return figures
+
+
+def measured(module: str, options: Sequence[str], folder: Path) -> bytes:
+    """What `python -m MODULE measure OPTIONS FOLDER ADDRESS` writes to FIGURES in the folder, once
+    its surroundings, `... stage ...` in a process of their own, have written CONFIG there. ADDRESS
+    is where the controller listens for its rank.
+
+    Raises AgentEnvError for a run that did not come to its end.
+    """
+    with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-        root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        env = {**os.environ, "PYTHONPATH": path, wire.TOKEN_VARIABLE: secrets.token_hex(16)}
-        command = [sys.executable, "-m", "launchers.overhead"]
-        here = [str(prompts), folder, address]
-        quiet: dict[str, Any] = {"env": env, "stdout": subprocess.DEVNULL, "text": True}
-        probe.close()
-        rank = subprocess.Popen([*command, "rank", *here], **quiet)
-        try:
-            while not (Path(folder) / CONFIG).is_file() and rank.poll() is None:
-                time.sleep(0.1)
-            done = subprocess.run([*command, "measure", *here], stderr=subprocess.PIPE, **quiet)
-        finally:
-            rank.kill()
-            rank.wait()
-        if done.returncode:
-            raise AgentEnvError(f"a run of {prompts} prompts a step failed:\n{done.stderr[-4000:]}")
-        figures: dict[str, float] = json.loads((Path(folder) / FIGURES).read_text())
-        return figures
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path, wire.TOKEN_VARIABLE: secrets.token_hex(16)}
+    command, here = [sys.executable, "-m", module], [*options, str(folder), address]
+    quiet: dict[str, Any] = {"env": env, "stdout": subprocess.DEVNULL, "text": True}
+    stage = subprocess.Popen([*command, "stage", *here], **quiet)
+    try:
+        while not (folder / CONFIG).is_file() and stage.poll() is None:
+            time.sleep(0.05)
+        done = subprocess.run([*command, "measure", *here], stderr=subprocess.PIPE, **quiet)
+    finally:
+        stage.kill()
+        stage.wait()
+    if done.returncode:
+        raise AgentEnvError(f"the run {' '.join(options)!r} failed:\n{done.stderr[-4000:]}")
+    return (folder / FIGURES).read_bytes()
 
 
 # The workload: an env with one tool, and an engine and a rank that only wait and answer.
 
 _scale = 1.0  # of all waits
 num_turns = 0  # env steps so far
+
+
+def set_scale(scale: float) -> None:
+    """Of what waits from now on."""
+    global _scale
+    _scale = scale
 
 
 class LookUp(StatelessTool):
@@ -242,8 +259,9 @@ class _Named(Struct):
     type: str
 
 
-async def _serve_rank(address: str, token: str) -> None:
-    """A rank of the learner that obeys at once and computes nothing."""
+async def serve_rank(address: str, token: str, model: Path | None = None) -> None:
+    """A rank of the learner that obeys at once and computes nothing. What it writes as weights is
+    an empty folder, or a copy of `model`."""
     host, port = address.rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
     hello = wire.Hello(token, 0, 1, os.getpid(), socket.gethostname(), "")
@@ -265,6 +283,8 @@ async def _serve_rank(address: str, token: str) -> None:
             assert isinstance(command, wire.WriteModel)
             version += command.publish
             os.makedirs(command.directory, exist_ok=True)
+            if model is not None:
+                shutil.copytree(model, command.directory, dirs_exist_ok=True)
         elif kind == "Save":
             saved = wire.unpack_command(body)
             assert isinstance(saved, wire.Save)
@@ -397,8 +417,7 @@ max_logprob_gap = 1e9
 
 def measure(prompts: int, folder: Path) -> None:
     """One size, in this process; the figures go to a file in the folder."""
-    global _scale
-    _scale = prompts / SIZES[10000]
+    set_scale(prompts / SIZES[10000])
     config = load_config(TrainConfig, folder / CONFIG, [])
     run = RunDirectory(folder / "run", resume=False, monitor=config.monitor, settings={})
     training = MeasuredTraining(config, run, View(), resume="")
@@ -414,7 +433,7 @@ def main(part: str, prompts: str, folder: str, address: str) -> None:
     _write_workspace(Path(folder), int(prompts), address)
     while True:  # the controller listens as soon as its set-up is that far
         try:
-            return asyncio.run(_serve_rank(address, os.environ[wire.TOKEN_VARIABLE]))
+            return asyncio.run(serve_rank(address, os.environ[wire.TOKEN_VARIABLE]))
         except ConnectionRefusedError:
             time.sleep(0.1)
 

@@ -3,62 +3,79 @@
 runs/NAME/config.json  run.log  servers/*.log  metrics.jsonl  summary.json  curve.png  samples.txt
           entropy.png  entropy.csv               by token position, at the start and after results
           data/  model/                          made by the setup of the quick start
+          journal/                               turns and trees as they happen, for a resume
+          trees/STEP.frames                      every tree of training, with all of its tokens
           trajectories/STEP.jsonl                every trajectory of training, as readable text
+          timings.jsonl                          how long what took, for simulations
           eval/WHEN/                             evaluations, as of `launchers/evaluate.py`
           checkpoints/step-000020/               Hugging Face directory
           checkpoints/step-000020/trainer/       what a resume needs beside it
           checkpoints/best/                      the best by `checkpoint.best_metric`
           skipped/                               batches whose step was not finite
+          lock                                   who trains in it now
+          resumed/                               the model that a resumed run began with
 """
 
 from __future__ import annotations
 
-import asyncio
-import errno
+import fcntl
 import json
 import os
 import shutil
+import socket
+import time
+import weakref
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 from msgspec import Struct
 
+from agentenv.archive import ARCHIVE
 from agentenv.config import changes, resolver, to_plain, upgrade
-from agentenv.disk import OLD, PARTIAL, replace_folder, write_whole
-from agentenv.errors import ConfigError, DataError
+from agentenv.deadline import within
+from agentenv.disk import OLD, PARTIAL, explain, naming, replace_folder, write_whole
+from agentenv.errors import ConfigError, DataError, StallError
+from agentenv.offload import in_thread
 from launchers.monitors import MonitorConfig, Monitors
 from learners.learner import Learner
 
 STATE_FILE = "state.json"
 BEST = "best"
 LATEST = "latest"
+CLEAN_S = 10.0  # to remove half a checkpoint from a disk that may hang
 REMOVED, SET_ASIDE = ".removed", "set-aside"
+STEP, COLD_START = "step", "sft"  # what a checkpoint is of
 
 
 class Checkpoints:
     """The checkpoints of a run: written beside their final name, renamed when whole, rotated.
 
-    step-000020           whole; nothing in it is ever changed
+    step-000020           whole; but for what its state says of evaluations, never changed
     step-000020.partial   being written, or cut off by a crash; never read
     best                  the best by `checkpoint.best_metric`; hard links
+    sft-000250            in the midst of the cold start, after so many of its steps
     set-aside/            newer checkpoints than the one that a run was resumed from
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def path(self, step: int) -> Path:
-        return self.folder / f"step-{step:06d}"
+    def path(self, step: int, of: str = STEP) -> Path:
+        """`of`: the updates, or the cold start before them."""
+        return self.folder / f"{of}-{step:06d}"
 
     def finished(self) -> list[Path]:
         """Complete checkpoints of steps, oldest first."""
-        return [p for p in sorted(self.folder.glob("step-*[0-9]")) if (p / STATE_FILE).is_file()]
+        found = sorted(self.folder.glob("s[ft]*-*[0-9]"))  # those of the cold start come first
+        return [path for path in found if (path / STATE_FILE).is_file()]
 
-    def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of `step` into."""
-        partial = self.folder / f"{self.path(step).name}{PARTIAL}"
+    def begin(self, path: Path) -> Path:
+        """An empty folder to write the checkpoint `path` into."""
+        partial = path.with_name(path.name + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         return partial
@@ -71,22 +88,27 @@ class Checkpoints:
 
     async def save(
         self,
-        step: int,
+        path: Path,
         learner: Learner,
         state: msgspec.Struct,
         keep_last: int,
         needed: Collection[int] = (),
     ) -> None:
-        """The checkpoint of `step`, unless there is one: model, learner and `state`, whole or not
-        at all; then the old ones are removed as `prune` says."""
-        if self.path(step) in self.finished():
+        """The checkpoint `path`, unless it is there: model, learner and `state`, whole or not at
+        all; then the old ones are removed as `prune` says."""
+        if path in self.finished():
             return
-        partial = await asyncio.to_thread(self.begin, step)
-        await learner.export(partial)
-        await learner.save(partial / "trainer")
-        save_state(partial, state)
-        await asyncio.to_thread(self.complete, partial)
-        await asyncio.to_thread(self.prune, keep_last, needed)
+        partial = await in_thread(self.begin, path)
+        try:
+            await learner.export(partial)
+            await learner.save(partial / "trainer")
+            save_state(partial, state)
+            await in_thread(self.complete, partial)
+        except BaseException:  # the disk may be full, and what else is to be written needs space
+            with suppress(StallError):
+                await within(CLEAN_S, "it", in_thread(shutil.rmtree, partial, True))
+            raise
+        await in_thread(self.prune, keep_last, needed)
 
     def prune(self, keep_last: int, needed: Collection[int] = ()) -> None:
         """Remove all but the newest and the steps that are needed, and what a crash has left
@@ -95,7 +117,7 @@ class Checkpoints:
             if path not in map(self.path, needed):
                 path.rename(path.with_name(path.name + REMOVED))
         for suffix in (PARTIAL, OLD, REMOVED):
-            for left in self.folder.glob(f"step-*{suffix}"):
+            for left in self.folder.glob(f"s[ft]*-*[0-9]{suffix}"):
                 shutil.rmtree(left)
 
     def keep_best(self, step: int) -> None:
@@ -129,17 +151,25 @@ class Checkpoints:
             )
         return path
 
-    def set_aside_after(self, step: int) -> list[Path]:
+    def set_aside_after(self, oldest: Path) -> list[Path]:
         """Move newer checkpoints out of the way of a run that goes on from an older one."""
         moved = []
         for path in reversed(self.finished()):
-            if path.name > self.path(step).name:
+            if path.name > oldest.name:
                 aside = self.folder / SET_ASIDE
                 aside.mkdir(exist_ok=True)
                 number = len(list(aside.glob(f"{path.name}*")))
                 name = f"{path.name}-{number}" if number else path.name
                 moved.append(path.rename(aside / name))
         return moved
+
+
+def link_model(checkpoint: Path, folder: Path) -> Path:
+    """The model of a checkpoint, without the learner's state, as hard links in `folder`: it stays
+    there when the checkpoint is pruned, and costs no space before."""
+    shutil.rmtree(folder, ignore_errors=True)
+    left_out = shutil.ignore_patterns("trainer", STATE_FILE)
+    return Path(shutil.copytree(checkpoint, folder, copy_function=_link_or_copy, ignore=left_out))
 
 
 def find_checkpoint(path: Path, *, best: bool = False) -> Path:
@@ -164,11 +194,81 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copyfile(source, target)
 
 
+class Holder(Struct, frozen=True):
+    """The process that has a directory, since a time of its clock."""
+
+    pid: int
+    host: str
+    since: str
+
+    @classmethod
+    def me(cls) -> Holder:
+        return cls(os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S"))
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.since}"
+
+
+class Lock:
+    """That one process at a time trains in a directory; `close` lets go.
+
+    The system lets go when the process dies. What is written says who has it, and holds where the
+    file system knows no locks, or does not tell another machine of them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError if another process has it."""
+        self.path = folder / "lock"
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._let_go = weakref.finalize(self, os.close, self._file)
+        try:
+            self._take(folder)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _take(self, folder: Path) -> None:
+        is_held, is_known = False, True
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_held = True
+        except OSError:
+            is_known = False
+        try:
+            before = msgspec.json.decode(os.pread(self._file, 4096, 0), type=Holder)
+        except msgspec.DecodeError:  # nobody, or cut off while it was written
+            before = None
+        me = Holder.me()
+        if before is not None and before.host == me.host and not is_known:
+            is_held = before.pid != me.pid and psutil.pid_exists(before.pid)
+        if is_held:
+            raise ConfigError(
+                f"{folder} is in use by {before or 'another process'}; wait for its end, stop it, "
+                "or choose another name with run.name=NAME"
+            )
+        if before is not None and before.host != me.host:
+            raise ConfigError(
+                f"{folder} is in use by {before}, which cannot be asked from {me.host}; if it "
+                f"does not run there any more, remove {self.path}"
+            )
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, msgspec.json.encode(me), 0)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._let_go.alive:
+            os.ftruncate(self._file, 0)
+            self._let_go()
+
+
 LOG_FILE = "run.log"
+JOURNAL = "journal"  # folder of turns and trees
 CONFIG_FILE = "config.json"  # written when everything was found in order; marks a run
 OURS = {
+    "timings.jsonl",
     *("checkpoints", "data", "eval", "model", LOG_FILE, "learner.log", "servers"),
-    *("trajectories",),
+    *(JOURNAL, ARCHIVE, "trajectories"),
     *("metrics.jsonl", "skipped", "pairs", "reference.npz", "tensorboard", "wandb", "wandb.json"),
 }
 Row = dict[str, Any]
@@ -193,6 +293,10 @@ class RunDirectory:
             raise ConfigError(f"{path} holds no run to resume; start it without --resume")
         try:
             if not resume:
+                self._refuse_used()
+                path.mkdir(parents=True, exist_ok=True)
+            self._lock = Lock(path)
+            if not resume:
                 self._claim()
             self.checkpoints.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -200,12 +304,15 @@ class RunDirectory:
         check_writable(path)
         self.monitors = Monitors(monitor or MonitorConfig(), path, settings or {})
 
-    def _claim(self) -> None:
-        """Refuse a directory that holds a run or something else; leftovers of a run that never
-        began are cleared."""
+    def close(self) -> None:
+        """Others may have the directory from now on; idempotent."""
+        self._lock.close()
+
+    def _refuse_used(self) -> None:
+        """Refuse a directory that holds a run or something else."""
         found = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
         found -= {name for name in found if name.startswith("learner-")}  # logs of ranks
-        found -= {CONFIG_FILE + PARTIAL}
+        found -= {CONFIG_FILE + PARTIAL, "lock"}
         if CONFIG_FILE in found:
             raise ConfigError(
                 f"{self.path} already holds a run; continue it with --resume, choose another name "
@@ -216,8 +323,13 @@ class RunDirectory:
                 f"{self.path} is not empty and no run: it holds {sorted(found - OURS)[0]!r}; "
                 f"choose another name with run.name=NAME"
             )
-        if self.path.exists():
-            shutil.rmtree(self.path)
+
+    def _claim(self) -> None:
+        """Clear what a run has left that never began."""
+        self._refuse_used()  # again, now that nobody else changes it
+        for entry in self.path.iterdir():
+            if entry != self._lock.path:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
     def resolve(self, text: str) -> Path:
         """A path of the configuration; {run} is this directory."""
@@ -227,12 +339,23 @@ class RunDirectory:
         """From here on this is a run: everything was found in order."""
         self.write_json(CONFIG_FILE, to_plain(config))
 
-    def go_on(self, config: Struct, step: int, say: Callable[[str], None], phase: str = "") -> None:
+    def go_on(
+        self,
+        config: Struct,
+        step: int,
+        say: Callable[[str], None],
+        phase: str = "",
+        sft_step: int | None = None,
+    ) -> None:
         """Put aside what the run did after the checkpoint of `step`, evaluations of `phase` among
-        it, and say what has changed since it began."""
-        self.forget_metrics_after(step, phase)
-        say(f"resuming {self.path} after step {step}")
-        for path in self.checkpoints.set_aside_after(step):
+        it, and say what has changed since it began. `sft_step`: within the cold start."""
+        self.forget_metrics_after(step, phase, sft_step)
+        place, after = f"step {step}", self.checkpoints.path(step)
+        if sft_step is not None:
+            place = f"step {sft_step} of the cold start"
+            after = self.checkpoints.path(sft_step, COLD_START)
+        say(f"resuming {self.path} after {place}")
+        for path in self.checkpoints.set_aside_after(after):
             say(f"a newer checkpoint is moved to {path}")
         saved = json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
         upgrade(type(config), saved)
@@ -243,9 +366,10 @@ class RunDirectory:
         """Remove the folder of a run that was refused, and those above that were made for it,
         unless something was written that may say more than the refusal did."""
         found = {entry.name for entry in self.path.iterdir()}
-        if found - {self.checkpoints.folder.name, LOG_FILE}:
+        if found - {self.checkpoints.folder.name, LOG_FILE, self._lock.path.name}:
             return
-        (self.path / LOG_FILE).unlink(missing_ok=True)
+        for name in (LOG_FILE, self._lock.path.name):
+            (self.path / name).unlink(missing_ok=True)
         for folder in dict.fromkeys((self.checkpoints.folder, self.path, *self._made)):
             if any(folder.iterdir()):
                 return
@@ -256,13 +380,14 @@ class RunDirectory:
         write_whole(self.path / name, json.dumps(value, indent=2) + "\n")
 
     def log_metrics(self, row: Row) -> None:
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        path = self.path / "metrics.jsonl"
+        with naming(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         self.monitors.log(row)
 
-    def forget_metrics_after(self, step: int, phase: str = "") -> None:
-        """Drop the rows that a resumed run will write again: of later steps, and the evaluations
-        of `phase`."""
+    def forget_metrics_after(self, step: int, phase: str = "", sft_step: int | None = None) -> None:
+        """Drop the rows that a resumed run will write again: of later steps, also of the cold
+        start, and the evaluations of `phase`."""
         path = self.path / "metrics.jsonl"
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -270,9 +395,11 @@ class RunDirectory:
             kept = [
                 line
                 for line, row in rows
-                if row.get("step", 0) <= step and not (phase and row.get("phase") == phase)
+                if row.get("step", 0) <= step
+                and not (phase and row.get("phase") == phase)
+                and not (sft_step is not None and row.get("sft/step", 0) > sft_step)
             ]
-            path.write_text("".join(kept), encoding="utf-8")
+            write_whole(path, "".join(kept))
 
 
 def check_writable(path: Path) -> None:
@@ -297,12 +424,3 @@ def load_state(checkpoint: Path, kind: type[Any]) -> Any:
 def save_state(checkpoint: Path, state: msgspec.Struct) -> None:
     """Write the state last and durably: its presence says that the checkpoint is complete."""
     write_whole(checkpoint / STATE_FILE, msgspec.json.encode(state), durable=True)
-
-
-def explain(error: OSError) -> str:
-    """A reason a user can act on."""
-    if error.errno == errno.ENOSPC:
-        return "no space is left on the device; free some and resume"
-    if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-        return f"no permission ({error.strerror}); choose another place with run.dir=DIR"
-    return error.strerror or str(error)

@@ -10,8 +10,10 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,9 +31,10 @@ from rich.progress import (
 )
 from rich.table import Table as RichTable
 
+from agentenv.disk import explain
 from agentenv.errors import AgentEnvError, ConfigError, DataError
-from launchers.event_loop import Watchdog
-from launchers.rundir import explain
+from agentenv.offload import hanging, running
+from launchers.event_loop import ENDING, GRACE_S, Watchdog
 from launchers.tables import Table, as_rich
 
 T = TypeVar("T")
@@ -48,6 +51,19 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
+class _Errors(logging.Handler):
+    """What the parts log as errors, one line each on the terminal; tracebacks are in the log."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.ERROR)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name != "run":  # that is a View's own, which has printed it
+            line = record.getMessage().partition("\n")[0]
+            self._console.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
+
+
 class View:
     """Console and log file of a run. Everything said goes to both."""
 
@@ -59,14 +75,26 @@ class View:
         self._live: Live | None = None
         self._logger = logging.getLogger("run")
         self._logger.addHandler(logging.NullHandler())  # else what fails early is told twice
-        self._handler: logging.Handler | None = None
+        self._handlers: list[logging.Handler] = []
+        self.activity = ""  # what comes to its end first when the command is interrupted
+        self.behind: Callable[[], str] = str  # says who has waited longest for what
+
+    @contextmanager
+    def doing(self, activity: str) -> Iterator[None]:
+        """Inside, an interruption waits until this has come to its end; it is told so."""
+        before, self.activity = self.activity, activity
+        try:
+            yield
+        finally:
+            self.activity = before
 
     def log_to(self, path: Path) -> None:
         """Write what is said, and the warnings of all parts, to `path` as well."""
-        self._handler = _LogFile(path, encoding="utf-8")
-        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        root = logging.getLogger()
-        root.addHandler(self._handler)
+        file = _LogFile(path, encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._handlers = [file, _Errors(self._errors)]
+        for handler in self._handlers:
+            logging.getLogger().addHandler(handler)
         self._logger.setLevel(logging.INFO)
 
     def say(self, text: str) -> None:
@@ -135,10 +163,10 @@ class View:
 
     def close(self) -> None:
         self.end()
-        if self._handler is not None:
-            logging.getLogger().removeHandler(self._handler)
-            self._handler.close()
-            self._handler = None
+        for handler in self._handlers:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
+        self._handlers = []
 
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
@@ -166,49 +194,89 @@ def to_its_end(
     """
     import_from_working_directory()
     try:
+        code = _code_of(work, view, writing, interrupted)
+    except Exception:
+        if not hanging():
+            raise
+        traceback.print_exc()
+        code = EXIT_FAILED
+    if stuck := hanging():  # the interpreter would wait for them before it ends
+        sys.stdout.flush()
+        sys.stderr.write(f"ended without {', '.join(map(str, stuck))}\n")
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _code_of(work: Callable[[], int | None], view: View, writing: str, interrupted: str) -> int:
+    try:
         return work() or 0
     except KeyboardInterrupt:
         view.end()
         if interrupted:
             view.say(interrupted)
         return EXIT_INTERRUPTED
-    except OSError as error:
-        view.fail(f"{error.filename or writing}: {explain(error)}")
-        return EXIT_FAILED
-    except (AgentEnvError, ExceptionGroup) as error:
+    except (OSError, AgentEnvError, ExceptionGroup) as error:
         reason = first_reason(error)
         if reason is None:
             raise
+        if isinstance(reason, OSError):
+            view.fail(f"{reason.filename or writing}: {explain(reason)}")
+            return EXIT_FAILED
         view.fail(str(reason))
         return EXIT_BAD_INPUT if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
     finally:
         view.close()
 
 
+SHOWN_S = 2.0  # in a thread, until it is shown that somebody waits for it
+
+
 def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
-    """Run the work of a command to its end. SIGTERM cancels the work as Ctrl-C does; after either
-    of them this raises KeyboardInterrupt. `view` tells who holds up the event loop."""
+    """Run the work of a command to its end. The first Ctrl-C or SIGTERM cancels the work, which may
+    save before it ends; after that this raises KeyboardInterrupt. A second one is told what it
+    waits for, and a third ends the process (see Watchdog). `view` tells who holds up the loop."""
     runner = asyncio.Runner()
     loop = runner.get_loop()
+    num_signals = 0
 
-    def stop_soon(task: asyncio.Task[Any]) -> None:
-        loop.call_soon_threadsafe(task.cancel)
+    def stop(task: asyncio.Task[Any]) -> None:
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals == 1:
+            task.cancel()  # once: a second one would break off what ends the work
+        first = "interrupted" if num_signals == 1 else "still ending"
+        jobs = ", ".join(map(str, running(SHOWN_S)))
+        waits = [view.activity and f"waiting for {view.activity}", view.behind(), jobs]
+        what = "; ".join(filter(None, [first, *waits]))
+        view.say(f"{what} (a third signal within {GRACE_S:g} s ends the command at once)")
 
     async def main() -> T:
         this = asyncio.current_task()
         assert this is not None
-        signal.signal(signal.SIGTERM, lambda *_: stop_soon(this))
-        return await work
+
+        def on_signal(*_: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed: the command has ended
+                loop.call_soon_threadsafe(stop, this)
+
+        for number in ENDING:
+            signal.signal(number, on_signal)
+        try:
+            return await work
+        finally:
+            if hanging():  # which closing the loop would wait for
+                loop.set_default_executor(ThreadPoolExecutor(1))
 
     raise_file_limit()
-    before = signal.getsignal(signal.SIGTERM)
+    before = [signal.getsignal(number) for number in ENDING]
     try:
         with Watchdog(loop, view.warn).watch(), runner:
             return runner.run(main())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(ENDING, before, strict=True):
+            signal.signal(number, handler)
 
 
 MAX_FILES = 65536

@@ -2,20 +2,67 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 from agentenv.data.files import Row
-from agentenv.tree import Trajectory, TrajectoryTree
+from agentenv.encoder import fast_decoder
+from agentenv.tree import Trajectory, TrajectoryTree, of_frame
+
+Decode = Callable[[Sequence[int]], str]
 
 
-def trajectory_row(tree: TrajectoryTree, trajectory: Trajectory, tokenizer: Any) -> Row:
-    """A trajectory as readable JSON: text by segment with who wrote it, calls, reward parts."""
-    segments: list[Row] = []
-    for node in trajectory.path:
-        if node.action_ids:
-            segments.append({"policy": tokenizer.decode(node.action_ids)})
-        if node.observation_ids:
-            segments.append({"env": tokenizer.decode(node.observation_ids)})
+class TrajectoryWriter:
+    """Writes the trajectories of a step in a process of its own: the text of all tokens takes a
+    good part of a second there, in which no rollout would go on. A handler of
+    `envs.workers.WorkerPool`; `tokenizer` is the path of its file."""
+
+    def __init__(self, tokenizer: str) -> None:
+        from tokenizers import Tokenizer
+
+        self._decode = fast_decoder(Tokenizer.from_file(tokenizer))
+
+    def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
+        """See `write_rows`, whose arguments a job holds; the trees as frames, the rows as JSON."""
+        trees = map(of_frame, job["trees"])
+        path = Path(job["path"]) if job["path"] else None
+        num_chars, shown = write_rows(trees, self._decode, path, job["wanted"])
+        return {"num_chars": num_chars, "shown": [json.dumps(row) for row in shown]}
+
+
+def write_rows(
+    trees: Iterable[TrajectoryTree], decode: Decode, path: Path | None, wanted: int
+) -> tuple[int, list[Row]]:
+    """Write each trajectory as a line of JSON, if there is a path; the characters that were
+    written, and as many rows as wanted, the first."""
+    every = chain.from_iterable(trajectory_rows(tree, decode) for tree in trees)
+    if path is None:
+        return 0, list(islice(every, wanted))
+    num_chars, shown = 0, list[Row]()
+    with path.open("w", encoding="utf-8") as file:
+        for row in every:
+            num_chars += file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            if len(shown) < wanted:
+                shown.append(row)
+    return num_chars, shown
+
+
+def trajectory_rows(tree: TrajectoryTree, decode: Decode) -> Iterator[Row]:
+    """The trajectories of a tree, each as readable JSON: text by segment with who wrote it, calls,
+    reward parts. What they share is decoded once."""
+    texts: dict[int, list[Row]] = {}  # by node
+    for trajectory in tree.trajectories():
+        for node in trajectory.path:
+            if node.index not in texts:
+                parts = {"policy": node.action_ids, "env": node.observation_ids}
+                texts[node.index] = [{who: decode(ids)} for who, ids in parts.items() if ids]
+        yield _row(tree, trajectory, [one for node in trajectory.path for one in texts[node.index]])
+
+
+def _row(tree: TrajectoryTree, trajectory: Trajectory, segments: list[Row]) -> Row:
     leaf = trajectory.leaf
     return {
         "task": tree.task.id,
@@ -26,8 +73,8 @@ def trajectory_row(tree: TrajectoryTree, trajectory: Trajectory, tokenizer: Any)
         "branch": leaf.branch,
         "fork_parent": _fork_parent(trajectory),
         "segments": segments,
-        "num_tokens": len(trajectory.token_ids),
-        "loss_mask": _runs(trajectory.loss_mask),
+        "num_tokens": trajectory.num_tokens,
+        "loss_mask": _runs(trajectory),
         "tool_calls": [
             call for node in trajectory.path for call in node.info.get("tool_calls", ())
         ],
@@ -68,12 +115,13 @@ def _fork_parent(trajectory: Trajectory) -> Row | None:
     return {"branch": shared[-1].branch, "node": shared[-1].index}
 
 
-def _runs(mask: list[bool]) -> list[int]:
-    """Run lengths of a mask, beginning with the tokens that are not trained."""
+def _runs(trajectory: Trajectory) -> list[int]:
+    """Run lengths of the loss mask, beginning with the tokens that are not trained."""
     runs, current = [0], False
-    for value in mask:
-        if value != current:
-            runs.append(0)
-            current = value
-        runs[-1] += 1
+    for node in trajectory.path:
+        for ids, sampled in ((node.action_ids, True), (node.observation_ids, False)):
+            if ids and sampled != current:
+                runs.append(0)
+                current = sampled
+            runs[-1] += len(ids)
     return runs

@@ -21,6 +21,7 @@ from agentenv.config import Tree, apply_overrides, build_config, resolver, to_pl
 from agentenv.disk import write_whole
 from agentenv.env import close_shared
 from agentenv.errors import ConfigError, GraderError
+from agentenv.offload import in_thread
 from agentenv.tool_env import Grader, start_grader
 from agentenv.types import Task
 from launchers.config import EnvConfig
@@ -202,7 +203,7 @@ async def _run(arguments: argparse.Namespace, view: View) -> None:
     config = build_config(EvaluateConfig, tree, str(folder / CONFIG_FILE))
     try:
         with lock(folder):
-            rows = await asyncio.to_thread(load_rows, folder)
+            rows = await in_thread(load_rows, folder)
             scorer = make_scorer(view)
             changes = await regrade_rows(rows, Graders(config, resolver(saved.run)))
             after = [change.after for change in changes]

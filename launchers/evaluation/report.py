@@ -21,6 +21,7 @@ import numpy as np
 
 from agentenv.disk import write_whole
 from agentenv.env import close_shared
+from agentenv.offload import in_thread
 from launchers.evaluation.figures import Estimate, QuestionRows, Summary, summarise
 from launchers.evaluation.scores import Compat, Scorer, stored_rows
 from launchers.evaluation.store import EvalRow, load_saved
@@ -251,7 +252,7 @@ async def report_rows(
     tables = tables_of(summary)
     for table in terminal_tables_of(summary):
         view.show(table)
-    await asyncio.to_thread(_write, folder, summary, questions, tables)
+    await in_thread(_write, folder, summary, questions, tables)
     view.say(f"written to {folder}: {SUMMARY_FILE}, {MARKDOWN_FILE}, {HTML_FILE}, {PLOTS}/")
     return summary
 

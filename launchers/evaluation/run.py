@@ -15,6 +15,7 @@ from agentenv.engine import Engine
 from agentenv.engines.chat import ChatEngine, ChatRenderer
 from agentenv.engines.openai import TokensEngine
 from agentenv.env import shared_stats
+from agentenv.errors import EnvError
 from agentenv.evaluate import Answer, Question, ask
 from agentenv.metrics import Throughput
 from agentenv.renderer import Renderer
@@ -27,6 +28,7 @@ from launchers.evaluation.store import FAILED, EvalRow, Saved, Store, Wanted
 from launchers.evaluation.subject import EvaluationAssembly, Subject, weights_digest
 from launchers.event_loop import rolling_out
 from launchers.terminal import View
+from launchers.waits import watched
 
 # What a person sees while an evaluation goes on; nothing where there is no terminal.
 
@@ -72,6 +74,8 @@ class Progress:
         note = f"success {success:.3f}  {self._rate:.0f} tok/s{failed}"
         self._view.advance(self.num_done + self.num_failed, note)
 
+
+MAX_FAILED = 32  # trajectories; if all the first ones failed, the others are not asked
 
 # From a tree with one leaf to the row that is stored of it.
 
@@ -181,7 +185,7 @@ async def run_evaluation(config: EvaluateConfig, subject: Subject, out: Path, vi
         def make_row(name: str, answer: Answer) -> EvalRow:
             return row_of(name, answer, assembly.seed(name))
 
-        with rolling_out():
+        with rolling_out(), watched(actors.values, view):
             await ask_into(
                 store, missing, actors, make_row, progress.add, concurrency=config.concurrency
             )
@@ -201,13 +205,26 @@ async def ask_into(
     concurrency: int,
 ) -> None:
     """Ask what `store` lacks, each set by its actor, and store each row as its trajectory ends.
-    `make_row` makes it of the set's name and the answer, `on_row` sees it."""
+    `make_row` makes it of the set's name and the answer, `on_row` sees it. Raises EnvError when the
+    first MAX_FAILED that end, or all, have failed: something is broken, not unlucky."""
     names = {id(actor): name for name, actor in actors.items()}
+    num_failed, hopeless = 0, min(MAX_FAILED, len(missing))  # 0: one has not failed
+    if any(row.end != FAILED for row in store.rows.values()):
+        hopeless = 0
 
     def keep(answer: Answer) -> None:
+        nonlocal hopeless, num_failed
         row = make_row(names[id(answer.question.actor)], answer)
         store.add(row)
         on_row(row)
+        num_failed += 1
+        if row.end != FAILED:
+            hopeless = 0
+        elif num_failed == hopeless:
+            raise EnvError(
+                f"all of the first {num_failed} trajectories failed, so that no others are asked; "
+                f"the last: {row.error}; the same command asks them again"
+            )
 
     asked = (Question(actors[one.dataset], one.task, one.sample) for one in missing)
     await ask(asked, keep, concurrency=concurrency)

@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from agentenv.offload import in_thread
 from envs.grading.exact import same_answer
 from envs.grading.layers import Layered, compare
 from envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed, words_of
@@ -90,11 +91,11 @@ async def score_rows(rows: Sequence[EvalRow], scorer: Scorer, *, again: bool = F
 async def stored_rows(folder: Path, scorer: Scorer) -> AsyncIterator[list[EvalRow]]:
     """The rows of an evaluation. Usual scores and comparisons that are filled into them are
     stored at the end, so that no answer is scored twice. Raises DataError without any row."""
-    rows = await asyncio.to_thread(load_rows, folder)
+    rows = await in_thread(load_rows, folder)
     before = num_filled(rows)
     yield rows
     if scorer.is_usual and num_filled(rows) > before:
-        await asyncio.to_thread(keep_filled, folder, rows)
+        await in_thread(keep_filled, folder, rows)
 
 
 def _add_judged(rows: Sequence[EvalRow]) -> None:

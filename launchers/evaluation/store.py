@@ -6,8 +6,10 @@ DIR/rows.jsonl     one EvalRow a line, written as each trajectory ends
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,13 +20,12 @@ import msgspec
 from msgspec import Struct, field
 
 from agentenv.config import Tree, changes, upgrade
-from agentenv.disk import PARTIAL, write_whole
+from agentenv.disk import PARTIAL, explain, naming, write_whole
 from agentenv.errors import ConfigError, DataError
 from agentenv.renderer import TAGS, THOUGHT_OPEN
 from agentenv.types import Message, Task, ToolCall
 from envs.grading.verdict import final_answer
 from launchers.evaluation.config import EvaluateConfig
-from launchers.rundir import explain
 
 # Who writes in the directory of an evaluation: one command at a time.
 
@@ -124,6 +125,8 @@ _FREE = {"concurrency", "num_samples", "roles", "engine"}
 _FREE_OF_SET = {"path", "max_tasks", "num_samples"}
 _FREE_LIMITS = {
     "engine_timeout_s",
+    "max_crashed_share",
+    "strict",
     "env_timeout_s",
     "max_failures",
     "max_turn_retries",
@@ -170,8 +173,10 @@ class Store:
     def add(self, row: EvalRow) -> None:
         """Write a row at once: after that, nothing but the machine's own end takes it away."""
         line = msgspec.json.encode(row, enc_hook=str) + b"\n"
-        if self._file.write(line) != len(line):
-            raise OSError(f"{self.path / ROWS_FILE}: a row was not written whole")
+        path = self.path / ROWS_FILE
+        with naming(path):
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         self.rows[row.key] = row
 
     def missing(self, wanted: Iterable[Wanted]) -> list[Wanted]:

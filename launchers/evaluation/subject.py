@@ -5,7 +5,6 @@ the parts of asking that subject sets of questions.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import hashlib
 import shutil
 import tempfile
@@ -28,6 +27,7 @@ from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces
 from agentenv.engines.openai import OpenAIConfig, TokensEngine
 from agentenv.errors import ConfigError, DataError
 from agentenv.native import NativeConfig
+from agentenv.offload import in_thread
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import Renderer
 from agentenv.types import Task
@@ -39,6 +39,7 @@ from launchers.evaluation.config import EvaluateConfig, QuestionSet, merged
 from launchers.help import Parser, add_key_help
 from launchers.rundir import CONFIG_FILE, find_checkpoint
 from launchers.serving.roles import fill_roles
+from launchers.serving.servers import ServerFactory
 from launchers.verl_keys import refuse_verl_keys
 
 SAMPLE_BYTES = 1 << 20  # of both ends of a file of weights; training changes all of them
@@ -138,16 +139,14 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
         say: Say,
         given: Mapping[str, Sequence[Task]] | None = None,
     ) -> None:
-        logs = Path(tempfile.mkdtemp(prefix="agentenv-evaluate-"))
-        stack.push(partial(_remove_unless_failed, logs))
         super().__init__(
             config,
             subject.run,
             stack,
             say,
             sets={name: as_asked(name, one) for name, one in config.sets.items()},
-            logs=logs,
         )
+        self.servers = ServerFactory(partial(_make_log_folder, stack), stack, say)
         self.subject = subject
         self.has_weights = config.engine.has_weights
         self._given = given or {}
@@ -215,7 +214,7 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
                 for path in ([rows.path] if isinstance(rows.path, str) else rows.path)
                 if path  # without any, load_benchmark says where to get it
             ]
-            tasks = await asyncio.to_thread(
+            tasks = await in_thread(
                 load_benchmark, rows.benchmark, paths, rows.max_tasks, env_id=env_id, rows=rows,
                 ends=self.ends, say=say,
             )  # fmt: skip
@@ -324,6 +323,13 @@ def with_own_names(tasks: Sequence[Task], say: Say) -> list[Task]:
     if twice:
         say(f"{twice} questions have the name of an earlier one; they are told apart by a number")
     return named
+
+
+def _make_log_folder(stack: AsyncExitStack) -> Path:
+    """For the logs of servers, which name it when they start and when one fails."""
+    logs = Path(tempfile.mkdtemp(prefix="agentenv-evaluate-"))
+    stack.push(partial(_remove_unless_failed, logs))
+    return logs
 
 
 def _remove_unless_failed(logs: Path, failed: type[BaseException] | None, *_: object) -> None:

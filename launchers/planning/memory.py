@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from agentenv.engines.server_config import LaunchConfig
 from agentenv.errors import DataError
-from agentenv.model_files import num_stretched_positions, read_model_config
+from agentenv.model_files import num_experts, num_stretched_positions, read_model_config
 from learners.learner import LearnerConfig
 
 # Sizes of a model's layers, from its config.json or, where it is not here, by a public name.
@@ -183,7 +183,7 @@ def _experts(config: dict[str, Any]) -> dict[str, int]:
     def number(*names: str) -> int:
         return next((int(config[name]) for name in names if config.get(name)), 0)
 
-    experts = number("num_experts", "n_routed_experts", "num_local_experts")
+    experts = num_experts(config)
     if not experts:
         return {}
     layers, every = number("num_hidden_layers"), max(1, number("decoder_sparse_step"))
@@ -209,6 +209,14 @@ HEAD_TILE_BYTES = 2**30  # and of a gradient of its weight
 LARGEST_FACTOR = 4  # bytes of a gathered parameter and its gradient, as DeepSpeed counts them
 BACKWARD_FACTOR = 1.5  # a layer's gradients of activations beside its activations
 SERVER_BYTES = 2 * GIB  # activations and graphs of a server, outside weights and cache
+
+
+def checkpoint_bytes(shape: ModelShape, learner: LearnerConfig, *, has_reference: bool) -> float:
+    """Of a checkpoint: the model as engines read it, and of each weight that is trained a float32
+    copy, two moments and, if there is one, the reference's."""
+    trained = shape.num_params if learner.lora is None else shape.adapter_params(learner.lora.r)
+    model = shape.num_params * bytes_of(learner.dtype)
+    return float(model + trained * (16 if has_reference else 12))
 
 
 class Memory(Struct, frozen=True):

@@ -22,6 +22,7 @@ from launchers.planning.memory import (
     Memory,
     ModelShape,
     bytes_of,
+    checkpoint_bytes,
     embedded_memory,
     find_shape,
     learner_memory,
@@ -129,14 +130,17 @@ AnyRun = TrainConfig | SupervisedRunConfig | EvaluateConfig | ServeConfig
 class Wanted(Struct, frozen=True, kw_only=True):
     """What a command asks of a machine. `path`: of the policy's model, "" where an endpoint has
     it; `setup` makes that model if it is not here; `path_tokens`: most tokens of prompt and
-    response, 0 where nothing is rolled out; `row_tokens`: of a row that is learned from."""
+    response, 0 where nothing is rolled out, and `num_paths` of them under way at a time at most;
+    `row_tokens`: of a row that is learned from."""
 
     path: str
     setup: str = ""
     path_tokens: int = 0
+    num_paths: int = 0
     row_tokens: int = 0
     learner: LearnerConfig | None = None
     has_reference: bool = False
+    finish_s: float = 0.0  # for the last checkpoint of a run that is interrupted
     engine: EngineConfig | None = None
     eval_engine: EngineConfig | None = None
     resources: ResourcesConfig = ResourcesConfig()
@@ -160,8 +164,12 @@ def wanted_by(config: AnyRun, model: str = "") -> Wanted:
             path=config.model.path,
             setup=config.run.setup,
             path_tokens=_longest([config.limits]),
+            num_paths=config.queue.groups_per_step
+            * (config.queue.max_staleness + 1)
+            * config.algorithm.group_size,
             learner=config.learner,
             has_reference=config.algorithm.needs_reference,
+            finish_s=config.checkpoint.finish_s,
             engine=config.engine,
             eval_engine=config.eval.engine,
             resources=config.resources,
@@ -172,6 +180,7 @@ def wanted_by(config: AnyRun, model: str = "") -> Wanted:
         return Wanted(
             path=model,
             path_tokens=_longest([config.limits, *own]),
+            num_paths=config.concurrency,
             engine=config.engine,
             roles=config.roles,
         )
@@ -182,6 +191,7 @@ def wanted_by(config: AnyRun, model: str = "") -> Wanted:
         setup=config.run.setup,
         row_tokens=config.data.max_length,
         learner=config.learner,
+        finish_s=config.checkpoint.finish_s,
     )
 
 
@@ -270,6 +280,8 @@ class _Planner:
         if self.shape is not None:
             check_heads(self.shape.heads, learner.context_parallel)
             memory = learner_memory(self.shape, learner, tokens, has_reference=reference)
+            size = checkpoint_bytes(self.shape, learner, has_reference=reference)
+            self.plan.made.append(saving_line(size, self.wanted.finish_s))
             if self.colocated:
                 asleep = model_states(self.shape, learner).gpu_bytes
                 memory = Memory(memory.gpu, memory.host | {"what sleeps": asleep})
@@ -393,3 +405,34 @@ class _Planner:
             )
         process = Process(name, number, taken, path, memory, note)
         self.plan.add(process, serving=budget, training=awake)
+        if policy and self.wanted.num_paths:
+            room = tokens * number * config.data_parallel_size
+            self.plan.made.append(in_flight(self.wanted.num_paths, self.wanted.path_tokens, room))
+
+
+SAVED_PER_S = 1e9  # bytes a second: a plain NVMe disk, or a network file system of a cluster
+
+
+def saving_line(size: float, finish_s: float) -> str:
+    """How long a checkpoint takes, for people, and whether a run that ends waits for it."""
+    needed_s = size / SAVED_PER_S
+    line = f"a checkpoint has {size / GIB:.1f} GiB: about {needed_s:.0f} s at 1 GB a second"
+    if needed_s <= finish_s:
+        return line
+    return (
+        f"{line}, more than checkpoint.finish_s = {finish_s:g}: a run that is interrupted would "
+        f"not save its last steps on such a disk; set it to {2 * needed_s:.0f} or more"
+    )
+
+
+def in_flight(num_paths: int, path_tokens: int, room: int) -> str:
+    """What may be under way against what the caches of all servers hold."""
+    most = num_paths * path_tokens
+    line = (
+        f"under way: up to {num_paths} trajectories of at most {path_tokens} tokens, "
+        f"{most / 1e6:.1f} million without what they share; the servers' caches hold "
+        f"{room / 1e6:.1f} million ({room / most:.0%})"
+    )
+    if room < most / 2:
+        line += "; beyond that new trees wait for old ones, and prefixes are computed again"
+    return line

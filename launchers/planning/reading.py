@@ -7,7 +7,6 @@ Wikipedia, since nothing is searched for.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -18,6 +17,7 @@ from msgspec.structs import replace
 from agentenv.config import RUN
 from agentenv.env import close_shared
 from agentenv.errors import ConfigError
+from agentenv.offload import in_thread
 from agentenv.types import Task
 from envs.grading.reward import AnswerReward, GraderConfig, ToolReward, check_grader
 from envs.search.bm25 import BM25Config
@@ -65,7 +65,7 @@ async def read_what_is_here(
         if model is not None and not isinstance(config, EvaluateConfig):
             from learners.model_check import check_model  # slow to load
 
-            await asyncio.to_thread(check_model, model, config.learner.context_parallel)
+            await in_thread(check_model, model, config.learner.context_parallel)
         if isinstance(assembly, AskingAssembly):
             await _read_sets(assembly, model, absent, say)
         else:
@@ -196,7 +196,7 @@ async def _read_dialogues(
     if _lacks(absent, "data") or (config.run.setup and RUN in str(config.data)):
         return
     if model is None:
-        number = await asyncio.to_thread(count_rows, config, assembly.resolve, say, ENDS)
+        number = await in_thread(count_rows, config, assembly.resolve, say, ENDS)
         say(f"data: {number} rows are read")
         return
     await _refuse(assembly, NEVER)

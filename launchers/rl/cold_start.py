@@ -9,12 +9,18 @@ stage may go on until teacher-forced exact match on clean demonstrations about u
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from random import Random
 
+from msgspec.structs import replace
+
+from agentenv.deadline import uncancelled
 from launchers.config import SFTStage, TrainConfig
 from launchers.rl.parts import Parts
 from launchers.rl.recorder import Recorder
-from launchers.rl.state import RunState
+from launchers.rl.state import Imitating, RunState
+from launchers.rundir import COLD_START, Checkpoints
+from launchers.saver import Saver
 from launchers.terminal import View
 from learners.batch import EncodedTree
 from learners.learner import optimizer_of
@@ -52,8 +58,16 @@ class ColdStart:
     reinforcement learning begins anew after it, with the weights published."""
 
     def __init__(
-        self, config: TrainConfig, view: View, state: RunState, parts: Parts, recorder: Recorder
+        self,
+        config: TrainConfig,
+        view: View,
+        state: RunState,
+        parts: Parts,
+        recorder: Recorder,
+        checkpoints: Checkpoints,
+        checkpoint: Path | None,
     ) -> None:
+        """`checkpoint`: in the midst of it, to go on from."""
         assert config.sft is not None
         assert parts.demonstrations is not None
         self.config = config.sft
@@ -65,10 +79,34 @@ class ColdStart:
         self.recorder = recorder
         self.demonstrations, self.gate = parts.demonstrations
         self.step = 0
+        self._num_measured = 0
         self._losses: list[float] = []
+        self._checkpoint = checkpoint
+        self._done = state.imitating = state.imitating or Imitating()
+        self._until = self._done.step  # what is done is gone through again without the learner
+        self._saver = Saver(
+            replace(config.checkpoint, every=0),  # which counts updates
+            checkpoints,
+            parts.learner,
+            view,
+            step=lambda: self._done.step,
+            state=state.resumable,
+            turn=lambda: parts.learner.turn(),
+            of=COLD_START,
+        )
 
     async def run_all(self) -> None:
-        """All stages, then the weights into the engine."""
+        """All stages, then the weights into the engine; saved, whatever ends it before."""
+        try:
+            await self._run_all()
+        except BaseException:
+            if self._done.step and self.state.imitating is not None:
+                await self._saver.finish()
+            raise
+        finally:
+            self.view.end()
+
+    async def _run_all(self) -> None:
         config, learner = self.config, self.parts.learner
         self.view.begin("cold start", sum(stage.num_steps for stage in config.stages))
         samplers = {
@@ -77,12 +115,13 @@ class ColdStart:
         }
         async with learner.turn():
             await learner.reset_optimizer(config.optimizer)
+            if self._checkpoint is not None:
+                await learner.load(self._checkpoint / "trainer")  # with the optimizer's state
             passed = [await self._stage(stage, samplers[stage.rows]) for stage in config.stages]
             exact = await self._measure()
-            self.view.end()
             if not all(passed):
                 logger.warning("the cold start ended without passing its gate: %s", exact)
-            await learner.reset_optimizer(optimizer_of(self.learner_config))
+            await uncancelled(self._end())
             await self.parts.publish()
         self.parts.demonstrations = None  # nobody needs them any more
 
@@ -93,10 +132,13 @@ class ColdStart:
             scale = first + (last - first) * number / stage.num_steps
             if self.step < self.config.warmup_steps:
                 scale *= (self.step + 1) / self.config.warmup_steps
-            metrics = await self.parts.learner.imitate(sampler.draw(stage.batch_size), scale)
-            self._losses.append(metrics["loss"])
-            self.state.totals.sft_tokens += int(metrics["num_tokens"])
+            sequences = sampler.draw(stage.batch_size)
             self.step += 1
+            if self.step > self._until:
+                with self.view.doing(f"step {self.step} of the cold start"):
+                    await uncancelled(self._imitate(sequences, scale))
+                if self._saver.is_due():
+                    await self._saver.save()
             if stage.until_gate and self.step % self.config.gate_every == 0:
                 exact = await self._measure()
                 sampler.reweigh(exact, KIND_BOOST)
@@ -104,8 +146,24 @@ class ColdStart:
                     return True
         return not stage.until_gate
 
+    async def _imitate(self, sequences: list[EncodedTree], scale: float) -> None:
+        async with self._saver.moving():
+            metrics = await self.parts.learner.imitate(sequences, scale)
+            self._losses.append(metrics["loss"])
+            self.state.totals.sft_tokens += int(metrics["num_tokens"])
+            self._done.step = self.step
+
+    async def _end(self) -> None:
+        """From here on what is saved is of updates."""
+        async with self._saver.moving():
+            await self.parts.learner.reset_optimizer(optimizer_of(self.learner_config))
+            self.state.imitating = None
+
     async def _measure(self) -> dict[str, float]:
         """By kind, the share of gate sequences of which every trained token is the likeliest."""
+        self._num_measured += 1
+        if self._num_measured <= len(self._done.measured):
+            return self._done.measured[self._num_measured - 1]
         exact = {}
         for kind, sequences in self.gate[""].items():
             scores = await self.parts.learner.score(sequences)
@@ -117,4 +175,5 @@ class ColdStart:
         self.view.advance(self.step)
         row = {f"sft/exact_match/{kind}": share for kind, share in exact.items()}
         self.recorder.log({"step": 0, "sft/step": self.step, "sft/loss": loss, **row})
+        self._done.measured.append(exact)
         return exact

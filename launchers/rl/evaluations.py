@@ -11,17 +11,23 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import logging
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
 
 from agentenv.actor import Actor
 from agentenv.config import to_plain
+from agentenv.deadline import uncancelled
 from agentenv.disk import PARTIAL, replace_folder
-from agentenv.errors import DataError, EnvError
+from agentenv.errors import AgentEnvError, DataError, EnvError
 from agentenv.evaluate import Answer
+from agentenv.offload import in_thread
 from agentenv.types import Task
 from launchers.config import TrainConfig
 from launchers.evaluation.config import EvaluateConfig, resolve_sets
@@ -30,8 +36,10 @@ from launchers.evaluation.store import FAILED, EvalRow, Saved, Store, Wanted, id
 from launchers.evaluation.subject import evaluation_of
 from launchers.rl.parts import Parts
 from launchers.rl.recorder import EVALUATIONS, PhaseClock, Recorder
-from launchers.rl.state import BriefReport, Evaluating, RunState, Saver, brief_report
+from launchers.rl.state import BriefReport, Evaluating, RunSaver, RunState, brief_report
 from launchers.rundir import RunDirectory
+
+logger = logging.getLogger(__name__)
 
 SET_KEYS = ("max_tasks", "num_samples")
 Ask = Callable[[Actor, str], Awaitable[list[EvalRow]]]  # by the actor, the set of this name
@@ -50,7 +58,7 @@ class Evaluator:
         clock: PhaseClock,
         parts: Parts,
         recorder: Recorder,
-        saver: Saver,
+        saver: RunSaver,
     ) -> None:
         self.config = config
         self.state = state
@@ -59,6 +67,7 @@ class Evaluator:
         self.recorder = recorder
         self.saver = saver
         self._beside: asyncio.Task[None] | None = None
+        self._folder = run.path / EVALUATIONS
         self._weights = run.path / "evaluating"
         self._evaluations = Evaluations(config, run.path, parts.eval_tasks)
 
@@ -68,11 +77,20 @@ class Evaluator:
         names = [name for name, chosen in self.config.eval.sets.items() if chosen.phases]
         self.state.reports[phase] = await self.evaluate(names, phase)
 
-    async def evaluate(self, names: list[str], when: str) -> dict[str, BriefReport]:
-        """Evaluate these sets. No weights are published meanwhile, so one policy version is
-        seen."""
+    async def evaluate(self, names: list[str], when: str = "") -> dict[str, BriefReport]:
+        """Evaluate these sets; `when`: around this phase. No weights are published meanwhile, so
+        one policy version is seen."""
+        if not names:  # one beside the training may go on
+            return {}
+        what = self._now(names, when)
+        begun = self.state.evaluating
+        if begun is not None and begun == replace(what, incarnation=begun.incarnation):
+            what = begun  # of these weights, before the run was resumed
+        self.state.evaluating = what
         with self.clock.phase("eval"):
-            return await self._evaluate(self.parts.eval_actor, self._now(names), when)
+            found = await self._or_gap(self._evaluate(self.parts.eval_actor, what), what)
+        self.state.evaluating = None
+        return found
 
     async def after_step(self, names: list[str]) -> None:
         """Evaluate these sets after a step; the best checkpoint is kept by them."""
@@ -80,16 +98,23 @@ class Evaluator:
         if names and self.parts.overlapping is not None:
             await self._begin_beside_training(names)
             return
-        for report in (await self.evaluate(names, f"step-{step:06d}")).values():
+        for report in (await self.evaluate(names)).values():
             await self.saver.consider_best(step, report)
 
-    async def resume(self) -> None:
-        """Begin the evaluation beside the training again that an interruption cut off."""
+    async def resume(self, due: list[str]) -> None:
+        """Take up the evaluation after a step that an interruption cut off, or that of the sets
+        `due` after the last step, which it came before."""
         pending, sets = self.state.evaluating, self.config.eval.sets.keys()
-        if pending is None or not sets >= set(pending.sets):
+        if pending is None:
+            if due and not (self._folder / self._now(due).phase).is_dir():
+                await self.after_step(due)
+            return
+        if pending.when or not sets >= set(pending.sets):
             return
         if self._weights.is_dir() and self.parts.overlapping is not None:
-            await self._begin(self.parts.overlapping, pending)
+            self._begin(self.parts.overlapping, pending)
+        elif pending.step == self.state.step:
+            await self.after_step(pending.sets)
 
     async def finish(self) -> None:
         """Wait for the evaluation that goes on beside the training."""
@@ -104,45 +129,77 @@ class Evaluator:
 
     # inner workings
 
-    def _now(self, names: list[str]) -> Evaluating:
-        state = self.state
-        return Evaluating(state.step, self.parts.learner.policy_version, names, state.incarnation)
+    def _now(self, names: list[str], when: str = "") -> Evaluating:
+        state, version = self.state, self.parts.learner.policy_version
+        return Evaluating(state.step, version, names, state.incarnation, when)
 
     async def _begin_beside_training(self, names: list[str]) -> None:
         actor, learner = self.parts.overlapping, self.parts.learner
         assert actor is not None
         with self.clock.phase("eval"):
             await self.finish()
-            await asyncio.to_thread(shutil.rmtree, self._weights, ignore_errors=True)
+            await in_thread(shutil.rmtree, self._weights, ignore_errors=True)
             await learner.export(self._weights)
         self.state.evaluating = self._now(names)
         if self.config.checkpoint.best_metric.partition("/")[0] in names:
             await self.saver.save()  # of these weights, should they be the best
-        await self._begin(actor, self.state.evaluating)
+        self._begin(actor, self.state.evaluating)
 
-    async def _begin(self, actor: Actor, what: Evaluating) -> None:
-        if actor.engine.policy_version != what.policy_version:
-            await actor.engine.load_weights(self._weights, what.policy_version)
+    def _begin(self, actor: Actor, what: Evaluating) -> None:
         self._beside = asyncio.create_task(self._evaluate_beside(actor, what))
 
     async def _evaluate_beside(self, actor: Actor, what: Evaluating) -> None:
-        found = await self._evaluate(actor, what, f"step-{what.step:06d}")
-        for report in found.values():
-            await self.saver.consider_best(what.step, report)
+        """To its end, or to a gap in the curve: the training does not depend on it."""
+        try:
+            found = await self._or_gap(self._with_weights(actor, what), what)
+            for report in found.values():
+                await self.saver.consider_best(what.step, report)
+        except* AgentEnvError as errors:
+            self._tell_gap(what, str(first_of(errors)))
         self.state.evaluating = None
-        await asyncio.to_thread(shutil.rmtree, self._weights, ignore_errors=True)
+        await in_thread(shutil.rmtree, self._weights, ignore_errors=True)
 
-    async def _evaluate(self, actor: Actor, what: Evaluating, when: str) -> dict[str, BriefReport]:
+    async def _with_weights(self, actor: Actor, what: Evaluating) -> dict[str, BriefReport]:
+        if actor.engine.policy_version != what.policy_version:
+            await actor.engine.load_weights(self._weights, what.policy_version)
+        return await self._evaluate(actor, what)
+
+    async def _or_gap(
+        self, evaluation: Coroutine[Any, Any, dict[str, BriefReport]], what: Evaluating
+    ) -> dict[str, BriefReport]:
+        """What it finds, or nothing where it takes longer than `eval.timeout_s`."""
+        limit_s = self.config.eval.timeout_s
+        deadline = asyncio.timeout(limit_s)
+        try:
+            async with deadline:
+                return await evaluation
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+        self._tell_gap(what, f"it took longer than {limit_s:g} s (eval.timeout_s)")
+        return {}
+
+    def _tell_gap(self, what: Evaluating, reason: str) -> None:
+        logger.warning("there is no evaluation %s: %s", what.phase, reason)
+
+    async def _evaluate(self, actor: Actor, what: Evaluating) -> dict[str, BriefReport]:
         if not what.sets:
             return {}
         found = {}
-        async with self._evaluations.begin(what, when) as ask:
+        async with self._evaluations.begin(what, what.phase) as ask:
             for name in what.sets:
                 rows = await ask(actor, name)
                 refuse_failed(name, rows)
                 found[name] = brief_report(name, rows)
-                self.recorder.tell(found[name], rows, what.step, when)
+                self.recorder.tell(found[name], rows, what.step, what.phase)
         return found
+
+
+def first_of(error: BaseException) -> BaseException:
+    """The first of the errors in a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def refuse_failed(name: str, rows: Sequence[EvalRow]) -> None:
@@ -175,12 +232,14 @@ class Evaluations:
         saved = Saved(subject=subject, run=str(self._run.absolute()), config=to_plain(config))
         folder = self._run / EVALUATIONS / when
         unfinished = folder.with_name(folder.name + PARTIAL)
-        store = await asyncio.to_thread(_take_up, unfinished, saved)
+        opened: list[Store] = []  # also by a thread whose waiter was cancelled
         try:
-            yield partial(self._ask, store, config)
+            await uncancelled(in_thread(lambda: opened.append(_take_up(unfinished, saved))))
+            yield partial(self._ask, opened[0], config)
         finally:
-            store.close()
-        await asyncio.to_thread(replace_folder, unfinished, folder)
+            for store in opened:
+                store.close()
+        await in_thread(replace_folder, unfinished, folder)
 
     async def _ask(
         self, store: Store, config: EvaluateConfig, actor: Actor, name: str

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import shutil
-import tempfile
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agentenv.actor import Actor
+from agentenv.disk import own_folder
 from agentenv.encoder import encode_beside
 from agentenv.engine import Engine, EngineStart
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.model_files import vocab_size
+from agentenv.offload import in_thread
 from agentenv.plan import RolloutPlan
 from agentenv.types import Task
 from launchers.assembly import AskingAssembly, Questions, SetConfig, once
@@ -34,15 +36,19 @@ from launchers.rl.publishing import (
     Publisher,
     sleeping_engine,
 )
-from launchers.rundir import RunDirectory
+from launchers.rundir import COLD_START, RunDirectory, link_model
 from launchers.serving.gpus import learner_gpus
 from launchers.supervised.data import Demonstrations, check_stages, load_demonstrations
 from learners.checkpoint import saved_version
 from learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
 from learners.lora import ADAPTER_FOLDER, frozen_model
 
+logger = logging.getLogger(__name__)
+
+TRAINING, EVALUATING = "train", "eval"  # uses of an actor
 TRAINED = "data"  # the set of the training questions
 NUM_PROBE_PROMPTS = 8
+MEMORY = Path("/dev/shm")
 
 
 @dataclass
@@ -64,11 +70,17 @@ class Parts:
     publisher: Publisher
     overlapping: Actor | None
     demonstrations: tuple[Demonstrations, Demonstrations] | None
+    vocab_size: int = 0  # of the plan
 
     async def publish(self) -> None:
         """New weights into the engine while rollouts are running, and a probe of them begun."""
         await self.publisher.publish()
         self.probe.start()
+
+
+Build = Callable[
+    [TrainConfig, RunDirectory, Path | None, AsyncExitStack, Say], Coroutine[Any, Any, Parts]
+]
 
 
 async def build_parts(
@@ -123,8 +135,13 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
 
     @once
     async def model(self) -> Path:
-        """The checkpoint, or where the weights begin."""
-        return self.checkpoint or await self.own_model(self.config.run, self.config.model.path)
+        """Where the weights begin; of a checkpoint what stays when that is pruned, since servers
+        that start again, and each publish, read from it."""
+        if self.checkpoint is None:
+            return await self.own_model(self.config.run, self.config.model.path)
+        folder = self.folder / "resumed"
+        self.stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        return await in_thread(link_model, self.checkpoint, folder)
 
     async def contexts(self) -> Sequence[int]:
         model, config = await self.model(), self.config
@@ -175,11 +192,12 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         """Of the cold start: those to imitate, and those that measure; None: it is done, or there
         is none."""
         sft = self.config.sft
-        if sft is None or self.checkpoint is not None:
+        resumed = self.checkpoint
+        if sft is None or not (resumed is None or resumed.name.startswith(COLD_START)):
             return None
         renderer, (_, info) = (await self.renderers())[TRAINED], (await self.episodes())[TRAINED]
         learned, gate = [
-            await asyncio.to_thread(
+            await in_thread(
                 load_demonstrations, self.resolve(path), renderer, list(info.get("tools", ()))
             )
             for path in (sft.data, sft.gate)
@@ -223,7 +241,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
                 seed=config.run.seed,
                 colocated=config.resources.colocated,
                 lora_rank=rank,
-                adapter=checkpoint / ADAPTER_FOLDER if rank and checkpoint else None,
+                adapter=model / ADAPTER_FOLDER if rank and checkpoint else None,
             )
         )
 
@@ -244,8 +262,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         config = self.config
         questions, prompts = await self.questions(), await self.probe_prompts()
         learner, engine = await self.learner_and_engine()
-        weights = make_weights_directory()
-        self.stack.callback(shutil.rmtree, weights, ignore_errors=True)
+        weights = self.stack.enter_context(weights_directory(MEMORY))
         probe = ParityProbe(engine, learner, prompts)
         self.stack.push_async_callback(probe.close)
         colocation = None
@@ -253,33 +270,33 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             colocation = Colocation(sleeping_engine(engine), learner, probe)
         trained = questions[TRAINED]
         encode_beside(trained.renderer, self.stack)
-        eval_actor = self._actor(trained, config.sampling.eval, engine, "eval")
-        model = await self.model()
+        eval_actor = self._actor(trained, config.sampling.eval, engine, EVALUATING)
+        num_words = vocab_size(await self.model())
         return Parts(
             tokenizer=await self.tokenizer(),
             tasks=trained.tasks,
             eval_tasks={name: questions[eval_key(name)].tasks for name in config.eval.sets},
             num_steps=await self.num_steps(),
-            plan=config.algorithm.plan(vocab_size(model)),
+            plan=config.algorithm.plan(num_words),
             engine=engine,
             learner=learner,
-            actor=self._actor(trained, config.sampling.train, engine, "train"),
+            actor=self._actor(trained, config.sampling.train, engine, TRAINING),
             eval_actor=eval_actor,
             probe=probe,
             publisher=make_publisher(config, engine, learner, weights, colocation),
             overlapping=await self._overlapping(eval_actor, learner),
             demonstrations=await self.demonstrations(),
+            vocab_size=num_words,
         )
 
     def _actor(self, questions: Questions, sampling: Sampling, engine: Engine, use: str) -> Actor:
-        seed = self.config.run.seed if sampling.seed is None else sampling.seed
         return Actor(
             engine,
             questions.renderer,
             questions.make_env,
             self.config.limits,
             sampling.params(),
-            f"{seed}/{use}",
+            actor_seed(self.config, sampling, use),
         )
 
     async def _overlapping(self, actor: Actor, learner: DeepSpeedLearner) -> Actor | None:
@@ -302,6 +319,11 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             )
         )
         return other
+
+
+def actor_seed(config: TrainConfig, sampling: Sampling, use: str) -> str:
+    """What keys all randomness of the rollouts of an actor."""
+    return f"{config.run.seed if sampling.seed is None else sampling.seed}/{use}"
 
 
 def adapter_rank(config: TrainConfig) -> int:
@@ -340,7 +362,6 @@ def make_publisher(
     return BroadcastPublisher(engine, sender)
 
 
-def make_weights_directory() -> Path:
-    """Where weights pass from learner to engine: shared memory where there is any."""
-    memory = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="agentenv-", dir=memory if memory.is_dir() else None))
+def weights_directory(memory: Path) -> AbstractContextManager[Path]:
+    """Where weights pass from learner to engine: in shared memory where there is any."""
+    return own_folder(memory if memory.is_dir() else None, "agentenv-weights-")

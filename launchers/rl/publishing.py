@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -15,11 +15,13 @@ from msgspec import Struct
 
 from agentenv.engine import Engine, SleepingEngine
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.errors import ConfigError, LearnerError
+from agentenv.errors import ConfigError, EngineDeadError, LearnerError
 from agentenv.types import Completion, SamplingParams
 from learners.batch import encode_sequence
 from learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
 from learners.learner import Learner
+
+PROBE_S = 120.0  # in which a server answers a prompt of a probe; else it is left out
 
 
 class Gap(Struct, frozen=True):
@@ -52,11 +54,15 @@ class ParityProbe:
         )
 
     async def _sample(self, number: int, prompt: list[int]) -> dict[str, Completion]:
-        """By the name of the server."""
+        """By the name of the server; none that gave no answer in time."""
         sampling = SamplingParams(self.num_tokens, seed=number)
         if isinstance(self.engine, EnginePool):
-            return await self.engine.generate_on_each(prompt, sampling)
-        return {"": await self.engine.generate(prompt, sampling, session=f"probe{number}")}
+            return await self.engine.generate_on_each(prompt, sampling, PROBE_S)
+        try:
+            async with asyncio.timeout(PROBE_S):
+                return {"": await self.engine.generate(prompt, sampling, session=f"probe{number}")}
+        except TimeoutError:
+            return {}
 
     async def sampled(self) -> None:
         """Wait until the engine has sampled what `start` asked for."""
@@ -149,7 +155,8 @@ class Colocation:
         async with self._moving:
             if self.owner == "engine":
                 await self._probe.sampled()
-                await self._engine.sleep()
+                with suppress(EngineDeadError):  # which has no GPU any more: the learner is saved
+                    await self._engine.sleep()
                 await self._learner.wake()
                 self.owner = "learner"
 
@@ -157,7 +164,8 @@ class Colocation:
         async with self._moving:
             if self.owner == "learner":
                 await self._learner.sleep()
-                await self._engine.wake()
+                with suppress(EngineDeadError):  # whoever asks it next is told
+                    await self._engine.wake()
                 self.owner = "engine"
 
 

@@ -6,16 +6,23 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from itertools import islice
-from typing import Any
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import psutil
 
-from agentenv.tree import TrajectoryTree
+from agentenv.archive import ARCHIVE, Archive, Credit, Fate, KeptTree, StepHeader
+from agentenv.data.files import Row
+from agentenv.deadline import uncancelled
+from agentenv.encoder import decoder
+from agentenv.errors import ConfigError, InfraError
+from agentenv.offload import in_thread
+from agentenv.tree import TrajectoryTree, to_frame
+from envs.workers import JobError, WorkerPool
 from launchers.config import TrainConfig
 from launchers.evaluation.store import EvalRow
 from launchers.rl import report
@@ -23,25 +30,68 @@ from launchers.rl.report import entropy_line, write_entropy, write_plots
 from launchers.rl.state import BriefReport, RunState
 from launchers.rundir import RunDirectory
 from launchers.terminal import View
-from launchers.trajectories import trajectory_row
+from launchers.trajectories import write_rows
+from learners.credit import TreeCredit
+
+Told = dict[int, list[list[float]]]  # of trees by their index: first entropies of each node
+
+
+class Settled(NamedTuple):
+    """What became of a tree that a step took, and why, where it was not trained."""
+
+    tree: TrajectoryTree
+    credit: TreeCredit | None
+    fate: Fate
+    why: str = ""
+
+
+def first_entropies(trees: Sequence[TrajectoryTree], num_tokens: int) -> Told:
+    """What plans saw of the engine's entropies."""
+    if not num_tokens:
+        return {}
+    return {
+        tree.index: [node.entropies[:num_tokens].tolist() for node in tree.nodes] for tree in trees
+    }
+
+
+def kept_tree(settled: Settled, told: Told) -> KeptTree:
+    """A tree for the archive."""
+    tree, credit, fate, why = settled
+    figures = None
+    if credit is not None:
+        figures = Credit(*(getattr(credit, name).tolist() for name in Credit.__struct_fields__))
+    return KeptTree(tree, fate, why, figures, told.get(tree.index, []))
 
 
 def cpu_seconds() -> float:
     """CPU time of this process and of all below it, ended ones included."""
     total = 0.0
-    me = psutil.Process()
-    for process in [me, *me.children(recursive=True)]:
-        try:
-            times = process.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        total += times.user + times.system + times.children_user + times.children_system
+    for pid in _family(os.getpid()):
+        with suppress(psutil.NoSuchProcess):
+            times = psutil.Process(pid).cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
     return total
 
 
+def _family(pid: int) -> list[int]:
+    """The process and all below it. Where the kernel tells the children of one, the others of the
+    machine, which may be thousands, are not looked through."""
+    folder = Path(f"/proc/{pid}/task")
+    try:
+        texts = [(thread / "children").read_text() for thread in folder.iterdir()]
+    except OSError:
+        if pid != os.getpid():  # it has ended
+            return [pid]
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    return [pid, *(one for text in texts for child in text.split() for one in _family(int(child)))]
+
+
 @contextmanager
-def adding(seconds: dict[str, float], name: str, clock: Callable[[], float]) -> Iterator[None]:
-    """Adds to seconds[name] what passes on the clock inside."""
+def adding(
+    seconds: dict[str, float], name: str, clock: Callable[[], float] | None = None
+) -> Iterator[None]:
+    """Adds to seconds[name] what passes on the clock inside, by default on the event loop's."""
+    clock = clock or asyncio.get_running_loop().time
     start = clock()
     try:
         yield
@@ -57,7 +107,7 @@ class Stopwatch:
 
     def part(self, name: str) -> AbstractContextManager[None]:
         """To be entered around a part."""
-        return adding(self._seconds, name, time.monotonic)
+        return adding(self._seconds, name)
 
     def take(self) -> dict[str, float]:
         """The seconds as metrics, time/NAME_s; the parts begin anew."""
@@ -74,11 +124,12 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        wall, cpu = adding(self.wall_s, name, time.monotonic), adding(self.cpu_s, name, cpu_seconds)
-        with wall, cpu:
+        with adding(self.wall_s, name), adding(self.cpu_s, name, cpu_seconds):
             yield
 
 
+MANY_TOKENS = 200_000  # of a step, whose texts take a tenth of a second
+WRITE_S = 3600.0  # of CPU time, at most, for the trajectories of a step
 EVALUATIONS = "eval"  # folder of a run
 
 logger = logging.getLogger(__name__)
@@ -96,7 +147,10 @@ class Recorder:
         self.view = view
         self.state = state
         self.tokenizer = tokenizer
+        self.archive = Archive(run.path / ARCHIVE, config.archive)
         self._num_bytes = 0  # of trajectories that are written
+        self._writing: asyncio.Task[None] | None = None
+        self._writer: WorkerPool | None = None  # from the first step with many tokens on
         self.report_set = next(iter(config.eval.sets), "")
 
     def log(self, row: dict[str, Any]) -> None:
@@ -116,8 +170,16 @@ class Recorder:
             path, append = self.run.path / "samples.txt", when != "before_sft"
             report.write_samples(path, when, done, append=append)
 
-    def finish(self, *, policy_version: int, in_flight: int, event_loop: dict[str, float]) -> None:
-        """Summary, table, curves; the wall time of phases is complete by now."""
+    def finish(
+        self,
+        *,
+        policy_version: int,
+        in_flight: int,
+        event_loop: dict[str, float],
+        engine: dict[str, Any],
+    ) -> None:
+        """Summary, table, curves; the wall time of phases is complete by now. `engine`: what
+        befell it since this process started."""
         config, state = self.config, self.state
         summary = report.summarize(
             state,
@@ -127,12 +189,15 @@ class Recorder:
             policy_version=policy_version,
             in_flight=in_flight,
             event_loop=event_loop,
+            engine=engine,
         )
         self.run.write_json("summary.json", summary)
         if self.report_set:
             self.view.show(report.final_table(state, self.report_set))
         pictures = ", ".join(self.draw())
         if line := entropy_line(state.entropy):
+            self.view.say(line)
+        for line in engine.get("told", ()):
             self.view.say(line)
         for clock, seconds in (("wall", summary["wall_s"]), ("CPU", summary["cpu_s"])):
             times = "  ".join(f"{name} {value:.0f}" for name, value in seconds.items())
@@ -151,22 +216,61 @@ class Recorder:
 
     async def write_trajectories(self, name: str, trees: list[TrajectoryTree]) -> None:
         """Every trajectory as a readable row, until the size limit; a sample to the monitors."""
-        await asyncio.to_thread(self._write_trajectories, name, trees)
-
-    def _write_trajectories(self, name: str, trees: list[TrajectoryTree]) -> None:
         log, monitors = self.config.log, self.run.monitors
         wanted, is_full = monitors.num_wanted(name), self._num_bytes > log.max_trajectory_mb * 1e6
-        is_written = log.trajectories and not is_full
-        every = ((tree, one) for tree in trees for one in tree.trajectories())
-        chosen = islice(every, None if is_written else wanted)
-        rows = [trajectory_row(tree, one, self.tokenizer) for tree, one in chosen]
-        if shown := rows[:wanted]:
-            monitors.trajectories(name, shown)
-        if is_written:
-            folder = self.run.path / "trajectories"
-            folder.mkdir(exist_ok=True)
-            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
-            self._num_bytes += len(text)
+        path = None
+        if log.trajectories and not is_full:
+            path = self.run.path / "trajectories" / f"{name}.jsonl"
+            path.parent.mkdir(exist_ok=True)
         elif log.trajectories:
             logger.warning("log.max_trajectory_mb is reached: no more trajectories are written")
+        if path is None and not wanted:
+            return
+        num_chars, shown = await self._write_rows(trees, path, wanted)
+        if shown:
+            monitors.trajectories(name, shown)
+        self._num_bytes += num_chars
+
+    async def _write_rows(
+        self, trees: list[TrajectoryTree], path: Path | None, wanted: int
+    ) -> tuple[int, list[Row]]:
+        """In a process of its own if it takes long, else in a thread."""
+        file = Path(str(getattr(self.tokenizer, "name_or_path", ""))) / "tokenizer.json"
+        if sum(tree.num_tokens for tree in trees) > MANY_TOKENS and file.is_file():
+            if self._writer is None:
+                handler = "launchers.trajectories:TrajectoryWriter"
+                arguments = {"tokenizer": str(file)}
+                self._writer = WorkerPool(
+                    handler, name="trajectories", arguments=arguments, max_jobs=1
+                )
+            frames = await in_thread(lambda: [to_frame(tree) for tree in trees])
+            job = {"trees": frames, "path": str(path or ""), "wanted": wanted}
+            try:
+                done = await self._writer.run(job, WRITE_S)
+                return done["num_chars"], [json.loads(row) for row in done["shown"]]
+            except (JobError, InfraError, ConfigError) as error:
+                logger.warning("trajectories are written in the run's own process: %s", error)
+        return await in_thread(write_rows, trees, decoder(self.tokenizer), path, wanted)
+
+    async def write_behind(self, name: str, trees: list[TrajectoryTree]) -> None:
+        """The same while other work goes on; only what is still being written is waited for."""
+        await self.written()
+        self._writing = asyncio.create_task(self.write_trajectories(name, trees))
+
+    async def keep_trees(self, header: StepHeader, settled: Sequence[Settled], told: Told) -> None:
+        """The trees of a step, for the archive, while other work goes on."""
+        await self.archive.write_behind(header, (kept_tree(one, told) for one in settled))
+
+    async def close(self) -> None:
+        """Wait for what is being written, whatever becomes of it."""
+        await self.archive.close()
+        if self._writing is not None:
+            await asyncio.wait({self._writing})
+        if self._writer is not None:
+            self._writer.close()
+
+    async def written(self) -> None:
+        """Wait until everything is written. Raises what failed."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await uncancelled(writing)

@@ -7,7 +7,6 @@ after a tool result; entropy.csv and entropy.png show whether the user's own pol
 
 from __future__ import annotations
 
-import asyncio
 import csv
 import json
 import math
@@ -20,6 +19,7 @@ import msgspec
 from agentenv.data.files import Row
 from agentenv.engine import Engine
 from agentenv.metrics import EntropyProfile, Throughput
+from agentenv.offload import look_again
 from agentenv.replay import ReplayQueue
 from launchers.evaluation.store import EvalRow
 from launchers.plots import panels, png
@@ -101,7 +101,7 @@ class LiveFigures:
         """Refresh until cancelled; returns at once where nobody looks."""
         while self.view.is_live:
             self.view.figures(self.lines())
-            await asyncio.sleep(INTERVAL_S)
+            await look_again(INTERVAL_S)
 
     def lines(self) -> Lines:
         """A title and figures a line."""
@@ -155,9 +155,12 @@ def step_lines(row: Row) -> Lines:
 PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "queue: trees, and staleness in versions",
-        ("queue/ready", "trees/in_flight", "staleness/max"),
+        ("queue/ready", "trees/in_flight", "staleness/max", "staleness/trained_mean"),
     ),
-    ("lengths, tokens", ("rollout/response_tokens", "rollout/response_tokens_max")),
+    (
+        "lengths of trajectories, tokens",
+        ("length/offered_p50", "length/trained_p50", "length/offered_p90", "length/trained_p90"),
+    ),
     ("turns and calls of a trajectory", ("rollout/turns", "rollout/calls_per_trajectory")),
     ("shares of trained tokens clipped", ("learner/clipped_high", "learner/clipped_low")),
     ("KL, nats", ("learner/kl_to_proximal", "learner/kl_to_reference")),
@@ -265,8 +268,17 @@ def step_line(row: dict[str, Any], num_steps: int) -> str:
         f"calls {row['rollout/tool_calls']:.0f} forks {row['rollout/forks']:.0f} "
         f"staleness {row.get('staleness/max', 0):.0f} "
         f"entropy {row.get('rollout/entropy', 0.0):.3f} "
-        f"{row.get('time/sampled_tokens_per_s', 0.0):.0f} tok/s"
+        f"{row.get('time/sampled_tokens_per_s', 0.0):.0f} tok/s{failures(row)}"
     )
+
+
+def failures(row: dict[str, Any]) -> str:
+    """Trajectories of a step that failed, by kind, for the end of its line; empty without any."""
+    place = "failed/by_kind/"
+    kinds = [
+        f"{num:.0f} {name[len(place) :]}" for name, num in row.items() if name.startswith(place)
+    ]
+    return f" failed {', '.join(kinds)}" if kinds else ""
 
 
 def report_line(report: BriefReport, when: str) -> str:
@@ -335,6 +347,7 @@ def summarize(
     policy_version: int,
     in_flight: int,
     event_loop: dict[str, float],
+    engine: dict[str, Any],
 ) -> dict[str, Any]:
     """The content of summary.json."""
     reports = {phase: state.reports.get(phase, {}).get(name) for phase in PHASES}
@@ -382,6 +395,7 @@ def summarize(
         "incarnation": state.incarnation,
         "engine_learner_logprob_gap": {"mean": state.parity.mean, "max": state.parity.max},
         "event_loop": event_loop,
+        "engine": engine,
     }
 
 

@@ -12,7 +12,6 @@ keys of [self_critic].
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from random import Random
@@ -20,7 +19,9 @@ from random import Random
 import msgspec
 
 from agentenv.actor import Actor
+from agentenv.disk import write_whole
 from agentenv.evaluate import evaluate
+from agentenv.offload import in_thread
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 from launchers.config import SelfCriticConfig
@@ -55,14 +56,9 @@ class SelfCritic:
         self.run = run
         self.actor = actor
 
-    async def round(self, number: int) -> tuple[Metrics, list[TrajectoryTree]]:
-        """Sample, pair, train; the weights that result are not published. `number` keys all that
-        is random."""
-        trees = await self.sample(number)
-        return await self.learn(number, trees), trees
-
     async def learn(self, number: int, trees: Sequence[TrajectoryTree]) -> Metrics:
-        """Pair and train. Metrics begin with self_critic/; without a pair nothing is trained."""
+        """Pair and train; the weights that result are not published. `number` keys all that is
+        random. Metrics begin with self_critic/; without a pair nothing is trained."""
         rows = [
             row
             for tree in trees
@@ -73,7 +69,7 @@ class SelfCritic:
                 Random(f"{self.seed}/pairs/{number}/{tree.index}"),
             )
         ]
-        await asyncio.to_thread(self._write, number, rows)
+        await in_thread(self._write, number, rows)
         counts = num_kinds(trees, self.config.threshold)
         metrics = {f"num_{name}": float(count) for name, count in counts.items()}
         metrics |= {"num_pairs": float(len(rows)), "num_steps": 0.0}
@@ -113,7 +109,7 @@ class SelfCritic:
         folder = self.run.path / "pairs"
         folder.mkdir(exist_ok=True)
         lines = [json.dumps(msgspec.to_builtins(row)) + "\n" for row in rows]
-        (folder / f"round-{number:06d}.jsonl").write_text("".join(lines), encoding="utf-8")
+        write_whole(folder / f"round-{number:06d}.jsonl", "".join(lines))
 
 
 def round_line(metrics: Metrics) -> str:

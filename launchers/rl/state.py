@@ -3,19 +3,27 @@ how both are saved."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Collection, Sequence
 from statistics import fmean
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from agentenv.archive import Archive
+from agentenv.errors import ConfigError
+from agentenv.journal import Journal
 from agentenv.metrics import EntropyProfile, Ledger, Metrics, wilson_interval
+from agentenv.offload import in_thread
 from launchers.config import CheckpointConfig
 from launchers.evaluation.store import EvalRow
 from launchers.rl.publishing import Gap
-from launchers.rundir import Checkpoints
+from launchers.rundir import Checkpoints, load_state
+from launchers.saver import Saver
+from launchers.terminal import View
 from learners.deepspeed_learner import DeepSpeedLearner
+
+logger = logging.getLogger(__name__)
 
 
 class Totals(Struct):
@@ -59,13 +67,27 @@ class ParityGap(Struct):
 
 
 class Evaluating(Struct, frozen=True):
-    """An evaluation of these sets that overlaps the training; its weights, which the given start
-    of the process made, are in the run's folder until it is done."""
+    """An evaluation of these sets that goes on. Weights of one that overlaps the training, which
+    the given start of the process made, are in the run's folder until it is done."""
 
     step: int
     policy_version: int
     sets: list[str]
     incarnation: int = 0
+    when: str = ""  # around a phase; empty: after the step
+
+    @property
+    def phase(self) -> str:
+        """The name of its folder and of its row of metrics."""
+        return self.when or f"step-{self.step:06d}"
+
+
+class Imitating(Struct):
+    """How far a cold start is: optimizer steps, and what was measured so far, each exact match by
+    kind. Demonstrations are drawn again in the same order, which both determine."""
+
+    step: int = 0
+    measured: list[dict[str, float]] = field(default_factory=list)
 
 
 # What a run follows of its evaluations; the report of a stored evaluation has all figures.
@@ -123,8 +145,8 @@ def _figures(rows: Sequence[EvalRow]) -> BriefFigures:
 class RunState(Struct):
     """`step` updates are done; `position` trees were delivered, in start order; `incarnation`
     counts starts of the process. Reports are kept by phase (before_sft, after_sft, after_rl);
-    `entropy` is of all delivered trees; `evaluating` is an evaluation beside the
-    training that is not done."""
+    `entropy` is of all delivered trees; `evaluating` is an evaluation that is not done, and
+    `imitating` a cold start."""
 
     step: int = 0
     position: int = 0
@@ -136,6 +158,7 @@ class RunState(Struct):
     reports: dict[str, dict[str, BriefReport]] = field(default_factory=dict)
     best: float | None = None
     evaluating: Evaluating | None = None
+    imitating: Imitating | None = None
     wall_s: dict[str, float] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
 
@@ -146,9 +169,8 @@ class RunState(Struct):
         return replace(self, ledger=replace(ledger, offered=ledger.num_delivered))
 
 
-class Saver:
-    """Writes the checkpoints of a run: the model, the learner's state, and what the run remembers
-    at that moment."""
+class RunSaver(Saver):
+    """The checkpoints of a training run, and the best of them by checkpoint.best_metric."""
 
     def __init__(
         self,
@@ -156,24 +178,46 @@ class Saver:
         checkpoints: Checkpoints,
         state: RunState,
         learner: DeepSpeedLearner,
+        view: View,
+        kept: Collection[int] = (),
+        journal: Journal | None = None,
+        archive: Archive | None = None,
     ) -> None:
-        self.config = config
-        self.checkpoints = checkpoints
+        """`kept`: steps whose checkpoints stay."""
+        super().__init__(
+            config,
+            checkpoints,
+            learner,
+            view,
+            step=lambda: state.step,
+            state=state.resumable,
+            needed=lambda: {*kept, *([state.evaluating.step] if state.evaluating else [])},
+            turn=lambda: learner.turn(),  # which colocation replaces
+        )
         self.state = state
-        self.learner = learner
+        self.best_metric = config.best_metric
+        self.journal = journal
+        self.archive = archive
 
-    async def save(self) -> None:
-        """The checkpoint of this step, if it is not there yet."""
-        state = self.state
-        needed = [] if state.evaluating is None else [state.evaluating.step]
-        async with self.learner.turn():
-            await self.checkpoints.save(
-                state.step, self.learner, state.resumable(), self.config.keep_last, needed
-            )
+    async def save(self, *, at_end: bool = False) -> None:
+        """Also lets go of what no checkpoint wants of the journal. The trees of its step are in the
+        archive before: nobody would write them afterwards."""
+        if self.archive is not None:
+            try:
+                await self.archive.written()
+            except ConfigError as error:
+                if not at_end:
+                    raise
+                logger.warning("%s", error)
+        await super().save(at_end=at_end)
+        if self.journal is not None and not self.journal.is_broken:
+            newest = self.checkpoints.finished()[-self.config.keep_last :]
+            places = [load_state(path, RunState).position for path in newest]
+            await self.journal.rotate(min(places, default=0))
 
     async def consider_best(self, step: int, report: BriefReport) -> None:
         """Keep the checkpoint of the best value of checkpoint.best_metric."""
-        name, _, figure = self.config.best_metric.partition("/")
+        name, _, figure = self.best_metric.partition("/")
         if report.name != name:
             return
         value: float = getattr(report.overall, figure)
@@ -181,4 +225,4 @@ class Saver:
             self.state.best = value
             if step == self.state.step:
                 await self.save()
-            await asyncio.to_thread(self.checkpoints.keep_best, step)
+            await in_thread(self.checkpoints.keep_best, step)

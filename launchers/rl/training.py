@@ -6,49 +6,75 @@ RL           feeder --slot--> rollouts --trees--> learner    all at the same tim
                 ^                                    |       on while the learner trains and
                 +---- release <--- engine <--- publish       weights are replaced
 evaluation   before, after the cold start, every so many steps, and at the end
-checkpoint   after the cold start, every so many steps, and whenever the run ends
+checkpoint   after the cold start, every so many steps or minutes, and whatever ends the run
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import Counter
-from contextlib import AsyncExitStack
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack, nullcontext, suppress
+from functools import partial
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
+from agentenv.actor import Actor
+from agentenv.archive import StepHeader
+from agentenv.config import to_plain
 from agentenv.data.dataset import TaskStream
 from agentenv.deadline import uncancelled
+from agentenv.engine import Engine
+from agentenv.engines.pool.pool import EnginePool
 from agentenv.env import shared_stats
 from agentenv.errors import EnvError, LearnerError
+from agentenv.journal import Journal, Leased, Trained
 from agentenv.metrics import (
     LoopLag,
     Throughput,
     entropy_profile,
     failure_kind,
     rollout_metrics,
+    trained_metrics,
 )
+from agentenv.offload import in_thread
 from agentenv.replay import ReplayQueue
 from agentenv.tree import TrajectoryTree
-from agentenv.types import Limit
+from agentenv.types import Limit, Task
 from launchers.config import TrainConfig
 from launchers.event_loop import rolling_out
 from launchers.rl import report
 from launchers.rl.cold_start import ColdStart
 from launchers.rl.evaluations import Evaluator
-from launchers.rl.parts import Parts, build_parts
-from launchers.rl.recorder import PhaseClock, Recorder, Stopwatch
+from launchers.rl.parts import Build, Parts, build_parts
+from launchers.rl.recorder import (
+    PhaseClock,
+    Recorder,
+    Settled,
+    Stopwatch,
+    Told,
+    adding,
+    first_entropies,
+)
 from launchers.rl.report import LiveFigures
 from launchers.rl.self_critic import SelfCritic, round_line
-from launchers.rl.state import RunState, Saver
-from launchers.rundir import RunDirectory, load_state
+from launchers.rl.state import RunSaver, RunState
+from launchers.rundir import JOURNAL, RunDirectory, load_state
 from launchers.terminal import View
-from learners.credit import CreditedTree, TreeCredit
+from launchers.timings import FILE as TIMINGS
+from launchers.timings import TimedEngine, Timings
+from launchers.waits import watched
+from learners.credit import CreditedTree, TreeCredit, counted_leaves
+from learners.entropies import forget_entropies
 from learners.learner import Agreement, Metrics, lr_factor, optimizer_of
 
 logger = logging.getLogger(__name__)
 
 EQUAL = "with equal returns"  # what becomes of trees that teach nothing
+ROOM_S = 0.2  # between two looks at whether a tree may begin
 MAX_LATE = 0.01  # share of trajectories cut by seconds above which that is said
 
 
@@ -60,6 +86,7 @@ class StepAccounts:
         self.state = state
         self.agreement: Agreement = "exact" if config.engine.is_exact else "unknown"
         self._credits: dict[int, TreeCredit | None] = {}  # by the tree's index, until it settles
+        self.settled: list[Settled] = []  # the trees of the last step
         self._num_untrained = 0  # steps in a row without a trained tree
         self._said: set[str] = set()  # warnings that hold since the last step
 
@@ -79,27 +106,29 @@ class StepAccounts:
         Returns those to train, with their credit.
 
         Raises EnvError when not one trajectory succeeded, or when no tree was trained for
-        `train.max_untrained_steps` steps.
+        `train.max_untrained_steps` steps; then nothing is counted.
         """
         refuse_total_failure(delivered)
-        self.state.entropy = self.state.entropy.merged(entropy_profile(delivered))
-        ledger, trained = self.state.ledger, []
+        trained: list[CreditedTree] = []
         fates: Counter[str] = Counter()
         credits = [self.credit(tree) for tree in delivered]
         credits = self.config.algorithm.over_update(delivered, credits)
+        settled: list[Settled] = []
         for tree, credit in zip(delivered, credits, strict=True):
             self._credits.pop(tree.index)
             if credit is None:
-                kind = failure_kind(tree)
-                ledger.failed[kind] = ledger.failed.get(kind, 0) + 1
-                fates[kind] += 1
+                why = failure_kind(tree)
+                settled.append(Settled(tree, credit, "failed", why))
+                fates[why] += 1
             elif credit.has_signal:
+                settled.append(Settled(tree, credit, "trained"))
                 trained.append((tree, credit))
-                ledger.trained += 1
             else:
-                ledger.filtered += 1
+                settled.append(Settled(tree, credit, "filtered", EQUAL))
                 fates[EQUAL] += 1
         self._judge(delivered, fates)
+        self.settled = settled
+        self.state.ledger.add(len(trained), fates.pop(EQUAL, 0), fates)
         return trained
 
     def _judge(self, delivered: list[TrajectoryTree], fates: Counter[str]) -> None:
@@ -174,6 +203,13 @@ class StepAccounts:
         return {"parity/logprob_gap_mean": gap.mean, "parity/logprob_gap_max": gap.max}
 
 
+def engine_account(engine: Engine) -> dict[str, Any]:
+    """What befell the engine, for the summary; of one without servers its counters."""
+    if isinstance(engine, EnginePool):
+        return engine.account()
+    return dict(engine.stats())
+
+
 def refuse_total_failure(trees: list[TrajectoryTree]) -> None:
     """Stop when not one trajectory of a step succeeded: something is broken, not unlucky."""
     failures = [leaf for tree in trees for leaf in tree.failures()]
@@ -183,15 +219,34 @@ def refuse_total_failure(trees: list[TrajectoryTree]) -> None:
         )
 
 
+def rollout_settings(config: TrainConfig) -> str:
+    """Names what trees depend on, but for weights: one that was begun under other settings is not
+    gone on with."""
+    tables = ("model", "data", "env", "python", "search", "grader", "prompt", "renderer", "limits")
+    plain = to_plain(config)
+    chosen = {name: plain.get(name) for name in (*tables, "sampling", "algorithm")}
+    return blake2b(json.dumps(chosen, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
 class Training:
     """State and loops of one run."""
 
-    def __init__(self, config: TrainConfig, run: RunDirectory, view: View, *, resume: str) -> None:
-        """`resume`: latest, best or a checkpoint's path; empty starts anew."""
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: RunDirectory,
+        view: View,
+        *,
+        resume: str,
+        build: Build = build_parts,
+    ) -> None:
+        """`resume`: latest, best or a checkpoint's path; empty starts anew. `build` makes the parts
+        that the loop works with."""
         self.config = config
         self.run = run
         self.view = view
         self.state = RunState()
+        self._build = build
         self.checkpoint: Path | None = None
         if resume:
             self.checkpoint = run.checkpoints.to_resume(resume)
@@ -205,31 +260,44 @@ class Training:
         self.lag = LoopLag()
         self.refused: list[TrajectoryTree] = []  # by the current queue.get, not accounted yet
         self.throughput = Throughput()
+        self.held_back = {"s": 0.0}  # seconds in which trees were
         self.watch = Stopwatch()
+        self.journal: Journal | None = None
+        self.timings: Timings | None = None
         self.parts: Parts
         self.recorder: Recorder
-        self.saver: Saver
+        self.saver: RunSaver
         self.evaluator: Evaluator
 
     async def run_all(self) -> None:
         """The whole run. Cancelling it stops cleanly, with a checkpoint if RL has begun."""
         async with AsyncExitStack() as stack:
-            with self.clock.phase("setup"):
+            with self.clock.phase("setup"), self.view.doing("the start of the run"):
                 await self._set_up(stack)
                 self._announce()
             measuring = asyncio.create_task(self.lag.run())
             stack.callback(measuring.cancel)
+            stack.enter_context(watched(self._actors, self.view))
             with rolling_out():
-                if self.checkpoint is None:
+                if "after_sft" not in self.state.reports:
                     await self._begin()
                 await self._run_rl()
                 if "after_rl" not in self.state.reports:
-                    await self.evaluator.around("after_rl")
-            self.recorder.finish(
-                policy_version=self.parts.learner.policy_version,
-                in_flight=self.queue.num_waiting,
-                event_loop=self.lag.figures(),
-            )
+                    await self._saved_at_end(self.evaluator.around("after_rl"))
+                    await self.saver.amend()
+            with self.view.doing("the report"):  # drawing takes seconds on a busy machine
+                finish = partial(
+                    self.recorder.finish,
+                    policy_version=self.parts.learner.policy_version,
+                    in_flight=self.queue.num_waiting,
+                    event_loop=self.lag.figures(),
+                    engine=engine_account(self.parts.engine),
+                )
+                await uncancelled(in_thread(finish))
+
+    def _actors(self) -> list[Actor]:
+        parts = self.parts
+        return [parts.actor, parts.eval_actor]
 
     async def run_rounds(self, num_rounds: int) -> None:
         """So many rounds of the self-critic by themselves, in place of reinforcement learning."""
@@ -239,9 +307,15 @@ class Training:
                 self.run.begin(self.config)
                 await self._evaluate_all("before_rl")
             while self.state.step < num_rounds:
-                await uncancelled(self._one_round())
-            await self._evaluate_all("after_rl")
+                try:
+                    await uncancelled(self._one_round())
+                    if self.saver.is_due():
+                        await self.saver.save()
+                except BaseException:
+                    await self.saver.finish()
+                    raise
             await self.saver.save()
+            await self._evaluate_all("after_rl")
             self.view.say(
                 f"written to {self.run.path}: pairs/, metrics.jsonl, "
                 f"checkpoints/{self.run.checkpoints.path(self.state.step).name}"
@@ -252,10 +326,33 @@ class Training:
     async def _set_up(self, stack: AsyncExitStack) -> None:
         """Build the parts, and what evaluates, saves and writes from here on."""
         config, run, state = self.config, self.run, self.state
-        parts = await build_parts(config, run, self.checkpoint, stack, self.view.say)
+        parts = await self._build(config, run, self.checkpoint, stack, self.view.say)
         self.parts = parts
         self.recorder = Recorder(config, run, self.view, state, parts.tokenizer)
-        self.saver = Saver(config.checkpoint, run.checkpoints, state, parts.learner)
+        stack.push_async_callback(self.recorder.close)
+        if config.log.timings:
+            self.timings = Timings(run.path / TIMINGS, len(parts.tokenizer))
+            for actor in (parts.actor, parts.eval_actor):
+                actor.engine = TimedEngine(actor.engine, self.timings)
+        if config.journal.enabled:
+            self.journal = Journal(
+                run.path / JOURNAL,
+                config.journal,
+                settings=rollout_settings(config),
+                incarnation=state.incarnation,
+            )
+            stack.push_async_callback(self.journal.close)
+        kept = [] if config.sft is None else [0]  # for other algorithms to begin with
+        self.saver = RunSaver(
+            config.checkpoint,
+            run.checkpoints,
+            state,
+            parts.learner,
+            self.view,
+            kept,
+            self.journal,
+            self.recorder.archive,
+        )
         self.evaluator = Evaluator(config, run, state, self.clock, parts, self.recorder, self.saver)
 
     def _announce(self) -> None:
@@ -263,9 +360,15 @@ class Training:
         if self.checkpoint is None:
             self.run.begin(config)
         else:
-            again = self.state.evaluating
-            phase = f"step-{again.step:06d}" if again else ""
-            self.run.go_on(config, self.state.step, self.view.say, phase)
+            again, imitating = self.state.evaluating, self.state.imitating
+            self.recorder.archive.forget_after(self.state.step)
+            self.run.go_on(
+                config,
+                self.state.step,
+                self.view.say,
+                again.phase if again else "",
+                imitating.step if imitating else None,
+            )
         groups, size = config.queue.groups_per_step, config.algorithm.group_size
         steps = groups // config.learner.groups_per_minibatch * config.learner.num_epochs_per_batch
         self.view.say(
@@ -275,16 +378,41 @@ class Training:
         )
 
     async def _begin(self) -> None:
-        await self.evaluator.around("before_sft")
-        if self.config.sft is not None:
+        """The cold start, if there is one, from where a checkpoint has it, and evaluations."""
+        state = self.state
+        if "before_sft" not in state.reports:
+            await self.evaluator.around("before_sft")
+        if self.parts.demonstrations is not None:
+            cold_start = ColdStart(
+                self.config,
+                self.view,
+                state,
+                self.parts,
+                self.recorder,
+                self.run.checkpoints,
+                self.checkpoint,
+            )
             with self.clock.phase("sft"):
-                await ColdStart(
-                    self.config, self.view, self.state, self.parts, self.recorder
-                ).run_all()
-            await self.evaluator.around("after_sft")
-        else:
-            self.state.reports["after_sft"] = self.state.reports["before_sft"]
+                try:
+                    await cold_start.run_all()
+                except BaseException:
+                    if state.imitating is None:  # it was done
+                        await self.saver.finish()
+                    raise
         await self.saver.save()
+        if self.config.sft is None:
+            state.reports["after_sft"] = state.reports["before_sft"]
+        else:
+            await self._saved_at_end(self.evaluator.around("after_sft"))
+        await self.saver.amend()
+
+    async def _saved_at_end(self, evaluation: Coroutine[Any, Any, None]) -> None:
+        """The evaluation; where it is broken off, the checkpoint remembers that it goes on."""
+        try:
+            await evaluation
+        except BaseException:
+            await self.saver.finish()
+            raise
 
     # RL
 
@@ -292,43 +420,54 @@ class Training:
         """Rollouts, updates, evaluations and checkpoints until the last update."""
         self.throughput.rate(self.parts.engine.stats())
         self.view.begin("RL", self.parts.num_steps, self.state.step)
-        await self.evaluator.resume()
+        if self.checkpoint is not None:
+            await self.evaluator.resume(self._due_evaluations() if self.state.step else [])
         self.live = LiveFigures(self.view, self.state, self.queue, self.parts.engine)
         try:
             async with asyncio.TaskGroup() as rollouts:
-                feeder = rollouts.create_task(self._feed(rollouts))
-                showing = rollouts.create_task(self.live.run())
-                while self.state.step < self.parts.num_steps:
-                    with self.clock.phase("rl"):
-                        with self.watch.part("wait"):
-                            trees = await self.queue.get(self._keep)
-                        await uncancelled(self._learn(trees))
-                    with self.watch.part("evaluate_and_save"):
-                        await self.evaluator.after_step(self._due_evaluations())
-                        if self._due_checkpoint():
-                            await self.saver.save()
-                feeder.cancel()
-                showing.cancel()
-                for rollout in self.queue.drain():
-                    rollout.cancel()
+                try:
+                    await self._take_steps(rollouts)
+                    await self.saver.save()
+                except BaseException:  # also a rollout's, which cancels this task
+                    await self.saver.finish()
+                    raise
+            await self.recorder.written()
+            await self.recorder.archive.written()
             await self.evaluator.finish()
-        except asyncio.CancelledError:
-            await self.saver.save()
-            self.recorder.draw()
+            await self.saver.amend()
+        except BaseException:
+            with suppress(OSError), self.view.doing("the pictures"):
+                await uncancelled(in_thread(self.recorder.draw))
             raise
         finally:
             self.evaluator.cancel()
             self.view.end()
-        await self.saver.save()
+
+    async def _take_steps(self, rollouts: asyncio.TaskGroup) -> None:
+        """Steps until the last update, while rollouts grow; those that are left are cancelled."""
+        feeder = rollouts.create_task(self._feed(rollouts))
+        showing = rollouts.create_task(self.live.run())
+        while self.state.step < self.parts.num_steps:
+            with self.clock.phase("rl"):
+                with self.watch.part("wait"):
+                    trees = await self.queue.get(self._keep)
+                critic = self._due_critic()
+                answers = [] if critic is None else await critic.sample(self.state.step)
+                with self.view.doing(f"step {self.state.step + 1}"):
+                    await uncancelled(self._learn(trees, critic, answers))
+            with self.watch.part("evaluate_and_save"):
+                await self.evaluator.after_step(self._due_evaluations())
+                if self.saver.is_due():
+                    await self.saver.save()
+        feeder.cancel()
+        showing.cancel()
+        for rollout in self.queue.drain():
+            rollout.cancel()
 
     def _due_evaluations(self) -> list[str]:
         """The evaluation sets that are due after this step."""
         sets, step = self.config.eval.sets, self.state.step
         return [name for name, one in sets.items() if one.every and step % one.every == 0]
-
-    def _due_checkpoint(self) -> bool:
-        every = self.config.checkpoint.every
-        return bool(every) and self.state.step % every == 0
 
     async def _feed(self, rollouts: asyncio.TaskGroup) -> None:
         """Start rollouts as slots allow; without refill no more than the run will train."""
@@ -339,11 +478,43 @@ class Training:
             if needed is not None and position >= needed:
                 break
             await self.queue.reserve()
+            await self._until_room()
             self.state.ledger.offered += 1
-            rollout = parts.actor.rollout(task, parts.plan, index=position)
-            self.queue.put(rollouts.create_task(rollout))
+            self.queue.put(rollouts.create_task(self._roll_out(task, position)))
             await asyncio.sleep(0)  # so that not all of them begin in one go
         self.queue.finish()
+
+    async def _until_room(self) -> None:
+        """Hold the next tree back while the engine has more than it can do, or more than its caches
+        hold: what is under way goes on sooner, on prefixes that are still there. One tree always
+        grows."""
+        engine, open_envs = self.parts.engine, self.parts.actor.envs
+        if not isinstance(engine, EnginePool):
+            return
+        with adding(self.held_back, "s"):
+            while self.queue.num_waiting > self.queue.num_ready:
+                if engine.has_room(open_envs.count):
+                    return
+                await asyncio.sleep(ROOM_S)
+
+    async def _roll_out(self, task: Task, position: int) -> TrajectoryTree:
+        """The tree of this place: from the journal if an earlier process finished it, gone on with
+        if one began it, else grown."""
+        parts, journal = self.parts, self.journal
+        if journal is None:
+            return await parts.actor.rollout(task, parts.plan, index=position)
+        recorded = None
+        if journal.knows(position):
+            recorded = await in_thread(journal.read, position, task)
+        if recorded is not None and recorded.is_finished:
+            return recorded.tree
+        return await parts.actor.rollout(
+            task,
+            parts.plan,
+            index=position,
+            record=journal.record(position),
+            recorded=recorded,
+        )
 
     def _keep(self, tree: TrajectoryTree) -> bool:
         if not self.refill or self.accounts.has_signal(tree):
@@ -351,38 +522,69 @@ class Training:
         self.refused.append(tree)
         return False
 
-    async def _learn(self, trees: list[TrajectoryTree]) -> None:
-        """Update on the trees, publish, release their slots, and account for every one."""
+    async def _learn(
+        self,
+        trees: list[TrajectoryTree],
+        critic: SelfCritic | None,
+        answers: list[TrajectoryTree],
+    ) -> None:
+        """Update on the trees, account for every one, publish, and release their slots. A round of
+        the self-critic goes before, if one is due, on its `answers`."""
         parts, state = self.parts, self.state
-        critic = self._due_critic()
-        answers = [] if critic is None else await critic.sample(state.step)
         delivered, self.refused = trees + self.refused, []
+        if self.journal is not None:
+            self.journal.append(Leased(state.step, [tree.index for tree in delivered]))
         async with parts.learner.turn():
             with self.watch.part("parity"):
                 metrics = await self.accounts.parity(parts)
-            if critic is not None:
-                metrics |= await critic.learn(state.step, answers)
-            trained = self.accounts.settle(delivered)
             version = parts.learner.policy_version
-            figures = await asyncio.to_thread(rollout_metrics, delivered, version)
-            state.totals.add(figures)
-            metrics |= figures
-            if trained:
-                metrics |= await self._update(trained)
+            trained = self.accounts.settle(delivered)
+            told: Told = {}
+            if not self.config.engine.tells_entropies:
+                told = first_entropies(delivered, parts.plan.fork_window)
+                forget_entropies(delivered)
+            async with self.saver.moving():
+                if critic is not None:
+                    metrics |= await critic.learn(state.step, answers)
+                if trained:
+                    metrics |= await self._update(trained)
+                figures = await in_thread(rollout_metrics, delivered, version)
+                counted = [(tree, counted_leaves(tree, credit)) for tree, credit in trained]
+                figures |= await in_thread(trained_metrics, delivered, counted, version)
+                profile = await in_thread(entropy_profile, delivered)
+                state.entropy = state.entropy.merged(profile)
+                state.totals.add(figures)
+                metrics |= figures
+                state.position += len(delivered)
+                state.step += 1
             if trained or metrics.get("self_critic/num_steps"):
                 with self.watch.part("publish"):
                     await parts.publish()
+        if self.journal is not None:
+            indices = [tree.index for tree, _ in trained]
+            self.journal.append(Trained(state.step - 1, parts.learner.policy_version, indices))
         if critic is not None:
-            await self.recorder.write_trajectories(f"self-critic-{state.step:06d}", answers)
+            name = f"self-critic-{state.step - 1:06d}"
+            await self.recorder.write_trajectories(name, answers)
         self.queue.release(len(trees))
-        state.position += len(delivered)
-        state.step += 1
         state.ledger.check(in_flight=self.queue.num_waiting)
         await self._report_step(delivered, metrics)
+        header = StepHeader(
+            step=state.step,
+            policy_version=version,
+            incarnation=state.incarnation,
+            settings=rollout_settings(self.config),
+            vocab_size=parts.vocab_size,
+            num_trees=len(delivered),
+            metrics={name: float(value) for name, value in metrics.items()},
+        )
+        settled, self.accounts.settled = self.accounts.settled, []
+        await self.recorder.keep_trees(header, settled, told)
 
     async def _update(self, groups: list[CreditedTree]) -> Metrics:
         scale = lr_factor(self.config.learner, self.state.step, self.parts.num_steps)
-        with self.watch.part("update"):
+        busy = nullcontext() if self.timings is None else self.timings.learning()
+        with self.watch.part("update"), busy:
             agreement = self.accounts.agreement
             update = await self.parts.learner.update(groups, scale, agreement)
         self.state.totals.trained_tokens += int(update["num_tokens"])
@@ -414,9 +616,11 @@ class Training:
     async def _one_round(self) -> None:
         """A round of the self-critic, then the new weights into the engine."""
         parts, state, critic = self.parts, self.state, self._critic()
-        metrics, trees = await critic.round(state.step)
+        trees = await critic.sample(state.step)
         refuse_total_failure(trees)
-        state.step += 1
+        async with self.saver.moving():
+            metrics = await critic.learn(state.step, trees)
+            state.step += 1
         if metrics["self_critic/num_steps"]:
             await parts.publish()
         version = parts.learner.policy_version
@@ -438,9 +642,12 @@ class Training:
             "policy_version": self.parts.learner.policy_version,
             **metrics,
             **{f"trees/{name}": count for name, count in trees_by_fate.items()},
+            "staleness/bound": self.queue.max_staleness,
             "queue/ready": self.queue.num_ready,
+            "queue/held_back_s": self.held_back["s"],
             **{f"engine/{name}": value for name, value in engine.items()},
             **hits,
+            **self.parts.actor.probes.take(),
             "env/num_open": self.parts.actor.envs.count,
             "env/num_results_cut": getattr(self.parts.actor.renderer, "num_cut", 0),
             **{f"env/{name}": value for name, value in shared_stats().items()},
@@ -449,7 +656,9 @@ class Training:
             **{f"event_loop/{name}": value for name, value in self.lag.figures().items()},
         }
         self.recorder.log(row)
+        if self.timings is not None:
+            await in_thread(self.timings.write, self.timings.row(trees, row))
         self.live.row = row
         self.view.say(report.step_line(row, self.parts.num_steps))
         self.view.advance(state.step)
-        await self.recorder.write_trajectories(f"step-{state.step:06d}", trees)
+        await self.recorder.write_behind(f"step-{state.step:06d}", trees)

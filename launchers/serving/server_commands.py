@@ -12,10 +12,11 @@ from typing import Any
 from agentenv.engines.server_config import LaunchConfig, Served
 from agentenv.engines.sglang import RESERVED
 from agentenv.errors import ConfigError
-from agentenv.model_files import read_model_config
+from agentenv.model_files import num_experts, read_model_config
+from agentenv.offload import kill, start_process
 
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-VLLM_CPU_EXTENSION = "agentenv_vllm_cpu.WorkerExtension"  # packs a tied head again after a load
+VLLM_CPU_EXTENSION = "agentenv_vllm_cpu.WorkerExtension"  # packs head and experts again
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MIN_BATCHED_TOKENS = 4096  # of one step of vLLM on the CPU
 SGLANG_CPU_PLATFORM = "plaincpu"
@@ -50,11 +51,21 @@ def find_python(engine: str, config: LaunchConfig, key: str) -> str:
     )
 
 
+PROBE_S = 120.0  # a Python that looks for a package, on a cold disk
+
+
 async def check_plugin(python: str, key: str) -> None:
     """Raises ConfigError unless vLLM's environment has the package that takes broadcasts on the
     CPU; vLLM itself would end with an unknown backend, after loading the model."""
-    process = await asyncio.create_subprocess_exec(python, "-c", _HAS_PLUGIN)
-    if await process.wait():
+    process = await start_process(python, "-c", _HAS_PLUGIN)
+    try:
+        async with asyncio.timeout(PROBE_S):
+            status = await process.wait()
+    except TimeoutError as error:
+        raise ConfigError(f"{key}.python: {python} did not start within {PROBE_S:g} s") from error
+    finally:
+        await kill(process)
+    if status:
         raise ConfigError(
             f'{key}: engine.weights = "broadcast" on the CPU needs the package of {PLUGIN} beside '
             "vLLM: "
@@ -127,7 +138,7 @@ def _vllm_arguments(served: Served, config: LaunchConfig, model: dict[str, Any])
         length = served.max_model_len or int(model.get("max_position_embeddings") or 0)
         found += ["--no-enable-chunked-prefill"]
         found += ["--max-num-batched-tokens", str(max(MIN_BATCHED_TOKENS, length))]
-        if served.trained and model.get("tie_word_embeddings"):
+        if served.trained and (model.get("tie_word_embeddings") or num_experts(model)):
             found += ["--worker-extension-cls", VLLM_CPU_EXTENSION]
         return found
     found += ["--tensor-parallel-size", str(config.tensor_parallel_size)]

@@ -1,7 +1,7 @@
 """Starts and stops the engine servers of a run.
 
 GPUs to servers, ports, logs in the run's directory, readiness with progress, restarts of servers
-that died, and no process left over, even after kill -9 of the run (see server_guard.py).
+that died, and no process left over, even after kill -9 of the run (see agentenv/guard.py).
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import cached_property
@@ -23,6 +21,8 @@ from msgspec.structs import replace
 
 from agentenv.engines.server_config import LaunchConfig, Served
 from agentenv.errors import ConfigError, EngineError
+from agentenv.guard import guarded
+from agentenv.offload import kill, start_process
 from launchers.serving.gpus import GpuPlan
 from launchers.serving.server_commands import (
     check_plugin,
@@ -38,7 +38,6 @@ POLL_S = 0.5
 TELL_EVERY_S = 20.0
 NUM_TAIL_LINES = 25
 MAX_LINE = 300  # characters of a log line that a message shows
-GUARD = Path(__file__).resolve().parent / "server_guard.py"
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +90,8 @@ class ServerProcess:
         with self.log.open("ab") as log:
             log.write(f"$ {' '.join(self.spec.command)}\n".encode())
             log.flush()
-            self._guard = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(GUARD), str(GRACE_S), *self.spec.command),
+            self._guard = await start_process(
+                *guarded(self.spec.command, GRACE_S),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -112,8 +111,7 @@ class ServerProcess:
                 await guard.wait()
         except TimeoutError:
             logger.warning("%s: its guard hangs and is killed", self.spec.name)
-            guard.send_signal(signal.SIGKILL)
-            await guard.wait()
+            await kill(guard)
 
     async def _until_ready(self) -> None:
         assert self._guard is not None
@@ -195,14 +193,25 @@ LOG_FOLDER = "servers"  # in the run's directory
 
 
 class ServerFactory:
-    """Starts servers for one run: their logs go to `folder`, `stack` stops them."""
+    """Starts servers for one run: their logs go to `folder`, or one that is made when the first
+    server starts; `stack` stops them."""
 
-    def __init__(self, folder: Path, stack: AsyncExitStack, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path | Callable[[], Path],
+        stack: AsyncExitStack,
+        say: Callable[[str], None],
+    ) -> None:
         self.processes: list[ServerProcess] = []
-        self._folder = folder.absolute() / LOG_FOLDER
+        self._given = folder
         self._stack = stack
         self._say = say
         self._ports: set[int] = set()
+
+    @cached_property
+    def _folder(self) -> Path:
+        folder = self._given if isinstance(self._given, Path) else self._given()
+        return folder.absolute() / LOG_FOLDER
 
     @cached_property
     def gpus(self) -> GpuPlan:

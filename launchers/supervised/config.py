@@ -14,6 +14,7 @@ from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig
 from launchers.config import ModelConfig, RunConfig
 from launchers.monitors import MonitorConfig
+from launchers.saver import SavingConfig
 from learners.learner import (
     LearnerConfig,
     LearningRate,
@@ -185,11 +186,9 @@ class SFTLoopConfig(LoopConfig, frozen=True, kw_only=True, forbid_unknown_fields
     ] = False
 
 
-class SavingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Checkpoints, in Hugging Face format with the learner's state beside."""
+class KeepingConfig(SavingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Checkpoints of a supervised run."""
 
-    every: Annotated[int, Meta(ge=0, description="steps between checkpoints; 0: only the end")] = 0
-    keep_last: Annotated[int, Meta(ge=1, description="newest ones to keep")] = 2
     keep_best: Annotated[
         bool, Meta(description="keep the one with the lowest loss on data.eval as well")
     ] = False
@@ -204,7 +203,7 @@ class SupervisedRunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prompt: PromptConfig = PromptConfig()
     renderer: TagsConfig | NativeConfig = TagsConfig()
     learner: SupervisedLearnerConfig = SupervisedLearnerConfig()
-    checkpoint: SavingConfig = SavingConfig()
+    checkpoint: KeepingConfig = KeepingConfig()
     monitor: MonitorConfig = MonitorConfig()
 
     def __post_init__(self) -> None:

@@ -90,7 +90,7 @@ def pairs_of(tree: TrajectoryTree, threshold: float, limit: int, rng: Random) ->
     rejected = [t for t in done if t.reward < threshold]
     pairs = [(good, bad) for good in chosen for bad in rejected if good.token_ids != bad.token_ids]
     for good, bad in rng.sample(pairs, min(limit, len(pairs))):
-        prompt = tree.root.observation_ids
+        prompt = tree.root.observation_ids.tolist()
         yield PairRow(
             prompt_ids=prompt,
             chosen_ids=good.token_ids[len(prompt) :],

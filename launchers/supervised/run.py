@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from bisect import bisect_left, insort
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -21,12 +20,14 @@ import numpy as np
 from msgspec import Struct
 
 from agentenv.deadline import uncancelled
+from agentenv.offload import in_thread
 from agentenv.prompt import load_instruction
 from agentenv.renderer import Renderer
 from launchers.assembly import Assembly, once
 from launchers.checks import refuse
 from launchers.plots import panels, png
 from launchers.rundir import RunDirectory, load_state
+from launchers.saver import Saver
 from launchers.supervised.config import SFTRunConfig, SupervisedRunConfig
 from launchers.supervised.data import Loaded, load_examples, load_pairs
 from launchers.supervised.encoding import ChatEncoder
@@ -128,7 +129,7 @@ class SupervisedAssembly(Assembly[SupervisedRunConfig]):
         """Sequences to imitate, or pairs to prefer one of."""
         config, encoder = self.config, await self.encoder()
         load: Any = load_examples if isinstance(config, SFTRunConfig) else load_pairs
-        found: Loaded[Any] = await asyncio.to_thread(
+        found: Loaded[Any] = await in_thread(
             load, config.data, encoder, self.resolve, config.run.seed, self.say, self.ends
         )
         return found
@@ -258,11 +259,19 @@ class SupervisedTraining:
         self.state = SupervisedState()
         if checkpoint is not None:
             self.state = load_state(checkpoint, SupervisedState)
+        self.saver = Saver(
+            config.checkpoint,
+            run.checkpoints,
+            learner,
+            view,
+            step=lambda: self.state.step,
+            state=lambda: self.state,
+        )
         self.rows = Rows(objective.num_rows, self.loop.rows_per_step, config.run.seed)
         self.num_steps = self.loop.count_steps(objective.num_rows)
 
     async def run_all(self) -> None:
-        """All steps; cancelling it leaves a checkpoint."""
+        """All steps; whatever ends it leaves a checkpoint."""
         self._announce()
         if self.checkpoint is not None:
             await self.learner.load(self.checkpoint / "trainer")
@@ -271,14 +280,16 @@ class SupervisedTraining:
         self.view.begin(self.objective.name, self.num_steps, self.state.step)
         try:
             while self.state.step < self.num_steps:
-                try:
+                with self.view.doing(f"step {self.state.step + 1}"):
                     await uncancelled(self._step())
-                except asyncio.CancelledError:
-                    await uncancelled(self._save())
-                    raise
+                if self.saver.is_due():
+                    await self.saver.save()
+        except BaseException:
+            await self.saver.finish()
+            raise
         finally:
             self.view.end()
-        await self._save()
+        await self.saver.save()
         self._finish()
 
     def _announce(self) -> None:
@@ -294,13 +305,15 @@ class SupervisedTraining:
         )
 
     async def _step(self) -> None:
-        """One optimizer step and what is due after it."""
-        state, start = self.state, time.monotonic()
+        """One optimizer step, and a measurement if it is due."""
+        state, start = self.state, asyncio.get_running_loop().time()
         scale = lr_factor(self.config.learner, state.step, self.num_steps)
-        metrics = await self.objective.step(self.rows.of_step(state.step), scale)
-        state.step += 1
-        state.num_tokens += int(metrics["num_tokens"])
-        state.num_skipped += int(metrics["num_skipped"])
+        async with self.saver.moving():
+            metrics = await self.objective.step(self.rows.of_step(state.step), scale)
+            state.step += 1
+            state.num_tokens += int(metrics["num_tokens"])
+            state.num_skipped += int(metrics["num_skipped"])
+            state.wall_s += asyncio.get_running_loop().time() - start
         row = {
             "step": state.step,
             "epoch": state.step / self.rows.steps_per_epoch,
@@ -316,15 +329,13 @@ class SupervisedTraining:
         last = state.step == self.num_steps
         if last or (self.loop.eval_every and state.step % self.loop.eval_every == 0):
             await self._measure()
-        state.wall_s += time.monotonic() - start
-        if self.config.checkpoint.every and state.step % self.config.checkpoint.every == 0:
-            await self._save()
 
     async def _measure(self) -> None:
+        state, start = self.state, asyncio.get_running_loop().time()
         metrics = await self.objective.measure()
+        state.wall_s += asyncio.get_running_loop().time() - start
         if not metrics:
             return
-        state = self.state
         state.first_eval = state.first_eval or metrics
         state.last_eval = metrics
         self.run.log_metrics(
@@ -337,12 +348,8 @@ class SupervisedTraining:
         ):
             state.best = metrics["loss"]
             if state.step:
-                await self._save()
-                await asyncio.to_thread(self.run.checkpoints.keep_best, state.step)
-
-    async def _save(self) -> None:
-        state, keep = self.state, self.config.checkpoint.keep_last
-        await self.run.checkpoints.save(state.step, self.learner, state, keep)
+                await self.saver.save()
+                await in_thread(self.run.checkpoints.keep_best, state.step)
 
     def _finish(self) -> None:
         state = self.state

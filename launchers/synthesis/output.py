@@ -20,10 +20,9 @@ import msgspec
 
 from agentenv.config import changes, to_plain
 from agentenv.data.files import Row
-from agentenv.disk import write_whole
+from agentenv.disk import explain, write_whole
 from agentenv.errors import ConfigError
 from agentenv.types import Message, Task
-from launchers.rundir import explain
 from launchers.synthesis.config import SynthesisPlan
 from launchers.synthesis.sampling import Dropped
 from launchers.synthesis.sorting import REASONS, Class, Judged, Sorted

@@ -11,6 +11,11 @@ import pytest
 from tests.support.warehouse import make_workspace
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _forked_ranks(forked_ranks: None) -> None:
+    pass
+
+
 @pytest.fixture(scope="module")
 def here() -> Iterator[None]:
     """Learners of this module run in its own process; see `tests.support.rank_here`."""

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launchers import evaluate, train
+from launchers import evaluate, sft, train
+from tests.support.warehouse import ROOT
 
 
 def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
@@ -25,7 +26,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
         ("algorithm.name=arop", "'rloo'] or 'module:Class', got 'arop'; did you mean 'arpo'?"),
         ("algorithm.budget_beta=2", "unknown key for algorithm.name = 'arpo'"),
         ("engine.max_num_seqs=4", "unknown key for engine.name = 'scripted'"),
-        ("queue.groups_per_step=many", "queue.groups_per_step: Expected `int`"),
+        ("queue.groups_per_step=many", "queue.groups_per_step: Expected `int`, got `str`: 'many'"),
         ("queue.groups_per_step=0", "queue.groups_per_step: Expected `int` >= 1"),
         ("queue.groups_per_step=3", "groups_per_minibatch = 2 does not divide"),
         ("train.num_epochs=1.0", "give exactly one of train.num_steps and train.num_epochs"),
@@ -75,8 +76,27 @@ def test_a_mistake_in_the_dataset(
     assert message in text
 
 
-def test_a_configuration_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "there is no such configuration file" in refused(capsys, train.main(["nowhere.toml"]))
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("nowhere.toml", ""),
+        ("configs/quikstart.toml", "; did you mean configs/quickstart.toml?"),
+        ("configs/quickstart", "; did you mean configs/quickstart.toml?"),
+        ("run.seed=1", "; the file comes first, then key.sub=value"),
+    ],
+)
+def test_a_configuration_file_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argument: str, hint: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    told = refused(capsys, train.main([argument]))
+    assert f"{argument}: there is no such configuration file{hint}" in told
+
+
+def test_a_configuration_of_another_command(capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(capsys, sft.main([str(ROOT / "configs" / "quickstart.toml")]))
+    assert "env: unknown key; known: ['checkpoint', " in told
+    assert "or is the file one of another command?" in told
 
 
 def test_a_directory_that_is_something_else(

@@ -118,6 +118,7 @@ def test_it_is_planned_for_eight_gpus_and_fits(
     assert COMMANDS[name]([str(CONFIGS / f"{name}.toml"), "--dry-run", "--gpus", "8"]) == expected
     told = capsys.readouterr().out
     assert "nothing was started" in told
+    assert "more than checkpoint.finish_s" not in told
     assert not (tmp_path / "runs").exists()
 
 

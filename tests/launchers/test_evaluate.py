@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -194,3 +195,28 @@ def test_rows_are_one_line_each_whatever_they_hold(tmp_path: Path) -> None:
     line = msgspec.json.encode(row)
     assert b"\n" not in line
     assert msgspec.json.decode(line, type=EvalRow) == row
+
+
+def test_a_folder_for_logs_is_made_for_servers_alone_and_stays_where_one_fails(
+    run: Run,
+    warehouse: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert run("bad", "limits.max_response_tokens=-1") == 2
+    assert run("good", "--n", "1") == 0
+    assert list(folder.iterdir()) == []
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no memory for the judge >&2; exit 3\n")
+    broken.chmod(0o755)
+    judge = [f"roles.judge={{model='{warehouse.parent}/model', python='{broken}', device='cpu'}}"]
+    judge += ["grader.kind=judge", "grader.judge={url='{role:judge}/v1', model='judge'}"]
+    capsys.readouterr()
+    assert run("failed", "--n", "1", "env.id=agentenv/QAGrader-v0", *judge) == 1
+    (log,) = folder.glob("agentenv-evaluate-*/servers/judge.log")
+    assert "no memory for the judge" in log.read_text()
+    assert str(log) in capsys.readouterr().err

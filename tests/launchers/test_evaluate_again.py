@@ -11,6 +11,7 @@ import pytest
 from agentenv.engines.scripted import ScriptedEngine
 from agentenv.errors import DataError, EngineError
 from agentenv.types import Limits
+from launchers.evaluation.run import MAX_FAILED
 from launchers.evaluation.store import load_saved, read_rows
 from tests.launchers.evaluating import Run, first_prompts, refused, runner, texts
 
@@ -99,6 +100,17 @@ def test_failures_are_no_wrong_answers_and_are_asked_again(
     assert [row.end for row in read_rows(tmp_path / "out")] == ["terminated"] * 6
     assert run("whole", *keys) == 0
     assert texts(tmp_path / "whole") == texts(tmp_path / "out"), "a failure changes no answer"
+
+
+def test_an_evaluation_in_which_everything_fails_stops(
+    run: Run, tmp_path: Path, broken: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is stored of it is asked again."""
+    broken[0] = 1
+    keys = ("num_samples=20", "concurrency=4", "limits.max_failures=0", "limits.max_turn_retries=0")
+    assert run("out", *keys) == 1
+    assert f"all of the first {MAX_FAILED} trajectories failed" in capsys.readouterr().err
+    assert MAX_FAILED <= len(read_rows(tmp_path / "out")) < 60
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,13 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from launchers.evaluation.store import read_rows
-from tests.support.warehouse import ROOT
+from tests.support.forks import Command
 
 NUM_KILLS = 4
 CONCURRENCY = 3
@@ -33,27 +31,25 @@ def logged(prompt: str, rng: random.Random) -> str:
     return f"<answer>{rng.choice([1240, 7])}</answer>"
 
 
-class Command:
+class Evaluation:
     """The command in a process of its own; `asked` are the questions that were begun so far."""
 
     def __init__(self, warehouse: Path, folder: Path, latency_s: float = LATENCY_S) -> None:
-        self.out, self.log = folder / "out", folder / "log"
+        self.out, self.log, self.folder = folder / "out", folder / "log", folder
         self.log.touch()
-        model, data = warehouse.parent / "model", warehouse.parent / "a.jsonl"
-        self.arguments = [sys.executable, str(ROOT / "launchers" / "evaluate.py"), str(model)]
-        self.arguments += ["--env", "me/Warehouse-v0", "env.module=my_env", f"data={data}"]
-        self.arguments += ["--out", str(self.out), "engine.name=scripted"]
+        self.path = warehouse.parent
+        model, data = self.path / "model", self.path / "a.jsonl"
+        self.arguments = ["launchers/evaluate.py", str(model), "--env", "me/Warehouse-v0"]
+        self.arguments += ["env.module=my_env", f"data={data}", "--out", str(self.out)]
+        self.arguments += ["engine.name=scripted", f"engine.latency_s={latency_s}"]
         self.arguments += ["engine.script=tests.launchers.test_evaluate_kill:logged"]
-        self.arguments += [f"engine.latency_s={latency_s}", f"concurrency={CONCURRENCY}"]
+        self.arguments += [f"concurrency={CONCURRENCY}"]
         self.arguments += ["limits.max_prompt_tokens=300", "limits.max_response_tokens=300"]
-        path = os.pathsep.join([str(warehouse.parent), str(ROOT)])
-        self.environment = {**os.environ, LOG: str(self.log), "PYTHONPATH": path}
 
-    def start(self) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self.arguments, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True,
-        )  # fmt: skip
+    def start(self) -> Command:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(LOG, str(self.log))
+            return Command(*self.arguments, log=self.folder / "said", path=[self.path])
 
     def asked(self) -> list[str]:
         return self.log.read_text().splitlines()
@@ -65,7 +61,7 @@ class Command:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_at_any_moment_it_asks_no_question_twice(warehouse: Path, tmp_path: Path) -> None:
-    command, rng = Command(warehouse, tmp_path), random.Random(time.time_ns())
+    command, rng = Evaluation(warehouse, tmp_path), random.Random(time.time_ns())
     questions = [
         json.loads(line)["question"]
         for line in (warehouse.parent / "a.jsonl").read_text().splitlines()
@@ -83,7 +79,7 @@ def test_killed_at_any_moment_it_asks_no_question_twice(warehouse: Path, tmp_pat
         file.write(b'{"dataset":"a","task":"a-1","sam')
     begun, kept = len(command.asked()), command.stored()
     with command.start() as process:
-        out, _ = process.communicate()
+        out = process.said()
     assert process.returncode == 0, out
     assert kept.isdisjoint(command.asked()[begun:])
     assert command.stored() == set(questions)
@@ -97,12 +93,12 @@ def test_killed_at_any_moment_it_asks_no_question_twice(warehouse: Path, tmp_pat
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_can_go_on(warehouse: Path, tmp_path: Path, number: signal.Signals) -> None:
-    command = Command(warehouse, tmp_path, SLOW_S)
+    command = Evaluation(warehouse, tmp_path, SLOW_S)
     with command.start() as process:
         while process.poll() is None and len(command.asked()) < 6:
             time.sleep(0.005)
         process.send_signal(number)
-        out, _ = process.communicate()
+        out = process.said()
     assert process.returncode == 130, out
     assert "the same command goes on" in out
     assert "Traceback" not in out

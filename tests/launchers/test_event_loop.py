@@ -1,4 +1,5 @@
-"""A loop that is held up says by whom; the second Ctrl-C ends a process that never looks."""
+"""A loop that is held up says by whom; the second signal ends a process that never looks, and a
+third one any process."""
 
 from __future__ import annotations
 
@@ -91,7 +92,82 @@ def test_the_second_ctrl_c_ends_a_process_that_ignores_it() -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "second Ctrl-C" in errors
+    assert "second signal" in errors
+
+
+SAVING = """
+import asyncio, signal
+from launchers.terminal import View, run_until_done
+
+async def work():
+    print("ready", flush=True)
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            pass
+
+run_until_done(work(), View())
+"""
+
+
+def test_a_third_signal_ends_at_once_what_is_saved_after_two() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline().startswith("interrupted")
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline().startswith("still ending")
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "third signal" in errors
+
+
+HANGING = """
+import sys, time
+from agentenv import offload
+from agentenv.errors import StallError
+from launchers import terminal
+offload.HANGS_S = terminal.SHOWN_S = 0.2
+
+def read():
+    time.sleep(60)
+
+async def work():
+    offload.LONGEST_S = float(sys.argv[1])
+    print("ready", flush=True)
+    await offload.in_thread(read)
+
+view = terminal.View()
+sys.exit(terminal.to_its_end(lambda: terminal.run_until_done(work(), view), view, writing="it"))
+"""
+
+
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_a_command_ends_without_a_thread_that_hangs(interrupts: bool) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGING, "60" if interrupts else "0.3"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    if interrupts:
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+    said, errors = process.communicate(timeout=30)
+    assert "ended without read (in a thread for" in errors
+    if interrupts:
+        assert process.returncode == 130
+        assert "interrupted; read (in a thread for" in said
+    else:
+        assert process.returncode == 1
+        assert "error: read gave no answer in 0.3 s" in errors
 
 
 def test_a_loop_that_saves_after_the_second_ctrl_c_is_let_finish(

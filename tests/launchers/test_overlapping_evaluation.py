@@ -4,10 +4,7 @@ policy version from beginning to end."""
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,8 +13,8 @@ import pytest
 
 from launchers import train
 from launchers.evaluation.store import load_saved, read_rows
+from tests.support.forks import Command
 from tests.support.runs import rows_of
-from tests.support.warehouse import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -76,24 +73,21 @@ def test_the_best_checkpoint_is_that_of_the_evaluated_step(finished: Path) -> No
     assert not (finished / "evaluating").exists()
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.usefixtures("here")
 def test_an_evaluation_that_was_cut_off_is_repeated_with_its_own_weights(warehouse: Path) -> None:
     folder = warehouse.parent
     run = folder / "runs" / "cut-off"
-    command = [sys.executable, str(ROOT / "launchers" / "train.py"), str(warehouse)]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
-    slow = [*command, *overrides(folder, "cut-off", 60.0), "train.num_steps=3"]
-    with subprocess.Popen(slow, env=environment, stdout=subprocess.DEVNULL) as process:
-        try:
-            deadline = time.monotonic() + 90
-            while not ((run / "metrics.jsonl").is_file() and rows_of(run)[-1]["step"] == 3):
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 130
-        finally:
-            process.kill()
+    slow = (*overrides(folder, "cut-off", 60.0), "train.num_steps=3")
+    command = ("launchers/train.py", str(warehouse), *slow)
+    with Command(*command, log=folder / "cut-off.log", path=[folder]) as process:
+        deadline = time.monotonic() + 90
+        while not ((run / "metrics.jsonl").is_file() and rows_of(run)[-1]["step"] == 3):
+            assert process.poll() is None, process.said()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 130
     assert not evaluated(run)
     quick = [str(warehouse), *overrides(folder, "cut-off", 0.0), "train.num_steps=3", "--resume"]
     assert train.main(quick) == 0

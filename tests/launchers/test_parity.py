@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from agentenv.types import Completion
 from launchers import train
-from launchers.rl.publishing import ParityProbe
+from launchers.rl.publishing import PROBE_S, ParityProbe
 from learners.batch import EncodedTree
 from learners.learner import Score
 from tests.engines.faulty_server import FaultyServer
@@ -67,6 +68,27 @@ def test_each_server_is_asked_and_the_worst_is_named(tmp_path: Path, num_lost: i
             assert (learner.num_scored, gap.num_tokens) == (num_asked, num_asked * NUM_TOKENS)
             assert (gap.max, gap.worst) == (0.5, "server1")
             assert gap.mean == pytest.approx(0.75 / (3 - num_lost))
+
+    run_virtual(main())
+
+
+def test_a_server_that_says_nothing_is_left_out_in_time(tmp_path: Path) -> None:
+    """The learner waits for the probe before its step, and Ctrl-C for the learner."""
+
+    async def main() -> None:
+        async with bench(write_folder(tmp_path), 2) as b:
+            for server in b.servers:
+                tell(server, LOGPROB)
+            learner, loop = Knowing(), asyncio.get_running_loop()
+            prompts = [b.tokenizer.encode("one word|")]
+            probe = ParityProbe(b.pool, learner, prompts, NUM_TOKENS)  # type: ignore[arg-type]
+            b.servers[0].hanging, begin = True, loop.time()
+            probe.start()
+            gap = await probe.finish()
+            assert gap is not None
+            assert gap.num_tokens == NUM_TOKENS
+            assert loop.time() - begin <= PROBE_S
+            b.servers[0].kill()
 
     run_virtual(main())
 

@@ -28,6 +28,7 @@ from launchers.planning.memory import (
     LARGEST_FACTOR,
     ModelShape,
     activation_bytes,
+    checkpoint_bytes,
     find_shape,
     kept_per_token,
     learner_memory,
@@ -35,7 +36,7 @@ from launchers.planning.memory import (
     server_memory,
     shape_of,
 )
-from launchers.planning.plan import Wanted
+from launchers.planning.plan import Wanted, saving_line
 from launchers.quickstart import build_model
 from learners.batch import encode_sequence, pack
 from learners.learner import LearnerConfig
@@ -251,6 +252,19 @@ def kept_bytes(policy: Policy, forward: Callable[[], object]) -> int:
 
 def test_the_heads_chunks_are_those_of_the_learner() -> None:
     assert (CHUNK_BYTES["cuda"], TILE_BYTES["cuda"]) == (HEAD_CHUNK_BYTES, HEAD_TILE_BYTES)
+
+
+def test_a_dry_run_says_whether_the_last_checkpoint_is_waited_for() -> None:
+    shape = KNOWN["Qwen3-14B"]
+    learner = LearnerConfig(optimizer="adamw", dtype="bfloat16", zero_stage=3, num_ranks=8)
+    size = checkpoint_bytes(shape, learner, has_reference=False)
+    assert size == 14 * shape.num_params
+    assert checkpoint_bytes(shape, learner, has_reference=True) == 18 * shape.num_params
+    assert "about 207 s" in saving_line(size, 450.0)
+    assert "finish_s" not in saving_line(size, 450.0)
+    assert "more than checkpoint.finish_s = 60" in saving_line(size, 60.0)
+    lora = replace(learner, lora=LoRAConfig(r=8))
+    assert checkpoint_bytes(shape, lora, has_reference=False) < 2.1 * shape.num_params
 
 
 def test_what_saves_memory_saves_it() -> None:

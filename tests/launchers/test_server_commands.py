@@ -145,6 +145,10 @@ def test_what_vllm_needs_on_the_cpu(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
     found = flags(command("py", served(tmp_path), LaunchConfig()))
     assert found["--worker-extension-cls"] == "agentenv_vllm_cpu.WorkerExtension"
+    config |= {"tie_word_embeddings": False, "num_experts": 4}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    found = flags(command("py", served(tmp_path), LaunchConfig()))
+    assert found["--worker-extension-cls"] == "agentenv_vllm_cpu.WorkerExtension"
     config |= {"head_dim": 16}
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
     with pytest.raises(ConfigError, match="its heads have size 16; vLLM on the CPU"):

@@ -16,7 +16,8 @@ import msgspec
 import pytest
 
 from agentenv.errors import EngineError
-from launchers.serving.servers import GUARD, ServerProcess, ServerSpec
+from agentenv.guard import GUARD
+from launchers.serving.servers import ServerProcess, ServerSpec
 from tests.support.small_server import SERVER, alive, gone, processes, script, until
 from tests.support.warehouse import ROOT
 
@@ -114,6 +115,41 @@ def test_a_guard_that_is_told_stops_the_server(tmp_path: Path) -> None:
         guard.terminate()
         assert guard.wait(20) == 128 + signal.SIGTERM
     gone(processes(log))
+
+
+LEAVING = """
+import mmap, os, pathlib, sys, tempfile, time
+socket = pathlib.Path(tempfile.mkstemp()[1])
+shared = pathlib.Path(f"/dev/shm/sglang_loads_{os.getpid()}_0.shm")
+semaphore = pathlib.Path(f"/dev/shm/sem.mp-test{os.getpid()}")
+others = pathlib.Path(f"/dev/shm/weights-{os.getpid()}")
+maps = []
+for path in (shared, semaphore, others):
+    path.write_bytes(bytes(4096))
+    with path.open("r+b") as file:
+        maps.append(mmap.mmap(file.fileno(), 4096))
+print(socket, shared, semaphore, others, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_server_leaves_is_removed(tmp_path: Path) -> None:
+    """Sockets in its folder for temporary files, SGLang's shared memory and semaphores, but not
+    ours."""
+    log, server = tmp_path / "log", script(tmp_path, LEAVING)
+    command = [sys.executable, "-I", "-S", str(GUARD), "0", sys.executable, str(server)]
+    with log.open("wb") as out, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out) as one:
+        until(lambda: "weights" in log.read_text())
+        socket, shared, semaphore, ours = (Path(word) for word in log.read_text().split())
+        assert socket.exists()
+        assert shared.exists()
+        one.terminate()
+        one.wait(20)
+    assert ours.exists()
+    ours.unlink()
+    assert not shared.exists()
+    assert not semaphore.exists()
+    assert not socket.parent.exists()
 
 
 @pytest.mark.parametrize(

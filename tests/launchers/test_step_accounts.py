@@ -15,6 +15,7 @@ from agentenv.types import Limit
 from launchers.config import TrainConfig
 from launchers.evaluation.store import EvalRow
 from launchers.rl.evaluations import refuse_failed
+from launchers.rl.report import step_line
 from launchers.rl.state import RunState
 from launchers.rl.training import StepAccounts
 from learners.arpo import ARPO
@@ -108,3 +109,10 @@ def test_what_is_trained_is_normalised_over_the_update() -> None:
     expected = credited(trees(), algorithm)
     for (_, credit), (_, wanted) in zip(found, expected, strict=True):
         assert credit.adv_pos.tolist() == wanted.adv_pos.tolist()
+
+
+def test_failures_by_kind_stand_beside_the_reward() -> None:
+    row = {"step": 3, "rollout/trees": 2, "rollout/tool_calls": 4, "rollout/forks": 0}
+    assert step_line(row, 9).endswith("tok/s")
+    failed = {"failed/by_kind/EnvError": 2, "failed/by_kind/OutageError": 1}
+    assert step_line(row | failed, 9).endswith("tok/s failed 2 EnvError, 1 OutageError")

@@ -2,52 +2,41 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from agentenv.disk import SETTLED_S, locked
 from agentenv.engines.scripted import ScriptedEngine
 from agentenv.errors import EngineDeadError, EnvError
 from agentenv.tool_env import ToolEnv
 from launchers import train
+from launchers.rl.parts import MEMORY, weights_directory
+from tests.support.forks import Command
 from tests.support.runs import trees_of
-from tests.support.warehouse import ROOT
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here")]
 
 
 @contextmanager
-def started(
-    warehouse: Path, name: str, *overrides: str
-) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+def started(warehouse: Path, name: str, *overrides: str) -> Iterator[tuple[Command, Path]]:
     """A run in a process of its own whose first step is done."""
-    environment = {**os.environ, "PYTHONPATH": f"{warehouse.parent}:{ROOT}"}
-    process = subprocess.Popen(
-        [sys.executable, "launchers/train.py", str(warehouse), f"run.name={name}", *overrides],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = ("launchers/train.py", str(warehouse), f"run.name={name}", *overrides)
     run = warehouse.parent / "runs" / name
-    try:
+    log = warehouse.parent / f"{name}.log"
+    with Command(*command, log=log, path=[warehouse.parent]) as process:
         while not (run / "trajectories" / "step-000001.jsonl").exists():
-            assert process.poll() is None, process.communicate()
+            assert process.poll() is None, process.said()
             time.sleep(0.05)
         yield process, run
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.slow
@@ -56,10 +45,10 @@ def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(warehouse: Path) -> N
     with started(warehouse, "interrupted", *endless) as (process, run):
         learner = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate()
-    assert process.returncode == 130, err
-    assert "--resume" in out
-    assert "Traceback" not in err
+        said = process.said()
+    assert process.returncode == 130, said
+    assert "--resume" in said
+    assert "Traceback" not in said
     checkpoints = sorted((run / "checkpoints").glob("step-*"))
     steps = int(checkpoints[-1].name.removeprefix("step-"))
     assert steps >= 1
@@ -77,10 +66,40 @@ def test_a_killed_learner_ends_the_run_with_the_reason(warehouse: Path) -> None:
         victims = [child for child in children if "learners" in " ".join(child.cmdline())]
         assert victims
         victims[0].kill()
-        _, err = process.communicate()
+        said = process.said()
     assert process.returncode == 1
-    assert "the learner was killed by SIGKILL" in err.replace("\n", " ")
-    assert "Traceback (most recent call last)" not in err
+    assert "the learner was killed by SIGKILL" in said.replace("\n", " ")
+    assert "Traceback (most recent call last)" not in said
+
+
+@pytest.mark.slow
+def test_nothing_of_a_killed_run_lives_on_and_the_next_start_clears_the_rest(
+    warehouse: Path,
+) -> None:
+    def left() -> set[Path]:
+        """The folders that nobody holds."""
+        found = set()
+        for folder in MEMORY.glob("agentenv-weights-*"):
+            with suppress(OSError), locked(folder, fcntl.LOCK_NB):
+                found.add(folder)
+        return found
+
+    before = left()
+    endless = ("train.num_steps=100000", "engine.latency_s=0.05", "checkpoint.every=1")
+    with started(warehouse, "kill-9", *endless) as (process, run):
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert below
+        process.kill()
+        process.wait()
+        _, there = psutil.wait_procs(below, timeout=20)
+    assert not [one for one in there if one.status() != psutil.STATUS_ZOMBIE]
+    assert len(left() - before) == MEMORY.is_dir()
+    for folder in left() - before:
+        os.utime(folder, (0, 0))  # as if it had lain there for long
+    steps = int(sorted((run / "checkpoints").glob("step-*[0-9]"))[-1].name[5:])
+    resumed = [str(warehouse), "run.name=kill-9", f"train.num_steps={steps + 1}", "--resume"]
+    assert train.main(resumed) == 0
+    assert not left() - before
 
 
 def test_a_dead_engine_ends_the_run_with_the_reason(
@@ -108,3 +127,18 @@ def test_a_step_without_any_trajectory_ends_the_run(
     monkeypatch.setattr(ToolEnv, "step", broken)
     assert train.main([str(warehouse), "run.name=broken-env"]) == 1
     assert "EnvError: the index is gone" in capsys.readouterr().err
+
+
+def test_weights_in_shared_memory_that_a_killed_run_left_are_removed_by_the_next(
+    tmp_path: Path,
+) -> None:
+    long_ago = time.time() - SETTLED_S - 1
+    with weights_directory(tmp_path) as live:
+        left, young = (tmp_path / f"agentenv-weights-{name}" for name in ("left", "young"))
+        for folder in (left, young):
+            (folder / "v1").mkdir(parents=True)
+        for folder in (left, live):
+            os.utime(folder, (long_ago, long_ago))
+        with weights_directory(tmp_path) as mine:
+            assert set(tmp_path.iterdir()) == {live, young, mine}
+    assert list(tmp_path.iterdir()) == [young]

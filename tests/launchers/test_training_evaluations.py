@@ -14,6 +14,7 @@ from agentenv.config import load_config
 from agentenv.data.dataset import load_tasks
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.env import Env
+from agentenv.errors import ConfigError
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig
 from agentenv.types import Task
@@ -136,7 +137,7 @@ class Evaluator:
     def _made(self, make_env: EnvMaker) -> Callable[[Task], Env]:
         def make(task: Task) -> Env:
             if task.id == self.breaks_at:
-                raise RuntimeError("killed")
+                raise ConfigError("killed")
             self.asked.append(task.id)
             return make_env(task)
 

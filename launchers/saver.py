@@ -1,0 +1,203 @@
+"""Saving a run: when a checkpoint is due, that state and weights in it belong together, and that
+whatever ends the run is preceded by a last one.
+
+    async with saver.moving(): ...   weights and state go on to the next step together
+    await saver.save()               to its end, however often it is cancelled
+    await saver.finish()             the last one, before the run ends; says what comes of it
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from agentenv.config import ESSENTIAL
+from agentenv.deadline import uncancelled
+from agentenv.disk import explain
+from agentenv.errors import AgentEnvError, LearnerError
+from agentenv.offload import in_thread
+from launchers.rundir import STEP, Checkpoints, save_state
+from launchers.terminal import View
+from learners.learner import Learner
+
+LAST_S = 30.0  # until a save ends whose learner was ended
+
+
+class SavingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Checkpoints, in Hugging Face format with the learner's state beside; one is written whenever
+    a run ends, too."""
+
+    every: Annotated[
+        int,
+        Meta(ge=0, description="steps between checkpoints; 0: by minutes only", extra=ESSENTIAL),
+    ] = 0
+    minutes: Annotated[
+        float, Meta(ge=0, description="minutes between checkpoints; 0: by steps only")
+    ] = 20.0
+    keep_last: Annotated[int, Meta(ge=1, description="newest ones to keep")] = 2
+    finish_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="how long the last checkpoint of a run that ends before its time may take; "
+            "an optimizer step that goes on is waited for before. The dry run says how long one of "
+            "this model takes",
+        ),
+    ] = 60.0
+
+
+class Saver:
+    """Writes the checkpoints of one run. `state` gives what is remembered beside the learner's own
+    state at this moment, `step` its number, and `needed` steps that are kept however old; `turn` is
+    entered around all commands of a checkpoint. `of`: see Checkpoints.path."""
+
+    def __init__(
+        self,
+        config: SavingConfig,
+        checkpoints: Checkpoints,
+        learner: Learner,
+        view: View,
+        step: Callable[[], int],
+        state: Callable[[], msgspec.Struct],
+        needed: Callable[[], Collection[int]] = tuple,
+        turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+        of: str = STEP,
+    ) -> None:
+        self.config = config
+        self.checkpoints = checkpoints
+        self.learner = learner
+        self._view = view
+        self._of = of
+        self._step, self._state, self._needed, self._turn = step, state, needed, turn
+        self._one_at_a_time = asyncio.Lock()
+        self._is_whole = True  # weights and state belong together
+        self._last = _now()
+        self._is_abandoned = False  # a save that hung
+        self._closing: asyncio.Future[None] | None = None  # of a learner that is given up
+
+    @asynccontextmanager
+    async def moving(self) -> AsyncIterator[None]:
+        """Weights and state go on together inside. Nothing is saved meanwhile; nor afterwards, if
+        it fails in between."""
+        async with self._one_at_a_time:
+            self._is_whole = False
+            yield
+            self._is_whole = True
+
+    def is_due(self) -> bool:
+        """Whether a checkpoint is due after this step."""
+        every, step, minutes = self.config.every, self._step(), self.config.minutes
+        late = minutes and _now() - self._last >= 60 * minutes
+        return bool((every and step % every == 0) or late)
+
+    async def save(self, *, at_end: bool = False) -> None:
+        """The checkpoint of this step, if it is not there yet; ended in spite of cancellations.
+
+        From the first of them on, or from the beginning `at_end`, it may take `finish_s`; then the
+        learner is ended, which ends this with its LearnerError. What hangs even then, a disk, is
+        left to itself.
+        """
+        task = asyncio.ensure_future(self._save())
+        cancelled: asyncio.CancelledError | None = None
+        timer = self._give_up_later(task) if at_end else None
+        try:
+            with self._view.doing(f"the checkpoint {self._path().name}"):
+                while not task.done():
+                    try:
+                        await asyncio.wait({task})
+                    except asyncio.CancelledError as error:
+                        cancelled = error
+                        timer = timer or self._give_up_later(task)
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if self._is_abandoned and task.cancelled():
+            raise LearnerError(
+                f"writing to {self.checkpoints.folder} hangs; is its disk, or the server behind "
+                "it, gone?"
+            )
+        task.result()
+        if cancelled is not None:
+            raise cancelled
+
+    async def finish(self) -> None:
+        """Save before the run ends, whatever ends it, if there is anything to save and anybody to
+        save it. Raises nothing but a cancellation, so that what ends the run stays its reason."""
+        await uncancelled(self._finish())
+
+    async def _finish(self) -> None:
+        if not self._is_whole:
+            self._fail("what ends the run left its weights within a step")
+            return
+        if self._is_abandoned:
+            self._fail("its disk hangs")
+            return
+        if not self._exists():
+            self._view.say(
+                f"saving {self._path().name}, which may take {self.config.finish_s:g} s "
+                "(checkpoint.finish_s)"
+            )
+        try:
+            await self.save(at_end=True)
+            await self.amend()
+        except OSError as error:
+            self._fail(f"{error.filename or self.checkpoints.folder}: {explain(error)}")
+        except AgentEnvError as error:
+            self._fail(str(error).splitlines()[0])
+
+    async def amend(self) -> None:
+        """Bring what the checkpoint of this step, if there is one, remembers up to date: the
+        weights are the same, and an evaluation of them is done."""
+        async with self._one_at_a_time:
+            if self._exists():
+                await in_thread(save_state, self._path(), self._state())
+
+    # inner workings
+
+    async def _save(self) -> None:
+        async with self._one_at_a_time:
+            if not self._is_whole:
+                raise LearnerError("the weights are those of no whole step and are not saved")
+            async with self._turn():
+                await self.checkpoints.save(
+                    self._path(), self.learner, self._state(), self.config.keep_last, self._needed()
+                )
+            self._last = _now()
+
+    def _exists(self) -> bool:
+        return self._path() in self.checkpoints.finished()
+
+    def _path(self) -> Path:
+        return self.checkpoints.path(self._step(), self._of)
+
+    def _give_up_later(self, saving: asyncio.Task[None]) -> asyncio.TimerHandle:
+        loop = asyncio.get_running_loop()
+        return loop.call_later(self.config.finish_s, self._give_up, saving)
+
+    def _give_up(self, saving: asyncio.Task[None]) -> None:
+        self._view.warn(
+            f"the checkpoint is given up after {self.config.finish_s:g} s; raise "
+            "checkpoint.finish_s if it was only slow"
+        )
+        self._closing = asyncio.ensure_future(self.learner.close())
+        asyncio.get_running_loop().call_later(LAST_S, self._abandon, saving)
+
+    def _abandon(self, saving: asyncio.Task[None]) -> None:
+        if not saving.done():
+            self._is_abandoned = True
+            saving.cancel()
+
+    def _fail(self, reason: str) -> None:
+        last = next(iter(self.checkpoints.finished()[::-1]), None)
+        kept = f"the last checkpoint is {last}" if last else "there is no checkpoint"
+        self._view.warn(f"{self._path().name} is not saved: {reason}; {kept}")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

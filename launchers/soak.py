@@ -1,0 +1,133 @@
+"""What the processes of a run hold, and whether it grows: memory, descriptors, shared memory.
+
+    launchers/bench.py soak [--json -] [--minutes 30]
+
+The calm run of a fault storm (launchers/chaos.py): reciting servers, a real learner, checkpoints,
+a journal that is rotated. Each process is looked at every second; what it holds more and more of is
+a slope by least squares, over the second half of the time, when caches are warm and buffers have
+their size.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from statistics import fmean, linear_regression
+
+import psutil
+from msgspec import Struct
+
+from launchers.chaos import Run, Servers, Size, make_model, write_workspace
+
+MEMORY = Path("/dev/shm")
+PATIENCE_S = 300.0  # for the first step, and beyond the time
+MAX_MB = 16.0  # that a process may hold more at the end of the second half than at its beginning
+MAX_SHARE = 0.05  # or that much of what it holds
+MAX_DESCRIPTORS = 4.0
+
+
+class Held(Struct):
+    """Of one process, or of the shared memory: means of the second half, and how they grow."""
+
+    memory_mb: float
+    mb_an_hour: float
+    descriptors: float
+    descriptors_an_hour: float
+    seconds: float  # of the second half
+
+    @property
+    def grows(self) -> bool:
+        hours = self.seconds / 3600
+        more_mb, more_files = self.mb_an_hour * hours, self.descriptors_an_hour * hours
+        return more_mb > max(MAX_MB, MAX_SHARE * self.memory_mb) or more_files > MAX_DESCRIPTORS
+
+
+Look = tuple[float, float, float]  # seconds, MB, descriptors
+
+
+def run(seconds: float, size: Size = Size()) -> dict[str, Held]:  # noqa: B008 - it is frozen
+    """What each process held, by its name, and under "shared memory" the run's files there."""
+    looks: dict[str, list[Look]] = {}
+    with tempfile.TemporaryDirectory(prefix="agentenv-soak-") as name:
+        folder = Path(name)
+        make_model(folder)
+        with Servers(size, folder) as servers:
+            write_workspace(folder, size, servers.ports)
+            soaked = Run(folder, "soak")
+            with soaked.process() as process:
+                soaked.watch(process, lambda: soaked.witness.num_steps > 0, PATIENCE_S)
+                begin = time.monotonic()
+
+                def is_over() -> bool:
+                    now = time.monotonic() - begin
+                    look(psutil.Process(process.pid), servers.pids(), now, looks)
+                    time.sleep(1.0)
+                    return now > seconds
+
+                soaked.watch(process, is_over, seconds + PATIENCE_S)
+                process.send_signal(signal.SIGTERM)
+                soaked.end(process)
+    return {name: held(of_one, seconds) for name, of_one in looks.items()}
+
+
+def look(
+    root: psutil.Process, servers: list[int], now: float, looks: dict[str, list[Look]]
+) -> None:
+    """Note what each process holds now."""
+    found = {"controller": root}
+    found |= {f"server {n}": psutil.Process(pid) for n, pid in enumerate(servers)}
+    for one in root.children(recursive=True):
+        with suppress(psutil.Error):
+            found[f"{name_of(one)} {one.pid}"] = one
+    for name, one in found.items():
+        with suppress(psutil.Error):
+            used = one.memory_info().rss - one.memory_info().shared
+            looks.setdefault(name, []).append((now, used / 1e6, float(one.num_fds())))
+    sizes = []
+    for folder in open_in_memory(root.pid):
+        for path in folder.rglob("*"):
+            with suppress(OSError):
+                sizes.append(path.stat().st_size)
+    looks.setdefault("shared memory", []).append((now, sum(sizes) / 1e6, float(len(sizes))))
+
+
+def open_in_memory(pid: int) -> set[Path]:
+    """The folders in shared memory that a process has open: it holds a lock on its own."""
+    found = set()
+    for one in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            path = Path(os.readlink(one))
+            if MEMORY in path.parents and path.is_dir():
+                found.add(path)
+    return found
+
+
+def name_of(process: psutil.Process) -> str:
+    """What it runs: a module, or else its program."""
+    words = process.cmdline()
+    if "-m" in words[:-1]:
+        return words[words.index("-m") + 1]
+    return Path(words[0]).name if words else process.name()
+
+
+def held(looks: list[Look], seconds: float) -> Held:
+    """The figures of one process, from the looks of the second half."""
+    late = [one for one in looks if one[0] > seconds / 2] or looks
+    times = [one[0] for one in late]
+
+    def slope(column: int) -> float:
+        if len(set(times)) < 2:
+            return 0.0
+        return linear_regression(times, [one[column] for one in late]).slope * 3600
+
+    return Held(
+        memory_mb=round(fmean(one[1] for one in late), 1),
+        mb_an_hour=round(slope(1), 1),
+        descriptors=round(fmean(one[2] for one in late), 1),
+        descriptors_an_hour=round(slope(2), 1),
+        seconds=round(times[-1] - times[0], 1),
+    )

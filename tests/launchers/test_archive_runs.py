@@ -1,0 +1,56 @@
+"""What a run keeps of its trees."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentenv.archive import read_step, steps_of
+from tests.support.runs import rows_of, trees_of
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+
+
+def test_every_tree_of_each_step_is_kept(finished: Path) -> None:
+    steps = [read_step(path) for path in steps_of(finished / "trees").values()]
+    rows = {row["step"]: row for row in rows_of(finished) if "learner/loss" in row}
+    assert [step.header.step for step in steps] == [1, 2, 3, 4]
+    for step in steps:
+        assert step.is_whole
+        number = step.header.step
+        assert sorted(entry.tree for entry in step.entries) == trees_of(finished, number)
+        fates = [entry.fate for entry in step.entries]
+        for entry, kept in zip(step.entries, step.trees(), strict=True):
+            assert (entry.why == "") == (entry.fate == "trained")
+            assert kept.tree.task.id == entry.task_id
+            assert bool(kept.tree.scored) == (entry.fate == "trained")
+        if number in rows:
+            row = rows[number]
+            assert step.header.metrics["learner/loss"] == row["learner/loss"]
+            assert fates.count("trained") == row["learner/num_trained"]
+
+
+def test_the_learners_logprobs_are_of_the_same_tokens(finished: Path) -> None:
+    """The first step trains the untouched model; its scripted engine makes log-probs up."""
+    trained = [
+        kept
+        for path in steps_of(finished / "trees").values()
+        for kept in read_step(path).trees()
+        if kept.fate == "trained"
+    ]
+    assert trained
+    for kept in trained:
+        assert kept.credit is not None
+        for path in kept.tree.trajectories():
+            columns = kept.columns(path.leaf)
+            counted = columns.weight > 0
+            assert np.isfinite(columns.learner_logprobs[counted]).all()
+            assert (columns.learner_logprobs[counted] < 0).all()
+            assert np.isnan(columns.learner_logprobs[~counted]).all()
+            credit = columns.adv_pos + columns.adv_neg
+            total = sum(kept.credit.advantages[path.leaf.index : path.leaf.index + 1])
+            alone = counted & (columns.weight == 1)
+            assert all(math.isclose(one, total) for one in credit[alone])

@@ -1,0 +1,93 @@
+"""A run that is killed goes on with what it had rolled out: nothing is sampled or trained twice."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import pytest
+
+from agentenv.archive import read_step, steps_of
+from agentenv.frames import frames_of
+from agentenv.journal import Began, Finished, Frame, Leased, Trained
+from launchers import train
+from tests.launchers.test_train_ends import started
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here"), pytest.mark.slow]
+
+Kind = TypeVar("Kind")
+
+
+def frames(run: Path) -> list[Frame]:
+    decoder = msgspec.msgpack.Decoder(Frame)
+    return [
+        decoder.decode(data[offset : offset + size])
+        for path in sorted((run / "journal").glob("*.frames"))
+        for data in [path.read_bytes()]
+        for offset, size, is_whole in frames_of(data)
+        if is_whole
+    ]
+
+
+def of(kind: type[Kind], found: list[Frame]) -> list[Kind]:
+    return [frame for frame in found if isinstance(frame, kind)]
+
+
+def weights(run: Path, step: int) -> bytes:
+    return (run / "checkpoints" / f"step-{step:06d}" / "model.safetensors").read_bytes()
+
+
+def test_after_kill_9_the_same_trees_make_the_same_weights(
+    warehouse: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoints of before are gone but for the first, as if they had been far apart. Both
+    learners are processes of one thread, since how many there are decides the last bit of sums."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    keys = ("train.num_steps=100000", "checkpoint.every=2", "checkpoint.keep_last=1000")
+    with started(warehouse, "killed-9", *keys, "engine.latency_s=0.05") as (process, run):
+        while len(of(Trained, frames(run))) < 5:
+            assert process.poll() is None
+        process.kill()
+        process.wait()
+    before = frames(run)
+    trained = of(Trained, before)
+    num_steps = len(trained)
+    there = {frame.tree for frame in of(Finished, before)}
+    old = {step: weights(run, step) for step in (2, 4)}
+    for path in sorted((run / "checkpoints").glob("step-*"))[1:]:
+        shutil.rmtree(path)
+    last = num_steps + 1
+    goes_on = ("train.num_steps=100000", *keys[1:], "--resume")
+    with started(warehouse, "killed-9", *goes_on) as (process, run):
+        while len(of(Trained, frames(run)[len(before) :])) < last:
+            assert process.poll() is None
+        process.kill()
+        process.wait()
+    after = frames(run)[len(before) :]
+    assert not there & {frame.tree for frame in of(Began, after)}, "none is rolled out again"
+    assert [frame.trees for frame in of(Trained, after)][:num_steps] == [
+        frame.trees for frame in trained
+    ]
+    leased = [index for frame in of(Leased, after) for index in frame.trees]
+    assert leased == list(range(len(leased))), "each once, in start order"
+    assert {step: weights(run, step) for step in (2, 4)} == old
+    files = steps_of(run / "trees")
+    assert num_steps <= len(files)
+    steps = [read_step(path) for path in files.values()]
+    assert {step.header.incarnation for step in steps} == {2}, "of the weights that survive"
+    kept = [entry.tree for step in steps for entry in step.entries]
+    assert kept == list(range(len(kept))), "each tree once"
+
+
+def test_a_run_with_another_environment_begins_its_trees_again(warehouse: Path) -> None:
+    keys = ("train.num_steps=100000", "engine.latency_s=0.05")
+    with started(warehouse, "changed", *keys) as (process, run):
+        process.kill()
+        process.wait()
+    before = frames(run)
+    resumed = [str(warehouse), "run.name=changed", "train.num_steps=1", "limits.max_turns=7"]
+    assert train.main([*resumed, "--resume"]) == 0
+    after = frames(run)[len(before) :]
+    assert {0, 1} <= {frame.tree for frame in of(Began, after)}

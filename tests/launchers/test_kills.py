@@ -1,0 +1,119 @@
+"""kill -9 at every named point, and at random moments: the same command goes on, no finished tree
+is rolled out again, none is trained twice, and the weights are those of the same trees in one go.
+
+A few points here; `make long PARTS=kills` tries all of them, and a hundred moments."""
+
+from __future__ import annotations
+
+import sys
+from itertools import zip_longest
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.launchers.killed_runs import KilledRun
+from tests.support.killing import Plan
+from tests.support.warehouse import make_workspace
+
+pytestmark = [pytest.mark.timeout(7200), pytest.mark.slow]
+
+SIDES = ("before", "after", "within")
+VICTIMS = ("controller", "tree", "rank")
+SOME = (  # of a first process, and of one that goes on
+    (
+        Plan("frame Finished", "after", 3, own_rank=True, victim="tree"),
+        Plan("frame Began", "after", 1),
+    ),
+    (
+        Plan("command Update", "after", 1, "rank", own_rank=True),
+        Plan("rename step-0", "before", 1),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_workspace(tmp_path_factory.mktemp("kills"))
+
+
+class Tally:
+    """Prints point, lost, duplicated for each kill, and the sums."""
+
+    def __init__(self) -> None:
+        self.num_kills = self.num_lost = self.num_duplicated = 0
+        self.wrong: list[str] = []
+
+    def add(self, points: list[str], run: KilledRun) -> None:
+        lost, duplicated = run.lost(), run.duplicated()
+        for point in points:
+            sys.stdout.write(f"{point}, {len(lost)}, {len(duplicated)}\n")
+        self.num_kills += len(points)
+        self.num_lost += len(lost)
+        self.num_duplicated += len(duplicated)
+        if lost or duplicated:
+            self.wrong.append(f"{run.name} {points}: lost {lost}, duplicated {duplicated}")
+        same = run.weights() == run.trained_again().weights()
+        if not same:
+            self.wrong.append(f"{run.name} {points}: other weights than the same trees in one go")
+
+    def total(self) -> None:
+        sums = f"{self.num_lost} lost, {self.num_duplicated} duplicated"
+        sys.stdout.write(f"{self.num_kills} kills: {sums}\n")
+        assert not self.wrong, "\n".join(self.wrong)
+
+
+def points_of(run: KilledRun, *, own_rank: bool, seen: Path) -> list[Plan]:
+    """The plans for all points that the next process of the run, which ends by itself, comes to."""
+    seen.unlink(missing_ok=True)
+    assert run.start(Plan(own_rank=own_rank, seen=str(seen))) == 0
+    plans = []
+    for line in dict.fromkeys(seen.read_text().splitlines()):
+        role, _, rest = line.partition(": ")
+        side, _, point = rest.partition(" ")
+        if role == "rank" or not own_rank:
+            plans.append(Plan(point, side, role=role, own_rank=own_rank))
+            if point.startswith("frame ") and side == "before":
+                plans.append(Plan(point, "within", role=role, own_rank=own_rank))
+    return plans
+
+
+def test_kill_9_at_named_points(workspace: Path, tmp_path: Path, repeats: int) -> None:
+    pairs: list[tuple[Plan | None, ...]] = list(SOME)
+    if repeats > 1:
+        first, goes_on = list[Plan](), list[Plan]()
+        for own_rank in (False, True):
+            run = KilledRun(workspace, f"seen-{own_rank}")
+            first += points_of(run, own_rank=own_rank, seen=tmp_path / "first")
+            run = KilledRun(workspace, f"seen-again-{own_rank}")
+            run.start(Plan("frame Trained", "after", 3))
+            goes_on += points_of(run, own_rank=own_rank, seen=tmp_path / "goes-on")
+        pairs += zip_longest(first, goes_on)
+    tally = Tally()
+    for number, pair in enumerate(pairs):
+        run = KilledRun(workspace, f"named-{number}")
+        points = []
+        for plan in pair:
+            if plan is not None:
+                code = run.start(plan)
+                assert code != 0 or plan.point.startswith(("rename", "remove", "sync")), plan
+                points.append(str(plan))
+        if run.start() == 0:
+            tally.add(points, run)
+        else:
+            tally.wrong.append(f"{run.name} {points}: it did not go on; see its log")
+        run.remove()
+    tally.total()
+
+
+def test_kill_9_at_random_moments(workspace: Path, repeats: int) -> None:
+    num_kills, rng, tally = 3 if repeats == 1 else 10 * repeats, Random(0), Tally()
+    for number in range(0, num_kills, 3):
+        run = KilledRun(workspace, f"random-{number}")
+        told = [run.start_and_kill(victim, rng, 3.0) for victim in VICTIMS[: num_kills - number]]
+        if run.start() == 0:
+            tally.add(told, run)
+        else:
+            tally.wrong.append(f"{run.name} {told}: it did not go on; see its log")
+        run.remove()
+    tally.total()
