@@ -5,12 +5,15 @@ from __future__ import annotations
 import resource
 import signal
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
+
+from tests.support import nursery
 
 settings.register_profile("short", max_examples=50, deadline=None)  # time says nothing here
 settings.register_profile("long", max_examples=2000, deadline=None)  # of make long
@@ -68,6 +71,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Files:
     return Files(config, log)
 
 
+def pytest_sessionfinish() -> None:
+    nursery.close_all()
+
+
+@pytest.fixture(scope="module")
+def forked_ranks() -> Iterator[None]:
+    """Ranks that learners of this module start are forks; see `tests.support.forks`."""
+    from tests.support import forks
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("learners.ranks.spawn", forks.spawn)
+        yield
+
+
 @pytest.fixture(scope="session")
 def repeats(request: pytest.FixtureRequest) -> int:
     """Factor on the number of random moments that a test tries."""
@@ -75,7 +92,8 @@ def repeats(request: pytest.FixtureRequest) -> int:
 
 
 class CpuTimes:
-    """Adds up user and system time; a process counts where it ended and was waited for."""
+    """Adds up user and system time; a process counts where it ended and was waited for, by a
+    nursery too."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -108,4 +126,4 @@ class CpuTimes:
 
 def cpu_seconds() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+    return sum(each.ru_utime + each.ru_stime for each in used) + nursery.cpu_seconds()

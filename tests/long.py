@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "docs" / "long-run.md"
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "7200")
 FUZZ = "tests/test_foreign_fuzz.py"
+KILLED = ("tests/learners/test_checkpoint.py", "tests/launchers/test_kills.py")
 PARTS = {
     "properties": (
         "Property tests with 2,000 examples each, 50 in `make test`",
@@ -25,12 +26,21 @@ PARTS = {
     ),
     "bytes": (
         "300,000 damaged replies and frames, 3,000 in `make test`",
-        [*PYTEST, "-rP", "--hypothesis-profile", "long", FUZZ],
+        [*PYTEST, "-rP", "--show-capture", "stdout", "--hypothesis-profile", "long", FUZZ],
     ),
     "kills": (
-        "kill -9 at random moments of saving a checkpoint, ten times as often",
-        [*PYTEST, "--repeats", "10", "tests/learners/test_checkpoint.py", "-k", "kill_9"],
+        "kill -9 of a run at every named point and at 100 random moments, and of checkpoints",
+        [*PYTEST, "-rP", "--show-capture", "stdout", "--repeats", "10", "-k", "kill_9", *KILLED],
     ),
+    "chaos": (
+        "A fault storm of at least five minutes, on servers that recite",
+        ["launchers/bench.py", "chaos"],
+    ),
+    "chaos-long": (
+        "A fault storm of at least 20 minutes, on two vLLM servers on the CPU",
+        ["launchers/bench.py", "chaos", "--long"],
+    ),
+    "soak": ("What the processes of a run hold after 30 minutes", ["launchers/bench.py", "soak"]),
     "attacks": (
         "Attacks on every rung of the sandbox",
         [
@@ -40,6 +50,10 @@ PARTS = {
         ],
     ),
     "mutants": ("Which test kills each mutant", ["tests/mutants/run.py"]),
+    "simulated": (
+        "Simulations of two runs, by the times of a third, against the runs themselves",
+        ["-m", "tests.simulated"],
+    ),
     "embedded": (
         "Tokens per CPU second of the embedded engine and of transformers",
         ["tests/bench/bench_embedded.py", "--requests", "128"],

@@ -155,14 +155,14 @@ def test_a_fork_point_is_worth_what_its_siblings_bring() -> None:
         return tree.add(above, branch=branch, **ids, **fields)
 
     call = {"tool_calls": [{"name": "search"}]}
-    first = turn(prompt, "0", 0.1, observation_ids=[2], info=call)
-    turn(first, "0", 0.7, end="terminated", reward=9.0)
+    first = turn(prompt, "0", 0.125, observation_ids=[2], info=call)
+    turn(first, "0", 0.75, end="terminated", reward=9.0)
     for number, reward in enumerate([0.0, 1.0], 1):
         right = {"success": reward > 0}
         turn(first, f"0.1+{number}", 0.2, end="terminated", reward=reward, info=right)
     turn(prompt, "1", 0.3, end="terminated", reward=2.0)
     (row,) = fork_points(tree)
-    assert (row["first"], row["after"]) == ([0.1], [0.7])
+    assert (row["first"], row["after"]) == ([0.125], [0.75])
     assert row["returns"] == [0.0, 1.0]  # not that of the trajectory whose entropies are the signal
     assert worth([row])[1].tolist() == [1.0]
     assert (row["tool"], row["depth"], row["calls"]) == ("search", 1, 0.0)

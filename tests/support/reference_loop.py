@@ -141,7 +141,8 @@ class ReferenceLoop:
         if f"pp{one.prompt} " + self._text(one.token_ids) != segment["prefix_text"]:
             self.problems.append(f"trajectory {one.index} has another prefix")
         entropies = [truncated_entropy(top) for top in segment["top_logprobs_first20"]]
-        one.cursor = tree.add(one.cursor, branch=one.branch, entropies=entropies)
+        one.cursor = tree.add(one.cursor, branch=one.branch)
+        one.cursor.entropies = entropies  # type: ignore[assignment]  # recorded as float64
         self.baselines.setdefault(one.index, self.plan.entropy(one.cursor))
         one.append(segment["token_ids"], sampled=True)
         if segment["stop_reason"] is None:

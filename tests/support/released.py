@@ -181,5 +181,6 @@ def make_folder(folder: Path) -> Path:
         make_model(folder / "models" / name, folder / "template")
         made = name.removesuffix("-Instruct") + "-sft"
         make_model(folder / "runs" / made, folder / "template")
-    make_model(folder / "runs" / "tool_star_rl_3b", folder / "template", "Qwen2.5-3B")
+    for name in ("Qwen2.5-3B-tool-star-sft", "tool_star_rl_3b"):
+        make_model(folder / "runs" / name, folder / "template", "Qwen2.5-3B")
     return folder

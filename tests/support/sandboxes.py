@@ -9,13 +9,19 @@ from collections.abc import Callable
 import psutil
 
 from envs.sandbox import Sandbox, SandboxSession
+from tests.support import nursery
 
 # on the rung "namespaces": bubblewrap, the zygote, the nurse, and its child that waits for a fork
 RESIDENTS = 4
 
 
 def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    """All processes below this one, but for the nurseries of other tests and what is below them."""
+    found = psutil.Process().children(recursive=True)
+    for pid in nursery.pids():
+        one = psutil.Process(pid)
+        found = [child for child in found if child not in (one, *one.children(recursive=True))]
+    return found
 
 
 def num_descriptors() -> int:

@@ -1,0 +1,99 @@
+"""Ranks and commands of this project for tests, as forks of `tests.support.nursery`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from learners import ranks
+from tests.support.nursery import POLL_S, Forked, Nursery, nursery
+
+MODULES = (
+    "deepspeed",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen3.modeling_qwen3",
+    "learners.worker",
+    "launchers.train",
+    "launchers.evaluate",
+    "launchers.rl.training",
+    "launchers.evaluation.report",
+)
+
+
+def project() -> Nursery:
+    """The nursery of what this project starts."""
+    chosen = {"PYTHONPATH": ranks.PACKAGES, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    return nursery(sys.executable, MODULES, os.environ | chosen)
+
+
+async def spawn(
+    rank: int,
+    num_ranks: int,
+    log_path: Path,
+    num_threads: int,
+    address: str,
+    token: str,
+    gpus: Sequence[str] = (),
+    allocator: str = "",
+) -> Rank:
+    """In place of that of `learners.ranks`."""
+    chosen = (rank, num_ranks, num_threads, address, token, gpus, allocator)
+    with ranks.open_log(log_path) as log:
+        return Rank(
+            project().fork(
+                ["-m", "learners.worker"],
+                environment=ranks.environment(*chosen),
+                folder=Path.cwd(),
+                output=log.fileno(),
+            )
+        )
+
+
+class Rank(Forked):
+    """What is used of an `asyncio.subprocess.Process`."""
+
+    async def wait(self) -> int:  # type: ignore[override]
+        while self.poll() is None:  # noqa: ASYNC110 (any number of tasks wait, and are cancelled)
+            await asyncio.sleep(POLL_S)
+        assert self.returncode is not None
+        return self.returncode
+
+
+class Command(Forked):
+    """A launcher as users type it: `python ARGUMENTS ...` at the top of the repository, with
+    `path` in front of its PYTHONPATH, and what it says in `log`. Killed at the end of `with`."""
+
+    def __init__(self, *arguments: str, log: Path, path: Sequence[Path] = ()) -> None:
+        self.log = log
+        folders = [*map(str, path), ranks.PACKAGES]
+        with log.open("wb") as output:
+            super().__init__(
+                project().fork(
+                    arguments,
+                    environment=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
+                    folder=Path(ranks.PACKAGES),
+                    output=output.fileno(),
+                )
+            )
+
+    def said(self) -> str:
+        """Everything, when it has ended."""
+        self.wait()
+        return self.log.read_text()
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.kill()
+        self.wait()

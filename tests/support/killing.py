@@ -1,0 +1,283 @@
+"""A training run that is killed at a named point.
+
+    python -m tests.support.killing PLAN ARGUMENT ...        the arguments of launchers/train.py
+
+What the product calls at a point is replaced by what kills, by SIGKILL, before it, after it or in
+the middle of it; the product knows nothing of it. Points are named by what happens there:
+
+    frame Grown         a write of the journal that has such a frame in it
+    sync NAME           os.fsync and os.fdatasync of a file or folder, digits as 0; of the files
+                        of a model their suffix
+    rename NAME         os.rename and os.replace to that name
+    remove              os.unlink
+    command Update      of the learner, from the side of the controller or of the rank
+    publish             new weights, from the learner's command to the engine's answer
+    load                the engine takes them
+
+The learner's rank is a fork of this process, made before it has threads, or a part of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import re
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import torch
+from msgspec import Struct
+
+from agentenv import journal
+from agentenv.engines.scripted import ScriptedEngine
+from agentenv.frames import framed
+from launchers import train
+from launchers.rl.publishing import DirectoryPublisher
+from launchers.rl.recorder import Recorder
+from learners import ranks as wire
+from learners import worker
+from tests.support.rank_here import rank_here
+
+Role = str  # controller, rank
+
+
+class Plan(Struct, frozen=True):
+    """`role` is the process that comes to the point; `victim` the one that is killed there: itself,
+    "tree" for the controller and all below it, or what has this word in its command line. Without a
+    point nothing is killed. `seen`: a file for the names of all points, a line each."""
+
+    point: str = ""
+    side: str = "before"  # after, within
+    nth: int = 1
+    role: Role = "controller"
+    victim: str = "self"
+    own_rank: bool = False  # the learner's rank is a process
+    seen: str = ""
+
+    def __str__(self) -> str:
+        whom = self.role if self.victim == "self" else f"{self.victim} by {self.role}"
+        return f"{whom}: {self.side} {self.point} {self.nth}"
+
+
+class Killer:
+    """Counts how often each point is come to, and kills at that of the plan."""
+
+    def __init__(self, plan: Plan, role: Role) -> None:
+        self.plan, self.role = plan, role
+        self._seen: Counter[str] = Counter()
+        self._root = os.getpid()
+
+    def at(self, point: str, side: str) -> None:
+        plan, name = self.plan, f"{self.role}: {side} {point}"
+        self._seen[name] += 1
+        if plan.seen and self._seen[name] == 1:
+            with open(plan.seen, "a", encoding="utf-8") as file:
+                file.write(name + "\n")
+        if (self.role, point, side) != (plan.role, plan.point, plan.side):
+            return
+        if self._seen[name] == plan.nth:
+            self.kill()
+
+    def wants_within(self, point: str) -> bool:
+        """Whether the write that comes now is to be cut."""
+        plan = self.plan
+        if (self.role, point, "within") != (plan.role, plan.point, plan.side):
+            return False
+        self._seen[f"within {point}"] += 1
+        return self._seen[f"within {point}"] == plan.nth
+
+    def kill(self) -> None:
+        victim = self.plan.victim
+        below = psutil.Process(self._root).children(recursive=True)
+        if victim in ("self", "tree"):
+            if victim == "tree":
+                for one in below:
+                    with suppress(psutil.Error):
+                        one.kill()
+            os.kill(os.getpid(), signal.SIGKILL)
+        for one in below:
+            with suppress(psutil.Error):
+                if victim in " ".join(one.cmdline()):
+                    one.kill()
+
+
+def name_of(path: Any) -> str:
+    """The last part of a path, or of what a descriptor has open, digits as 0."""
+    if isinstance(path, int):
+        path = os.readlink(f"/proc/self/fd/{path}")
+    name = re.sub(r"\d+", "0", Path(os.fsdecode(path)).name)
+    return Path(name).suffix if name.endswith((".json", ".jinja", ".safetensors")) else name
+
+
+def install(killer: Killer) -> None:
+    """Put the points into what the product calls."""
+
+    def around(owner: Any, name: str, label: Callable[..., str]) -> None:
+        inner = getattr(owner, name)
+        if asyncio.iscoroutinefunction(inner):
+
+            async def waited(*args: Any, **keys: Any) -> Any:
+                point = label(*args)
+                killer.at(point, "before")
+                found = await inner(*args, **keys)
+                killer.at(point, "after")
+                return found
+
+            setattr(owner, name, functools.wraps(inner)(waited))
+            return
+
+        def called(*args: Any, **keys: Any) -> Any:
+            point = label(*args)
+            killer.at(point, "before")
+            found = inner(*args, **keys)
+            killer.at(point, "after")
+            return found
+
+        setattr(owner, name, functools.wraps(inner)(called))
+
+    for name in ("fsync", "fdatasync"):
+        around(os, name, lambda file: f"sync {name_of(file)}")
+    for name in ("rename", "replace"):
+        around(os, name, lambda _, target: f"rename {name_of(target)}")
+    around(os, "unlink", lambda *_: "remove")
+    around(ScriptedEngine, "load_weights", lambda *_: "load")
+    around(DirectoryPublisher, "publish", lambda *_: "publish")
+    around(wire.RankGroup, "call", lambda _, commands, __: f"command {command_name(commands[0])}")
+
+    put, write = journal.Journal._put, os.write
+
+    def putting(self: Any, batch: list[Any], is_due: bool) -> None:
+        points = sorted({f"frame {type(one).__name__}" for one in batch})
+        for point in points:
+            killer.at(point, "before")
+        if max([killer.wants_within(point) for point in points], default=False):
+            data = b"".join(map(framed, batch))
+            write(self._file.fileno(), data[: len(data) - len(framed(batch[-1])) // 2])
+            killer.kill()
+        put(self, batch, is_due)
+        for point in points:
+            killer.at(point, "after")
+
+    journal.Journal._put = putting  # type: ignore[method-assign]
+
+
+def install_in_rank(killer: Killer) -> None:
+    """Points of the rank's own commands; files have theirs."""
+    run = worker.Rank._run
+
+    def running(self: Any, command: Any) -> Any:
+        point = f"command {command_name(command)}"
+        killer.at(point, "before")
+        found = run(self, command)
+        killer.at(point, "after")
+        return found
+
+    worker.Rank._run = running  # type: ignore[method-assign]
+
+
+def command_name(command: Any) -> str:
+    name = type(command).__name__
+    if name == "WriteModel":
+        return "Publish" if command.publish else "Export"
+    return name
+
+
+class SpareRank:
+    """The learner's rank: a fork that waits until it is told its environment, as far as the
+    controller knows a process."""
+
+    def __init__(self, killer: Killer) -> None:
+        inner, self._told = os.pipe()
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._told)
+            self._be(inner, killer)
+        os.close(inner)
+
+    def _be(self, inner: int, killer: Killer) -> None:
+        os.setsid()
+        killer.role = "rank"
+        told = b""
+        while part := os.read(inner, 1 << 16):
+            told += part
+        if not told:
+            os._exit(0)
+        environment, log = json.loads(told)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for number in (1, 2):
+            os.dup2(file, number)
+        os.environ.clear()
+        os.environ.update(environment)
+        install_in_rank(killer)
+        with suppress(SystemExit):
+            worker.main()
+        os._exit(0)
+
+    def start(self, environment: dict[str, str], log: Path) -> None:
+        os.write(self._told, json.dumps([environment, str(log)]).encode())
+        os.close(self._told)
+
+    def _poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    async def wait(self) -> int:
+        while self._poll() is None:  # noqa: ASYNC110 - a process sets no event
+            await asyncio.sleep(0.01)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self._poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def main() -> int:
+    plan = msgspec.json.decode(sys.argv[1].encode(), type=Plan)
+    torch.set_num_threads(1)
+    killer = Killer(plan, "controller")
+    install(killer)
+    Recorder.draw = lambda self: []  # type: ignore[method-assign]  # the dearest part of a short run
+    arguments = [*sys.argv[2:], "learner.num_threads=1"]
+    if not plan.own_rank:
+        with rank_here():
+            return train.main(arguments)
+    spare = SpareRank(killer)
+
+    async def spawn(
+        rank: int,
+        num_ranks: int,
+        log_path: Path,
+        num_threads: int,
+        address: str,
+        token: str,
+        *others: Any,
+    ) -> SpareRank:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        spare.start(
+            wire.environment(rank, num_ranks, num_threads, address, token, *others), log_path
+        )
+        return spare
+
+    wire.spawn = spawn  # type: ignore[assignment]
+    return train.main([*arguments, "learner.backend=torch"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,319 @@
+"""Processes for tests, forked by one that has imported what they run.
+
+A rank, a command and an engine server import for 4 to 20 CPU seconds before they begin, and tests
+start over a hundred. Here each is a fork; what it then does, and how it ends, is the same.
+
+    nursery, one process --- minder of each: waits for it and tells how it ended --- the process
+                         --- guard of launchers/serving, where it is a server ---
+
+The nursery runs in any Python, also an engine's, and needs nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+PR_SET_PDEATHSIG = 1
+POLL_S = 0.01
+MAX_REQUEST = 1 << 20  # bytes
+TICKS = os.sysconf("SC_CLK_TCK")
+
+_open: dict[tuple[str, ...], Nursery] = {}
+
+
+def nursery(python: str, modules: Sequence[str], environment: Mapping[str, str]) -> Nursery:
+    """The one of this process that has imported `modules` under `environment`."""
+    key = (python, *modules)
+    if key not in _open:
+        _open[key] = Nursery(python, modules, environment)
+    return _open[key]
+
+
+def pids() -> set[int]:
+    """Of the nurseries of this process."""
+    return {one.pid for one in _open.values()}
+
+
+def cpu_seconds() -> float:
+    """Of the nurseries, and of what they have forked and that has ended."""
+    total = 0.0
+    for one in _open.values():
+        with suppress(OSError):
+            words = Path(f"/proc/{one.pid}/stat").read_text().rpartition(")")[2].split()
+            total += sum(map(int, words[11:15])) / TICKS
+    return total
+
+
+def close_all() -> None:
+    """End the nurseries and whatever still runs below them."""
+    while _open:
+        _open.popitem()[1].close()
+
+
+class Nursery:
+    """The process that imports and forks; it starts at once, its first fork waits for it."""
+
+    def __init__(self, python: str, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._control, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST)
+        with inner:
+            self._process = subprocess.Popen(
+                [python, str(Path(__file__).resolve()), *modules],
+                stdin=inner.fileno(),
+                cwd="/",
+                env=dict(environment),
+            )
+        self.pid = self._process.pid
+
+    def fork(
+        self,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        folder: Path,
+        output: int,
+        guard: Sequence[str] = (),
+        stdin: int | None = None,
+    ) -> socket.socket:
+        """Run `arguments` as `python *arguments` does: a file or "-m module", and what it reads
+        from its command line. Its output goes to the file `output`. With `guard`, the path of
+        `guard.py` and its seconds, that one minds it, whose input is `stdin`. What comes
+        back is the end of a connection that a `Forked` is made of."""
+        request = {
+            "arguments": list(arguments),
+            "environment": dict(environment),
+            "folder": str(folder),
+            "guard": list(guard),
+        }
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, open(os.devnull, "rb") as null:
+            fds = [theirs.fileno(), output, null.fileno() if stdin is None else stdin]
+            socket.send_fds(self._control, [json.dumps(request).encode()], fds)
+        return ours
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._control.close()
+        self._process.wait()
+
+
+class Forked:
+    """What is used of a `subprocess.Popen`; `pid` is that of the guard, where it has one."""
+
+    def __init__(self, minder: socket.socket) -> None:
+        self._minder = minder
+        told = minder.recv(16)  # blocks for the imports, the first time, and for a fork
+        assert told, "the nursery has ended"
+        self.pid = int(told)
+        self.returncode: int | None = None
+        self._told = -signal.SIGKILL
+        minder.setblocking(False)
+
+    def poll(self) -> int | None:
+        """It has ended when the nursery has waited for its minder, which tells first."""
+        if self.returncode is None:
+            with suppress(BlockingIOError):
+                while told := self._minder.recv(16):
+                    self._told = int(told)
+                self._minder.close()
+                self.returncode = self._told
+        return self.returncode
+
+    def wait(self, timeout: float = float("inf")) -> int:
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(POLL_S)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+# below: in the nursery
+
+
+def main(modules: Sequence[str]) -> NoReturn:
+    die_with_parent(os.getppid())
+    del sys.path[0]  # the folder of this file
+    for name in modules:
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
+    gc.collect()
+    gc.freeze()  # a collection would write to every page
+    reports: dict[int, int] = {}  # by minder, closed when it was waited for
+
+    def reap(*_: object) -> None:
+        with suppress(ChildProcessError):
+            while pid := os.waitpid(-1, os.WNOHANG)[0]:
+                os.close(reports.pop(pid))
+
+    signal.signal(signal.SIGCHLD, reap)
+    control = socket.socket(fileno=os.dup(0))
+    while True:
+        request, fds, _, _ = socket.recv_fds(control, MAX_REQUEST, 3)
+        if not fds:
+            os._exit(0)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        pid = os.fork()
+        if pid == 0:
+            for fd in (*reports.values(), control.fileno()):
+                os.close(fd)
+            mind(json.loads(request), *fds)
+        reports[pid] = fds[0]
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        for fd in fds[1:]:
+            os.close(fd)
+
+
+def mind(request: dict[str, Any], report: int, output: int, stdin: int) -> NoReturn:
+    """In the minder or guard: start the process, wait for it, tell how it ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for fd, number in ((stdin, 0), (output, 1), (output, 2)):
+        os.dup2(fd, number)
+    for fd in (stdin, output):
+        os.close(fd)
+    status = 1
+    try:
+        if request["guard"]:
+            status = guarded(request, report)
+        else:
+            die_with_parent(os.getppid())
+            minder = os.getpid()
+            process = Fork(lambda: run(request, report, minder))
+            os.write(report, b"%16d" % process.pid)
+            status = process.wait()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stderr.flush()
+        with suppress(BrokenPipeError):
+            os.write(report, b"%16d" % status)
+        os._exit(0)
+
+
+def guarded(request: dict[str, Any], report: int) -> int:
+    """As `python guard.py GRACE_S COMMAND`, whose command is a fork."""
+    path, grace_s = request["guard"]
+    guard = runpy.run_path(path)["main"]
+
+    def start(*_: object, env: dict[str, str], **__: object) -> Fork:
+        return Fork(lambda: run(request | {"environment": env}, report))
+
+    guard.__globals__["subprocess"] = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.setsid()
+    os.nice(10)  # the tests come first
+    os.write(report, b"%16d" % os.getpid())
+    return int(guard([grace_s, ""]))
+
+
+class Fork:
+    """A child that calls a function, as far as minder and guard know a `Popen`."""
+
+    def __init__(self, call: Callable[[], NoReturn]) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            call()
+
+    def poll(self, flags: int = os.WNOHANG) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, flags)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self) -> int:
+        found = self.poll(0)
+        assert found is not None
+        return found
+
+
+def run(request: dict[str, Any], report: int, minder: int = 0) -> NoReturn:
+    """In the process itself: what `python *arguments` does, to its end."""
+    code: object = 1
+    try:
+        os.close(report)
+        os.setsid()
+        if minder:
+            die_with_parent(minder)
+        become(request)
+        sys.argv = request["arguments"]
+        if sys.argv[0] == "-m":
+            del sys.argv[0]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = 0 if end.code is None else end.code
+        if not isinstance(code, int):
+            sys.stderr.write(f"{code}\n")
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+
+def become(request: dict[str, Any]) -> None:
+    """Take the environment of the request, and what is read of it at the start of a process."""
+    environment = request["environment"]
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    os.chdir(request["folder"])
+    sys.path.insert(0, request["folder"])
+    path = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [folder for folder in path if folder and folder not in sys.path]
+    if "torch" in sys.modules:
+        threads = environment.get("OMP_NUM_THREADS") or os.cpu_count()
+        sys.modules["torch"].set_num_threads(int(threads))
+
+
+def die_with_parent(parent: int) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # gone before
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,271 @@
+"""Whatever waits for something outside of its process has a deadline.
+
+A call counts as such a wait if it is one of OUTSIDE below: of sockets, programs, threads, HTTP,
+locks of files, queues. It has a deadline if one of these holds:
+
+    it stands, in its function, inside of asyncio.timeout, timeout_at or Deadline, or is given to
+    within or asyncio.wait_for
+    it is given a time itself: timeout=.., timeout_s=.., or what its own library calls so
+    it is in ALLOWED, where the reason says who bounds it
+
+`in_thread`, `start_process` and `kill` of agentenv/offload.py bound what they start. Tasks and
+futures of the same loop do not count: what they wait for does.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("agentenv", "envs", "learners", "launchers")
+
+SOCKETS = {"sock_recv", "sock_recv_into", "sock_sendall", "sock_accept", "sock_connect"}
+SOCKETS |= {"readexactly", "readuntil", "readline", "drain", "wait_closed", "open_connection"}
+SOCKETS |= {"recv", "recv_into", "recvmsg", "recv_fds", "accept", "sendall"}
+PROGRAMS = {"communicate", "waitpid", "waitid", "check_output", "check_call", "urlopen"}
+THREADS = {"to_thread", "run_in_executor", "run_coroutine_threadsafe", "create_subprocess_exec"}
+FOREIGN = {"initialize", "list_tools", "call_tool", "send_ping"}  # of the package mcp
+OUTSIDE = SOCKETS | PROGRAMS | THREADS | FOREIGN
+BARE = {"wait", "join", "get", "acquire"}  # of events, programs, threads, queues: without arguments
+TIMES = {"timeout", "timeout_s", "limit_s"}
+BOUNDS = {"timeout", "timeout_at", "within", "wait_for", "Deadline", "after", "_deadline"}
+
+CHILD = "a child waits for what its parent asks, and ends with the connection"
+CALLER = "its callers bound it: "
+SAME = "an event of the same loop; who sets it has a deadline"
+SESSION = CALLER + "Sandbox._ask, fork, spawn and the self-test"
+INDEX = CALLER + "the tool's limit; building an index takes its time and says so"
+BENCH = "a bench that somebody watches"
+FOREVER = "until a signal, or as long as what it looks after lives"
+
+HERE = "a queue or a lock in this process"
+ALLOWED = {
+    "agentenv/branch.py Branch.held: event.wait": SAME,
+    "agentenv/deadline.py admitted: places.acquire": SAME,
+    "agentenv/disk.py locked: fcntl.flock": "who else takes it only looks whether it can be had",
+    "agentenv/encoder.py serve: connection.sendall": CHILD,
+    "agentenv/engines/embedded/engine.py EmbeddedEngine._serve: self._commands.get": HERE,
+    "agentenv/engines/pool/fleet.py Fleet._until_taken: self._returned.wait": SAME,
+    "agentenv/engines/remote.py RemoteServer._known: self._open.wait": SAME,
+    "agentenv/guard.py main: server.wait": "it was killed",
+    "agentenv/gym.py LoopThread.run: asyncio.run_coroutine_threadsafe": "result(timeout_s)",
+    "agentenv/hosts.py _End.receive: self._ours.get": HERE,
+    "agentenv/journal.py Journal.commit: self._written.wait": SAME,
+    "agentenv/replay.py ReplayQueue.get: self._arrived.wait": SAME,
+    "agentenv/replay.py ReplayQueue.reserve: self._freed.wait": SAME,
+    "envs/mcp_tools.py Connection._hold: session.list_tools": CALLER + "START_TIMEOUT_S",
+    "envs/mcp_tools.py Connection._open: session.initialize": CALLER + "START_TIMEOUT_S",
+    "envs/sandbox/channel.py Channel._read: asyncio.get_running_loop().sock_recv": SESSION,
+    "envs/sandbox/channel.py Channel._send: asyncio.get_running_loop().sock_sendall": SESSION,
+    "envs/sandbox/nurse.py Nurse.dress: self._socket.recv": "settimeout(ANSWER_TIMEOUT_S)",
+    "envs/sandbox/nurse.py Nurse.dress: self._socket.sendall": "settimeout(ANSWER_TIMEOUT_S)",
+    "envs/sandbox/nurse.py _serve: os.waitpid": CHILD,
+    "envs/sandbox/nurse.py _serve: requests.recv": CHILD,
+    "envs/sandbox/nurse.py _serve: requests.sendall": CHILD,
+    "envs/sandbox/process.py ZygoteProcess._bury: os.waitid": CALLER + "STOP_TIMEOUT_S",
+    "envs/sandbox/process.py ZygoteProcess._bury: self._process.wait": CALLER + "STOP_TIMEOUT_S",
+    "envs/sandbox/process.py ZygoteProcess._hear: socket.recv_fds": "the socket never blocks",
+    "envs/sandbox/process.py ZygoteProcess.stop: loop.run_in_executor": "STOP_TIMEOUT_S, below",
+    "envs/sandbox/sandbox.py Sandbox._wait_for_room: self._freed.wait": SAME,
+    "envs/sandbox/zygote.py _receive_packet: control.recvmsg": CHILD,
+    "envs/sandbox/zygote.py _serve: select.select": CHILD,
+    "envs/search/corpus.py LocalBackend._in_thread: loop.run_in_executor": INDEX,
+    "envs/search/corpus.py LocalBackend._index: loop.run_in_executor": INDEX,
+    "envs/search/snapshot.py Snapshot.load: fcntl.flock": CALLER + "in_thread",
+    "envs/workers.py _ForkServer.load: loop.sock_recv": CALLER + "_over_a_bound",
+    "envs/workers.py _ForkServer.load: loop.sock_sendall": CALLER + "_over_a_bound",
+    "envs/workers.py _Worker._read: loop.sock_recv": CALLER + "_over_a_bound",
+    "envs/workers.py _Worker.ask: loop.sock_sendall": CALLER + "_over_a_bound",
+    "envs/workers.py _received: sock.recv": CHILD,
+    "envs/workers.py _serve: sock.sendall": CHILD,
+    "envs/workers.py main: control.recv": CHILD,
+    "envs/workers.py main: sock.sendall": CHILD,
+    "envs/workers.py main: socket.recv_fds": CHILD,
+    "launchers/chaos.py Run.end: process.wait": BENCH,
+    "launchers/chaos.py Run.process: listening.join": BENCH,
+    "launchers/chaos.py Servers.__exit__: process.communicate": BENCH,
+    "launchers/chaos.py Servers.__exit__: self._storming.join": BENCH,
+    "launchers/chaos.py Servers._kill: self._processes[port].communicate": BENCH,
+    "launchers/chaos.py end_tree: process.wait": BENCH,
+    "launchers/chaos.py run_storm: process.wait": BENCH,
+    "launchers/event_loop.py Watchdog._run: self._signals.recv": "settimeout(BEAT_S)",
+    "launchers/monitors.py Monitors._run: self._calls.get": HERE,
+    "launchers/overhead.py measured: stage.wait": BENCH,
+    "launchers/overhead.py measured: subprocess.run": BENCH,
+    "launchers/overhead.py serve_rank: asyncio.open_connection": BENCH,
+    "launchers/overhead.py serve_rank: reader.readexactly": BENCH,
+    "launchers/overhead.py serve_rank: writer.drain": BENCH,
+    "launchers/overhead.py serve_rank: writer.wait_closed": BENCH,
+    "launchers/recital.py RecitingServer._recite: asyncio.Event().wait": BENCH,
+    "launchers/recital.py RecitingServer._recite: self._going.wait": BENCH,
+    "launchers/recital.py serve: asyncio.Event().wait": FOREVER,
+    "launchers/recital.py serve: sys.stdin.readline": FOREVER,
+    "launchers/retriever.py serve: stop.wait": FOREVER,
+    "launchers/serve.py serve: stop.wait": FOREVER,
+    "launchers/serving/servers.py ServerProcess._keep: self._guard.wait": FOREVER,
+    "launchers/simulation.py Machine.sample: self._places.acquire": BENCH,
+    "learners/broadcast.py TorchLink.start.sent: work.wait": "it is completed",
+    "learners/ranks.py RankGroup._wait_for_all: arrivals.get": "asyncio.wait(timeout=..), below",
+    "learners/ranks.py RankGroup._wait_for_all: process.wait": "asyncio.wait(timeout=..), below",
+    "learners/ranks.py RankLink.exchange: self._writer.drain": CALLER + "RankGroup._settle",
+    "learners/ranks.py read_reply: reader.readexactly": CALLER + "RankGroup._settle, HELLO_S",
+    "learners/worker.py main: connection.sendall": CHILD,
+    "learners/worker.py read_exactly: connection.recv": CHILD,
+    "learners/worker.py serve: connection.sendall": CHILD,
+}
+NO_WAITS = {"_current.get", "capture.get", "LoopThread.acquire"}  # what they are called alone
+
+
+def _name(call: ast.Call) -> str:
+    """The last part of what is called."""
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _has_time(call: ast.Call) -> bool:
+    return any(one.arg in TIMES and not _is_none(one.value) for one in call.keywords)
+
+
+def _is_wait(call: ast.Call) -> bool:
+    name, text = _name(call), ast.unparse(call)
+    if name in BARE and isinstance(call.func, ast.Attribute):
+        return not call.args and not call.keywords and ast.unparse(call.func) not in NO_WAITS
+    if name == "drain":
+        return "writer" in text
+    if name in FOREIGN:
+        return text.startswith("session.")
+    if name == "flock":
+        return "LOCK_NB" not in text and "LOCK_UN" not in text
+    if name in ("waitpid", "waitid"):
+        return "WNOHANG" not in text
+    if name == "select":
+        return text.startswith("select.") and (
+            len(call.args) < 4 or "None" in ast.unparse(call.args[3])
+        )
+    if name in ("recv", "recvmsg", "recv_fds"):
+        return "MSG_PEEK" not in text and "MSG_DONTWAIT" not in text
+    if name in ("run", "call"):
+        return text.startswith("subprocess.")
+    if name == "ClientTimeout":
+        return "total=None" in text and "sock_read=" not in text
+    if name == "connect":
+        return text.startswith("sqlite3.")
+    return name in OUTSIDE
+
+
+class _Walk(ast.NodeVisitor):
+    """Waits without a deadline, as "function: call"."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, str]] = []
+        self._names: list[str] = []
+        self._bounded = False
+
+    def _inside(self, node: ast.AST, name: str) -> None:
+        self._names.append(name)
+        before, self._bounded = self._bounded, False
+        self.generic_visit(node)
+        self._bounded = before
+        self._names.pop()
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._inside(node, node.name)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._inside(node, node.name)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        self._inside(node, node.name)
+
+    def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
+        before = self._bounded
+        for item in node.items:
+            self.visit(item)  # what comes later is inside what comes before
+            call = item.context_expr
+            if isinstance(call, ast.Call) and _name(call) in BOUNDS:
+                self._bounded = self._bounded or not any(map(_is_none, call.args))
+        for statement in node.body:
+            self.visit(statement)
+        self._bounded = before
+
+    def visit_AsyncWith(self, node: ast.AsyncWith) -> None:
+        self.visit_With(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if _is_wait(node) and not self._bounded and not _has_time(node):
+            self.found.append((".".join(self._names), ast.unparse(node.func)))
+        before = self._bounded
+        self._bounded = before or (_name(node) in BOUNDS and not any(map(_is_none, node.args)))
+        self.generic_visit(node)
+        self._bounded = before
+
+
+def waits_in(source: str) -> list[tuple[str, str]]:
+    """(function, what it calls) of each wait without a deadline."""
+    walk = _Walk()
+    walk.visit(ast.parse(source))
+    return walk.found
+
+
+def waits() -> Iterator[str]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = str(path.relative_to(ROOT))
+            for function, call in waits_in(path.read_text(encoding="utf-8")):
+                yield f"{name} {function}: {call}"
+
+
+def test_every_wait_for_something_outside_has_a_deadline() -> None:
+    found = set(waits())
+    unbounded = sorted(found - ALLOWED.keys())
+    assert not unbounded, f"give it a deadline, or say in ALLOWED who bounds it: {unbounded}"
+    assert found == ALLOWED.keys()  # nothing is allowed that is not there
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "await asyncio.get_running_loop().sock_recv(s, 1)",
+        "await process.wait()",
+        "process.wait()",
+        "await reader.readexactly(4)",
+        "subprocess.run(['true'])",
+        "async with asyncio.timeout(None):\n        await writer.drain()",
+        "async with asyncio.timeout(5):\n        pass\n    await writer.drain()",
+        "thread.join()",
+        "fcntl.flock(file, fcntl.LOCK_EX)",
+        "await asyncio.to_thread(len, '')",
+        "aiohttp.ClientTimeout(total=None, sock_connect=5)",
+        "select.select([s], [], [])",
+        "item = queue.get()",
+    ],
+)
+def test_the_walk_finds_a_planted_one(planted: str) -> None:
+    assert len(waits_in(f"async def f():\n    {planted}\n")) == 1
+
+
+@pytest.mark.parametrize(
+    "bounded",
+    [
+        "async with asyncio.timeout(5):\n        await reader.readexactly(4)",
+        "with Deadline.after(5, 'x', E):\n        await writer.drain()",
+        "await within(5, 'x', writer.drain())",
+        "await asyncio.wait_for(process.wait(), 5)",
+        "subprocess.run(['true'], timeout=5)",
+        "thread.join(0.1)",
+        "', '.join(names)",
+        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "select.select([s], [], [], 0.2)",
+        "await in_thread(len, '')",
+    ],
+)
+def test_the_walk_knows_a_deadline(bounded: str) -> None:
+    assert waits_in(f"async def f():\n    {bounded}\n") == []
