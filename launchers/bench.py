@@ -4,7 +4,7 @@
     python launchers/bench.py deal [--json FILE]
     python launchers/bench.py overhead [--json FILE] [--sizes N ...]
     python launchers/bench.py load [--json FILE] [--faults NAME ...] [--scale S]
-    python launchers/bench.py chaos [--json FILE] [--long | --short] [--seconds S]
+    python launchers/bench.py chaos [--json FILE] [--long | --short] [--times N] [--seconds S]
     python launchers/bench.py soak [--json FILE] [--minutes M]
     python launchers/bench.py simulate CONFIG [key.sub=value ...] [--trace RUN] [--steps N]
 
@@ -141,6 +141,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     form = storm.add_mutually_exclusive_group()
     form.add_argument("--long", action="store_true", help="20 minutes, vLLM servers on the CPU")
     form.add_argument("--short", action="store_true", help="seconds: whether it works at all")
+    storm.add_argument("--times", type=int, default=1, metavar="N", help="storms; default 1")
     storm.add_argument(
         "--seconds", type=float, metavar="S", help="how long the calm run lasts; default 300"
     )
@@ -205,33 +206,37 @@ def run_load(options: argparse.Namespace, view: View) -> int:
 
 
 def run_chaos(options: argparse.Namespace, view: View) -> int:
-    """The figures of a fault storm, likewise. The exit status is 1 if anything was lost or trained
+    """The figures of fault storms, likewise. The exit status is 1 if anything was lost or trained
     twice, or if too little was trained; of a short one that says nothing."""
     size = chaos.LONG if options.long else chaos.SHORT if options.short else chaos.Size()
     if options.seconds:
         size = msgspec.structs.replace(size, calm_s=options.seconds)
     alone = str(options.json) == "-"
-    found = chaos.run(size, (lambda text: None) if alone else view.say)
-    is_slow = not options.short and found.share < chaos.MIN_SHARE
-    text = json.dumps(asdict(found), indent=1)
+    storms = chaos.run(size, (lambda text: None) if alone else view.say, options.times)
+    figures: dict[str, Any] = asdict(chaos.together(storms))
+    if len(storms) > 1:
+        figures["storms"] = list(map(asdict, storms))
+    slow = [] if options.short else [one for one in storms if one.share < chaos.MIN_SHARE]
+    status = int(bool(slow) or any(one.wrong for one in storms))
+    text = json.dumps(figures, indent=1)
     if alone:
         sys.stdout.write(text + "\n")
-        return int(bool(found.wrong) or is_slow)
-    table = _table("a fault storm beside a calm run")
-    for name, value in asdict(found).items():
-        if not isinstance(value, dict | list):
-            table.add_column(name.replace("_", " "), justify="right")
-    table.add_column("share", justify="right")
-    values = [v for v in asdict(found).values() if not isinstance(v, dict | list)]
-    table.add_row(*map(str, values), f"{found.share:.2f}")
+        return status
+    table = _table("fault storms beside a calm run")
+    names = [name for name in chaos.Figures.__struct_fields__ if name not in ("ended", "wrong")]
+    for name in (*names, "share"):
+        table.add_column(name.replace("_", " "), justify="right")
+    for one in storms:
+        table.add_row(*(str(getattr(one, name)) for name in names), f"{one.share:.2f}")
     view.show(table)
-    for line in found.wrong:
-        view.fail(line)
-    if is_slow:
+    for one in storms:
+        for line in one.wrong:
+            view.fail(line)
+    if slow:
         view.fail(f"less than {chaos.MIN_SHARE:g} of the calm goodput")
     if options.json:
         options.json.write_text(text + "\n", encoding="utf-8")
-    return int(bool(found.wrong) or is_slow)
+    return status
 
 
 def run_soak(options: argparse.Namespace, view: View) -> int:

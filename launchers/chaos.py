@@ -1,6 +1,6 @@
 """A fault storm: a run whose tools, engine servers, learner and controller fail, beside a calm one.
 
-    launchers/bench.py chaos [--json -] [--long] [--seconds S] [--short]
+    launchers/bench.py chaos [--json -] [--long] [--times N] [--seconds S] [--short]
 
     tools        5 % of the calls raise what nobody expects, 1 % hang
     servers      one is killed every 20 s and is back 2 s later
@@ -15,7 +15,8 @@ of weights took, and finished ones that were rolled out again; `duplicated` are 
 more than once. `goodput` is trees trained a second, from the first start to the last step, with all
 restarts. Servers recite (launchers/recital.py), the learner is real. `--long` has two vLLM servers
 on the CPU instead, which the run starts, one of them killed every 150 s, and a policy that has
-learned to call the tool.
+learned to call the tool. `--times` is how many storms follow the calm run; figures are then their
+sums, and the least goodput.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from msgspec import Struct
 from agentenv.env import register
 from agentenv.errors import AgentEnvError
 from agentenv.frames import SUFFIX, frames_of
+from agentenv.guard import GUARD
 from agentenv.journal import Began, Finished, Frame, Leased, Trained
 from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import StatelessTool
@@ -107,6 +109,23 @@ class Figures(Struct):
     @property
     def share(self) -> float:
         return self.goodput / self.calm_goodput if self.calm_goodput else 0.0
+
+
+def together(storms: Sequence[Figures]) -> Figures:
+    """Sums, and the least goodput."""
+    ended = sum((Counter(one.ended) for one in storms), Counter[str]())
+    return Figures(
+        lost=sum(one.lost for one in storms),
+        duplicated=sum(one.duplicated for one in storms),
+        goodput=min(one.goodput for one in storms),
+        calm_goodput=storms[0].calm_goodput,
+        trees=sum(one.trees for one in storms),
+        calm_s=storms[0].calm_s,
+        storm_s=round(sum(one.storm_s for one in storms), 1),
+        killed=sum(one.killed for one in storms),
+        ended=dict(ended),
+        wrong=[line for one in storms for line in one.wrong],
+    )
 
 
 # What is trained on: one tool that fails, and a grader that finds no two answers alike, so that
@@ -353,7 +372,7 @@ class Servers:
     def __init__(self, size: Size, folder: Path) -> None:
         self.size, self.num_killed = size, 0
         self.ports = [] if size.long else free_ports(size.num_servers)
-        self.run: Process | None = None  # whose servers are killed
+        self.run: tuple[Process, Witness] | None = None  # whose servers are killed
         self._model = folder / "model"
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._spares: dict[int, subprocess.Popen[bytes]] = {}  # have imported what they need
@@ -406,17 +425,24 @@ class Servers:
 
     def _kill(self, number: int) -> bool:
         if not self.ports:
-            found = [] if self.run is None else below(self.run, VLLM, but="server_guard")
-            if found:
-                with suppress(psutil.NoSuchProcess):
-                    found[number % len(found)].kill()
-            return bool(found)
+            return self._kill_started(number)
         port = self.ports[number % len(self.ports)]
         self._processes[port].kill()
         self._processes[port].communicate()
         self._stop.wait(self.size.down_s)
         self._start(port)
         self._until_open(port)
+        return True
+
+    def _kill_started(self, number: int) -> bool:
+        """One that the run started, unless the run has trained nothing since it was started
+        itself: its servers take longer to start than others do to come back."""
+        process, witness = self.run or (None, None)
+        found = below(process, VLLM, but=GUARD.name) if process else []
+        if not found or not witness or not witness.num_steps:
+            return False
+        with suppress(psutil.NoSuchProcess):
+            found[number % len(found)].kill()
         return True
 
     def _until_open(self, port: int) -> None:
@@ -460,8 +486,10 @@ EVENTS: tuple[tuple[str, Callable[[Process], None]], ...] = (
 )
 
 
-def run(size: Size, say: Callable[[str], None] = lambda text: None) -> Figures:
-    """The calm run, then the storm. Raises AgentEnvError for one that does not go on."""
+def run(
+    size: Size, say: Callable[[str], None] = lambda text: None, num_storms: int = 1
+) -> list[Figures]:
+    """The calm run, then the storms. Raises AgentEnvError for one that does not go on."""
     with tempfile.TemporaryDirectory(prefix="agentenv-chaos-") as name, ExitStack() as stack:
         folder = Path(name)
         make_model(folder)
@@ -470,16 +498,21 @@ def run(size: Size, say: Callable[[str], None] = lambda text: None) -> Figures:
         calm = run_calm(Run(folder, "calm"), size)
         num_steps = calm.witness.step
         say(f"calm: {num_steps} steps, {calm.goodput():.2f} trees a second")
-        storm = Run(
-            folder,
-            "storm",
-            f"train.num_steps={num_steps}",
-            "env.kwargs.exceptions=0.05",
-            "env.kwargs.hangs=0.01",
-        )
         servers.storm()
-        run_storm(storm, servers, num_steps, say)
-        return figures_of(calm, storm, servers.num_killed)
+        found = []
+        for number in range(1, num_storms + 1):
+            storm = Run(
+                folder,
+                f"storm-{number}",
+                f"train.num_steps={num_steps}",
+                "env.kwargs.exceptions=0.05",
+                "env.kwargs.hangs=0.01",
+            )
+            num_killed = servers.num_killed
+            run_storm(storm, servers, num_steps, say)
+            found.append(figures_of(calm, storm, servers.num_killed - num_killed))
+            say(f"storm {number} of {num_storms}: {found[-1]}")
+        return found
 
 
 def run_calm(calm: Run, size: Size) -> Run:
@@ -504,7 +537,7 @@ def run_storm(storm: Run, servers: Servers, num_steps: int, say: Callable[[str],
     witness = storm.witness
     while True:
         with storm.process() as process:
-            servers.run = process
+            servers.run = process, witness
             what = "by itself"
             if events:
                 number, (what, act) = events[0]

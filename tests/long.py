@@ -33,8 +33,8 @@ PARTS = {
         [*PYTEST, "-rP", "--show-capture", "stdout", "--repeats", "10", "-k", "kill_9", *KILLED],
     ),
     "chaos": (
-        "A fault storm of at least five minutes, on servers that recite",
-        ["launchers/bench.py", "chaos"],
+        "Ten fault storms of at least five minutes, on servers that recite",
+        ["launchers/bench.py", "chaos", "--times", "10"],
     ),
     "chaos-long": (
         "A fault storm of at least 20 minutes, on two vLLM servers on the CPU",
