@@ -13,6 +13,7 @@ runs/NAME/config.json  run.log  servers/*.log  metrics.jsonl  summary.json  curv
           checkpoints/best/                      the best by `checkpoint.best_metric`
           skipped/                               batches whose step was not finite
           lock                                   who trains in it now
+          starts                                 how many processes have begun or gone on with it
           resumed/                               the model that a resumed run began with
 """
 
@@ -263,12 +264,13 @@ class Lock:
 
 
 LOG_FILE = "run.log"
+STARTS = "starts"
 JOURNAL = "journal"  # folder of turns and trees
 CONFIG_FILE = "config.json"  # written when everything was found in order; marks a run
 OURS = {
     "timings.jsonl",
     *("checkpoints", "data", "eval", "model", LOG_FILE, "learner.log", "servers"),
-    *(JOURNAL, ARCHIVE, "trajectories"),
+    *(JOURNAL, ARCHIVE, STARTS, "trajectories"),
     *("metrics.jsonl", "skipped", "pairs", "reference.npz", "tensorboard", "wandb", "wandb.json"),
 }
 Row = dict[str, Any]
@@ -312,7 +314,7 @@ class RunDirectory:
         """Refuse a directory that holds a run or something else."""
         found = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
         found -= {name for name in found if name.startswith("learner-")}  # logs of ranks
-        found -= {CONFIG_FILE + PARTIAL, "lock"}
+        found -= {CONFIG_FILE + PARTIAL, STARTS + PARTIAL, "lock"}
         if CONFIG_FILE in found:
             raise ConfigError(
                 f"{self.path} already holds a run; continue it with --resume, choose another name "
@@ -330,6 +332,21 @@ class RunDirectory:
         for entry in self.path.iterdir():
             if entry != self._lock.path:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+    def count_start(self, known: int) -> int:
+        """The number of this start of the run, another one for each process: of two that go on
+        from one checkpoint, which has `known` starts, the weights part. Raises ConfigError."""
+        path = self.path / STARTS
+        try:
+            before = int(path.read_text())
+        except (FileNotFoundError, ValueError):  # of a run that did not count them
+            before = 0
+        number = max(before, known) + 1
+        try:
+            write_whole(path, f"{number}\n", durable=True)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {explain(error)}") from error
+        return number
 
     def resolve(self, text: str) -> Path:
         """A path of the configuration; {run} is this directory."""
@@ -366,9 +383,10 @@ class RunDirectory:
         """Remove the folder of a run that was refused, and those above that were made for it,
         unless something was written that may say more than the refusal did."""
         found = {entry.name for entry in self.path.iterdir()}
-        if found - {self.checkpoints.folder.name, LOG_FILE, self._lock.path.name}:
+        ours = (LOG_FILE, STARTS, self._lock.path.name)
+        if found - {self.checkpoints.folder.name, *ours}:
             return
-        for name in (LOG_FILE, self._lock.path.name):
+        for name in ours:
             (self.path / name).unlink(missing_ok=True)
         for folder in dict.fromkeys((self.checkpoints.folder, self.path, *self._made)):
             if any(folder.iterdir()):

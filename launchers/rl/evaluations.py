@@ -14,7 +14,7 @@ import json
 import logging
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from launchers.evaluation.subject import evaluation_of
 from launchers.rl.parts import Parts
 from launchers.rl.recorder import EVALUATIONS, PhaseClock, Recorder
 from launchers.rl.state import BriefReport, Evaluating, RunSaver, RunState, brief_report
-from launchers.rundir import RunDirectory
+from launchers.rundir import REMOVED, RunDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Evaluator:
             return
         if pending.when or not sets >= set(pending.sets):
             return
-        if self._weights.is_dir() and self.parts.overlapping is not None:
+        if self._weights_of(pending).is_dir() and self.parts.overlapping is not None:
             self._begin(self.parts.overlapping, pending)
         elif pending.step == self.state.step:
             await self.after_step(pending.sets)
@@ -138,12 +138,13 @@ class Evaluator:
         assert actor is not None
         with self.clock.phase("eval"):
             await self.finish()
-            await in_thread(shutil.rmtree, self._weights, ignore_errors=True)
-            await learner.export(self._weights)
-        self.state.evaluating = self._now(names)
+            await in_thread(self._forget_weights)
+            what = self._now(names)
+            await learner.export(self._weights_of(what))
+        self.state.evaluating = what
         if self.config.checkpoint.best_metric.partition("/")[0] in names:
             await self.saver.save()  # of these weights, should they be the best
-        self._begin(actor, self.state.evaluating)
+        self._begin(actor, what)
 
     def _begin(self, actor: Actor, what: Evaluating) -> None:
         self._beside = asyncio.create_task(self._evaluate_beside(actor, what))
@@ -157,11 +158,23 @@ class Evaluator:
         except* AgentEnvError as errors:
             self._tell_gap(what, str(first_of(errors)))
         self.state.evaluating = None
-        await in_thread(shutil.rmtree, self._weights, ignore_errors=True)
+        await in_thread(self._forget_weights)
+
+    def _weights_of(self, what: Evaluating) -> Path:
+        """Where they are; a checkpoint may know of others than the last that were written."""
+        return self._weights / f"{what.phase}-{what.incarnation}"
+
+    def _forget_weights(self) -> None:
+        """Whole or not at all, as far as a later process sees."""
+        removed = self._weights.with_name(self._weights.name + REMOVED)
+        shutil.rmtree(removed, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            self._weights.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
     async def _with_weights(self, actor: Actor, what: Evaluating) -> dict[str, BriefReport]:
         if actor.engine.policy_version != what.policy_version:
-            await actor.engine.load_weights(self._weights, what.policy_version)
+            await actor.engine.load_weights(self._weights_of(what), what.policy_version)
         return await self._evaluate(actor, what)
 
     async def _or_gap(

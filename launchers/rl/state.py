@@ -67,8 +67,9 @@ class ParityGap(Struct):
 
 
 class Evaluating(Struct, frozen=True):
-    """An evaluation of these sets that goes on. Weights of one that overlaps the training, which
-    the given start of the process made, are in the run's folder until it is done."""
+    """An evaluation of these sets that goes on. Weights of one that overlaps the training are in
+    the run's folder until the evaluation is done: those of this step that the process of this
+    number made."""
 
     step: int
     policy_version: int
@@ -143,10 +144,10 @@ def _figures(rows: Sequence[EvalRow]) -> BriefFigures:
 
 
 class RunState(Struct):
-    """`step` updates are done; `position` trees were delivered, in start order; `incarnation`
-    counts starts of the process. Reports are kept by phase (before_sft, after_sft, after_rl);
-    `entropy` is of all delivered trees; `evaluating` is an evaluation that is not done, and
-    `imitating` a cold start."""
+    """`step` updates are done; `position` trees were delivered, in start order; `incarnation` is
+    the number of the process among all that were started for the run. Reports are kept by phase
+    (before_sft, after_sft, after_rl); `entropy` is of all delivered trees; `evaluating` is an
+    evaluation that is not done, and `imitating` a cold start."""
 
     step: int = 0
     position: int = 0

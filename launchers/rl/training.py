@@ -252,7 +252,7 @@ class Training:
             self.checkpoint = run.checkpoints.to_resume(resume)
         if self.checkpoint is not None:
             self.state = load_state(self.checkpoint, RunState)
-        self.state.incarnation += 1
+        self.state.incarnation = run.count_start(self.state.incarnation)
         self.accounts = StepAccounts(config, self.state)
         self.clock = PhaseClock(self.state.wall_s, self.state.cpu_s)
         self.queue = ReplayQueue(config.queue.groups_per_step, config.queue.max_staleness)
