@@ -89,9 +89,10 @@ def look(
             looks.setdefault(name, []).append((now, used / 1e6, float(one.num_fds())))
     sizes = []
     for folder in open_in_memory(root.pid):
-        for path in folder.rglob("*"):
-            with suppress(OSError):
-                sizes.append(path.stat().st_size)
+        for parent, _, names in os.walk(folder):  # where weights come and go meanwhile
+            for name in names:
+                with suppress(OSError):
+                    sizes.append(os.stat(os.path.join(parent, name)).st_size)
     looks.setdefault("shared memory", []).append((now, sum(sizes) / 1e6, float(len(sizes))))
 
 

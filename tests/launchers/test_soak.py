@@ -1,0 +1,83 @@
+"""What a soak notes of a run's processes, and when it says that one holds more and more."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launchers import soak
+from launchers.soak import MEMORY, Look, held, look
+
+HOUR_S = 3600.0
+
+
+def hour(megabytes: float, more_mb: float, more_files: float = 0.0) -> list[Look]:
+    """An hour of a process that has taken so much more by its end, in equal steps."""
+    shares = [n / 60 for n in range(61)]
+    return [(s * HOUR_S, megabytes + s * more_mb, 20 + s * more_files) for s in shares]
+
+
+def test_what_grows_is_told_from_what_goes_up_and_down() -> None:
+    assert not held(hour(500, 0), HOUR_S).grows
+    assert held(hour(500, 400), HOUR_S).mb_an_hour == pytest.approx(400)
+    assert held(hour(500, 400), HOUR_S).grows
+    assert held(hour(500, 0, more_files=60), HOUR_S).grows
+    waves = [(at, mb + 30 * (n % 2), files) for n, (at, mb, files) in enumerate(hour(500, 0))]
+    assert not held(waves, HOUR_S).grows
+
+
+def test_what_was_taken_in_the_first_half_is_no_growth() -> None:
+    start = [(at, mb if at > HOUR_S / 2 else at, files) for at, mb, files in hour(2000, 0)]
+    assert not held(start, HOUR_S).grows
+
+
+def test_files_in_shared_memory_that_go_meanwhile_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as name:
+        (Path(name) / "v1").mkdir()
+        (Path(name) / "v1" / "weights").write_bytes(b"\0" * 3_000_000)
+        (Path(name) / "v2").mkdir()
+        (Path(name) / "v2" / "weights").write_bytes(b"\0" * 1_000_000)
+        lock = os.open(name, os.O_RDONLY)  # as a run holds its folder
+        scan = os.scandir
+
+        def and_then_v1_goes(path: str) -> object:
+            found = list(scan(path))
+            if path == name:
+                shutil.rmtree(Path(name) / "v1")
+            return memory_scan(found)
+
+        monkeypatch.setattr(soak.os, "scandir", and_then_v1_goes)
+        looks: dict[str, list[Look]] = {}
+        try:
+            look(psutil.Process(), [], 0.0, looks)
+        finally:
+            os.close(lock)
+    assert looks["shared memory"] == [(0.0, 1.0, 1.0)]
+    assert looks["controller"][0][2] > 0
+
+
+class memory_scan:  # noqa: N801 - what `os.scandir` gives
+    def __init__(self, found: list[os.DirEntry[str]]) -> None:
+        self._found = iter(found)
+
+    def __enter__(self) -> memory_scan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __iter__(self) -> memory_scan:
+        return self
+
+    def __next__(self) -> os.DirEntry[str]:
+        return next(self._found)
+
+    def close(self) -> None:
+        pass
