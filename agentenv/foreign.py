@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import ast
 import json
+from array import array
 from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
 from typing import Any, TypeVar, overload
 
 import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from agentenv.errors import ForeignError
 
@@ -128,13 +131,48 @@ def _reason(error: Exception) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
-def packable(value: Any) -> Any:
-    """The value with lone surrogates, which are no characters, written as escapes, and integers
-    of over 64 bits as text."""
+def packed(value: Struct) -> bytes:
+    """The value as MessagePack that its type can be read from again, arrays as bytes, whatever an
+    env or a policy has put into it: see `packable`; other types of theirs go as their text."""
+    try:
+        return _encode(value)
+    except (UnicodeEncodeError, OverflowError, TypeError, RecursionError):
+        return _encode_any(packable(value))
+
+
+def packable(value: Any, above: tuple[int, ...] = ()) -> Any:
+    """The value with lone surrogates, which are no characters, written as escapes, integers of
+    over 64 bits and keys of any type as text, and what is nested too deeply, or in itself, as its
+    text. `above`: what it is nested in."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, int) and value.bit_length() > 63:
         return str(value)
+    if not isinstance(value, dict | list | tuple | Struct):
+        return value
+    if id(value) in above or len(above) > MAX_DEPTH:
+        return _text(value)
+    above = (*above, id(value))
     if isinstance(value, dict):
-        return {packable(key): packable(one) for key, one in value.items()}
-    return [*map(packable, value)] if isinstance(value, list | tuple) else value
+        return {packable(_text(key)): packable(one, above) for key, one in value.items()}
+    if isinstance(value, Struct):
+        fields = {name: getattr(value, name) for name in value.__struct_fields__}
+        return replace(value, **{name: packable(one, above) for name, one in fields.items()})
+    return [packable(one, above) for one in value]
+
+
+def _text(value: object) -> str:
+    """As the value says itself, if that can be."""
+    try:
+        return str(value)
+    except Exception:  # whatever it raises
+        return f"<{type(value).__name__}>"
+
+
+def _simple(value: object) -> object:
+    return value.tobytes() if isinstance(value, array) else _text(value)
+
+
+# With an order, keys that are no text are an error.
+_encode = msgspec.msgpack.Encoder(enc_hook=_simple, order="deterministic").encode
+_encode_any = msgspec.msgpack.Encoder(enc_hook=_simple).encode

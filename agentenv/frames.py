@@ -13,26 +13,18 @@ from collections.abc import Iterator
 from mmap import mmap
 from typing import BinaryIO
 
-import msgspec
 from msgspec import Struct
 
-from agentenv.foreign import packable
-from agentenv.tree import as_bytes
+from agentenv.foreign import packed
 
 SUFFIX = ".frames"
 MARK = b"\xaeJF1"
 HEADER = struct.Struct("<4sII")
 
-_encode = msgspec.msgpack.Encoder(enc_hook=as_bytes).encode
-
 
 def framed(value: Struct) -> bytes:
     """The bytes of a frame."""
-    try:
-        payload = _encode(value)
-    except (UnicodeEncodeError, OverflowError, TypeError):  # by what an env or a policy said
-        plain = msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=as_bytes)
-        payload = _encode(packable(plain))
+    payload = packed(value)
     return HEADER.pack(MARK, len(payload), zlib.crc32(payload)) + payload
 
 

@@ -302,6 +302,8 @@ class Journal:
         while self._num_written < wanted:
             if self._problem is not None:
                 raise self._failure(self._problem)
+            if self._working is not None and self._working.done():
+                self._working.result()  # raises what no disk has done
             self._written.clear()
             await self._written.wait()
 
@@ -319,8 +321,15 @@ class Journal:
         could not be written, unless `commit` has."""
         self._is_closed = True
         self._wake.set()
-        if self._working is not None:
-            await uncancelled(self._working)
+        try:
+            if self._working is not None:
+                await uncancelled(self._working)
+        finally:
+            await self._close_file()
+        if self._problem is not None and not self._is_told:
+            raise self._failure(self._problem)
+
+    async def _close_file(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             try:
@@ -328,8 +337,6 @@ class Journal:
                 await uncancelled(self._on_disk(seconds, _close, file))
             except OSError as error:
                 self._problem = self._problem or error
-        if self._problem is not None and not self._is_told:
-            raise self._failure(self._problem)
 
     async def _on_disk(self, seconds: float, function: Callable[..., None], *given: Any) -> None:
         """Let a thread do it. Raises OSError, also where the disk takes longer."""
@@ -339,7 +346,14 @@ class Journal:
             raise OSError(errno.ETIMEDOUT, str(error)) from error
 
     async def _work(self) -> None:
-        """Write batch after batch; what was written is synced after `sync_s` at the latest."""
+        """Write what comes, until the journal closes; whoever waits is told of its end."""
+        try:
+            await self._write_batches()
+        finally:
+            asyncio.get_running_loop().call_soon(self._written.set)  # once this task is done
+
+    async def _write_batches(self) -> None:
+        """Batch after batch; what was written is synced after `sync_s` at the latest."""
         loop = asyncio.get_running_loop()
         to_sync_s: float | None = None  # when the oldest of what is not synced is due
         while self._pending or not self._is_closed:
@@ -359,7 +373,6 @@ class Journal:
                     await uncancelled(self._on_disk(STALL_S, self._put, batch, is_due))
             except OSError as error:
                 self._problem = error
-                self._written.set()
                 return
             if is_due:
                 to_sync_s = None

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import msgspec
 from msgspec import Struct, field
 
+from agentenv.foreign import packed
 from agentenv.types import Info, Limit, Task, VersionSpan
 
 End = Literal["terminated", "truncated", "failed"]
@@ -286,7 +287,7 @@ class TrajectoryTree(Struct):
 
 def to_frame(tree: TrajectoryTree) -> bytes:
     """The tree for another process, MessagePack with the arrays as bytes."""
-    return msgspec.msgpack.encode(tree, enc_hook=as_bytes)
+    return packed(tree)
 
 
 def of_frame(frame: bytes) -> TrajectoryTree:
@@ -295,12 +296,6 @@ def of_frame(frame: bytes) -> TrajectoryTree:
 
 
 _read_frame = msgspec.msgpack.Decoder(TrajectoryTree).decode
-
-
-def as_bytes(value: object) -> object:
-    """The enc_hook with which nodes go into MessagePack; what an env put there as its own type goes
-    as its text."""
-    return value.tobytes() if isinstance(value, array) else str(value)
 
 
 def to_json(tree: TrajectoryTree) -> str:

@@ -411,9 +411,33 @@ async def test_what_is_written_is_synced_within_the_time(
     await written.close()
 
 
+class Mute:
+    """Says nothing of itself."""
+
+    def __str__(self) -> str:
+        raise ValueError
+
+
+async def test_whoever_waits_for_a_journal_with_a_bug_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bug(*_: Any) -> None:
+        raise KeyError("a bug")
+
+    written = journal(tmp_path)
+    monkeypatch.setattr(Journal, "_put", bug)
+    written.append(Leased(0, [0]))
+    with pytest.raises(KeyError, match="a bug"):
+        await asyncio.wait_for(written.commit(), 10)
+    with pytest.raises(KeyError, match="a bug"):
+        await written.close()
+
+
 def test_what_no_frame_can_hold_becomes_text(tmp_path: Path) -> None:
     actor = make_actor()
-    hostile = {"half": "a\ud800", "large": 1 << 80, "other": object}
+    hostile: dict[Any, Any] = {"half": "a\ud800", "large": 1 << 80, "other": object}
+    hostile |= {7: "seven", (1, 2): {None: "none"}, b"raw": 1, "mute": Mute(), "loop": {}}
+    hostile["loop"][0] = [hostile["loop"]] * 2
 
     class Odd(CountingEnv):
         async def step(self, action: Any) -> Any:
@@ -427,4 +451,9 @@ def test_what_no_frame_can_hold_becomes_text(tmp_path: Path) -> None:
     info = recorded.tree.leaves()[0].info
     assert info["large"] == str(1 << 80)
     assert info["half"] == r"a\ud800"
+    assert info["7"] == "seven"
+    assert info["(1, 2)"] == {"None": "none"}
+    assert info["b'raw'"] == 1
+    assert info["mute"] == "<Mute>"
+    assert info["loop"].keys() == {"0"}
     assert info["success"] is tree.leaves()[0].info["success"]

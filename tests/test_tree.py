@@ -72,6 +72,13 @@ def test_a_frame_gives_the_tree_back_and_a_row_of_json_what_it_holds(seed: int) 
     assert msgspec.convert(json.loads(to_json(tree)), TrajectoryTree) == tree
 
 
+def test_a_frame_takes_whatever_an_env_says() -> None:
+    tree = random_tree(Random(0))
+    tree.nodes[1].info = {"half": "\ud800", 7: {(1, 2): 3}}  # type: ignore[dict-item]
+    found = of_frame(to_frame(tree)).nodes[1].info
+    assert found == {"half": r"\ud800", "7": {"(1, 2)": 3}}
+
+
 @given(st.integers(0, 10**9))
 def test_a_prefix_is_the_tokens_of_its_path_without_holding_them_again(seed: int) -> None:
     rng = Random(seed)
