@@ -13,7 +13,8 @@ the command that a user types again with --resume whenever it has ended. Both ar
 outside, through their journals: `lost` are trees of the calm run that no step of the surviving line
 of weights took, and finished ones that were rolled out again; `duplicated` are those that it took
 more than once. `goodput` is trees trained a second, from the first start to the last step, with all
-restarts. Servers recite (launchers/recital.py), the learner is real. `--long` has two vLLM servers
+restarts. What a tool breaks takes a tree as long again, so that the learner keeps up only where
+rollouts have time to spare: here they do. Servers recite (launchers/recital.py), the learner is real. `--long` has two vLLM servers
 on the CPU instead, which the run starts, one of them killed every 150 s, and a policy that has
 learned to call the tool. `--times` is how many storms follow the calm run; figures are then their
 sums, and the least goodput.
@@ -75,8 +76,8 @@ class Size(Struct, frozen=True):
     long: bool = False
     prompts: int = 4
     group_size: int = 8
-    token_s: float = 0.02
-    checkpoint_s: float = 20.0
+    token_s: float = 0.005  # so that the learner is what trains no faster
+    checkpoint_s: float = 10.0
 
 
 LONG = Size(calm_s=1200.0, kill_s=150.0, num_servers=2, long=True, checkpoint_s=60.0)
