@@ -13,11 +13,11 @@ the command that a user types again with --resume whenever it has ended. Both ar
 outside, through their journals: `lost` are trees of the calm run that no step of the surviving line
 of weights took, and finished ones that were rolled out again; `duplicated` are those that it took
 more than once. `goodput` is trees trained a second, from the first start to the last step, with all
-restarts. What a tool breaks takes a tree as long again, so that the learner keeps up only where
-rollouts have time to spare: here they do. Servers recite (launchers/recital.py), the learner is real. `--long` has two vLLM servers
-on the CPU instead, which the run starts, one of them killed every 150 s, and a policy that has
-learned to call the tool. `--times` is how many storms follow the calm run; figures are then their
-sums, and the least goodput.
+restarts. A tree of which a tool breaks a branch takes half as long again: the learner, which is
+real, sets the pace where rollouts have that to spare, as here. Servers recite
+(launchers/recital.py). `--long` has two vLLM servers on the CPU instead, which the run starts, one
+of them killed every 150 s, and a policy that has learned to call the tool. `--times` is how many
+storms follow the calm run; figures are then their sums, and the least goodput.
 """
 
 from __future__ import annotations
