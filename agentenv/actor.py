@@ -134,8 +134,18 @@ class PrefixHits:
 
     def take(self) -> dict[str, float]:
         """The shares by kind; none of a kind without turns."""
+        return {f"prefix/{kind}": hit / num for kind, (hit, num) in self.drain().items()}
+
+    def drain(self) -> dict[str, list[int]]:
+        """The sums themselves, which `merge` adds to those of another actor."""
         sums, self._sums = self._sums, {}
-        return {f"prefix/{kind}": hit / num for kind, (hit, num) in sums.items()}
+        return sums
+
+    def merge(self, others: dict[str, list[int]]) -> None:
+        """Those of an actor of another process."""
+        for kind, sums in others.items():
+            mine = self._sums.setdefault(kind, [0, 0])
+            mine[:] = [a + b for a, b in zip(mine, sums, strict=True)]
 
 
 class ProbeWaits:
@@ -150,13 +160,22 @@ class ProbeWaits:
 
     def take(self) -> dict[str, float]:
         """Mean and longest wait; nothing where none waited."""
-        seconds, self._seconds = self._seconds, []
+        seconds = self.drain()
         if not seconds:
             return {}
         return {
             "rollout/probe_wait_s": sum(seconds) / len(seconds),
             "rollout/probe_wait_s_max": max(seconds),
         }
+
+    def drain(self) -> list[float]:
+        """The seconds themselves, which `merge` adds to those of another actor."""
+        seconds, self._seconds = self._seconds, []
+        return seconds
+
+    def merge(self, others: list[float]) -> None:
+        """Those of an actor of another process."""
+        self._seconds += others
 
 
 class Awaited(NamedTuple):

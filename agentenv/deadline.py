@@ -82,6 +82,11 @@ class WorkClock:
         """Where it stands at this time of the loop, and the one that it is inside of."""
         return self.at(now), 0.0 if self._outer is None else self._outer.at(now)
 
+    def lose(self, seconds: float) -> None:
+        """So much of what was worked last is lost and does not count."""
+        at, outer = self.marks(asyncio.get_running_loop().time())
+        self.give_back((at - seconds, outer - seconds))
+
     def give_back(self, marks: tuple[float, float]) -> None:
         """What was worked since then is lost and does not count. Of the outer clock, what others
         have given back of the same time counts once."""

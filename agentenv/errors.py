@@ -13,6 +13,7 @@
     |   +-- EngineDeadError   no engine is left; the run ends with the reason
     +-- GraderError    a grader could not give a verdict
     +-- LearnerError   the learner process failed or died
+    +-- WorkerError    no rollout worker is left, or one cannot start; the run ends with the reason
     +-- StallError     a disk, or what else a thread waits for, gave no answer
     +-- ForeignError   what we did not write cannot be read; whoever asked for it raises another
 
@@ -93,6 +94,10 @@ class GraderError(AgentEnvError):
 
 class LearnerError(AgentEnvError):
     """The learner reported a failure or its process is gone."""
+
+
+class WorkerError(AgentEnvError):
+    """A rollout worker does not start, or none is left that grows trees."""
 
 
 class StallError(AgentEnvError):

@@ -25,14 +25,15 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from copy import copy
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Meta, Struct
 
 from agentenv.deadline import uncancelled, within
 from agentenv.errors import ConfigError, DataError, StallError
-from agentenv.frames import SUFFIX, framed, frames_of
+from agentenv.foreign import packed
+from agentenv.frames import HEADER, SUFFIX, framed, frames_of
 from agentenv.offload import in_thread
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
@@ -161,6 +162,30 @@ class _Head(Struct, array_like=True):
 _HEADS = msgspec.msgpack.Decoder(_Head)
 
 
+class Packed(NamedTuple):
+    """A frame of a tree that a rollout worker has packed, with its head."""
+
+    tree: int
+    frame: bytes
+
+
+class Sink(Protocol):
+    """Where the record of a tree writes: a journal, or the link to one."""
+
+    @property
+    def settings(self) -> str: ...
+    @property
+    def incarnation(self) -> int: ...
+
+    def append(self, frame: Frame) -> None:
+        """See Journal.append."""
+        ...
+
+    async def commit(self) -> None:
+        """See Journal.commit."""
+        ...
+
+
 class Place(NamedTuple):
     """Where a frame lies."""
 
@@ -202,7 +227,7 @@ class Journal:
         self._places: dict[int, list[Place]] = {}
         self._begun: dict[int, Place] = {}  # where a tree begins of which no more is read yet
         self._last: dict[Path, int] = {}  # the latest tree that a file knows of
-        self._pending: list[Frame] = []
+        self._pending: list[Frame | Packed] = []
         self._num_appended = self._num_written = 0
         self._wake, self._written = asyncio.Event(), asyncio.Event()
         self._lock = asyncio.Lock()  # held while the file is written or replaced
@@ -282,7 +307,7 @@ class Journal:
         """Through which the rollout of a tree writes."""
         return TreeRecord(self, index)
 
-    def append(self, frame: Frame) -> None:
+    def append(self, frame: Frame | Packed) -> None:
         """Write a frame soon, behind all before it; returns at once."""
         self._pending.append(frame)
         self._num_appended += 1
@@ -381,11 +406,12 @@ class Journal:
             self._num_written += len(batch)
             self._written.set()
 
-    def _put(self, batch: list[Frame], is_due: bool) -> None:
+    def _put(self, batch: list[Frame | Packed], is_due: bool) -> None:
         """Append whole frames or nothing."""
         file = self._file
         assert file is not None
-        view = memoryview(b"".join(map(framed, batch)))
+        frames = [one.frame if isinstance(one, Packed) else framed(one) for one in batch]
+        view = memoryview(b"".join(frames))
         size = len(view)
         try:
             while view:
@@ -442,7 +468,7 @@ class TreeRecord:
     a leaf that ended, and the branches that the plan began for it.
     """
 
-    def __init__(self, journal: Journal, index: int) -> None:
+    def __init__(self, journal: Sink, index: int) -> None:
         self._journal = journal
         self._index = index
         self._tree: TrajectoryTree
@@ -520,6 +546,49 @@ class TreeRecord:
     def _counts(self) -> Counts:
         tree = self._tree
         return Counts(*(getattr(tree, name) for name in Counts.__struct_fields__))
+
+
+class TreeFrames:
+    """The frames of one tree that another process grows, since it began there: its state at any
+    moment, without the journal."""
+
+    def __init__(self) -> None:
+        self.is_finished = False
+        self._frames: list[bytes] = []
+
+    def add(self, tag: int, frame: bytes) -> None:
+        """The next frame, with its head, and the tag of what is in it."""
+        self._frames.append(frame)
+        self.is_finished = tag == Finished.__struct_config__.tag
+
+    def recorded(self, task: Task) -> Recorded | None:
+        """What they leave of the tree; None: nothing that can be gone on with."""
+        frames = [_DECODER.decode(memoryview(frame)[HEADER.size :]) for frame in self._frames]
+        if not frames or not isinstance(began := frames[0], Began):
+            return None
+        return _assembled(began, frames[1:], task)
+
+
+class _Recorded(Struct, array_like=True):
+    """A Recorded for another process."""
+
+    tree: TrajectoryTree
+    branches: list[OpenBranch]
+    stops: list[tuple[int, str]]
+
+
+_RECORDED = msgspec.msgpack.Decoder(_Recorded)
+
+
+def pack_recorded(recorded: Recorded) -> bytes:
+    """For another process that goes on with the tree, MessagePack."""
+    return packed(_Recorded(recorded.tree, recorded.branches, [*recorded.stops.items()]))
+
+
+def unpack_recorded(data: bytes) -> Recorded:
+    """What `pack_recorded` packed."""
+    found = _RECORDED.decode(data)
+    return Recorded(found.tree, False, found.branches, dict(found.stops))
 
 
 def _assembled(began: Began, rest: Sequence[Frame], task: Task) -> Recorded | None:
@@ -608,6 +677,6 @@ def _read(places: Sequence[Place]) -> Iterator[bytes]:
             yield file.read(place.size)
 
 
-def trees_of(frame: Frame) -> list[int]:
+def trees_of(frame: Frame | Packed) -> list[int]:
     """The places of the trees that a frame is about."""
     return frame.trees if isinstance(frame, Leased | Trained) else [frame.tree]

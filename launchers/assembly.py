@@ -31,7 +31,7 @@ from agentenv.offload import in_thread
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import Renderer, TagRenderer, TagsConfig
 from agentenv.types import Info, Limits, Message, Task
-from launchers.config import EnvConfig, RunConfig, Sampling
+from launchers.config import EnvConfig, RunConfig, Sampling, TrainConfig
 from launchers.data import EnvMaker, Say, fit_prompts, tables_of, try_env
 from launchers.rundir import find_checkpoint
 from launchers.serving.roles import fill_roles, start_servers
@@ -151,6 +151,30 @@ class SetConfig(Struct, frozen=True):
     python: Any = None
     search: Any = None
     grader: Any = None
+
+
+TRAINED = "data"  # the set of the training questions
+TRAINING, EVALUATING = "train", "eval"  # uses of an actor
+
+
+def training_set(config: TrainConfig) -> SetConfig:
+    """The training questions of a run, and how they are asked."""
+    return SetConfig(
+        TRAINED,
+        config.data,
+        env=config.env,
+        prompt=config.prompt,
+        limits=config.limits,
+        sampling=config.sampling.train,
+        python=config.python,
+        search=config.search,
+        grader=config.grader,
+    )
+
+
+def actor_seed(config: TrainConfig, sampling: Sampling, use: str) -> str:
+    """What keys all randomness of the rollouts of an actor."""
+    return f"{config.run.seed if sampling.seed is None else sampling.seed}/{use}"
 
 
 class Questions(NamedTuple):

@@ -31,6 +31,7 @@ from agentenv.types import Limits, SamplingParams
 from envs.code_interpreter import PythonConfig
 from envs.grading.reward import GraderConfig
 from envs.search.service import SearchConfig
+from launchers.cluster import ClusterConfig, LocalCluster
 from launchers.monitors import RolloutMonitorConfig
 from launchers.saver import SavingConfig
 from learners.aepo import AEPO
@@ -490,6 +491,9 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = field(default_factory=dict)
     algorithm: Annotated[AnyAlgorithm, Meta(extra=ESSENTIAL)]
     queue: QueueConfig = QueueConfig()
+    cluster: Annotated[
+        ClusterConfig, Meta(description="where rollouts grow: local, or processes")
+    ] = LocalCluster()
     learner: LearnerConfig = LearnerConfig()
     resources: ResourcesConfig = ResourcesConfig()
     sft: SFTConfig | None = None

@@ -30,6 +30,7 @@ from agentenv.plan import RolloutPlan
 from agentenv.regrow import Difference, cannot_grow_again, differences
 from agentenv.tree import TrajectoryTree
 from agentenv.virtual_clock import run_virtual
+from launchers.assembly import TRAINING, actor_seed
 from launchers.config import TrainConfig
 from launchers.rundir import CONFIG_FILE, JOURNAL
 from launchers.terminal import EXIT_FAILED, View, to_its_end
@@ -161,8 +162,6 @@ class Regrowing:
     """Grows the trees of a run again."""
 
     def __init__(self, config: TrainConfig, vocab_size: int) -> None:
-        from launchers.rl.parts import TRAINING, actor_seed  # slow to load: mistakes are told first
-
         self.seed = actor_seed(config, config.sampling.train, TRAINING)
         self.plan: RolloutPlan = config.algorithm.plan(vocab_size)
         self.limits = config.limits

@@ -36,6 +36,7 @@ BOUNDS = {"timeout", "timeout_at", "within", "wait_for", "Deadline", "after", "_
 
 CHILD = "a child waits for what its parent asks, and ends with the connection"
 CALLER = "its callers bound it: "
+BEATS = "a worker that says nothing is given up, and one without its controller ends"
 SAME = "an event of the same loop; who sets it has a deadline"
 SESSION = CALLER + "Sandbox._ask, fork, spawn and the self-test"
 INDEX = CALLER + "the tool's limit; building an index takes its time and says so"
@@ -45,6 +46,8 @@ FOREVER = "until a signal, or as long as what it looks after lives"
 HERE = "a queue or a lock in this process"
 ALLOWED = {
     "agentenv/branch.py Branch.held: event.wait": SAME,
+    "agentenv/cluster/link.py StreamLink.receive: self._reader.readexactly": BEATS,
+    "agentenv/cluster/link.py _End.receive: self._ours.get": HERE,
     "agentenv/deadline.py admitted: places.acquire": SAME,
     "agentenv/disk.py locked: fcntl.flock": "who else takes it only looks whether it can be had",
     "agentenv/encoder.py serve: connection.sendall": CHILD,
@@ -53,7 +56,6 @@ ALLOWED = {
     "agentenv/engines/remote.py RemoteServer._known: self._open.wait": SAME,
     "agentenv/guard.py main: server.wait": "it was killed",
     "agentenv/gym.py LoopThread.run: asyncio.run_coroutine_threadsafe": "result(timeout_s)",
-    "agentenv/hosts.py _End.receive: self._ours.get": HERE,
     "agentenv/journal.py Journal.commit: self._written.wait": SAME,
     "agentenv/replay.py ReplayQueue.get: self._arrived.wait": SAME,
     "agentenv/replay.py ReplayQueue.reserve: self._freed.wait": SAME,
@@ -92,6 +94,7 @@ ALLOWED = {
     "launchers/chaos.py Servers._kill: self._processes[port].communicate": BENCH,
     "launchers/chaos.py end_tree: process.wait": BENCH,
     "launchers/chaos.py run_storm: process.wait": BENCH,
+    "launchers/cluster.py WorkerProcesses._start: guard.wait": "start_timeout_s, below",
     "launchers/event_loop.py Watchdog._run: self._signals.recv": "settimeout(BEAT_S)",
     "launchers/monitors.py Monitors._run: self._calls.get": HERE,
     "launchers/overhead.py measured: stage.wait": BENCH,

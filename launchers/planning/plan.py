@@ -131,13 +131,15 @@ class Wanted(Struct, frozen=True, kw_only=True):
     """What a command asks of a machine. `path`: of the policy's model, "" where an endpoint has
     it; `setup` makes that model if it is not here; `path_tokens`: most tokens of prompt and
     response, 0 where nothing is rolled out, and `num_paths` of them under way at a time at most;
-    `row_tokens`: of a row that is learned from."""
+    `row_tokens`: of a row that is learned from;
+    `num_workers`: processes beside the controller in which rollouts grow."""
 
     path: str
     setup: str = ""
     path_tokens: int = 0
     num_paths: int = 0
     row_tokens: int = 0
+    num_workers: int = 0
     learner: LearnerConfig | None = None
     has_reference: bool = False
     finish_s: float = 0.0  # for the last checkpoint of a run that is interrupted
@@ -167,6 +169,7 @@ def wanted_by(config: AnyRun, model: str = "") -> Wanted:
             num_paths=config.queue.groups_per_step
             * (config.queue.max_staleness + 1)
             * config.algorithm.group_size,
+            num_workers=getattr(config.cluster, "workers", 0),
             learner=config.learner,
             has_reference=config.algorithm.needs_reference,
             finish_s=config.checkpoint.finish_s,
@@ -270,8 +273,14 @@ class _Planner:
             copies = 2.0 * bytes_of(self.wanted.learner.dtype) * self.shape.num_params
             host["weights on their way (/dev/shm)"] = copies
         memory = Memory({}, host)
-        self.plan.processes.append(
-            Process("controller", 1, memory=memory, note="rollouts, tools, graders")
+        work = "rollouts, tools, graders"
+        if not self.wanted.num_workers:
+            self.plan.processes.append(Process("controller", 1, memory=memory, note=work))
+            return
+        own = "queue, journal, evaluations"
+        self.plan.processes += (
+            Process("controller", 1, memory=memory, note=own),
+            Process("rollout worker", self.wanted.num_workers, note=f"{work}; on this machine"),
         )
 
     def _add_learner(self, learner: LearnerConfig, ranks: list[str]) -> None:

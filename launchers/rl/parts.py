@@ -8,10 +8,11 @@ import logging
 import shutil
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from agentenv.actor import Actor
 from agentenv.disk import own_folder
@@ -23,7 +24,17 @@ from agentenv.model_files import vocab_size
 from agentenv.offload import in_thread
 from agentenv.plan import RolloutPlan
 from agentenv.types import Task
-from launchers.assembly import AskingAssembly, Questions, SetConfig, once
+from launchers.assembly import (
+    EVALUATING,
+    TRAINED,
+    TRAINING,
+    AskingAssembly,
+    Questions,
+    SetConfig,
+    actor_seed,
+    once,
+    training_set,
+)
 from launchers.checks import refuse
 from launchers.config import DataConfig, EvalSet, Sampling, TrainConfig
 from launchers.data import Say, load_set, load_training, try_env
@@ -45,8 +56,6 @@ from learners.lora import ADAPTER_FOLDER, frozen_model
 
 logger = logging.getLogger(__name__)
 
-TRAINING, EVALUATING = "train", "eval"  # uses of an actor
-TRAINED = "data"  # the set of the training questions
 NUM_PROBE_PROMPTS = 8
 MEMORY = Path("/dev/shm")
 
@@ -71,6 +80,8 @@ class Parts:
     overlapping: Actor | None
     demonstrations: tuple[Demonstrations, Demonstrations] | None
     vocab_size: int = 0  # of the plan
+    model: Path = Path()  # where weights, or the tokenizer of a rollout worker, are read from
+    urls: dict[str, str] = field(default_factory=dict)  # of roles
 
     async def publish(self) -> None:
         """New weights into the engine while rollouts are running, and a probe of them begun."""
@@ -110,19 +121,15 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         stack: AsyncExitStack,
         say: Say,
     ) -> None:
-        asked = partial(
-            SetConfig,
-            env=config.env,
-            prompt=config.prompt,
-            limits=config.limits,
-            python=config.python,
-            search=config.search,
-            grader=config.grader,
-        )
-        sets = {TRAINED: asked(TRAINED, config.data, sampling=config.sampling.train)}
+        trained = training_set(config)
+        sets = {TRAINED: trained}
         for name, one in config.eval.sets.items():
-            sets[eval_key(name)] = asked(
-                eval_key(name), one, sampling=config.sampling.eval, num_samples=one.num_samples
+            sets[eval_key(name)] = replace(
+                trained,
+                key=eval_key(name),
+                rows=one,
+                sampling=config.sampling.eval,
+                num_samples=one.num_samples,
             )
         super().__init__(
             config,
@@ -287,6 +294,8 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             overlapping=await self._overlapping(eval_actor, learner),
             demonstrations=await self.demonstrations(),
             vocab_size=num_words,
+            model=await self.model(),
+            urls=await self.urls(),
         )
 
     def _actor(self, questions: Questions, sampling: Sampling, engine: Engine, use: str) -> Actor:
@@ -319,11 +328,6 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             )
         )
         return other
-
-
-def actor_seed(config: TrainConfig, sampling: Sampling, use: str) -> str:
-    """What keys all randomness of the rollouts of an actor."""
-    return f"{config.run.seed if sampling.seed is None else sampling.seed}/{use}"
 
 
 def adapter_rank(config: TrainConfig) -> int:

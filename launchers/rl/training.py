@@ -15,7 +15,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, nullcontext, suppress
 from functools import partial
 from hashlib import blake2b
@@ -24,6 +24,7 @@ from typing import Any
 
 from agentenv.actor import Actor
 from agentenv.archive import StepHeader
+from agentenv.cluster.workers import RolloutWorkers
 from agentenv.config import to_plain
 from agentenv.data.dataset import TaskStream
 from agentenv.deadline import uncancelled
@@ -44,6 +45,7 @@ from agentenv.offload import in_thread
 from agentenv.replay import ReplayQueue
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limit, Task
+from launchers.cluster import FOLDER, ProcessesCluster, Setup, WorkerProcesses
 from launchers.config import TrainConfig
 from launchers.event_loop import rolling_out
 from launchers.rl import report
@@ -264,6 +266,7 @@ class Training:
         self.watch = Stopwatch()
         self.journal: Journal | None = None
         self.timings: Timings | None = None
+        self.workers: RolloutWorkers | None = None
         self.parts: Parts
         self.recorder: Recorder
         self.saver: RunSaver
@@ -274,10 +277,13 @@ class Training:
         async with AsyncExitStack() as stack:
             with self.clock.phase("setup"), self.view.doing("the start of the run"):
                 await self._set_up(stack)
+                await self._start_workers(stack)
                 self._announce()
             measuring = asyncio.create_task(self.lag.run())
             stack.callback(measuring.cancel)
             stack.enter_context(watched(self._actors, self.view))
+            if self.workers is not None:
+                self.view.behind = partial(self._behind, self.view.behind, self.workers)
             with rolling_out():
                 if "after_sft" not in self.state.reports:
                     await self._begin()
@@ -298,6 +304,11 @@ class Training:
     def _actors(self) -> list[Actor]:
         parts = self.parts
         return [parts.actor, parts.eval_actor]
+
+    @staticmethod
+    def _behind(here: Callable[[], str], workers: RolloutWorkers) -> str:
+        """Who waits longest, in this process and in workers."""
+        return "; ".join(filter(None, [here(), workers.behind()]))
 
     async def run_rounds(self, num_rounds: int) -> None:
         """So many rounds of the self-critic by themselves, in place of reinforcement learning."""
@@ -354,6 +365,33 @@ class Training:
             self.recorder.archive,
         )
         self.evaluator = Evaluator(config, run, state, self.clock, parts, self.recorder, self.saver)
+
+    async def _start_workers(self, stack: AsyncExitStack) -> None:
+        """The rollout workers, unless rollouts grow in this process."""
+        config, parts = self.config, self.parts
+        if not isinstance(config.cluster, ProcessesCluster):
+            return
+        workers = self.workers = RolloutWorkers(
+            parts.actor,
+            silence_s=config.cluster.silence_s,
+            tell=self.view.warn,
+            journal=self.journal,
+        )
+        setup = Setup(
+            config=to_plain(config),
+            folder=str(self.run.path.absolute()),
+            model=str(parts.model.absolute()),
+            urls=parts.urls,
+            vocab_size=parts.vocab_size,
+            settings=rollout_settings(config),
+            incarnation=self.state.incarnation,
+        )
+        folder = self.run.path / FOLDER
+        processes = WorkerProcesses(config.cluster, workers, setup, folder, self.view.warn)
+        stack.push_async_callback(processes.close)
+        with self.view.doing("the start of the rollout workers"):
+            await processes.start()
+        self.view.say(f"{config.cluster.workers} rollout workers, logs in {folder}")
 
     def _announce(self) -> None:
         config, parts = self.config, self.parts
@@ -488,31 +526,36 @@ class Training:
         """Hold the next tree back while the engine has more than it can do, or more than its caches
         hold: what is under way goes on sooner, on prefixes that are still there. One tree always
         grows."""
-        engine, open_envs = self.parts.engine, self.parts.actor.envs
+        engine = self.parts.engine
         if not isinstance(engine, EnginePool):
             return
         with adding(self.held_back, "s"):
             while self.queue.num_waiting > self.queue.num_ready:
-                if engine.has_room(open_envs.count):
+                if engine.has_room(self._num_open_envs()):
                     return
                 await asyncio.sleep(ROOM_S)
+
+    def _num_open_envs(self) -> int:
+        """Trajectories that are under way."""
+        elsewhere = 0 if self.workers is None else self.workers.num_open_envs
+        return self.parts.actor.envs.count + elsewhere
 
     async def _roll_out(self, task: Task, position: int) -> TrajectoryTree:
         """The tree of this place: from the journal if an earlier process finished it, gone on with
         if one began it, else grown."""
-        parts, journal = self.parts, self.journal
-        if journal is None:
-            return await parts.actor.rollout(task, parts.plan, index=position)
+        parts, journal, workers = self.parts, self.journal, self.workers
         recorded = None
-        if journal.knows(position):
+        if journal is not None and journal.knows(position):
             recorded = await in_thread(journal.read, position, task)
         if recorded is not None and recorded.is_finished:
             return recorded.tree
+        if workers is not None:
+            return await workers.rollout(task, index=position, recorded=recorded)
         return await parts.actor.rollout(
             task,
             parts.plan,
             index=position,
-            record=journal.record(position),
+            record=None if journal is None else journal.record(position),
             recorded=recorded,
         )
 
@@ -648,9 +691,9 @@ class Training:
             **{f"engine/{name}": value for name, value in engine.items()},
             **hits,
             **self.parts.actor.probes.take(),
-            "env/num_open": self.parts.actor.envs.count,
-            "env/num_results_cut": getattr(self.parts.actor.renderer, "num_cut", 0),
-            **{f"env/{name}": value for name, value in shared_stats().items()},
+            "env/num_open": self._num_open_envs(),
+            **self._env_figures(),
+            **self._worker_figures(),
             "time/sampled_tokens_per_s": self.throughput.rate(engine),
             **self.watch.take(),
             **{f"event_loop/{name}": value for name, value in self.lag.figures().items()},
@@ -662,3 +705,17 @@ class Training:
         self.view.say(report.step_line(row, self.parts.num_steps))
         self.view.advance(state.step)
         await self.recorder.write_behind(f"step-{state.step:06d}", trees)
+
+    def _env_figures(self) -> Metrics:
+        """What environments have counted since the start, in this process and in workers."""
+        total = Counter(shared_stats())
+        num_cut = getattr(self.parts.actor.renderer, "num_cut", 0)
+        for figures in () if self.workers is None else self.workers.figures():
+            total.update(figures.env)
+            num_cut += figures.num_cut
+        counted = {f"env/{name}": value for name, value in total.items()}
+        return {"env/num_results_cut": num_cut, **counted}
+
+    def _worker_figures(self) -> Metrics:
+        stats = {} if self.workers is None else self.workers.stats()
+        return {f"workers/{name}": value for name, value in stats.items()}

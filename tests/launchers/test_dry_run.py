@@ -21,6 +21,8 @@ from tests.support.warehouse import ROOT
 
 REASONING = ROOT / "configs" / "arpo_reasoning_7b.toml"
 
+WORKERS = ("cluster.kind=processes", "cluster.workers=3")
+
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = train.main) -> str:
     assert main([*arguments, "--dry-run"]) == 2
@@ -36,6 +38,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = tra
         (("engine.servers.gpu_memory_share=0.15",), r"engine.servers: 0.15 of a GPU with 80 GiB"),
         (("learner.num_ranks=5",), r"engine.servers.gpus: 4 GPUs are needed, 3 of 8 are free"),
         (("resources.learner_gpus=[0,1,2,9]",), r"there is no GPU 9"),
+        (("cluster.workers=2",), r"cluster.workers: unknown key for cluster.kind = 'local'"),
+        (("cluster.kind=procesess",), r"cluster.kind: .*'local', 'processes'"),
         (("limits.max_response_tokens=90000",), r"exceed the context of 5632 tokens"),
         (("learner.groups_per_minibatch=3",), r"groups_per_minibatch = 3 does not divide"),
         (
@@ -54,6 +58,13 @@ def test_what_cannot_work_is_refused(
     capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], reason: str
 ) -> None:
     assert re.search(reason, refused(capsys, str(REASONING), "--gpus", "8", *overrides))
+
+
+def test_rollout_workers_are_placed(capsys: pytest.CaptureFixture[str]) -> None:
+    train.main([str(REASONING), "--dry-run", "--gpus", "8", *WORKERS])
+    told = capsys.readouterr().out
+    assert re.search(r"\n\W*rollout worker\s+\W*3\b", told)
+    assert "rollout worker: rollouts, tools, graders; on this machine" in told
 
 
 def test_idle_ranks_are_told_and_may_be_allowed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,7 @@ def test_files_in_shared_memory_that_go_meanwhile_are_left_out(
     assert looks["controller"][0][2] > 0
 
 
-class memory_scan:  # noqa: N801 - what `os.scandir` gives
+class memory_scan:
     def __init__(self, found: list[os.DirEntry[str]]) -> None:
         self._found = iter(found)
 

@@ -1,0 +1,1 @@
+"""Rollout workers: event loops of their own that grow the trees of one controller."""

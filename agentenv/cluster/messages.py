@@ -1,0 +1,170 @@
+"""What a controller and a rollout worker say to each other.
+
+    controller                                     worker
+    Grow(number, task, ..)        ----->           grows a tree on its actor
+                                  <-----  Told     what happened to the tree, as a frame of the
+                                                   journal; the last frame is its end
+                                  <-----  Lost     what its rollout raised
+    Drop(number)                  ----->           nobody wants that tree any more
+                                  <-----  Sample   a turn, of an engine in the controller's process
+    Tokens, Stand, Turn, Refused  ----->           what becomes of it
+                                  <-----  Quit     nobody wants that turn any more
+                                  <-----  Alive    every BEAT_S, with figures
+                                  <-----  Say      something for people
+
+`number` names a tree, or a turn, on one link: a tree that is asked for again has another one.
+"""
+
+from __future__ import annotations
+
+from traceback import format_exception
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from agentenv import errors
+from agentenv.errors import AgentEnvError
+from agentenv.foreign import packed
+from agentenv.types import Chunk, Completion, SamplingParams, Task
+
+BEAT_S = 1.0
+
+
+class Grow(Struct, array_like=True, frozen=True, tag=1):
+    """Start a rollout, or go on with one that is `recorded` (agentenv.journal.pack_recorded).
+    `policy_version` is that of the engine; the others are arguments of `Actor.rollout`."""
+
+    number: int
+    task: Task
+    index: int
+    policy_version: int
+    session: str = ""
+    recorded: bytes | None = None
+
+
+class Drop(Struct, array_like=True, frozen=True, tag=2):
+    """Cancel the rollout; not answered."""
+
+    number: int
+
+
+class Tokens(Struct, array_like=True, frozen=True, tag=3):
+    """More tokens of a turn."""
+
+    number: int
+    chunk: Chunk
+
+
+class Stand(Struct, array_like=True, frozen=True, tag=4):
+    """Nobody works for a turn from now on, or somebody does again; so many seconds of what was
+    worked for it are lost."""
+
+    number: int
+    stands: bool
+    lost_s: float = 0.0
+
+
+class Turn(Struct, array_like=True, frozen=True, tag=5):
+    """A turn that is done."""
+
+    number: int
+    completion: Completion
+
+
+class Refused(Struct, array_like=True, frozen=True, tag=6):
+    """What the engine raised; see `named`."""
+
+    number: int
+    kind: str
+    text: str
+    is_final: bool
+
+
+Asked = Grow | Drop | Tokens | Stand | Turn | Refused
+
+
+class Told(Struct, array_like=True, frozen=True, tag=1):
+    """What happened to a tree: one frame of the journal with its head, and the tag of what is in
+    it."""
+
+    number: int
+    tag: int
+    frame: bytes
+
+
+class Lost(Struct, array_like=True, frozen=True, tag=2):
+    """The rollout raised; see `named`."""
+
+    number: int
+    kind: str
+    text: str
+
+
+class Sample(Struct, array_like=True, frozen=True, tag=3):
+    """Ask the engine for a turn. `prompt` are token ids, int32; `listens`: Tokens are wanted; the
+    others are arguments of `Engine.generate`."""
+
+    number: int
+    prompt: bytes
+    sampling: SamplingParams
+    session: str
+    listens: bool
+    stream_interval: int
+    order: tuple[int, int]
+
+
+class Quit(Struct, array_like=True, frozen=True, tag=4):
+    """Abort the turn; not answered."""
+
+    number: int
+
+
+class Figures(Struct, array_like=True):
+    """Of a worker. `hits` and `probe_waits_s` are those since the last ones, of
+    `agentenv.actor.PrefixHits` and `ProbeWaits`; `env` and `num_cut` since its start. `behind` says
+    what its rollouts have waited for longest; empty: there are none."""
+
+    num_trees: int = 0
+    num_open_envs: int = 0
+    num_cut: int = 0
+    hits: dict[str, list[int]] = {}
+    probe_waits_s: list[float] = []
+    env: dict[str, float] = {}
+    loop: dict[str, float] = {}
+    behind: str = ""
+
+
+class Alive(Struct, array_like=True, frozen=True, tag=5):
+    figures: Figures
+
+
+class Say(Struct, array_like=True, frozen=True, tag=6):
+    text: str
+
+
+Answer = Told | Lost | Sample | Quit | Alive | Say
+
+pack = packed
+read_asked = msgspec.msgpack.Decoder(Asked).decode
+read_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+def named(error: BaseException) -> tuple[str, str]:
+    """Kind and text of an error, the first one of a group. The kind is the name of one of
+    `agentenv.errors`, its nearest base there; empty: it is a bug, and the text its traceback."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if not isinstance(error, AgentEnvError):
+        return "", "".join(format_exception(error)).rstrip()
+    names = [kind.__name__ for kind in type(error).__mro__]
+    return next(name for name in names if hasattr(errors, name)), str(error)
+
+
+def raised(kind: str, text: str) -> Exception:
+    """The error again; a bug as a RuntimeError."""
+    if not kind:
+        return RuntimeError(f"in a rollout worker:\n{text}")
+    found: Any = getattr(errors, kind)
+    error: Exception = found(text)
+    return error

@@ -1,0 +1,133 @@
+"""A rollout worker: one event loop with an actor of its own, for a controller at the other end of a
+link. Trees travel as the frames that the controller's journal writes, turn by turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from agentenv.actor import Actor
+from agentenv.cluster.engine import LinkedEngine
+from agentenv.cluster.link import Link
+from agentenv.cluster.messages import (
+    BEAT_S,
+    Alive,
+    Drop,
+    Figures,
+    Grow,
+    Lost,
+    Say,
+    Told,
+    named,
+    pack,
+    read_asked,
+)
+from agentenv.frames import framed
+from agentenv.journal import Frame, TreeRecord, unpack_recorded
+from agentenv.plan import RolloutPlan
+
+
+class Frames:
+    """Where the record of one tree writes: the link. `settings` and `incarnation` are those of the
+    controller's journal."""
+
+    def __init__(self, link: Link, number: int, settings: str, incarnation: int) -> None:
+        self.settings, self.incarnation = settings, incarnation
+        self._link, self._number = link, number
+
+    def append(self, frame: Frame) -> None:
+        """Send a frame."""
+        tag = frame.__struct_config__.tag
+        assert isinstance(tag, int)
+        self._link.send(pack(Told(self._number, tag, framed(frame))))
+
+    async def commit(self) -> None:
+        """Returns at once: it is the controller that waits until a tree is on the disk."""
+
+
+class RolloutWorker:
+    """Grows trees on `actor` by `plan` for whoever is at the other end of the link.
+
+    `engine` is the actor's where that asks over the link. `look` may fill in figures before they
+    are told.
+    """
+
+    def __init__(
+        self,
+        actor: Actor,
+        plan: RolloutPlan,
+        link: Link,
+        engine: LinkedEngine,
+        *,
+        settings: str = "",
+        incarnation: int = 0,
+        look: Callable[[Figures], None] = lambda figures: None,
+    ) -> None:
+        self._actor, self._plan, self._link, self._engine = actor, plan, link, engine
+        self._settings, self._incarnation = settings, incarnation
+        self._look = look
+        self._rollouts: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self) -> None:
+        """Until the other end is gone; then the rollouts that are left are cancelled."""
+        async with asyncio.TaskGroup() as group:
+            beating = group.create_task(self._beat())
+            try:
+                while True:
+                    asked = read_asked(await self._link.receive())
+                    if isinstance(asked, Grow):
+                        self._engine.policy_version = asked.policy_version
+                        task = self._rollouts[asked.number] = group.create_task(self._grow(asked))
+                        task.add_done_callback(partial(self._forget, asked.number))
+                    elif isinstance(asked, Drop):
+                        if asked.number in self._rollouts:
+                            self._rollouts[asked.number].cancel()
+                    else:
+                        self._engine.hear(asked)
+            except EOFError:
+                beating.cancel()
+                for task in self._rollouts.values():
+                    task.cancel()
+
+    def say(self, text: str) -> None:
+        """To people, by the controller."""
+        self._link.send(pack(Say(text)))
+
+    async def _grow(self, asked: Grow) -> None:
+        recorded = None
+        if asked.recorded is not None:
+            recorded = unpack_recorded(asked.recorded)
+        frames = Frames(self._link, asked.number, self._settings, self._incarnation)
+        try:
+            await self._actor.rollout(
+                asked.task,
+                self._plan,
+                index=asked.index,
+                session=asked.session,
+                record=TreeRecord(frames, asked.index),
+                recorded=recorded,
+            )
+        except Exception as error:
+            self._link.send(pack(Lost(asked.number, *named(error))))
+
+    def _forget(self, number: int, task: object) -> None:
+        del self._rollouts[number]
+
+    async def _beat(self) -> None:
+        while True:
+            self._link.send(pack(Alive(self._figures())))
+            await asyncio.sleep(BEAT_S)
+
+    def _figures(self) -> Figures:
+        actor = self._actor
+        found = Figures(
+            num_trees=len(self._rollouts),
+            num_open_envs=actor.envs.count,
+            num_cut=getattr(actor.renderer, "num_cut", 0),
+            hits=actor.prefixes.drain(),
+            probe_waits_s=actor.probes.drain(),
+        )
+        self._look(found)
+        return found

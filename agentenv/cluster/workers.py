@@ -1,0 +1,292 @@
+"""The rollout workers of a run as the controller sees them: who grows which tree, and where it goes
+on when one is lost.
+
+    rollout(task, index) --Grow--> the worker with the fewest trees
+            ^                          | Told, frame by frame: to the journal, and kept here
+            +---- the whole tree <-----+
+            a worker is lost: its trees go on elsewhere, from the last frame that came
+
+Feeder, queue, journal and the bound on staleness stay with the controller. A worker is lost when
+its link is, or when it says nothing for `silence_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from typing import NamedTuple
+
+from agentenv.actor import Actor
+from agentenv.cluster.engine import Turns
+from agentenv.cluster.link import Link
+from agentenv.cluster.messages import (
+    BEAT_S,
+    Alive,
+    Answer,
+    Drop,
+    Figures,
+    Grow,
+    Lost,
+    Quit,
+    Sample,
+    Say,
+    Told,
+    pack,
+    raised,
+    read_answer,
+)
+from agentenv.engine import Engine
+from agentenv.errors import WorkerError
+from agentenv.journal import Journal, Packed, Recorded, TreeFrames, pack_recorded
+from agentenv.tree import TrajectoryTree
+from agentenv.types import Task
+
+LAST_S = 20.0  # in which workers end after a close: envs are being closed
+
+
+class _Growing:
+    """A tree that is wanted. `number` names its place on the link of `worker`; None: it has
+    none."""
+
+    def __init__(self, task: Task, index: int, session: str, recorded: Recorded | None) -> None:
+        self.task, self.index, self.session = task, index, session
+        self.recorded = recorded  # from where it goes on
+        self.frames = TreeFrames()  # since it has the worker
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.number = -1
+        self.worker: _Worker | None = None
+
+    def state(self) -> Recorded | None:
+        """As it is now."""
+        return self.frames.recorded(self.task) or self.recorded
+
+
+class _Worker:
+    """One that is there."""
+
+    def __init__(self, name: str, link: Link, engine: Engine) -> None:
+        self.name, self.link = name, link
+        self.turns = Turns(engine, link)
+        self.trees: dict[int, _Growing] = {}
+        self.figures = Figures()
+        self.heard = asyncio.get_running_loop().time()
+        self.is_hanging = False
+        self.num_ended = 0
+
+
+class Left(NamedTuple):
+    """A worker is gone: why, how many trees it has ended, and how many go on elsewhere."""
+
+    why: str
+    num_ended: int
+    num_moved: int
+
+
+class RolloutWorkers:
+    """`rollout` takes the place of `Actor.rollout`; each worker is served by a `join` of its own.
+
+    `actor` is the controller's, whose engine they ask, and whose counters take in theirs.
+    `silence_s`: a worker that says nothing for so long hangs. `tell` says something to people.
+    """
+
+    def __init__(
+        self,
+        actor: Actor,
+        *,
+        silence_s: float,
+        tell: Callable[[str], None],
+        journal: Journal | None = None,
+    ) -> None:
+        self.journal = journal
+        self.num_moved = 0  # trees that went on elsewhere
+        self.num_lost = 0  # workers
+        self._actor = actor
+        self._silence_s, self._tell = silence_s, tell
+        self._workers: dict[str, _Worker] = {}
+        self._left = asyncio.Event()  # a worker has
+        self._homeless: list[_Growing] = []  # until a worker comes
+        self._numbers = count()
+        self._reason = ""  # why no worker will come any more
+
+    # trees
+
+    async def rollout(
+        self, task: Task, *, index: int, session: str = "", recorded: Recorded | None = None
+    ) -> TrajectoryTree:
+        """As `Actor.rollout`, on one worker after the other; returns when the tree is in the
+        journal, if there is one. Raises WorkerError when no worker is left."""
+        growing = _Growing(task, index, session, recorded)
+        try:
+            while True:
+                self._place(growing)
+                await growing.ended
+                found = growing.frames.recorded(task)
+                if found is not None and found.is_finished:
+                    break
+                self._tell(f"tree {index} came from its worker incomplete, and begins again")
+                growing = _Growing(task, index, session, None)
+        finally:
+            self._let_go(growing)
+        if self.journal is not None:
+            await self.journal.commit()
+        return found.tree
+
+    def _place(self, growing: _Growing) -> None:
+        """Give the tree to the worker with the fewest."""
+        if self._reason:
+            raise WorkerError(self._reason)
+        if not self._workers:
+            self._homeless.append(growing)
+            return
+        worker = min(self._workers.values(), key=lambda one: len(one.trees))
+        recorded = growing.recorded
+        growing.number, growing.worker = next(self._numbers), worker
+        worker.trees[growing.number] = growing
+        grow = Grow(
+            growing.number,
+            growing.task,
+            growing.index,
+            self._actor.engine.policy_version,
+            growing.session,
+            None if recorded is None else pack_recorded(recorded),
+        )
+        worker.link.send(pack(grow))
+
+    def _let_go(self, growing: _Growing) -> None:
+        """It is not wanted any more, or it has ended."""
+        if growing in self._homeless:
+            self._homeless.remove(growing)
+        worker = growing.worker
+        if worker is not None and worker.trees.pop(growing.number, None) is not None:
+            worker.link.send(pack(Drop(growing.number)))
+
+    # workers
+
+    async def join(self, name: str, link: Link) -> Left:
+        """Let a worker take part until it is gone; its trees go on elsewhere."""
+        worker = self._workers[name] = _Worker(name, link, self._actor.engine)
+        listening = asyncio.create_task(self._listen(worker))
+        waiting, self._homeless = self._homeless, []
+        for growing in waiting:
+            self._place(growing)
+        try:
+            while True:
+                self._take(worker, read_answer(await link.receive()))
+        except EOFError as error:
+            silent = f"it has said nothing for {self._silence_s:g} s (cluster.silence_s)"
+            why = silent if worker.is_hanging else str(error)
+            return Left(why, worker.num_ended, len(worker.trees))
+        finally:
+            listening.cancel()
+            link.abort()
+            del self._workers[name]
+            await worker.turns.close()
+            self._move(worker)
+            self._left.set()
+
+    def _take(self, worker: _Worker, told: Answer) -> None:
+        worker.heard = asyncio.get_running_loop().time()
+        match told:
+            case Told():
+                self._frame(worker, told)
+            case Sample():
+                worker.turns.sample(told)
+            case Quit():
+                worker.turns.quit(told.number)
+            case Lost():
+                growing = worker.trees.pop(told.number, None)
+                if growing is not None and not growing.ended.done():
+                    growing.ended.set_exception(raised(told.kind, told.text))
+            case Alive():
+                worker.figures = told.figures
+                self._actor.prefixes.merge(told.figures.hits)
+                self._actor.probes.merge(told.figures.probe_waits_s)
+            case Say():
+                self._tell(f"{worker.name}: {told.text}")
+
+    def _frame(self, worker: _Worker, told: Told) -> None:
+        growing = worker.trees.get(told.number)
+        if growing is None:  # dropped
+            return
+        growing.frames.add(told.tag, told.frame)
+        if self.journal is not None:
+            self.journal.append(Packed(growing.index, told.frame))
+        if growing.frames.is_finished:
+            del worker.trees[told.number]
+            worker.num_ended += 1
+            if not growing.ended.done():
+                growing.ended.set_result(None)
+
+    def _move(self, worker: _Worker) -> None:
+        """The trees of one that is gone go on elsewhere."""
+        for growing in worker.trees.values():
+            if growing.ended.done():
+                continue
+            growing.recorded, growing.frames = growing.state(), TreeFrames()
+            growing.worker = None
+            self.num_moved += 1
+            if self._reason:
+                growing.ended.set_exception(WorkerError(self._reason))
+            else:
+                self._place(growing)
+        worker.trees.clear()
+
+    async def _listen(self, worker: _Worker) -> None:
+        """Break the link of one that hangs. A loop of ours that was held up hears late: it looks
+        twice."""
+        loop, is_late = asyncio.get_running_loop(), False
+        while True:
+            await asyncio.sleep(BEAT_S)
+            was_late, is_late = is_late, loop.time() - worker.heard > self._silence_s
+            if was_late and is_late:
+                worker.is_hanging = True
+                worker.link.abort()
+
+    def end(self, reason: str) -> None:
+        """No worker will come any more: trees that have none raise WorkerError."""
+        self._reason = reason
+        waiting, self._homeless = self._homeless, []
+        for growing in waiting:
+            if not growing.ended.done():
+                growing.ended.set_exception(WorkerError(reason))
+
+    async def close(self) -> None:
+        """Let the workers end, which close their envs. Idempotent."""
+        self._reason = self._reason or "the run ends"
+        for worker in self._workers.values():
+            worker.link.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_S):
+                while self._workers:
+                    self._left.clear()
+                    await self._left.wait()
+
+    # figures
+
+    @property
+    def num_open_envs(self) -> int:
+        """Of all workers, by their last figures."""
+        return sum(one.figures.num_open_envs for one in self._workers.values())
+
+    def figures(self) -> list[Figures]:
+        """The last ones of each worker that is there."""
+        return [one.figures for one in self._workers.values()]
+
+    def stats(self) -> dict[str, float]:
+        """Of the workers together, and of each by its name."""
+        found: dict[str, float] = {
+            "up": len(self._workers),
+            "lost": self.num_lost,
+            "trees_moved": self.num_moved,
+        }
+        for one in self._workers.values():
+            of_it = {"trees": len(one.trees), "ended": one.num_ended, **one.figures.loop}
+            found |= {f"{one.name}/{key}": value for key, value in of_it.items()}
+        return found
+
+    def behind(self) -> str:
+        """What the rollouts of each worker have waited for longest."""
+        told = [(one.name, one.figures.behind) for one in self._workers.values()]
+        return "; ".join(f"{name}: {text}" for name, text in told if text)

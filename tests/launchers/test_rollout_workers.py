@@ -1,0 +1,249 @@
+"""Runs whose rollouts grow in processes of their own end as others do, whatever becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from msgspec.structs import replace
+
+from agentenv.archive import read_step, steps_of
+from agentenv.config import load_config
+from agentenv.errors import ConfigError, WorkerError
+from agentenv.guard import GUARD
+from agentenv.journal import Leased
+from launchers.chaos import CONFIG, SHORT, Reader, Witness, make_model, write_workspace
+from launchers.cluster import NUMBER_VARIABLE
+from launchers.config import TrainConfig
+from launchers.recital import TOKEN_S, Recital, RecitingServer, free_ports
+from launchers.rl.recorder import Recorder
+from launchers.rl.training import Training
+from launchers.rundir import RunDirectory
+from launchers.terminal import View, first_reason
+from tests.support.runs import rows_of
+from tests.support.toy_rank import toy_ranks
+from tests.test_cluster import grown
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+PROCESSES = ["cluster.kind=processes", "cluster.workers=2", "eval.sets={}", "queue.max_staleness=1"]
+SLOW = ["engine.latency_s=0.3", "train.num_steps=8"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _light(warehouse: Path) -> Iterator[None]:
+    """Nothing is learned and nothing drawn; workers find the environment."""
+    with toy_ranks(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "draw", lambda self: [])
+        patch.setenv("PYTHONPATH", str(warehouse.parent))
+        yield
+
+
+def run(
+    warehouse: Path,
+    name: str,
+    *overrides: str,
+    beside: Callable[[Training], Awaitable[None]] | None = None,
+    resume: str = "",
+    servers: Sequence[RecitingServer] = (),
+) -> Path:
+    """The run's directory; `beside` goes on beside the run, on open `servers`."""
+    config = load_config(TrainConfig, warehouse, [f"run.name={name}", *overrides])
+    folder = RunDirectory(Path(config.run.dir) / name, resume=bool(resume), settings={})
+    view = View()
+    view.log_to(folder.path / "run.log")
+    training = Training(config, folder, view, resume=resume)
+
+    async def main() -> None:
+        for server in servers:
+            await server.open()
+        task = None if beside is None else asyncio.ensure_future(beside(training))
+        try:
+            await training.run_all()
+        finally:
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            for server in servers:
+                await server.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        view.close()
+        folder.close()
+    return folder.path
+
+
+def workers() -> list[psutil.Process]:
+    """Those that this process has, below their guards, in the order of their numbers."""
+    found = {}
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it is gone, or has not begun
+            line = one.cmdline()
+            if "launchers.rollout_worker" in line and str(GUARD) not in line:
+                found[one.environ()[NUMBER_VARIABLE]] = one
+    return [found[number] for number in sorted(found)]
+
+
+def taken(run: Path) -> list[int]:
+    """The places of the trees that steps took, in their order."""
+    frames = Reader(run / "journal").read()
+    return [tree for frame in frames if isinstance(frame, Leased) for tree in frame.trees]
+
+
+def trees(run: Path, bound: int = 1) -> dict[int, Any]:
+    """Task and branches of each tree that a step took, by its place; `bound` of the staleness."""
+    found: dict[int, Any] = {}
+    for path in steps_of(run / "trees").values():
+        step = read_step(path)
+        for kept in step.trees():
+            tree = kept.tree
+            oldest = min(tree.policy_version, tree.oldest_version())
+            assert step.header.policy_version - oldest <= bound, "too stale"
+            found[tree.index] = (tree.task.id, grown(tree))
+    return found
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - other processes set no event
+        await asyncio.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def calm(warehouse: Path) -> Path:
+    """A run in one process, and of as many steps."""
+    return run(warehouse, "calm", "eval.sets={}", "queue.max_staleness=1", *SLOW)
+
+
+def test_a_run_with_workers_takes_the_trees_of_one_without(warehouse: Path, calm: Path) -> None:
+    spread = run(warehouse, "spread", *PROCESSES, *SLOW)
+    assert trees(spread) == trees(calm)
+    rows = [row for row in rows_of(spread) if "workers/up" in row]
+    assert [row["workers/up"] for row in rows] == [2] * 8
+    ended = [rows[-1][f"workers/worker-{number}/ended"] for number in range(2)]
+    assert min(ended) > 3
+    assert not workers()
+
+
+def test_a_worker_that_is_killed_costs_no_tree(warehouse: Path, calm: Path) -> None:
+    killed: list[int] = []
+
+    async def kill(training: Training) -> None:
+        for number, step in enumerate([1, 3, 5]):
+            await until(lambda step=step: training.state.step >= step and len(workers()) == 2)
+            victim = workers()[number % 2]
+            killed.append(victim.pid)
+            victim.kill()
+
+    found = run(warehouse, "killed", *PROCESSES, *SLOW, beside=kill)
+    assert len(killed) == 3
+    assert taken(found) == taken(calm)  # 0 lost, 0 duplicated, in the same order
+    assert trees(found) == trees(calm)
+    last = [row for row in rows_of(found) if "workers/up" in row][-1]
+    assert last["workers/lost"] >= 2
+    assert last["workers/trees_moved"] > 0
+
+
+def test_a_worker_that_hangs_is_replaced(warehouse: Path, calm: Path) -> None:
+    async def stop(training: Training) -> None:
+        await until(lambda: training.state.step >= 1)
+        workers()[0].send_signal(signal.SIGSTOP)
+
+    found = run(warehouse, "hanging", *PROCESSES, *SLOW, "cluster.silence_s=5", beside=stop)
+    assert trees(found) == trees(calm)
+    assert "it has said nothing for 5 s" in (found / "run.log").read_text()
+
+
+def test_without_workers_a_run_ends_with_a_checkpoint_and_goes_on_later(
+    warehouse: Path, calm: Path
+) -> None:
+    async def kill(training: Training) -> None:
+        await until(lambda: training.state.step >= 2)
+        while True:
+            for one in workers():
+                one.kill()
+            await asyncio.sleep(0.05)
+
+    with pytest.raises(BaseExceptionGroup) as ended:
+        run(warehouse, "none", *PROCESSES, *SLOW, "cluster.max_restarts=1", beside=kill)
+    reason = first_reason(ended.value)
+    assert isinstance(reason, WorkerError)
+    assert "cluster.max_restarts = 1" in str(reason)
+    found = run(warehouse, "none", *PROCESSES, *SLOW, resume="latest")
+    assert trees(found) == trees(calm)
+
+
+def test_an_interrupted_run_leaves_no_worker(warehouse: Path) -> None:
+    async def interrupt(training: Training) -> None:
+        await until(lambda: training.state.step >= 2)
+        (main,) = [one for one in asyncio.all_tasks() if "run.<locals>.main" in repr(one)]
+        main.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        run(warehouse, "interrupted", *PROCESSES, *SLOW, beside=interrupt)
+    assert not workers()
+
+
+def test_what_a_worker_finds_wrong_is_told_before_the_run(
+    warehouse: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "")  # workers do not find the module of the environment
+    with pytest.raises(BaseExceptionGroup) as ended:
+        run(warehouse, "wrong", *PROCESSES)
+    reason = first_reason(ended.value)
+    assert isinstance(reason, ConfigError)
+    assert "worker-" in str(reason)
+    assert "env.module: 'my_env'" in str(reason)
+    assert not workers()
+
+
+# The policy behind HTTP.
+
+SIZE = replace(SHORT, num_servers=2, token_s=0.01)
+SERVED = ["train.num_steps=6", "checkpoint.minutes=60", "eval.sets={}"]
+
+
+@pytest.fixture(scope="module")
+def recited(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A configuration whose policy two servers recite, and their ports."""
+    folder, ports = tmp_path_factory.mktemp("recited"), free_ports(SIZE.num_servers)
+    make_model(folder)
+    write_workspace(folder, SIZE, ports)
+    return folder / CONFIG, ports
+
+
+def run_served(recited: tuple[Path, list[int]], name: str, *overrides: str, **others: Any) -> Path:
+    path, ports = recited
+    model, scale = path.parent / "model", SIZE.token_s / TOKEN_S
+    recital = Recital(model)
+    servers = [RecitingServer("", port, recital, model, scale) for port in ports]
+    return run(path, name, *SERVED, *overrides, servers=servers, **others)
+
+
+def tasks(run: Path, bound: int) -> dict[int, str]:
+    """The task of each tree that a step took, by its place."""
+    return {index: task for index, (task, _) in trees(run, bound).items()}
+
+
+def test_trees_of_a_killed_worker_go_on_at_the_same_servers(
+    recited: tuple[Path, list[int]],
+) -> None:
+    async def kill(training: Training) -> None:
+        await until(lambda: training.state.step >= 2)
+        workers()[1].kill()
+
+    calm = run_served(recited, "calm")
+    found = run_served(recited, "killed", *PROCESSES[:2], beside=kill)
+    witness = Witness()
+    witness.begin()
+    for frame in Reader(found / "journal").read():
+        witness.add(frame)
+    assert witness.lost(sorted(tasks(calm, 2))) == witness.duplicated() == []
+    assert tasks(found, 2) == tasks(calm, 2)

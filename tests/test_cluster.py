@@ -1,0 +1,362 @@
+"""Trees that rollout workers grow are those of an actor in the controller's process, whatever
+becomes of the workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentenv.actor import Actor
+from agentenv.cluster.engine import LinkedEngine
+from agentenv.cluster.link import Link, linked
+from agentenv.cluster.messages import BEAT_S, read_asked
+from agentenv.cluster.worker import RolloutWorker
+from agentenv.cluster.workers import Left, RolloutWorkers
+from agentenv.deadline import WorkClock, waiting, working
+from agentenv.errors import DataError, EngineDeadError, WorkerError
+from agentenv.journal import Journal, JournalConfig
+from agentenv.tree import TrajectoryTree
+from agentenv.types import Limits, Task
+from tests.support.toy import CountingEnv
+from tests.support.virtual_clock import run_virtual
+from tests.test_actor import TASK, AlwaysFork, make_actor
+
+T = TypeVar("T")
+PLAN = AlwaysFork(group_size=4)
+SILENCE_S = 5.0
+
+
+@pytest.fixture(autouse=True)
+def _no_env_left_open() -> Iterator[None]:
+    CountingEnv.num_open = 0
+    yield
+    assert CountingEnv.num_open == 0
+
+
+class Cluster:
+    """A controller and its workers within one process. `make` makes the actor of a worker, and of
+    the controller, whose engine all of them ask."""
+
+    def __init__(self, make: Callable[[], Actor], *, linked_engine: bool = True) -> None:
+        actor = make()
+        self.engine, self.told = actor.engine, list[str]()
+        self.workers = RolloutWorkers(actor, silence_s=SILENCE_S, tell=self.told.append)
+        self._make = make
+        self._serving: dict[str, asyncio.Task[None]] = {}
+        self._joined: dict[str, asyncio.Task[Left]] = {}
+        self.links: dict[str, Link] = {}
+        self.ends: dict[str, Link] = {}
+
+    def add(self, name: str) -> None:
+        ours, theirs = linked()
+        actor, engine = self._make(), LinkedEngine(theirs)
+        actor.engine = engine
+        worker = RolloutWorker(actor, PLAN, theirs, engine, settings="s", incarnation=1)
+        self.links[name], self.ends[name] = ours, theirs
+        self._serving[name] = asyncio.create_task(worker.serve())
+        self._joined[name] = asyncio.create_task(self.workers.join(name, ours))
+
+    async def kill(self, name: str) -> None:
+        """The worker is gone at once, as by SIGKILL."""
+        self.links[name].abort()
+        self._serving[name].cancel()
+        await asyncio.gather(self._serving[name], return_exceptions=True)
+
+    async def close(self) -> None:
+        await self.workers.close()
+        await asyncio.gather(*self._serving.values(), return_exceptions=True)
+        await asyncio.gather(*self._joined.values())
+
+    async def rollout(self, index: int, task: Task = TASK) -> TrajectoryTree:
+        return await self.workers.rollout(task, index=index)
+
+
+def clustered(work: Callable[[Cluster], Awaitable[T]], names: str = "ab", **actor: Any) -> T:
+    """What `work` gives with workers of these names, which end behind it."""
+
+    async def main() -> T:
+        cluster = Cluster(lambda: make_actor(**actor))
+        for name in names:
+            cluster.add(name)
+        try:
+            return await work(cluster)
+        finally:
+            await cluster.close()
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    return run_virtual(main())
+
+
+def alone(index: int, **actor: Any) -> TrajectoryTree:
+    return run_virtual(make_actor(**actor).rollout(TASK, PLAN, index=index))
+
+
+def grown(tree: TrajectoryTree) -> Any:
+    """What a tree says, whatever the order in which its branches went on."""
+    nodes = tree.nodes
+    return sorted(
+        (
+            node.branch,
+            [list(one.action_ids) for one in tree.path(node)],
+            [list(one.observation_ids) for one in tree.path(node)],
+            (node.reward, node.end, node.num_forks),
+        )
+        for node in nodes
+    )
+
+
+def test_trees_of_workers_are_those_of_an_actor() -> None:
+    async def three(cluster: Cluster) -> list[TrajectoryTree]:
+        return await asyncio.gather(*map(cluster.rollout, range(3)))
+
+    found = clustered(three)
+    assert list(map(grown, found)) == [grown(alone(index)) for index in range(3)]
+    assert len(list(found[0].trajectories())) == 4
+
+
+def test_a_tree_goes_to_the_worker_with_the_fewest() -> None:
+    async def work(cluster: Cluster) -> list[float]:
+        rollouts = [asyncio.create_task(cluster.rollout(index)) for index in range(6)]
+        await asyncio.sleep(1.0)
+        found = [cluster.workers.stats()[f"{name}/trees"] for name in "abc"]
+        for one in rollouts:
+            one.cancel()
+        return found
+
+    assert clustered(work, "abc", latency_s=100.0) == [2, 2, 2]
+
+
+def test_trees_wait_for_the_first_worker() -> None:
+    async def work(cluster: Cluster) -> TrajectoryTree:
+        growing = asyncio.create_task(cluster.rollout(0))
+        await asyncio.sleep(10.0)
+        cluster.add("a")
+        return await growing
+
+    assert grown(clustered(work, "")) == grown(alone(0))
+
+
+def test_a_rollout_that_is_cancelled_is_dropped_by_its_worker() -> None:
+    async def drop(cluster: Cluster) -> None:
+        dropped = asyncio.create_task(cluster.rollout(0))
+        await asyncio.sleep(1.0)
+        assert CountingEnv.num_open == 1
+        dropped.cancel()
+        await asyncio.sleep(1.0)
+        assert dropped.cancelled()
+        assert CountingEnv.num_open == 0
+
+    clustered(drop, "a", latency_s=100.0)
+
+
+def test_what_a_rollout_raises_is_raised_at_the_controller() -> None:
+    async def ask(cluster: Cluster) -> None:
+        with pytest.raises(DataError, match=r"its prompt has 10 tokens"):
+            await cluster.rollout(0)
+
+    clustered(ask, limits=Limits(max_prompt_tokens=3))
+
+
+def test_a_bug_of_a_worker_is_raised_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise KeyError("a bug of the core")
+
+    monkeypatch.setattr(AlwaysFork, "on_start", broken)
+
+    async def ask(cluster: Cluster) -> None:
+        with pytest.raises(RuntimeError, match=r"(?s)in on_start|in broken.*a bug of the core"):
+            await cluster.rollout(0)
+
+    clustered(ask)
+
+
+def test_a_dead_engine_ends_rollouts() -> None:
+    async def ask(cluster: Cluster) -> None:
+        rollout = asyncio.create_task(cluster.rollout(0))
+        await asyncio.sleep(1.0)
+        await cluster.engine.close()
+        with pytest.raises(EngineDeadError):
+            await rollout
+
+    clustered(ask, engine={"latency_s": 5.0})
+
+
+@settings(max_examples=settings.default.max_examples // 4)  # type: ignore[attr-defined]
+@given(
+    seed=st.integers(0, 10**6),
+    kills=st.lists(st.sampled_from([0.0, 0.3, 1.0, 2.5, 7.0]), max_size=5),
+)
+def test_the_trees_of_killed_workers_are_those_that_would_have_grown(
+    seed: int, kills: list[float]
+) -> None:
+    """Each tree once, and what was journaled of it is not sampled again."""
+    CountingEnv.num_open = 0
+    rng = Random(seed)
+
+    async def work(cluster: Cluster) -> list[TrajectoryTree]:
+        rollouts = [asyncio.create_task(cluster.rollout(index)) for index in range(4)]
+        for number, seconds in enumerate(kills):
+            await asyncio.sleep(seconds)
+            victim = rng.choice(sorted(cluster.links))
+            await cluster.kill(victim)
+            del cluster.links[victim]
+            await asyncio.sleep(rng.choice([0.0, 1.0]))
+            cluster.add(f"again-{number}")
+        return await asyncio.gather(*rollouts)
+
+    keys: dict[str, Any] = {"latency_s": 1.0, "engine": {"latency_s": 0.5, "tokens_per_s": 50.0}}
+    found = clustered(work, **keys)
+    for index, tree in enumerate(found):
+        assert tree.index == index
+        assert grown(tree) == grown(alone(index, **keys))
+
+
+def test_a_tree_goes_on_elsewhere_from_its_last_turn() -> None:
+    async def work(cluster: Cluster) -> tuple[float, float]:
+        growing = asyncio.create_task(cluster.rollout(0))
+        await asyncio.sleep(25.0)  # two turns of four branches, of three
+        before = cluster.engine.stats()["requests"]
+        await cluster.kill("a")
+        await growing
+        return before, cluster.engine.stats()["requests"]
+
+    before, after = clustered(work, engine={"latency_s": 10.0})
+    whole = clustered(lambda cluster: count_requests(cluster), "a", engine={"latency_s": 10.0})
+    assert before < whole
+    assert after <= whole + 4  # a turn of each branch was under way
+
+
+async def count_requests(cluster: Cluster) -> float:
+    await cluster.rollout(0)
+    return cluster.engine.stats()["requests"]
+
+
+def test_a_worker_that_says_nothing_is_given_up() -> None:
+    async def work(cluster: Cluster) -> tuple[str, TrajectoryTree]:
+        serving, joined = cluster._serving["a"], cluster._joined["a"]
+        growing = asyncio.create_task(cluster.rollout(0))
+        await asyncio.sleep(1.0)
+        cluster.ends["a"].send = lambda frame: None  # type: ignore[method-assign]  # SIGSTOP
+        begin = asyncio.get_running_loop().time()
+        why = await joined
+        assert SILENCE_S < asyncio.get_running_loop().time() - begin < SILENCE_S + 4 * BEAT_S
+        serving.cancel()
+        return why.why, await growing
+
+    why, tree = clustered(work, "ab", latency_s=100.0)
+    assert "has said nothing for 5 s" in why
+    assert grown(tree) == grown(alone(0, latency_s=100.0))
+
+
+def test_without_workers_rollouts_end() -> None:
+    async def work(cluster: Cluster) -> None:
+        growing = asyncio.create_task(cluster.rollout(0))
+        await asyncio.sleep(1.0)
+        await cluster.kill("a")
+        await asyncio.sleep(1.0)
+        cluster.workers.end("each worker died")
+        with pytest.raises(WorkerError, match="each worker died"):
+            await growing
+        with pytest.raises(WorkerError, match="each worker died"):
+            await cluster.rollout(1)
+
+    clustered(work, "a", latency_s=100.0)
+
+
+def test_the_journal_of_the_controller_has_the_trees_of_all_workers(tmp_path: Path) -> None:
+    def journal() -> Journal:
+        return Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+
+    async def work(cluster: Cluster) -> list[TrajectoryTree]:
+        cluster.workers.journal = journal()
+        rollouts = [asyncio.create_task(cluster.rollout(index)) for index in range(3)]
+        await asyncio.sleep(2.0)
+        await cluster.kill("a")
+        trees = await asyncio.gather(*rollouts)
+        await cluster.workers.journal.close()
+        return trees
+
+    async def read() -> list[TrajectoryTree]:
+        again = journal()
+        found = [again.read(index, TASK) for index in range(3)]
+        assert all(one is not None and one.is_finished for one in found)
+        await again.close()
+        return [one.tree for one in found if one is not None]
+
+    assert clustered(work, latency_s=1.0) == run_virtual(read())
+
+
+def test_a_tree_that_an_earlier_process_began_goes_on_in_a_worker(tmp_path: Path) -> None:
+    def journal() -> Journal:
+        return Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+
+    async def begin() -> None:
+        first = journal()
+        rollout = make_actor(latency_s=1.0).rollout(TASK, PLAN, index=0, record=first.record(0))
+        task = asyncio.create_task(rollout)
+        await asyncio.sleep(12.0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await first.close()
+
+    async def go_on(cluster: Cluster) -> TrajectoryTree:
+        again = cluster.workers.journal = journal()
+        recorded = again.read(0, TASK)
+        assert recorded is not None
+        assert len(recorded.tree.nodes) > 1
+        tree = await cluster.workers.rollout(TASK, index=0, recorded=recorded)
+        await again.close()
+        return tree
+
+    run_virtual(begin())
+    assert grown(clustered(go_on, latency_s=1.0)) == grown(alone(0, latency_s=1.0))
+
+
+def test_what_a_linked_turn_waits_does_not_count() -> None:
+    class Waiting:
+        policy_version = 0
+
+        async def generate(self, *_: Any, **__: Any) -> Any:
+            await asyncio.sleep(1.0)
+            with waiting("a place"):
+                await asyncio.sleep(2.0)
+            await asyncio.sleep(0.5)
+            raise EngineDeadError("done")
+
+    async def work(cluster: Cluster) -> float:
+        cluster.workers._actor.engine = Waiting()  # type: ignore[assignment]
+        ours, theirs = linked()
+        joined = asyncio.create_task(cluster.workers.join("z", ours))
+        engine, clock = LinkedEngine(theirs), WorkClock()
+
+        async def hear() -> None:
+            with suppress(EOFError):
+                while True:
+                    engine.hear(read_asked(await theirs.receive()))  # type: ignore[arg-type]
+
+        hearing = asyncio.create_task(hear())
+        with working(clock), pytest.raises(EngineDeadError):
+            await engine.generate([1], make_actor().sampling, session="s")
+        ours.close()
+        theirs.close()
+        await asyncio.gather(joined, hearing)
+        return clock()
+
+    assert clustered(work, "") == 1.5
+
+
+def test_counters_of_the_workers_are_added_to_those_of_the_controller() -> None:
+    async def work(cluster: Cluster) -> dict[str, float]:
+        await asyncio.gather(*map(cluster.rollout, range(3)))
+        await asyncio.sleep(2 * BEAT_S)
+        return cluster.workers._actor.prefixes.take()
+
+    assert clustered(work).keys() == {"prefix/turn_hits", "prefix/fork_hits"}
