@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +30,16 @@ from launchers.recital import TOKEN_S, Recital, RecitingServer, free_ports
 from launchers.rl.recorder import Recorder
 from launchers.rl.training import Training
 from launchers.rundir import RunDirectory
-from launchers.terminal import View, first_reason
+from launchers.terminal import EXIT_INTERRUPTED, View, first_reason
 from tests.support.runs import rows_of
 from tests.support.toy_rank import toy_ranks
+from tests.support.warehouse import ROOT
 from tests.test_cluster import grown
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 PROCESSES = ["cluster.kind=processes", "cluster.workers=2", "eval.sets={}", "queue.max_staleness=1"]
+START_S = 90.0
 SLOW = ["engine.latency_s=0.3", "train.num_steps=8"]
 
 
@@ -247,3 +254,62 @@ def test_trees_of_a_killed_worker_go_on_at_the_same_servers(
         witness.add(frame)
     assert witness.lost(sorted(tasks(calm, 2))) == witness.duplicated() == []
     assert tasks(found, 2) == tasks(calm, 2)
+
+
+# In a process of its own: a run without anything to learn.
+COMMAND = """
+import sys
+from launchers import train
+from launchers.rl.recorder import Recorder
+from tests.support.toy_rank import toy_ranks
+from tests.support.warehouse import ROOT
+Recorder.draw = lambda self: []
+with toy_ranks():
+    sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@contextmanager
+def command(warehouse: Path, name: str) -> Iterator[tuple[subprocess.Popen[bytes], set[int]]]:
+    """The command of a run that has workers, and what runs below it."""
+    keys = [*PROCESSES, *SLOW, "train.num_steps=1000", f"run.name={name}"]
+    arguments = [sys.executable, "-c", COMMAND, str(warehouse), *keys]
+    process = subprocess.Popen(arguments, cwd=ROOT, start_new_session=True)
+    try:
+        metrics = warehouse.parent / "runs" / name / "metrics.jsonl"
+        end = time.monotonic() + START_S
+        while not metrics.is_file() or not metrics.stat().st_size:
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        yield process, {one.pid for one in psutil.Process(process.pid).children(recursive=True)}
+    finally:
+        process.kill()
+        process.wait()
+
+
+def are_gone(pids: set[int]) -> bool:
+    end = time.monotonic() + START_S
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return not any(map(psutil.pid_exists, pids))
+
+
+def test_no_worker_outlives_its_controller(warehouse: Path) -> None:
+    with command(warehouse, "orphans") as (process, below):
+        assert len(below) >= 4  # two workers and their guards
+        process.kill()
+        process.wait()
+        assert are_gone(below)
+
+
+def test_ctrl_c_twice_ends_workers_behind_the_last_checkpoint(warehouse: Path) -> None:
+    with command(warehouse, "twice") as (process, below):
+        for _ in range(2):
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            time.sleep(0.2)
+        assert process.wait(START_S) == EXIT_INTERRUPTED
+        assert are_gone(below)
+    run = warehouse.parent / "runs" / "twice"
+    state = json.loads((sorted((run / "checkpoints").iterdir())[-1] / "state.json").read_text())
+    assert state["step"] >= rows_of(run)[-1]["step"] - 1
