@@ -30,6 +30,7 @@ from launchers.planning.memory import (
     server_memory,
 )
 from launchers.rundir import find_checkpoint
+from launchers.saver import SavingConfig
 from launchers.serving.gpus import GpuPlan, learner_gpus
 from launchers.supervised.config import SupervisedRunConfig
 from learners.learner import LearnerConfig, check_heads
@@ -143,6 +144,8 @@ class Wanted(Struct, frozen=True, kw_only=True):
     learner: LearnerConfig | None = None
     has_reference: bool = False
     finish_s: float = 0.0  # for the last checkpoint of a run that is interrupted
+    num_checkpoints: int = 0  # on the disk at a time, at most
+    files: dict[str, float] = field(default_factory=dict)  # bytes at most, by what bounds them
     engine: EngineConfig | None = None
     eval_engine: EngineConfig | None = None
     resources: ResourcesConfig = ResourcesConfig()
@@ -162,6 +165,7 @@ class Wanted(Struct, frozen=True, kw_only=True):
 def wanted_by(config: AnyRun, model: str = "") -> Wanted:
     """What a configuration asks for; `model`: the path of the policy of an evaluation."""
     if isinstance(config, TrainConfig):
+        saving = config.checkpoint
         return Wanted(
             path=config.model.path,
             setup=config.run.setup,
@@ -172,7 +176,11 @@ def wanted_by(config: AnyRun, model: str = "") -> Wanted:
             num_workers=getattr(config.cluster, "workers", 0),
             learner=config.learner,
             has_reference=config.algorithm.needs_reference,
-            finish_s=config.checkpoint.finish_s,
+            finish_s=saving.finish_s,
+            num_checkpoints=_num_checkpoints(
+                saving, bool(saving.best_metric), config.sft is not None
+            ),
+            files=_files(config),
             engine=config.engine,
             eval_engine=config.eval.engine,
             resources=config.resources,
@@ -195,7 +203,19 @@ def wanted_by(config: AnyRun, model: str = "") -> Wanted:
         row_tokens=config.data.max_length,
         learner=config.learner,
         finish_s=config.checkpoint.finish_s,
+        num_checkpoints=_num_checkpoints(config.checkpoint, config.checkpoint.keep_best),
     )
+
+
+def _num_checkpoints(config: SavingConfig, *others: object) -> int:
+    """The last ones, those that others are kept for (the best, the one behind a cold start), and
+    one that is being written."""
+    return config.keep_last + sum(map(bool, others)) + 1
+
+
+def _files(config: TrainConfig) -> dict[str, float]:
+    log = config.log.max_trajectory_mb * 1e6 * config.log.trajectories
+    return {"archive.max_gb": config.archive.max_gb * 1e9, "log.max_trajectory_mb": log}
 
 
 def _longest(limits: list[Limits]) -> int:
@@ -291,6 +311,7 @@ class _Planner:
             memory = learner_memory(self.shape, learner, tokens, has_reference=reference)
             size = checkpoint_bytes(self.shape, learner, has_reference=reference)
             self.plan.made.append(saving_line(size, self.wanted.finish_s))
+            self.plan.made.append(disk_line(size, self.wanted.num_checkpoints, self.wanted.files))
             if self.colocated:
                 asleep = model_states(self.shape, learner).gpu_bytes
                 memory = Memory(memory.gpu, memory.host | {"what sleeps": asleep})
@@ -432,6 +453,14 @@ def saving_line(size: float, finish_s: float) -> str:
         f"{line}, more than checkpoint.finish_s = {finish_s:g}: a run that is interrupted would "
         f"not save its last steps on such a disk; set it to {2 * needed_s:.0f} or more"
     )
+
+
+def disk_line(checkpoint: float, num_checkpoints: int, files: dict[str, float]) -> str:
+    """What a run has on the disk at most, for people, in its checkpoints and in what a key bounds;
+    a journal is small beside them."""
+    sizes = {f"{num_checkpoints} checkpoints": num_checkpoints * checkpoint, **files}
+    parts = [f"{size / GIB:.1f} GiB ({name})" for name, size in sizes.items() if size]
+    return f"on the disk: up to {sum(sizes.values()) / GIB:.1f} GiB = {' + '.join(parts)}"
 
 
 def in_flight(num_paths: int, path_tokens: int, room: int) -> str:

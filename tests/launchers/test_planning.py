@@ -20,8 +20,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from agentenv.archive import ArchiveConfig
+from agentenv.config import load_config
 from agentenv.engines.server_config import LaunchConfig
+from launchers.config import TrainConfig
 from launchers.planning.memory import (
+    GIB,
     HEAD_CHUNK_BYTES,
     HEAD_TILE_BYTES,
     KNOWN,
@@ -36,7 +40,7 @@ from launchers.planning.memory import (
     server_memory,
     shape_of,
 )
-from launchers.planning.plan import Wanted, saving_line
+from launchers.planning.plan import Wanted, disk_line, saving_line, wanted_by
 from launchers.quickstart import build_model
 from learners.batch import encode_sequence, pack
 from learners.learner import LearnerConfig
@@ -265,6 +269,20 @@ def test_a_dry_run_says_whether_the_last_checkpoint_is_waited_for() -> None:
     assert "more than checkpoint.finish_s = 60" in saving_line(size, 60.0)
     lora = replace(learner, lora=LoRAConfig(r=8))
     assert checkpoint_bytes(shape, lora, has_reference=False) < 2.1 * shape.num_params
+
+
+def test_a_dry_run_says_what_a_run_has_on_the_disk() -> None:
+    """Three checkpoints are kept, one is the best, one behind the cold start, one being written."""
+    keys = ["archive.max_gb=20", "log.max_trajectory_mb=1000", "checkpoint.keep_last=3"]
+    config = load_config(TrainConfig, Path("configs") / "quickstart.toml", keys)
+    wanted = wanted_by(config)
+    assert disk_line(2 * GIB, wanted.num_checkpoints, wanted.files) == (
+        "on the disk: up to 31.6 GiB = 12.0 GiB (6 checkpoints) + 18.6 GiB (archive.max_gb) + "
+        "0.9 GiB (log.max_trajectory_mb)"
+    )
+    without = wanted_by(replace(config, sft=None, archive=ArchiveConfig(max_gb=0.0)))
+    assert without.num_checkpoints == 5
+    assert "archive" not in disk_line(2 * GIB, 5, without.files)
 
 
 def test_what_saves_memory_saves_it() -> None:
