@@ -411,8 +411,17 @@ class Servers:
         process.stdin.flush()
         self._prepare(port)
 
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes.values()]
+    def pids(self) -> dict[str, int]:
+        """The processes, by the URL of each."""
+        return {f"http://127.0.0.1:{port}": one.pid for port, one in self._processes.items()}
+
+    def revive(self) -> int:
+        """Start those again that were killed, without waiting for them; how many they are."""
+        dead = [port for port, one in self._processes.items() if one.poll() is not None]
+        for port in dead:
+            self._processes[port].communicate()
+            self._start(port)
+        return len(dead)
 
     def storm(self) -> None:
         self._storming = threading.Thread(target=self._storm)

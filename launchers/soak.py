@@ -64,7 +64,7 @@ def run(seconds: float, size: Size = Size()) -> dict[str, Held]:  # noqa: B008 -
 
                 def is_over() -> bool:
                     now = time.monotonic() - begin
-                    look(psutil.Process(process.pid), servers.pids(), now, looks)
+                    look(psutil.Process(process.pid), list(servers.pids().values()), now, looks)
                     time.sleep(1.0)
                     return now > seconds
 

@@ -13,7 +13,7 @@ from random import Random
 import msgspec
 import psutil
 
-from launchers.chaos import Reader, Witness
+from launchers.chaos import CONFIG, Reader, Servers, Witness
 from launchers.rl.state import RunState
 from launchers.rundir import Checkpoints, load_state
 from tests.support.forks import Command
@@ -35,12 +35,16 @@ class KilledRun:
         self._reader = Reader(self.path / "journal")
         self._num_starts = 0
 
-    def arguments(self) -> list[str]:
+    def keys(self) -> list[str]:
+        """Of its engine and its evaluations."""
         here = self.workspace.parent
+        chosen = [f"eval.sets.a.path={here}/a.jsonl", "eval.sets.a.every=2"]
+        return [*chosen, "eval.sets.a.max_tasks=1", "engine.latency_s=0.02"]
+
+    def arguments(self) -> list[str]:
         given = [str(self.workspace), f"run.name={self.name}", f"train.num_steps={NUM_STEPS}"]
-        given += [f"eval.sets.a.path={here}/a.jsonl", "eval.sets.a.every=2"]
-        given += ["eval.sets.a.max_tasks=1", "checkpoint.every=2", "checkpoint.keep_last=1000"]
-        given += ["engine.latency_s=0.02", "journal.sync_s=0.05", *self._overrides]
+        given += ["checkpoint.every=2", "checkpoint.keep_last=1000", "journal.sync_s=0.05"]
+        given += [*self.keys(), *self._overrides]
         return [*given, *(["--resume"] if (self.path / "config.json").is_file() else [])]
 
     @contextmanager
@@ -59,9 +63,12 @@ class KilledRun:
     def start(self, plan: Plan = Plan()) -> int:  # noqa: B008
         """Its exit status, once it has ended by itself or was killed by its plan."""
         with self.process(plan) as process:
-            until(lambda: process.poll() is not None, f"{self.name}: {plan} or its end")
+            until(lambda: self.has_ended(process), f"{self.name}: {plan} or its end")
             assert process.returncode is not None
             return process.returncode
+
+    def has_ended(self, process: Command) -> bool:
+        return process.poll() is not None
 
     def start_and_kill(self, victim: str, rng: Random, seconds: float) -> str:
         """Kill it, or what is below it, at a random moment of so many seconds, and let what is left
@@ -100,7 +107,7 @@ class KilledRun:
     def trained_again(self) -> KilledRun:
         """The same trees in the same order, from the first checkpoint on, in one process."""
         name = f"{self.name}-again"
-        other = KilledRun(self.workspace, name, *self._overrides)
+        other = type(self)(self.workspace, name, *self._overrides)
         shutil.rmtree(other.path, ignore_errors=True)
         shutil.copytree(self.path, other.path)
         other.look()
@@ -121,6 +128,32 @@ class KilledRun:
     def remove(self) -> None:
         for path in (self.path, self.path.with_name(f"{self.name}-again")):
             shutil.rmtree(path, ignore_errors=True)
+
+
+class CountingRun(KilledRun):
+    """With an interpreter in a sandbox as its tool."""
+
+    def keys(self) -> list[str]:
+        script = "tests.support.warehouse:counting_turn"
+        env = ["env.id=agentenv/CodeInterpreter-v0", f"engine.script={script}"]
+        return [*env, "python.preload=[]", *super().keys()]
+
+
+class ServedRun(KilledRun):
+    """On engine servers that recite. One that was killed is back at once; what is sampled, and so
+    the weights, depends on when."""
+
+    def __init__(self, folder: Path, servers: Servers, name: str) -> None:
+        super().__init__(folder / CONFIG, name)
+        self.servers = servers
+        self.num_killed = 0
+
+    def keys(self) -> list[str]:
+        return []
+
+    def has_ended(self, process: Command) -> bool:
+        self.num_killed += self.servers.revive()
+        return super().has_ended(process)
 
 
 def kill(process: Command, victim: str) -> None:

@@ -6,13 +6,16 @@ A few points here; `make long PARTS=kills` tries all of them, and a hundred mome
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
-from tests.launchers.killed_runs import KilledRun
+from launchers.chaos import SHORT, Servers, make_model, write_workspace
+from tests.launchers.killed_runs import CountingRun, KilledRun, ServedRun
 from tests.support.killing import Plan
 from tests.support.warehouse import make_workspace
 
@@ -53,9 +56,17 @@ class Tally:
         self.num_duplicated += len(duplicated)
         if lost or duplicated:
             self.wrong.append(f"{run.name} {points}: lost {lost}, duplicated {duplicated}")
-        same = run.weights() == run.trained_again().weights()
+        same = isinstance(run, ServedRun) or run.weights() == run.trained_again().weights()
         if not same:
             self.wrong.append(f"{run.name} {points}: other weights than the same trees in one go")
+
+    def add_one(self, plan: Plan, run: KilledRun, code: int, *, is_killed: bool = True) -> None:
+        """A run that came to its end by itself."""
+        plan = replace(plan, victim="other")
+        if code or not is_killed:
+            self.wrong.append(f"{run.name} {plan}: exit status {code}, killed: {is_killed}")
+        else:
+            self.add([str(plan)], run)
 
     def total(self) -> None:
         sums = f"{self.num_lost} lost, {self.num_duplicated} duplicated"
@@ -102,6 +113,56 @@ def test_kill_9_at_named_points(workspace: Path, tmp_path: Path, repeats: int) -
             tally.add(points, run)
         else:
             tally.wrong.append(f"{run.name} {points}: it did not go on; see its log")
+        run.remove()
+    tally.total()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Servers]]:
+    folder = tmp_path_factory.mktemp("served")
+    make_model(folder)
+    with Servers(SHORT, folder) as servers:
+        write_workspace(folder, SHORT, servers.ports)
+        yield folder, servers
+
+
+def of_servers(folder: Path, servers: Servers, plans: Sequence[Plan], tally: Tally) -> None:
+    """Each plan kills a server of a run, which comes to its end by itself."""
+    for number, plan in enumerate(plans):
+        run = ServedRun(folder, servers, f"served-{number}")
+        code = run.start(replace(plan, victim="other", servers=servers.pids()))
+        tally.add_one(plan, run, code, is_killed=run.num_killed == 1)
+        run.remove()
+
+
+def test_kill_9_of_an_engine_server(
+    served: tuple[Path, Servers], tmp_path: Path, repeats: int
+) -> None:
+    plans, tally = [Plan("turn", "within", 9), Plan("update", "within", 2)], Tally()
+    if repeats > 1:
+        plans = [
+            Plan(point, side, nth)
+            for point, most in (("turn", 30), ("update", 4))
+            for side in SIDES
+            for nth in range(1, most, 1 + most // repeats)
+        ]
+    of_servers(*served, plans, tally)
+    tally.total()
+
+
+def test_kill_9_of_the_zygote(workspace: Path, repeats: int) -> None:
+    plans, tally = [Plan("cell", "within", 5), Plan("fork", "within", 1)], Tally()
+    if repeats > 1:
+        plans = [
+            Plan(point, side, nth)
+            for point, most in (("cell", 30), ("fork", 8), ("spawn", 12))
+            for side in SIDES
+            for nth in range(1, most, 1 + most // repeats)
+        ]
+    for number, plan in enumerate(plans):
+        run = CountingRun(workspace, f"counting-{number}")
+        code = run.start(replace(plan, victim="other"))
+        tally.add_one(plan, run, code)
         run.remove()
     tally.total()
 

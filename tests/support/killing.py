@@ -13,6 +13,9 @@ the middle of it; the product knows nothing of it. Points are named by what happ
     command Update      of the learner, from the side of the controller or of the rank
     publish             new weights, from the learner's command to the engine's answer
     load                the engine takes them
+    turn                a request to an engine server, "within" behind its first tokens
+    update              of an engine server's weights; "within" while the server is paused
+    cell, fork, spawn   what the sandbox does for a session
 
 The learner's rank is a fork of this process, made before it has threads, or a part of it.
 """
@@ -39,7 +42,10 @@ from msgspec import Struct
 
 from agentenv import journal
 from agentenv.engines.scripted import ScriptedEngine
+from agentenv.engines.vllm import VLLMServer
 from agentenv.frames import framed
+from envs.sandbox.channel import SessionProcess
+from envs.sandbox.process import ZygoteProcess
 from launchers import train
 from launchers.rl.publishing import DirectoryPublisher
 from launchers.rl.recorder import Recorder
@@ -52,8 +58,10 @@ Role = str  # controller, rank
 
 class Plan(Struct, frozen=True):
     """`role` is the process that comes to the point; `victim` the one that is killed there: itself,
-    "tree" for the controller and all below it, or what has this word in its command line. Without a
-    point nothing is killed. `seen`: a file for the names of all points, a line each."""
+    "tree" for the controller and all below it, "other" for the engine server or the zygote that the
+    point is about, or what has this word in its command line. Without a point nothing is killed.
+    `seen`: a file for the names of all points, a line each. `servers` has the processes of engine
+    servers, by their URL."""
 
     point: str = ""
     side: str = "before"  # after, within
@@ -62,6 +70,7 @@ class Plan(Struct, frozen=True):
     victim: str = "self"
     own_rank: bool = False  # the learner's rank is a process
     seen: str = ""
+    servers: dict[str, int] = {}
 
     def __str__(self) -> str:
         whom = self.role if self.victim == "self" else f"{self.victim} by {self.role}"
@@ -76,7 +85,8 @@ class Killer:
         self._seen: Counter[str] = Counter()
         self._root = os.getpid()
 
-    def at(self, point: str, side: str) -> None:
+    def at(self, point: str, side: str, other: Callable[[], int] | None = None) -> None:
+        """`other`: the process that the point is about."""
         plan, name = self.plan, f"{self.role}: {side} {point}"
         self._seen[name] += 1
         if plan.seen and self._seen[name] == 1:
@@ -84,7 +94,12 @@ class Killer:
                 file.write(name + "\n")
         if (self.role, point, side) != (plan.role, plan.point, plan.side):
             return
-        if self._seen[name] == plan.nth:
+        if self._seen[name] != plan.nth:
+            return
+        if plan.victim == "other":
+            assert other is not None
+            os.kill(other(), signal.SIGKILL)
+        else:
             self.kill()
 
     def wants_within(self, point: str) -> bool:
@@ -153,6 +168,8 @@ def install(killer: Killer) -> None:
     around(DirectoryPublisher, "publish", lambda *_: "publish")
     around(wire.RankGroup, "call", lambda _, commands, __: f"command {command_name(commands[0])}")
 
+    install_servers(killer)
+    install_sandbox(killer)
     put, write = journal.Journal._put, os.write
 
     def putting(self: Any, batch: list[Any], is_due: bool) -> None:
@@ -168,6 +185,73 @@ def install(killer: Killer) -> None:
             killer.at(point, "after")
 
     journal.Journal._put = putting  # type: ignore[method-assign]
+
+
+def install_servers(killer: Killer) -> None:
+    """Points of engine servers over HTTP, as far as their processes are known."""
+    server = VLLMServer
+    sample, replace, reload = server._sample, server._replace, server._reload
+
+    def pid_of(self: VLLMServer) -> int:
+        return killer.plan.servers[self.name]
+
+    async def sampling(self: VLLMServer, name: str, request: Any, size: int, tell: Any) -> Any:
+        if not request.session:  # of a probe
+            return await sample(self, name, request, size, tell)
+        pid = functools.partial(pid_of, self)
+
+        def told(chunk: Any) -> None:
+            killer.at("turn", "within", pid)
+            tell(chunk)
+
+        killer.at("turn", "before", pid)
+        found = await sample(self, name, request, size, told)
+        killer.at("turn", "after", pid)
+        return found
+
+    async def replacing(self: VLLMServer, *arguments: Any) -> None:
+        killer.at("update", "before", functools.partial(pid_of, self))
+        await replace(self, *arguments)
+        killer.at("update", "after", functools.partial(pid_of, self))
+
+    async def reloading(self: VLLMServer, directory: Path) -> None:
+        killer.at("update", "within", functools.partial(pid_of, self))
+        await reload(self, directory)
+
+    server._sample, server._replace, server._reload = sampling, replacing, reloading  # type: ignore
+
+
+def install_sandbox(killer: Killer) -> None:
+    """Points of what a zygote, or a session that is a fork of the zygote, is asked for."""
+
+    def around(
+        owner: Any, name: str, point: str, zygote_of: Callable[[Any], ZygoteProcess]
+    ) -> None:
+        inner = getattr(owner, name)
+
+        async def called(self: Any, *arguments: Any) -> Any:
+            pid = functools.partial(pid_of_zygote, zygote_of(self))
+            killer.at(point, "before", pid)
+            asked = asyncio.ensure_future(inner(self, *arguments))
+            try:
+                await asyncio.sleep(0)  # until the request is sent
+                killer.at(point, "within", pid)
+                found = await asked
+            finally:
+                asked.cancel()
+            killer.at(point, "after", pid)
+            return found
+
+        setattr(owner, name, called)
+
+    around(SessionProcess, "ask", "cell", lambda session: session.zygote)
+    around(ZygoteProcess, "fork", "fork", lambda zygote: zygote)
+    around(ZygoteProcess, "spawn", "spawn", lambda zygote: zygote)
+
+
+def pid_of_zygote(zygote: ZygoteProcess) -> int:
+    pid = zygote._process.pid
+    return psutil.Process(pid).children()[0].pid if zygote.rung == "namespaces" else pid
 
 
 def install_in_rank(killer: Killer) -> None:

@@ -31,6 +31,16 @@ def warehouse_turn(prompt: str, rng: Random) -> str:
     return f"<think>done</think><answer>{answer}</answer>"
 
 
+def counting_turn(prompt: str, rng: Random) -> str:
+    """The same with a Python interpreter, in two cells of which one needs the other."""
+    num_results = prompt.count("<result>")
+    if num_results < 2:
+        item = next(item for item in STOCK if item in prompt)
+        cells = (f"stock = {STOCK[item]}; seen = {rng.randrange(100)}", "print(stock)")
+        return f"<think>count</think><python>{cells[num_results]}</python>"
+    return warehouse_turn(prompt, rng)
+
+
 def make_workspace(folder: Path) -> Path:
     """Model, questions, env module and configuration; returns the configuration's path."""
     build_model(folder / "model", seed=0)
