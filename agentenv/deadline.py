@@ -47,13 +47,21 @@ class WorkClock:
         self._outer = outer
         self._count = 0  # above 0: it runs
         self._since = 0.0  # time of the loop when it began to run
+        self._loop_time: Clock | None = None if outer is None else outer._loop_time
         self.doing = ""
         self.since = 0.0
 
     def __call__(self) -> float:
         if self._count <= 0:
             return self._elapsed_s
-        return self.at(asyncio.get_running_loop().time())
+        return self._elapsed_s + self._now() - self._since
+
+    def _now(self) -> float:
+        """Time of the loop, which is looked up once: Python asks the system each time whether the
+        process is still the same."""
+        if self._loop_time is None:
+            self._loop_time = asyncio.get_running_loop().time
+        return self._loop_time()
 
     def at(self, now: float) -> float:
         """What it shows at this time of the loop."""
@@ -62,7 +70,7 @@ class WorkClock:
     def go(self) -> None:
         self._count += 1
         if self._count == 1:
-            self._since = asyncio.get_running_loop().time()
+            self._since = self._now()
             if self._outer is not None:
                 self._outer.go()
 
@@ -76,7 +84,7 @@ class WorkClock:
     def now(self, what: str) -> None:
         """The rollout awaits this from now on."""
         self.doing = what
-        self.since = asyncio.get_running_loop().time()
+        self.since = self._now()
 
     def marks(self, now: float) -> tuple[float, float]:
         """Where it stands at this time of the loop, and the one that it is inside of."""
@@ -145,7 +153,7 @@ class Work:
     def begin(self) -> None:
         """What was worked so far is not lost any more."""
         if self._clock is not None:
-            self._clock.since = now = asyncio.get_running_loop().time()
+            self._clock.since = now = self._clock._now()
             self._marks = self._clock.marks(now)
 
     def give_back(self) -> None:
@@ -211,12 +219,14 @@ class Timers:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._spans: dict[int, dict[Alarm, None]] = {}  # in the order they were set
+        self._spans: dict[int, dict[_Timed, None]] = {}  # in the order they were set
 
-    def add(self, alarm: Alarm, when: float) -> None:
-        """Let the alarm look at its clock at this time of the loop."""
+    def add(self, alarm: _Timed, seconds: float) -> None:
+        """Let the alarm look at its clock in so many seconds."""
+        now = self.loop.time()
+        when = now + seconds
         span = int(when // SPAN_S)
-        if span * SPAN_S <= self.loop.time():
+        if span * SPAN_S <= now:
             alarm.timer, alarm.span = self.loop.call_at(when, alarm.look), None
             return
         if span not in self._spans:
@@ -233,19 +243,23 @@ class Timers:
 _timers: Timers | None = None  # of the loop that set an alarm last
 
 
-class Alarm:
-    """Calls `ring` once, as soon as `clock()` has passed `when`."""
+class _Timed:
+    """What happens as soon as `clock()` has passed `when`; see `ring`."""
 
-    __slots__ = ("_clock", "_ring", "_when", "look_at", "span", "timer")
+    __slots__ = ("_clock", "_when", "look_at", "span", "timer")
 
-    def __init__(self, when: float, clock: Clock, ring: Callable[[], None]) -> None:
-        self._when, self._clock, self._ring = when, clock, ring
+    def __init__(self, when: float, clock: Clock) -> None:
+        self._when, self._clock = when, clock
         self.timer: asyncio.TimerHandle | None = None
-        self.span: dict[Alarm, None] | None = None  # where it waits without a timer of its own
+        self.span: dict[_Timed, None] | None = None  # where it waits without a timer of its own
         self.look_at = 0.0
 
+    def ring(self) -> None:
+        """It is time; called once."""
+        raise NotImplementedError
+
     def set(self) -> None:
-        self._look_in(self._when - self._clock())
+        self._look_in(self._when - self._clock(), asyncio.get_running_loop())
 
     def cancel(self) -> None:
         if self.timer is not None:
@@ -253,27 +267,46 @@ class Alarm:
         elif self.span is not None:
             self.span.pop(self, None)
 
-    def _look_in(self, seconds: float) -> None:
+    def _look_in(self, seconds: float, loop: asyncio.AbstractEventLoop) -> None:
         global _timers
-        loop, timers = asyncio.get_running_loop(), _timers
-        if timers is None or timers.loop is not loop:
-            timers = _timers = Timers(loop)
-        timers.add(self, loop.time() + seconds)
+        if _timers is None or _timers.loop is not loop:
+            _timers = Timers(loop)
+        _timers.add(self, seconds)
 
     def look(self) -> None:
         """Ring if it is time, else look again later."""
         left_s = self._when - self._clock()
         if left_s <= CLOSE_S:
-            self._ring()
+            self.ring()
         else:
-            self._look_in(max(left_s, LOOK_S))
+            self._look_in(max(left_s, LOOK_S), asyncio.get_running_loop())
 
 
-class Deadline:
-    """What is awaited inside is cancelled, and `error` raised, once `clock()` has passed `when`."""
+class Alarm(_Timed):
+    """Calls `ring` once, as soon as `clock()` has passed `when`."""
 
-    def __init__(self, when: float, clock: Clock, error: Exception) -> None:
-        self._alarm = Alarm(when, clock, self.expire)
+    __slots__ = ("_call",)
+
+    def __init__(self, when: float, clock: Clock, ring: Callable[[], None]) -> None:
+        super().__init__(when, clock)
+        self._call = ring
+
+    def ring(self) -> None:
+        self._call()
+
+
+class Deadline(_Timed):
+    """What is awaited inside is cancelled, and `error`, or what it makes, is raised, once `clock()`
+    has passed `when`."""
+
+    # No Alarm: one that knows its deadline would be a cycle for each call of a tool, and those are
+    # what the garbage collector would have to find among the tokens of all rollouts.
+    __slots__ = ("_error", "_is_over", "_num_cancelled", "_task")
+
+    def __init__(
+        self, when: float, clock: Clock, error: Exception | Callable[[], Exception]
+    ) -> None:
+        super().__init__(when, clock)
         self._error = error
         self._task: asyncio.Task[Any] | None = None  # that is inside
         self._num_cancelled = 0  # cancellations of the task before it came in
@@ -284,7 +317,10 @@ class Deadline:
         """`seconds` from now on, less those that the rollout waits; the error says that `what`
         took longer."""
         clock = work_clock() or asyncio.get_running_loop().time
-        return cls(clock() + seconds, clock, error(f"{what} took over {seconds} s"))
+        return cls(clock() + seconds, clock, lambda: error(f"{what} took over {seconds} s"))
+
+    def ring(self) -> None:
+        self.expire()
 
     def expire(self) -> None:
         """It has passed, whatever the clock says."""
@@ -293,10 +329,11 @@ class Deadline:
             self._task.cancel()
 
     def __enter__(self) -> None:
-        self._task = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task(loop)
         assert self._task is not None
         self._num_cancelled = self._task.cancelling()
-        self._alarm.set()
+        self._look_in(self._when - self._clock(), loop)
 
     def __exit__(
         self,
@@ -304,12 +341,13 @@ class Deadline:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._alarm.cancel()
+        self.cancel()
         task, self._task = self._task, None
         if self._is_over and task is not None:
             is_alone = task.uncancel() <= self._num_cancelled
             if is_alone and kind is asyncio.CancelledError:
-                raise self._error from error
+                late = self._error
+                raise late if isinstance(late, Exception) else late() from error
 
 
 async def within(seconds: float, what: str, work: Awaitable[T]) -> T:
