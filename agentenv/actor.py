@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
@@ -100,7 +100,7 @@ class Guide:
         assert branch.env is not None
         return await self.rollout.actor.envs.step(branch.env, action)
 
-    async def redirect(self, branch: Branch, observation_ids: list[int]) -> bool:
+    async def redirect(self, branch: Branch, observation_ids: Sequence[int]) -> bool:
         """Whether the branch goes on from elsewhere than behind this observation.
 
         If so, the branch stands there already: `Branch.take_back` and `Branch.restart` move it.
@@ -388,8 +388,8 @@ class Rollout:
 
     def _has_room_to_fork(self, branch: Branch) -> bool:
         assert branch.env is not None
-        forkable = branch.env.fork_mode != "none"
-        return forkable and self.tree.num_started < self.plan.group_size
+        has_room = self.tree.num_started < self.plan.group_size
+        return has_room and branch.env.fork_mode != "none"
 
     # forking
 
@@ -457,7 +457,7 @@ class Rollout:
         self, branch: Branch, opening: Opening
     ) -> tuple[Limit, Message | None] | None:
         """Open the branch and take its turns while there is time; returns what `_turns` does."""
-        deadline = Deadline(self.limits.max_seconds, branch.clock, _OutOfTimeError())
+        deadline = Deadline(self.limits.max_seconds, branch.clock, _OutOfTimeError)
         try:
             with working(branch.clock), deadline:
                 branch.clock.now("its environment")
@@ -512,7 +512,8 @@ class Rollout:
         """Sample the next turn, once more with the same seed where the engine failed."""
         branch.was_asked, branch.holding, attempt = False, [], 0
         while True:
-            marks = branch.clock.marks(asyncio.get_running_loop().time())
+            branch.clock.now(TURN)
+            marks = branch.clock.marks(branch.clock.since)
             try:
                 completion = await self._generate(branch)
                 self.actor.prefixes.add(branch, completion)
@@ -542,7 +543,7 @@ class Rollout:
                 limits.max_turn_tokens, limits.max_response_tokens - branch.num_response_tokens
             ),
             stop=(*actor.renderer.stop(branch.tools), *sampling.stop),
-            seed=Random(self._key(branch, "turn")).getrandbits(63),
+            seed=self.actor.seed_of(self._key(branch, "turn")),
         )
         first: list[float] = []
 
@@ -551,7 +552,6 @@ class Rollout:
             if asks and not branch.was_asked and len(first) >= window:
                 self._fork(branch, origin, first[:window])
 
-        branch.clock.now(TURN)
         completion = await actor.engine.generate(
             branch.prefix_ids,
             sampling,
@@ -680,8 +680,9 @@ class Rollout:
                 await self.actor.envs.close(branch.env, self.tree.task.id)
 
     def _key(self, branch: Branch, use: str) -> str:
-        place = (self.tree.index, self.tree.task.id, branch.name, branch.num_turns)
-        return "/".join(map(str, (self.actor.seed, *place, use)))
+        tree = self.tree
+        place = f"{tree.index}/{tree.task.id}/{branch.name}/{branch.num_turns}"
+        return f"{self.actor.seed}/{place}/{use}"
 
 
 class Actor:
@@ -714,6 +715,7 @@ class Actor:
         self.probes = ProbeWaits()
         self.rollouts: set[Rollout] = set()  # that go on
         self.crashes = Crashes(limits.max_crashed_share, strict=limits.strict)
+        self._draws = Random()  # one for all turns, since making it costs as much as its draw
 
     async def rollout(
         self,
@@ -758,6 +760,11 @@ class Actor:
             record.began(tree)
         await make(tree).run(first_root)
         return tree
+
+    def seed_of(self, key: str) -> int:
+        """The seed of a turn, 63 bits of its key."""
+        self._draws.seed(key)
+        return self._draws.getrandbits(63)
 
     def awaited(self) -> list[Awaited]:
         """What every branch of every rollout awaits now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from agentenv.crashes import guarded
 from agentenv.deadline import Deadline, WorkClock, uncancelled
@@ -82,7 +83,7 @@ class Branch:
         self.num_turns += 1
         return self.pending
 
-    def add_observation(self, observation_ids: list[int]) -> None:
+    def add_observation(self, observation_ids: Sequence[int]) -> None:
         """The pending action is answered; the next turn starts behind the observation."""
         assert self.pending is not None
         self.pending.observation_ids = packed_ids(observation_ids)
@@ -133,7 +134,7 @@ class Branch:
             return None
         return Limit.TOOL_CALLS if self.num_tool_calls > limits.max_tool_calls else None
 
-    def limit_of_observation(self, observation_ids: list[int], limits: Limits) -> Limit | None:
+    def limit_of_observation(self, observation_ids: Sequence[int], limits: Limits) -> Limit | None:
         """The limit that leaves no room for a turn behind this observation, or None."""
         if self.num_response_tokens + len(observation_ids) >= limits.max_response_tokens:
             return Limit.RESPONSE_TOKENS

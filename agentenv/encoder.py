@@ -17,17 +17,16 @@ import socket
 import sys
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack, suppress
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
-from agentenv.deadline import Deadline
 from agentenv.errors import EnvError
 from agentenv.offload import kill, start_process
 
-COLLECT_S = 0.004  # texts of so long travel together
+COLLECT_S = 0.01  # texts of so long travel together
 ANSWER_S = 60.0  # also on a busy machine; the loop encodes then
 CLOSE_S = 5.0
 PREFIX_BYTES = 4
@@ -88,7 +87,7 @@ def encode_beside(renderer: Any, stack: AsyncExitStack) -> None:
     """Let a renderer have long texts encoded beside the event loop, if its tokenizer can be sent
     there; `stack` ends the process, which starts with the first long text."""
     if fast_tokenizer(getattr(renderer, "tokenizer", None)) is not None:
-        renderer.encoder = Encoder(renderer.tokenizer)
+        renderer.encoder = Encoder(renderer.tokenizer, renderer.special_ids)
         stack.push_async_callback(renderer.encoder.close)
 
 
@@ -97,33 +96,32 @@ class EncoderLostError(EnvError):
 
 
 class Encoder:
-    """Texts to ids as `tokenizer.encode(text, add_special_tokens=False)` gives them. `close` ends
-    the process, if there is one."""
+    """Texts to ids as `tokenizer.encode(text, add_special_tokens=False)` gives them, less those in
+    `left_out`. `close` ends the process, if there is one."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, left_out: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._left_out = left_out
         self._starting: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._link: _Link | None = None
         self._texts: list[str] = []
-        self._waiting: list[asyncio.Future[list[int]]] = []
+        self._waiting: list[asyncio.Future[array[int]]] = []
         self._closed = False
 
-    async def encode(self, text: str) -> list[int]:
-        """Raises EncoderLostError."""
+    async def encode(self, text: str) -> array[int]:
+        """The ids, int32. Raises EncoderLostError."""
         if self._link is None:
             await self._start()
         if self._closed or self._link is None or self._link.lost:
             raise EncoderLostError("the process that tokenizes is gone")
-        loop = asyncio.get_running_loop()
+        loop = self._link.loop
         if not self._texts:
             loop.call_later(COLLECT_S, self._send)
-        future: asyncio.Future[list[int]] = loop.create_future()
+        future: asyncio.Future[array[int]] = loop.create_future()
         self._texts.append(text)
         self._waiting.append(future)
-        late = EncoderLostError(f"the process that tokenizes gave no answer in {ANSWER_S:g} s")
-        with Deadline(loop.time() + ANSWER_S, loop.time, late):
-            return await future
+        return await future
 
     def _send(self) -> None:
         texts, waiting, self._texts, self._waiting = self._texts, self._waiting, [], []
@@ -143,8 +141,10 @@ class Encoder:
                 f"the process that tokenizes cannot be started ({error}): more processes or files "
                 "may be needed than the limits allow (ulimit -u, -n)"
             ) from error
-        _, link = await asyncio.get_running_loop().create_connection(_Link, sock=ours)
+        loop = asyncio.get_running_loop()
+        _, link = await loop.create_connection(lambda: _Link(loop), sock=ours)
         link.transport.write(frame(fast_tokenizer(self._tokenizer).to_str()))
+        link.transport.write(frame(list(self._left_out)))
         self._link = link
 
     async def _spawn(self) -> socket.socket:
@@ -179,25 +179,28 @@ class Encoder:
 
 
 class _Link(asyncio.Protocol):
-    """Frames to the process, answered in their order."""
+    """Frames to the process, answered in their order, and each within ANSWER_S."""
 
     transport: asyncio.Transport
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
         self.lost = False
         self._buffer = bytearray()
-        self._batches: deque[Sequence[asyncio.Future[list[int]]]] = deque()
+        self._batches: deque[tuple[Sequence[asyncio.Future[array[int]]], asyncio.Handle]] = deque()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
 
-    def send(self, texts: list[str], waiting: Sequence[asyncio.Future[list[int]]]) -> None:
-        self._batches.append(waiting)
+    def send(self, texts: list[str], waiting: Sequence[asyncio.Future[array[int]]]) -> None:
+        self._batches.append((waiting, self.loop.call_later(ANSWER_S, self._give_up)))
         if self.lost:
             self.connection_lost(None)
         else:
             self.transport.write(frame(texts))
+
+    def _give_up(self) -> None:
+        self._fail(f"the process that tokenizes gave no answer in {ANSWER_S:g} s")
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -207,20 +210,30 @@ class _Link(asyncio.Protocol):
                 return
             packed = msgspec.msgpack.decode(self._buffer[PREFIX_BYTES:end], type=list[bytes])
             del self._buffer[:end]
-            for future, ids in zip(self._batches.popleft(), packed, strict=True):
+            waiting, late = self._batches.popleft()
+            late.cancel()
+            for future, ids in zip(waiting, packed, strict=True):
                 if not future.done():  # whoever waited may be gone
-                    future.set_result(array("i", ids).tolist())
+                    future.set_result(array("i", ids))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._fail("the process that tokenizes ended")
+
+    def _fail(self, why: str) -> None:
+        """Whoever waits learns it; nothing is sent any more."""
         self.lost = True
+        self.transport.abort()
         while self._batches:
-            for future in self._batches.popleft():
+            waiting, late = self._batches.popleft()
+            late.cancel()
+            for future in waiting:
                 if not future.done():
-                    future.set_exception(EncoderLostError("the process that tokenizes ended"))
+                    future.set_exception(EncoderLostError(why))
 
 
 def serve(connection: socket.socket) -> None:
-    """The other side: the tokenizer comes first, then batches of texts, until the end."""
+    """The other side: the tokenizer comes first, then the ids that are left out, then batches of
+    texts, until the end."""
     from tokenizers import Tokenizer
 
     with connection, connection.makefile("rb") as stream:
@@ -230,9 +243,11 @@ def serve(connection: socket.socket) -> None:
             return msgspec.msgpack.decode(stream.read(size), type=kind) if size else None
 
         tokenizer = Tokenizer.from_str(read(str))
+        left_out = frozenset(read(list[int]))
         while (texts := read(list[str])) is not None:
             found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            connection.sendall(frame([array("i", one.ids).tobytes() for one in found]))
+            kept = ([token for token in one.ids if token not in left_out] for one in found)
+            connection.sendall(frame([array("i", ids).tobytes() for ids in kept]))
 
 
 if __name__ == "__main__":

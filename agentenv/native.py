@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -152,13 +153,14 @@ class NativeRenderer(TextCodec):
 
     def observation(
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
-    ) -> list[int]:
+    ) -> array[int]:
         """What the template writes after the end of the turn, up to where the next one begins;
         each text keeps its head and tail within max_tokens."""
         frames, _ = self._frames_around(messages, tools)
-        ids = self.encode(frames[0])
+        ids = array("i", self.encode(frames[0]))
         for text, frame in zip(self.texts(messages, tools), frames[1:], strict=True):
-            ids += self.encode_foreign(text, tools, max_tokens) + self.encode(frame)
+            ids += self.encode_foreign(text, tools, max_tokens)
+            ids.extend(self.encode(frame))
         return ids
 
     def texts(self, messages: Sequence[Message], tools: ToolSchemas) -> list[str]:

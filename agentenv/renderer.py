@@ -65,7 +65,7 @@ class Renderer(Protocol):
 
     def observation(
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
-    ) -> list[int]: ...
+    ) -> Sequence[int]: ...
     async def prepare(
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
     ) -> None:
@@ -88,9 +88,10 @@ class TextCodec:
     def __init__(self, tokenizer: Any, eos_ids: Collection[int] = ()) -> None:
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids) or frozenset({tokenizer.eos_token_id})
-        self._special_ids = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        self.special_ids = frozenset(getattr(tokenizer, "all_special_ids", ()))
         markers = sorted(_markers(tokenizer), key=len, reverse=True)
         self._marker = re.compile("|".join(map(re.escape, markers))) if markers else None
+        self._openings = "".join({one[0] for one in markers})  # with which they begin
         self.encoder: Encoder | None = None  # encodes long texts beside the event loop
         self.num_cut = 0  # texts that did not fit, equal ones once as long as they are known
         self._known: OrderedDict[Known, array[int]] = OrderedDict()  # used last comes last
@@ -101,15 +102,18 @@ class TextCodec:
         """Ids of text of ours, special tokens included."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def encode_foreign(self, text: str, tools: ToolSchemas, max_tokens: int) -> list[int]:
+    def encode_foreign(self, text: str, tools: ToolSchemas, max_tokens: int) -> array[int]:
         """Ids of text that is not ours: neutralised, without special tokens, and within
-        max_tokens, head and tail kept."""
+        max_tokens, head and tail kept. The array is shared."""
         key = _key(text, tools, max_tokens)
         known = self._known.get(key)
         if known is not None:
             self._known.move_to_end(key)
-            return known.tolist()
-        return self._fitted(key, self.encode(self.neutralise(key[0], tools)))
+            return known
+        ids = self.encode(self.neutralise(key[0], tools))
+        if not self.special_ids.isdisjoint(ids):
+            ids = [token for token in ids if token not in self.special_ids]
+        return self._fitted(key, array("i", ids))
 
     async def prepare(
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
@@ -131,18 +135,16 @@ class TextCodec:
         """The texts that `observation` gives to `encode_foreign`."""
         return [message.content for message in messages]
 
-    def _fitted(self, key: Known, ids: list[int]) -> list[int]:
+    def _fitted(self, key: Known, ids: array[int]) -> array[int]:
         """What is left of the ids of a text, which is known from now on."""
         text, max_tokens = key[0], key[2]
-        if not self._special_ids.isdisjoint(ids):
-            ids = [token for token in ids if token not in self._special_ids]
         if len(ids) > max_tokens or len(text) > max_tokens * MAX_CHARS_A_TOKEN:
             self.num_cut += 1
         if len(ids) > max_tokens:
-            marker = self.encode(CUT_MARKER)
+            marker = array("i", self.encode(CUT_MARKER))
             room = max(0, max_tokens - len(marker))
             ids = ids[: room - room // 2] + marker + ids[len(ids) - room // 2 :]
-        self._known[key] = array("i", ids)
+        self._known[key] = ids
         self._num_known_chars += len(text)
         while self._num_known_chars > MAX_KNOWN_CHARS and len(self._known) > 1:
             self._num_known_chars -= len(self._known.popitem(last=False)[0][0])
@@ -150,9 +152,10 @@ class TextCodec:
 
     def neutralise(self, text: str, tools: ToolSchemas) -> str:
         """Break the strings of tags and of special tokens with a space."""
-        tags = (*TAGS, *self.own_tags, *(str(tool["name"]) for tool in tools))
-        text = _opening(tags).sub("< ", text)
-        if self._marker is not None:
+        if "<" in text:
+            tags = (*TAGS, *self.own_tags, *(str(tool["name"]) for tool in tools))
+            text = _opening(tags).sub("< ", text)
+        if self._marker is not None and any(map(text.__contains__, self._openings)):
             text = self._marker.sub(lambda match: match[0][:1] + " " + match[0][1:], text)
         return text
 
@@ -197,7 +200,7 @@ class TagRenderer(TextCodec):
     ) -> None:
         super().__init__(tokenizer, eos_ids)
         self.prompt_config = prompt or PromptConfig()
-        self._frame: tuple[list[int], list[int]] | None = None  # of results, encoded once
+        self._frame: tuple[array[int], array[int]] | None = None  # of results, encoded once
         if (
             self.prompt_config.apply_chat_template
             and getattr(tokenizer, "chat_template", "") is None
@@ -240,18 +243,20 @@ class TagRenderer(TextCodec):
 
     def observation(
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
-    ) -> list[int]:
+    ) -> array[int]:
         """Token ids of the tool results; each result keeps its head and tail within max_tokens."""
         if self._frame is None:
-            self._frame = self.encode(RESULT_OPEN), self.encode(RESULT_CLOSE)
-        ids: list[int] = []
+            opened, closed = self.encode(RESULT_OPEN), self.encode(RESULT_CLOSE)
+            self._frame = array("i", opened), array("i", closed)
+        ids = array("i")
         for message in messages:
             if message.role != "tool":
                 raise EnvError(
                     f"the tag protocol renders tool results only, the env sent {message.role!r}"
                 )
-            text = self.encode_foreign(message.content, tools, max_tokens)
-            ids += self._frame[0] + text + self._frame[1]
+            ids += self._frame[0]
+            ids += self.encode_foreign(message.content, tools, max_tokens)
+            ids += self._frame[1]
         return ids
 
 
@@ -269,7 +274,7 @@ def bounded(text: str, max_tokens: int) -> str:
 
 
 def _key(text: str, tools: ToolSchemas, max_tokens: int) -> Known:
-    return bounded(text, max_tokens), tuple(str(tool["name"]) for tool in tools), max_tokens
+    return bounded(text, max_tokens), tuple([str(tool["name"]) for tool in tools]), max_tokens
 
 
 def tagged_call(text: str, tool: dict[str, Any]) -> tuple[ToolCall, ...]:

@@ -69,6 +69,7 @@ from agentenv.types import (
 FIRST_DELAY_S = 0.1  # before the first retry of a call; doubles with each, up to MAX_DELAY_S
 MAX_DELAY_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
+NO_LIMITS = ToolLimits()
 
 logger = logging.getLogger(__name__)
 
@@ -320,7 +321,7 @@ class ToolEnv:
                 record["name"] = UNKNOWN_TOOL  # records are counted by name
                 known = ", ".join(self.tools) or "none"
                 raise ToolError(f"There is no tool {call.name!r}. Known tools: {known}.")
-            limits = self._limits(call.name)
+            limits = self.tool_limits.get(call.name, NO_LIMITS)
             self._budget.use(call.name, limits)
             text = await self._call(call, states[call.name], record, limits)
             record["ok"] = True
@@ -339,24 +340,27 @@ class ToolEnv:
         Raises ToolError, and OutageError when retries and patience are used up.
         """
         tool = self.tools[call.name]
-        assert limits.num_retries is not None
-        patience_s = self.outage_s if limits.required and limits.num_retries else 0.0
-        loop = asyncio.get_running_loop()
-        key = f"{self._seed}/{self.task.id}/{self._budget.num_calls}"
+        timeout_s = self.tool_timeout_s if limits.timeout_s is None else limits.timeout_s
+        num_retries = self.num_retries if limits.num_retries is None else limits.num_retries
+        patience_s = self.outage_s if limits.required and num_retries else 0.0
         began_s: float | None = None
         for attempt in count():
             try:
-                result = await _within(limits, tool, call.arguments, state)
+                result = await _within(
+                    timeout_s, limits.max_concurrency, tool, call.arguments, state
+                )
             except InfraError as error:
                 problem = str(error)
             except TimeoutError:
-                problem = f"no result within {limits.timeout_s:g} s"
+                problem = f"no result within {timeout_s:g} s"
             else:
                 record |= {"info": result.info} if result.info else {}
                 return result.text
-            began_s = loop.time() if began_s is None else began_s
-            if attempt >= limits.num_retries and loop.time() - began_s >= patience_s:
+            now_s = asyncio.get_running_loop().time()
+            began_s = now_s if began_s is None else began_s
+            if attempt >= num_retries and now_s - began_s >= patience_s:
                 break
+            key = f"{self._seed}/{self.task.id}/{self._budget.num_calls}"
             delay_s = backoff_s(attempt, key, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S)
             with waiting(f"a break before the tool {tool.name!r} is called again"):
                 await asyncio.sleep(delay_s)
@@ -365,10 +369,6 @@ class ToolEnv:
             raise OutageError(f"task {self.task.id}: {text}")
         logger.warning("%s; the policy reads that it is not available", text)
         raise ToolError(f"The tool {tool.name!r} is not available at the moment.")
-
-    def _limits(self, name: str) -> ToolLimits:
-        limits = self.tool_limits.get(name, ToolLimits())
-        return limits.filled(self.tool_timeout_s, self.num_retries)
 
     async def _close_states(self, states: Mapping[str, Any]) -> None:
         """Close every state within CLOSE_TIMEOUT_S. Raises EnvError for those that do not close,
@@ -398,27 +398,24 @@ class ToolEnv:
 
 
 async def _within(
-    limits: ToolLimits, tool: Tool, arguments: dict[str, Any], state: Any
+    timeout_s: float, max_concurrency: int | None, tool: Tool, arguments: dict[str, Any], state: Any
 ) -> ToolResult:
     """One try of a call. The deadline raises TimeoutError; waits for a place or for a rate limit
     are not part of it."""
-    size = limits.max_concurrency
-    if size is None:
-        return await _timed(limits, tool, arguments, state)
-    places = shared(("tool places", tool.name, size), lambda: asyncio.Semaphore(size))
+    if max_concurrency is None:
+        return await _timed(timeout_s, tool, arguments, state)
+    key = ("tool places", tool.name, max_concurrency)
+    places = shared(key, lambda: asyncio.Semaphore(max_concurrency))
     async with admitted(places, f"a place at the tool {tool.name!r}"):
-        return await _timed(limits, tool, arguments, state)
+        return await _timed(timeout_s, tool, arguments, state)
 
 
-async def _timed(
-    limits: ToolLimits, tool: Tool, arguments: dict[str, Any], state: Any
-) -> ToolResult:
-    assert limits.timeout_s is not None
+async def _timed(timeout_s: float, tool: Tool, arguments: dict[str, Any], state: Any) -> ToolResult:
     clock = work_clock()
     if clock is None:
         with working(WorkClock()):
-            return await _timed(limits, tool, arguments, state)
-    late = Deadline(clock() + limits.timeout_s, clock, TimeoutError())
+            return await _timed(timeout_s, tool, arguments, state)
+    late = Deadline(clock() + timeout_s, clock, TimeoutError)
     with late, doing(f"the tool {tool.name!r}"):
         return await guarded(_called(tool, arguments, state), partial(_naming, tool, arguments))
 

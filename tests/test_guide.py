@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ class TurnedBack(Guide):
         self.temperatures = [*getattr(self, "temperatures", []), 0.5 if "~" in branch.name else 1.0]
         return SamplingParams(max_tokens=1, temperature=self.temperatures[-1])
 
-    async def redirect(self, branch: Branch, observation_ids: list[int]) -> bool:
+    async def redirect(self, branch: Branch, observation_ids: Sequence[int]) -> bool:
         if "~" not in branch.name:
             branch.take_back(branch.name + "~1", 1)
             return True

@@ -119,7 +119,7 @@ class AssistGuide(Guide):
             add(notes.counts, backtracer_ok=not any(map(_failed, notes.records)))
         return result
 
-    async def redirect(self, branch: Branch, observation_ids: list[int]) -> bool:
+    async def redirect(self, branch: Branch, observation_ids: Sequence[int]) -> bool:
         if await self._go_back(branch, observation_ids):
             return True
         await self._forget(self._notes_of(branch))  # a copy may hold an interpreter
@@ -154,7 +154,7 @@ class AssistGuide(Guide):
         if env is not None:
             await self._actor.envs.close(env, self._tree.task.id)
 
-    async def _go_back(self, branch: Branch, observation_ids: list[int]) -> bool:
+    async def _go_back(self, branch: Branch, observation_ids: Sequence[int]) -> bool:
         notes, node = self._notes_of(branch), branch.pending
         errors = [str(record["error"]) for record in notes.records if self._hopeless(record, notes)]
         if notes.before is None or not errors:
@@ -188,7 +188,7 @@ class AssistGuide(Guide):
 
     # the refiner
 
-    async def _refine(self, branch: Branch, observation_ids: list[int]) -> bool:
+    async def _refine(self, branch: Branch, observation_ids: Sequence[int]) -> bool:
         notes, config = self._notes_of(branch), self.assist.config.refiner
         if config is None or notes.uses("refiner") >= config.max_uses:
             return False

@@ -160,7 +160,7 @@ class ChatEncoder:
         for one in found:
             yield self.renderer.encode(text[start : one.start()]), True
             result = Message("tool", one[1].strip())
-            yield self.renderer.observation([result], tools, WHOLE), False
+            yield list(self.renderer.observation([result], tools, WHOLE)), False
             start = one.end()
         yield self.renderer.encode(text[start:]), True
 
@@ -187,9 +187,9 @@ class ChatEncoder:
     def _between(self, group: list[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """What stands between two answers: tool results and messages of the user."""
         if self.is_native:
-            return self.renderer.observation(group, tools, WHOLE)
+            return list(self.renderer.observation(group, tools, WHOLE))
         results = [message for message in group if message.role == "tool"]
-        ids = self.renderer.observation(results, tools, WHOLE) if results else []
+        ids = list(self.renderer.observation(results, tools, WHOLE)) if results else []
         for message in group:
             if message.role == "user":
                 before, after = self._user_frame()
