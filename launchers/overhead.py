@@ -30,7 +30,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -60,6 +61,7 @@ SIZES = {1000: 31, 10000: 312}  # rollouts -> prompts a step
 GROUP_SIZE = 16
 RESULT_TOKENS = 300
 FACT = "the founder of {} was born in the year {} in Osberg and so on"  # about 38 tokens
+NUM_TEXTS = 512
 TURN_S, TOOL_S = 8.0, 2.0  # at 10,000; less in proportion below, so that as much happens a second
 WINDOW = 10  # tokens of a turn that the plan of ARPO looks at, and their part of the turn's time
 FIRST_PART = 0.2
@@ -131,7 +133,10 @@ def set_scale(scale: float) -> None:
 
 
 class LookUp(StatelessTool):
-    """Waits, then gives a text of about RESULT_TOKENS tokens, each time another."""
+    """Waits, then gives a text of about RESULT_TOKENS tokens, each time another.
+
+    Texts are drawn beforehand: what a search engine has to do is none of the controller's work.
+    """
 
     name = "search"
     description = "Search."
@@ -143,12 +148,17 @@ class LookUp(StatelessTool):
 
     def __init__(self) -> None:
         self._rng = Random(0)
+        self._texts = [" ".join(self._facts()) for _ in range(NUM_TEXTS)]
+        self._count = count()
+
+    def _facts(self) -> Iterator[str]:
+        for company in self._rng.choices(COMPANIES, k=7):
+            yield FACT.format(company, self._rng.randrange(1000, 2000))
 
     async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
         await asyncio.sleep(_scale * TOOL_S * (0.5 + self._rng.random()))
-        facts = (FACT.format(company, self._rng.randrange(1000, 2000))
-                 for company in self._rng.choices(COMPANIES, k=7))  # fmt: skip
-        return ToolResult(" ".join(facts))
+        number = next(self._count)
+        return ToolResult(f"{number}: {self._texts[number % NUM_TEXTS]}")
 
 
 _look_up = LookUp()
