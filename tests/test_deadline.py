@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
@@ -216,6 +217,18 @@ def test_a_clock_says_what_is_awaited_and_since_when() -> None:
             assert (clock.doing, clock.since) == ("a turn", 4.0)
 
     run_virtual(main())
+
+
+def test_a_deadline_that_is_over_leaves_nothing_for_the_garbage_collector() -> None:
+    async def main() -> int:
+        loop = asyncio.get_running_loop()
+        gc.collect()
+        for _ in range(100):
+            with Deadline(loop.time() + 5.0, loop.time, TimeoutError):
+                pass
+        return gc.collect()
+
+    assert run_virtual(main()) < 100
 
 
 def test_what_takes_longer_than_it_may_is_named() -> None:
