@@ -217,7 +217,7 @@ class AssistGuide(Guide):
         notes.summary = summary
         return True
 
-    async def _summary(self, branch: Branch, notes: Notes, observation_ids: list[int]) -> str:
+    async def _summary(self, branch: Branch, notes: Notes, observation_ids: Sequence[int]) -> str:
         """A summary of the work in this context and of the summary that the context began with;
         empty if the refiner gave none."""
         assert self.assist.refiner is not None
