@@ -43,6 +43,7 @@ FOLDER = "workers"  # of their logs, in the run's directory
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
 FIRST_BREAK_S, MAX_BREAK_S = 1.0, 60.0
 LOG_TAIL_BYTES = 2000
+NUM_SHOWN = 8  # trees of a worker that was lost, one of which may be what kills workers
 
 
 class LocalCluster(
@@ -273,7 +274,9 @@ class WorkerProcesses:
         with suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 why = f"it ended with status {await guard.wait()}"
-        trees = f"{left.num_moved} unfinished trees go on elsewhere"
+        shown = ", ".join(map(str, left.moved[:NUM_SHOWN]))
+        more = f" and {len(left.moved) - NUM_SHOWN} more" if len(left.moved) > NUM_SHOWN else ""
+        trees = f"trees {shown}{more} go on elsewhere" if shown else "it had no trees"
         return str(self._failure(number, f"is lost: {why}; {trees}"))
 
     async def _stop(self, number: int) -> None:

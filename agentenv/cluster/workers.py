@@ -77,11 +77,12 @@ class _Worker:
 
 
 class Left(NamedTuple):
-    """A worker is gone: why, how many trees it has ended, and how many go on elsewhere."""
+    """A worker is gone: why, how many trees it has ended, and the places of those that go on
+    elsewhere."""
 
     why: str
     num_ended: int
-    num_moved: int
+    moved: list[int]
 
 
 class RolloutWorkers:
@@ -177,7 +178,8 @@ class RolloutWorkers:
         except EOFError as error:
             silent = f"it has said nothing for {self._silence_s:g} s (cluster.silence_s)"
             why = silent if worker.is_hanging else str(error)
-            return Left(why, worker.num_ended, len(worker.trees))
+            moved = sorted(growing.index for growing in worker.trees.values())
+            return Left(why, worker.num_ended, moved)
         finally:
             listening.cancel()
             link.abort()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,6 +100,10 @@ def workers() -> list[psutil.Process]:
     return [found[number] for number in sorted(found)]
 
 
+def log_of(run: Path) -> str:
+    return (run / "run.log").read_text()
+
+
 def taken(run: Path) -> list[int]:
     """The places of the trees that steps took, in their order."""
     frames = Reader(run / "journal").read()
@@ -154,6 +159,7 @@ def test_a_worker_that_is_killed_costs_no_tree(warehouse: Path, calm: Path) -> N
     assert taken(found) == taken(calm)  # 0 lost, 0 duplicated, in the same order
     assert trees(found) == trees(calm)
     last = [row for row in rows_of(found) if "workers/up" in row][-1]
+    assert re.search(r"worker-1 is lost: .* status 137; trees [\d, ]+ go on", log_of(found))
     assert last["workers/lost"] >= 2
     assert last["workers/trees_moved"] > 0
 
@@ -165,7 +171,7 @@ def test_a_worker_that_hangs_is_replaced(warehouse: Path, calm: Path) -> None:
 
     found = run(warehouse, "hanging", *PROCESSES, *SLOW, "cluster.silence_s=5", beside=stop)
     assert trees(found) == trees(calm)
-    assert "it has said nothing for 5 s" in (found / "run.log").read_text()
+    assert "it has said nothing for 5 s" in log_of(found)
 
 
 def test_without_workers_a_run_ends_with_a_checkpoint_and_goes_on_later(
