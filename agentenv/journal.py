@@ -152,6 +152,14 @@ _DECODER = msgspec.msgpack.Decoder(Frame)
 _OF_TREES = (1, 2, 3)
 
 
+def read_frames(data: bytes) -> Iterator[tuple[int, Frame]]:
+    """The frames of a file that are whole, each with the offset of its end. Raises
+    msgspec.DecodeError for one that no journal wrote."""
+    for offset, size, is_whole in frames_of(data):
+        if is_whole:
+            yield offset + size, _DECODER.decode(data[offset : offset + size])
+
+
 class _Head(Struct, array_like=True):
     """The beginning of any frame."""
 

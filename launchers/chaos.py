@@ -40,15 +40,14 @@ from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
-import msgspec
 import psutil
 from msgspec import Struct
 
 from agentenv.env import register
 from agentenv.errors import AgentEnvError
-from agentenv.frames import SUFFIX, frames_of
+from agentenv.frames import SUFFIX
 from agentenv.guard import GUARD
-from agentenv.journal import Began, Finished, Frame, Leased, Trained
+from agentenv.journal import Began, Finished, Frame, Leased, Trained, read_frames
 from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Task, ToolResult
@@ -63,7 +62,6 @@ MIN_SHARE = 0.7  # of the calm goodput
 POLL_S = 0.1
 VLLM = "vllm.entrypoints"
 END_S = 180.0  # in which a command ends after what ends it
-_DECODER = msgspec.msgpack.Decoder(Frame)
 
 
 class Size(Struct, frozen=True):
@@ -243,10 +241,9 @@ class Reader:
                     data = file.read()
             except FileNotFoundError:  # no checkpoint wants it any more
                 continue
-            for offset, size, is_whole in frames_of(data):
-                if is_whole:
-                    self._read[path] = begin + offset + size
-                    yield _DECODER.decode(data[offset : offset + size])
+            for end, frame in read_frames(data):
+                self._read[path] = begin + end
+                yield frame
 
 
 # The processes of a run.

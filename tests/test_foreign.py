@@ -44,7 +44,6 @@ OURS = {
     "envs/sandbox/zygote.py": "in the zygote, a request of the host",
     "envs/workers.py": "in a worker, a job of the host",
     "launchers/bench.py": "a file of the package",
-    "launchers/chaos.py": "a run directory",
     "launchers/cluster.py": "a process of ours",
     "launchers/data.py": "configuration",
     "launchers/evaluation/store.py": "a result directory of ours",

@@ -255,6 +255,7 @@ class Training:
         if self.checkpoint is not None:
             self.state = load_state(self.checkpoint, RunState)
         self.state.incarnation = run.count_start(self.state.incarnation)
+        self.settings = rollout_settings(config)
         self.accounts = StepAccounts(config, self.state)
         self.clock = PhaseClock(self.state.wall_s, self.state.cpu_s)
         self.queue = ReplayQueue(config.queue.groups_per_step, config.queue.max_staleness)
@@ -349,7 +350,7 @@ class Training:
             self.journal = Journal(
                 run.path / JOURNAL,
                 config.journal,
-                settings=rollout_settings(config),
+                settings=self.settings,
                 incarnation=state.incarnation,
             )
             stack.push_async_callback(self.journal.close)
@@ -616,7 +617,7 @@ class Training:
             step=state.step,
             policy_version=version,
             incarnation=state.incarnation,
-            settings=rollout_settings(self.config),
+            settings=self.settings,
             vocab_size=parts.vocab_size,
             num_trees=len(delivered),
             metrics={name: float(value) for name, value in metrics.items()},

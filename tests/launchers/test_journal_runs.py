@@ -6,12 +6,10 @@ import shutil
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 import pytest
 
 from agentenv.archive import read_step, steps_of
-from agentenv.frames import frames_of
-from agentenv.journal import Began, Finished, Frame, Leased, Trained
+from agentenv.journal import Began, Finished, Frame, Leased, Trained, read_frames
 from launchers import train
 from tests.launchers.test_train_ends import started
 
@@ -21,14 +19,8 @@ Kind = TypeVar("Kind")
 
 
 def frames(run: Path) -> list[Frame]:
-    decoder = msgspec.msgpack.Decoder(Frame)
-    return [
-        decoder.decode(data[offset : offset + size])
-        for path in sorted((run / "journal").glob("*.frames"))
-        for data in [path.read_bytes()]
-        for offset, size, is_whole in frames_of(data)
-        if is_whole
-    ]
+    paths = sorted((run / "journal").glob("*.frames"))
+    return [frame for path in paths for _, frame in read_frames(path.read_bytes())]
 
 
 def of(kind: type[Kind], found: list[Frame]) -> list[Kind]:

@@ -10,12 +10,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import msgspec
 import pytest
 
 from agentenv.config import load_config
-from agentenv.frames import frames_of
-from agentenv.journal import Finished, Frame, Trained
+from agentenv.journal import Finished, Frame, Trained, read_frames
 from agentenv.tools import FunctionTool
 from agentenv.types import ToolResult
 from agentenv.virtual_clock import run_virtual
@@ -65,13 +63,8 @@ def finished_run(warehouse: Path, name: str, *overrides: str) -> Path:
 
 
 def frames(run: Path) -> list[Frame]:
-    decoder = msgspec.msgpack.Decoder(Frame)
-    return [
-        decoder.decode(data[offset : offset + size])
-        for path in sorted((run / "journal").glob("*.frames"))
-        for data in [path.read_bytes()]
-        for offset, size, _ in frames_of(data)
-    ]
+    paths = sorted((run / "journal").glob("*.frames"))
+    return [frame for path in paths for _, frame in read_frames(path.read_bytes())]
 
 
 def measured(run: Path) -> list[dict[str, Any]]:
