@@ -363,7 +363,8 @@ def _expected(key: str, wanted: str, found: Found, row: Row) -> str:
         known = {"question": QUESTIONS, "answer": ANSWERS}[key]
         return (
             f"key {key!r} must be {wanted}, and is missing, as are {', '.join(known[1:])}; the row "
-            f"has {sorted(row)}: name the column by columns.{key}"
+            f"has {sorted(row)}: name the column by data.columns.{key} (of an evaluation's set: by "
+            f"its columns.{key})"
         )
     if isinstance(found.value, str) and not found.value.strip():
         got = "an empty text"

@@ -143,7 +143,15 @@ class StepAccounts:
             num_lost > len(delivered) / 2,
             f"{num_lost} of {len(delivered)} trees of the step were dropped: {reasons}",
         )
-        ends = [t.leaf.limit for tree in delivered for t in tree.trajectories()]
+        everything = [one for tree in delivered for one in tree.trajectories()]
+        self._say(
+            "unlearned",
+            fates[EQUAL] == len(delivered) and not any(one.success for one in everything),
+            "no tree of the step was trained: in each all returns are equal, and no answer is "
+            "right; read trajectories/: is the answer in the form that the grader reads, and does "
+            "the prompt (prompt.template) tell the policy of its tools?",
+        )
+        ends = [one.leaf.limit for one in everything]
         num_late = ends.count(Limit.SECONDS)
         self._say(
             "late",

@@ -95,6 +95,27 @@ def test_a_run_that_trains_nothing_ends_with_the_reasons(caplog: pytest.LogCaptu
         ours.settle(masked())
 
 
+def alike(*, right: bool) -> list[TrajectoryTree]:
+    """Trees with equal returns."""
+    grown = trees()[:2]
+    for node in (node for tree in grown for node in tree.nodes):
+        node.reward, node.info = 0.0, {"success": right}
+    return grown
+
+
+def test_a_policy_that_does_nothing_right_is_told_from_one_that_has_learned_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours = accounts(ARPO(group_size=4))
+    ours.settle(alike(right=True))
+    assert not caplog.records
+    ours.settle(alike(right=False))
+    ours.settle(alike(right=False))
+    (told,) = caplog.records
+    assert "no tree of the step was trained" in told.getMessage()
+    assert "prompt.template" in told.getMessage()
+
+
 def test_an_evaluation_in_which_everything_failed_is_refused() -> None:
     rows = [EvalRow(dataset="a", task=task, sample=0, end="failed") for task in "tu"]
     with pytest.raises(EnvError, match=r"all 2 trajectories of the evaluation of eval\.sets\.a"):
