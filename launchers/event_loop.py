@@ -67,6 +67,7 @@ class Watchdog:
     def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[str], None]) -> None:
         self._loop, self._tell = loop, tell
         self._beat = time.monotonic()
+        self._queued = 0.0  # `queued_s` of then
         self._pending = False  # a beat is asked for
         self._told = 0  # of HELD_S, in this stall
         self._num_signals = 0
@@ -123,6 +124,7 @@ class Watchdog:
     def _look(self) -> None:
         if not self._pending:
             self._pending, self._told, self._beat = True, 0, time.monotonic()
+            self._queued = queued_s()
             try:
                 self._loop.call_soon_threadsafe(self._go_on)
             except RuntimeError:  # the loop is closed; what is left is the end of the command
@@ -130,6 +132,12 @@ class Watchdog:
         held_s = time.monotonic() - self._beat
         if _num_rolling and self._told < len(HELD_S) and held_s > HELD_S[self._told]:
             self._told += 1
+            queued = queued_s() - self._queued
+            if queued > held_s / 2:  # where it stands says nothing
+                return self._tell(
+                    f"the event loop has not run for {held_s:.0f} s, and waited for a core for "
+                    f"{queued:.1f} s of them: other processes keep the machine busy"
+                )
             self._tell(
                 f"{self._holder()} holds up every rollout: the event loop has not run for "
                 f"{held_s:.0f} s; work that takes long belongs into a thread or a process\n"
@@ -147,6 +155,16 @@ class Watchdog:
 
     def _stack(self) -> str:
         return "".join(traceback.format_stack(self._frame())[-NUM_FRAMES:]).rstrip()
+
+
+def queued_s() -> float:
+    """Seconds that the main thread has been ready to run while no core was free; 0 where the system
+    does not count them."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def holder(frame: FrameType | None) -> str:

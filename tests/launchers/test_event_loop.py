@@ -43,6 +43,25 @@ def test_a_tool_that_blocks_is_named_with_its_stack(monkeypatch: pytest.MonkeyPa
     assert "time.sleep(0.6)" in text
 
 
+def test_a_machine_that_is_busy_is_blamed_on_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "HELD_S", (0.2, 60.0))
+    monkeypatch.setattr(event_loop, "BEAT_S", 0.02)
+    monkeypatch.setattr(event_loop, "queued_s", time.monotonic)  # not a moment on a core
+    told: list[str] = []
+    with asyncio.Runner() as runner, Watchdog(runner.get_loop(), told.append).watch(), rolling_out():
+        runner.get_loop().call_soon(time.sleep, 0.6)
+        runner.run(asyncio.sleep(0))
+    (text,) = told
+    assert "waited for a core" in text
+    assert "File" not in text, "no stack"
+
+
+def test_time_without_a_core_runs_no_faster_than_the_clock() -> None:
+    began, before = time.monotonic(), event_loop.queued_s()
+    sum(range(2_000_000))
+    assert 0 <= event_loop.queued_s() - before <= time.monotonic() - began
+
+
 def test_sigterm_cancels_and_both_handlers_are_put_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
     ended = []
