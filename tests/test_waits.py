@@ -92,6 +92,7 @@ ALLOWED = {
     "launchers/chaos.py Servers.__exit__: process.communicate": BENCH,
     "launchers/chaos.py Servers.__exit__: self._storming.join": BENCH,
     "launchers/chaos.py Servers._kill: self._processes[port].communicate": BENCH,
+    "launchers/chaos.py Servers.revive: self._processes[port].communicate": BENCH,
     "launchers/chaos.py end_tree: process.wait": BENCH,
     "launchers/chaos.py run_storm: process.wait": BENCH,
     "launchers/cluster.py WorkerProcesses._start: guard.wait": "start_timeout_s, below",

@@ -48,7 +48,8 @@ def test_a_machine_that_is_busy_is_blamed_on_nobody(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(event_loop, "BEAT_S", 0.02)
     monkeypatch.setattr(event_loop, "queued_s", time.monotonic)  # not a moment on a core
     told: list[str] = []
-    with asyncio.Runner() as runner, Watchdog(runner.get_loop(), told.append).watch(), rolling_out():
+    runner = asyncio.Runner()
+    with runner, rolling_out(), Watchdog(runner.get_loop(), told.append).watch():
         runner.get_loop().call_soon(time.sleep, 0.6)
         runner.run(asyncio.sleep(0))
     (text,) = told
