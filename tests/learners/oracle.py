@@ -1,9 +1,9 @@
 """What an update has to compute, written down a second time: flat, in float64, without a line of
 `learners`.
 
-One forward pass of the Hugging Face model a trajectory; advantages, clips and means as the papers
-print them, clips by the derivative that they leave. A token that several trajectories share is
-counted in each of them. The settings are plain values, with the oracle's own defaults.
+The Hugging Face model gets each trajectory whole, as a row of a batch; advantages, clips and means
+as the papers print them, clips by the derivative that they leave. A token that several trajectories
+share is counted in each of them. The settings are plain values, with the oracle's own defaults.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Limit, Task, VersionSpan
@@ -197,14 +198,15 @@ class Oracle:
         needed = self.set["proximal"] == "always" or masks or is_stale(group[0].tree, group)
         for row in group:
             row.proximal = row.behaviour
-            if needed:
-                row.proximal, row.entropies = self._figures(row)
+        if needed:
+            for row, figures in zip(group, self._figures(group), strict=True):
+                row.proximal, row.entropies = figures
         if self.set["kl_loss"] or self.set["kl_reward"]:
             assert self.reference is not None
             now = {n: p.detach().clone() for n, p in self.model.named_parameters()}
             self._place(self.reference)
-            for row in group:
-                row.reference = self._figures(row)[0]
+            for row, (logprobs, _) in zip(group, self._figures(group), strict=True):
+                row.reference = logprobs
             self._place(now)
         if self.set["kl_reward"]:
             returns = np.array([
@@ -218,12 +220,18 @@ class Oracle:
         for name, parameter in self.model.named_parameters():
             parameter.copy_(weights[name])
 
-    def _figures(self, row: Row) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the sampled tokens."""
-        logits = self.model(input_ids=row.ids[None], use_cache=False).logits[0]
-        logprobs = logits.log_softmax(-1)[row.places - 1]
-        chosen = logprobs[torch.arange(len(row.places)), row.ids[row.places]]
-        return chosen, -(logprobs.exp() * logprobs).sum(-1)
+    def _figures(self, rows: list[Row]) -> list[tuple[Tensor, Tensor]]:
+        """Log-probs and entropies of the sampled tokens, by trajectory. Short ones are filled up
+        behind their end, where a causal model does not look."""
+        ids = pad_sequence([row.ids for row in rows], batch_first=True)
+        found = []
+        for row, logits in zip(
+            rows, self.model(input_ids=ids, use_cache=False).logits, strict=True
+        ):
+            logprobs = logits[row.places - 1].log_softmax(-1)
+            chosen = logprobs[torch.arange(len(row.places)), row.ids[row.places]]
+            found.append((chosen, -(logprobs.exp() * logprobs).sum(-1)))
+        return found
 
     # a step
 
@@ -239,19 +247,19 @@ class Oracle:
             "seq-mean-token-sum-norm": count * self.set["norm_length"],
         }[mode]
         old = torch.cat([row.entropies for row in rows])
-        loss = 0.0
-        for row, length in zip(rows, lengths, strict=True):
+        loss = torch.zeros((), dtype=torch.float64)
+        for row, length, figures in zip(rows, lengths, self._figures(rows), strict=True):
             if length:
                 share = 1 / length if mode == "seq-mean-token-mean" else 1.0
-                value = self._loss(row, old.mean(), old.std()) * share / total
-                value.backward()
-                loss += float(value.detach())
+                loss = loss + self._loss(row, *figures, old.mean(), old.std()) * share / total
+        loss.backward()
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()]
-        return torch.cat([grad.flatten() for grad in grads]), loss
+        return torch.cat([grad.flatten() for grad in grads]), float(loss.detach())
 
-    def _loss(self, row: Row, mean: Tensor, std: Tensor) -> Tensor:
-        """Sum over the tokens of a trajectory."""
-        current, entropies = self._figures(row)
+    def _loss(
+        self, row: Row, current: Tensor, entropies: Tensor, mean: Tensor, std: Tensor
+    ) -> Tensor:
+        """Sum over the tokens of a trajectory, whose figures under the weights of now are given."""
         advantage = row.advantage
         if self.kind == "aepo" and self.set["entropy_advantage"]:
             score = (row.entropies - mean) / std
