@@ -233,9 +233,10 @@ async def test_a_server_that_is_full_is_not_a_broken_one(
 def few_descriptors(free: int) -> Iterator[None]:
     """This process can open only so many more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = os.dup(0)
-    os.close(highest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + free, hard))
+    opened = [os.dup(0) for _ in range(free)]  # the lowest that are free, which may have gaps
+    for descriptor in opened:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(opened) + 1, hard))
     try:
         yield
     finally:
