@@ -204,7 +204,7 @@ def test_columns_map_other_names(tmp_path: Path) -> None:
     ("row", "message"),
     [
         ({"q": "q"}, r"row 1: key 'question' must be a text .* is missing, .*\['q'\]: name the "
-         "column by columns.question"),
+         "column by data.columns.question"),
         ({"question": "q", "reward_model": {"ground_truth": ""}},
          "row 1: key 'reward_model.ground_truth' must be .*, got an empty text"),
         ({"question": 3, "answer": "a"}, r"row 1: key 'question' must be a text .* got 3 \(int\)"),

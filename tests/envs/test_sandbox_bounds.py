@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 
 import psutil
 import pytest
@@ -27,8 +28,13 @@ def forge(number, output):
 
 def process_of(sandbox: Sandbox) -> psutil.Process:
     """That of the only session."""
-    alive = [one for one in zygote_of(sandbox).children() if one.status() != psutil.STATUS_ZOMBIE]
-    alive = [one for one in alive if not one.children()]  # as the nurse has
+    for _ in range(200):
+        children = zygote_of(sandbox).children()
+        alive = [one for one in children if one.status() != psutil.STATUS_ZOMBIE]
+        alive = [one for one in alive if not one.children()]  # as the nurse has, but between two
+        if len(alive) == 1:
+            break
+        time.sleep(0.01)
     (process,) = alive
     return process
 
