@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 from collections import Counter, defaultdict
@@ -14,6 +15,10 @@ from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.support import nursery
+
+# Threads that wait by spinning take the processors from the other worker of the tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 settings.register_profile("short", max_examples=50, deadline=None)  # time says nothing here
 settings.register_profile("long", max_examples=2000, deadline=None)  # of make long

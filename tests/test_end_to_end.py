@@ -27,13 +27,14 @@ async def test_an_agent_learns_to_use_real_tools(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     success = summary["success"]
     assert success["before_sft"] < 0.05
-    assert success["after_rl"] > success["after_sft"] + 0.15
+    assert success["after_rl"] > success["after_sft"] + 0.1  # 3 standard errors of 200 questions
     assert summary["reward"]["after_rl"] > summary["reward"]["after_sft"] + 0.15
 
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     versions = [row["policy_version"] for row in rows if "trees/offered" in row]
-    assert versions == list(range(2, 10)), "the cold start is version 1, then one an update"
+    num_steps = config.train.num_steps
+    assert versions == list(range(2, 2 + num_steps)), "the cold start is version 1, then an update"
     assert summary["forks_total"] > 0
     assert summary["tool_calls_total"] > 0
 
@@ -41,11 +42,11 @@ async def test_an_agent_learns_to_use_real_tools(tmp_path: Path) -> None:
     last = [row for row in rows if "trees/offered" in row][-1]
     assert last["engine/cross_version_hits"] == 0
     assert last["engine/cached_tokens"] > 0
-    assert last["engine/weight_updates"] == 9
+    assert last["engine/weight_updates"] == 1 + num_steps
     assert summary["engine_learner_logprob_gap"]["max"] < 1e-4
 
     trees = summary["trees"]
-    assert trees["offered"] == 8 * config.queue.groups_per_step
+    assert trees["offered"] == num_steps * config.queue.groups_per_step
     assert trees["offered"] == (
         trees["trained"] + trees["filtered"] + trees["failed"] + trees["in_flight"]
     )

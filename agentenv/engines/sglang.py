@@ -536,6 +536,7 @@ class SGLangServer(RemoteServer[SGLangFacts]):
         empty={},
     )
     tried = TRIED
+    facts = SGLangFacts
 
     async def _probe(self) -> SGLangFacts:
         return await probe(self._controls[0], self._given_vocab_size, self._layout)

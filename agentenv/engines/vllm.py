@@ -462,6 +462,7 @@ class VLLMServer(RemoteServer[VLLMFacts]):
 
     transfer = TransferRoutes(JOIN, START, RECEIVE, FINISH, LEAVE, empty=None)
     tried = f"{TRIED}."
+    facts = VLLMFacts
 
     def __init__(self, url: str, **options: Any) -> None:
         """`options`: see RemoteServer."""
@@ -636,6 +637,7 @@ class VLLMServer(RemoteServer[VLLMFacts]):
     async def _release(self) -> None:
         """Nothing stays paused, nothing samples unseen: half-loaded weights kill an engine that
         goes on with its requests."""
+        await self.before_release()
         await self._break_off_all()
         for server in self._controls:
             with suppress(EngineError):

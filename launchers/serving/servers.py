@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import cached_property
@@ -23,6 +22,7 @@ from agentenv.engines.server_config import LaunchConfig, Served
 from agentenv.errors import ConfigError, EngineError
 from agentenv.guard import guarded
 from agentenv.offload import kill, start_process
+from agentenv.ports import hold_port, port_of
 from launchers.serving.gpus import GpuPlan
 from launchers.serving.server_commands import (
     check_plugin,
@@ -291,21 +291,17 @@ class ServerFactory:
         return True
 
     def _port(self, config: LaunchConfig, index: int, key: str) -> int:
-        """The port of a server, found free. One that somebody takes in between shows in its log."""
+        """The port of a server, held for it to the end of the run, also while it starts again."""
         wanted = config.port + index if config.port else 0
         if wanted in self._ports:
             raise ConfigError(f"{key}.port: {wanted} already belongs to another server of this run")
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((config.host, wanted))
-            except OSError as error:
-                raise ConfigError(
-                    f"{key}.port: {config.host}:{wanted} cannot be used: {error.strerror}"
-                ) from error
-            port = int(probe.getsockname()[1])
-        if port in self._ports:
-            return self._port(config, index, key)
+        try:
+            held = self._stack.enter_context(hold_port(config.host, wanted))
+        except OSError as error:
+            raise ConfigError(
+                f"{key}.port: {config.host}:{wanted} cannot be used: {error.strerror}"
+            ) from error
+        port = port_of(held)
         self._ports.add(port)
         return port
 

@@ -119,6 +119,8 @@ async def talk(name: str, url: str, models: list[Path]) -> dict[str, Any]:
             load = await server.load()
             found["load"] = [load.num_running, load.num_waiting, load.num_preemptions]
             found["healthy"] = await server.healthy()
+            if not kept:
+                found["guest"] = await guest_while_paused(name, server, models[1], 6)
         finally:
             await server.close()
         if kept:  # the other way, with another client
@@ -126,6 +128,7 @@ async def talk(name: str, url: str, models: list[Path]) -> dict[str, Any]:
             try:
                 await server.connect(6)
                 found["recomputed"] = await update_while_paused(name, server, models[1], 7)
+                found["guest"] = await guest_while_paused(name, server, models[0], 8)
             finally:
                 await server.close()
     return found
@@ -168,6 +171,23 @@ async def update_while_paused(
     await asyncio.sleep(SHORT_S)
     await server.load_weights(source, version)
     return await asking
+
+
+async def guest_while_paused(
+    name: str, server: RemoteServer[Any], source: Path, version: int
+) -> Any:
+    """An update while a client that the server was handed to has a turn there, without a token
+    yet."""
+    guest = CLIENTS[name](server.url, entropy_top_k=3)
+    guest.take_over(server.handed())
+    try:
+        await server._http.call("POST", **PAUSES[name])
+        asking = asyncio.create_task(turn(guest, "guest", SamplingParams(5, temperature=0.0)))
+        await asyncio.sleep(SHORT_S)
+        await server.load_weights(source, version)
+        return await asking
+    finally:
+        await guest.close()
 
 
 async def refused(server: RemoteServer[Any], source: Path) -> str:

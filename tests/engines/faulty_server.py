@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from math import nan
 from pathlib import Path
 from random import Random
@@ -82,7 +82,9 @@ class FaultyServer:
     is what it says of them; a new process says "default"."""
 
     def __init__(self, name: str, make_engine: Callable[[], Engine]) -> None:
-        self.name = name
+        self.name = self.url = name
+        self.before_release: Callable[[], Awaitable[None]] | None = None
+        self.on_named: Callable[[], None] = lambda: None
         self.policy_version = 0
         self.weights, self.label = "initial", "default"
         self.num_slots = 10**6  # more requests wait, by its own account
@@ -133,6 +135,12 @@ class FaultyServer:
         await self._engine.load_weights(Path(self.weights), policy_version)
         features = frozenset({"sleep"} if self.can_sleep else ())
         return ServerInfo("faulty", "1", "policy", 4096, features)
+
+    def handed(self) -> bytes:
+        return b""
+
+    def take_over(self, handed: bytes) -> None:
+        """It is in the same process."""
 
     async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
         self._check()
@@ -257,9 +265,30 @@ class FaultyServer:
         self.policy_version = policy_version
         self._num_named += 1
         self.label = self._given = f"{policy_version}-{self._num_named}"
+        self.on_named()
 
     def _check(self) -> None:
         if self._death.is_set():
             raise ServerLostError(f"{self.name}: connection refused")
         if not self.connected:
             raise ServerLostError(f"{self.name}: connect was not called")
+
+
+class Guest:
+    """The client of such a server in another process."""
+
+    def __init__(self, server: FaultyServer) -> None:
+        self._server = server
+        self.name = self.url = server.name
+        self.policy_version = -1  # nobody tells it
+        self.num_taken_over = 0
+
+    def take_over(self, handed: bytes) -> None:
+        self.num_taken_over += 1
+
+    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
+        assert self.num_taken_over
+        return await self._server.generate(request, on_chunk)
+
+    async def close(self) -> None:
+        """The server goes on."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -16,6 +15,7 @@ import psutil
 import pytest
 
 from agentenv.guard import GUARD
+from agentenv.ports import hold_port, port_of
 from tests.support.nursery import Forked, nursery
 
 # PYTHONPATH of a server, so that its processes are forked
@@ -47,9 +47,8 @@ class ServerProcess:
         start_s: float,
         stop_s: float,
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        self._held = hold_port()
+        port = port_of(self._held)
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         self._ready, self._start_s, self._stop_s = ready, start_s, stop_s
@@ -103,6 +102,8 @@ class ServerProcess:
             for process in left:
                 process.kill()
             raise
+        finally:
+            self._held.close()
 
     def _answers(self) -> bool:
         try:

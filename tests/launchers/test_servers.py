@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from agentenv.errors import EngineError
 from agentenv.guard import GUARD
+from agentenv.ports import hold_port, port_of
 from launchers.serving.servers import ServerProcess, ServerSpec
 from tests.support.small_server import SERVER, alive, gone, processes, script, until
 from tests.support.warehouse import ROOT
@@ -35,10 +37,18 @@ asyncio.run(main())
 """
 
 
+_held = ExitStack()
+
+
+@pytest.fixture(autouse=True)
+def _ports() -> Iterator[None]:
+    with _held:
+        yield
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Held to the end of the test."""
+    return port_of(_held.enter_context(hold_port()))
 
 
 def spec_of(folder: Path, text: str = SERVER, **changes: Any) -> ServerSpec:
