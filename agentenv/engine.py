@@ -194,6 +194,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         of_model -= self._reserved if of_model else 0
         return min(filter(None, (self.max_model_len, of_model)))
 
+    async def check_reachable(self, key: str = "engine") -> None:
+        """Raises ConfigError if servers that should run already, named in the table `key`, do not
+        answer."""
+
     async def start(self, given: EngineStart) -> Engine:
         """The engine, ready to sample. Raises ConfigError if it cannot serve that model."""
         raise NotImplementedError

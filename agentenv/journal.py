@@ -113,13 +113,14 @@ class Asked(Struct, array_like=True, frozen=True):
 
 
 class Grown(Struct, array_like=True, frozen=True, tag=2):
-    """What happened in one go."""
+    """What happened in one go; `lost` are nodes as those of a tree."""
 
     tree: int
     opened: list[OpenBranch]
     turns: list[Turned]
     asked: list[Asked]
     counts: Counts
+    lost: list[int] = []
 
 
 class Finished(Struct, array_like=True, frozen=True, tag=3):
@@ -483,6 +484,7 @@ class TreeRecord:
         self._opened: list[OpenBranch] = []
         self._turns: list[Turned] = []
         self._asked: list[Asked] = []
+        self._lost: list[int] = []
         self._known: set[int] = set()
         self._flushing: asyncio.Handle | None = None
 
@@ -490,7 +492,7 @@ class TreeRecord:
         """The tree begins, without nodes that are complete."""
         journal = self._journal
         self._tree = tree
-        self._opened, self._turns, self._asked = [], [], []
+        self._opened, self._turns, self._asked, self._lost = [], [], [], []
         self._known = set()
         journal.append(
             Began(
@@ -505,12 +507,18 @@ class TreeRecord:
     def goes_on(self, recorded: Recorded) -> None:
         """The tree goes on, its nodes under new numbers."""
         tree = recorded.tree
-        tree.events = [node.index for node in tree.nodes]  # as this is read again
+        goes_on = {(branch.name, branch.cursor) for branch in recorded.branches}
+        tree.lost += [node.index for node in tree.nodes if (node.branch, node.index) in goes_on]
         self.began(tree)
+        self._lost += tree.lost
         self._opened += recorded.branches
         seconds = {branch.cursor: branch.seconds for branch in recorded.branches}
-        for node in recorded.tree.nodes:
-            self.turned(node, seconds.get(node.index, 0.0), recorded.stops.get(node.index))
+        for event in tree.events:
+            node = tree.nodes[max(event, ~event)]
+            if event >= 0:
+                self.turned(node, seconds.get(node.index, 0.0), recorded.stops.get(node.index))
+            else:
+                self.asked(node)
 
     def opened(self, name: str, cursor: Node, seconds: float) -> None:
         """A branch begins behind a node."""
@@ -547,9 +555,11 @@ class TreeRecord:
             return
         self._flushing.cancel()
         self._flushing = None
-        frame = Grown(self._index, self._opened, self._turns, self._asked, self._counts())
-        self._journal.append(frame)
-        self._opened, self._turns, self._asked = [], [], []
+        counts, lost = self._counts(), self._lost
+        self._journal.append(
+            Grown(self._index, self._opened, self._turns, self._asked, counts, lost)
+        )
+        self._opened, self._turns, self._asked, self._lost = [], [], [], []
 
     def _counts(self) -> Counts:
         tree = self._tree
@@ -606,11 +616,13 @@ def _assembled(began: Began, rest: Sequence[Frame], task: Task) -> Recorded | No
         return None
     turns: dict[int, Turned] = {}
     live: dict[str, OpenBranch] = {}
+    lost: list[int] = []
     events: list[int] = []
     for frame in frames:
         if isinstance(frame, Grown):
             events += _order(frame)
             live |= {branch.name: branch for branch in frame.opened}
+            lost += frame.lost
         for turn in frame.turns:
             node = turn.node
             turns[node.index] = turn
@@ -642,6 +654,7 @@ def _assembled(began: Began, rest: Sequence[Frame], task: Task) -> Recorded | No
         node.continues = None if node.continues is None else new[node.continues]
         tree.nodes.append(node)
     tree.events = [new[one] if one >= 0 else ~new[~one] for one in events]
+    tree.lost = [new[one] for one in lost]
     for name in Counts.__struct_fields__:
         setattr(tree, name, getattr(last.counts, name))
     branches = [OpenBranch(one.name, new[one.cursor], one.seconds) for one in live.values()]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple, Self
 
 from msgspec.structs import replace
@@ -65,7 +66,7 @@ def cannot_grow_again(tree: TrajectoryTree) -> str:
     if len(complete) < len(tree.nodes) or len(asked) < sum(
         node.num_forks is not None for node in tree.nodes
     ):
-        return "an earlier process began it"
+        return "the order in which it grew is not recorded"
     if any(node.limit is Limit.SECONDS for node in tree.nodes):
         return "its time ran out, and the clock is not recorded"
     with_next = {(node.branch, node.parent) for node in tree.nodes if node.action_ids}
@@ -101,7 +102,7 @@ async def differences(
         record.guide,
     )
     try:
-        tree = await actor.rollout(recorded.task, plan, index=recorded.index)
+        tree = await actor.rollout(recorded.task, _Plan(plan, record), index=recorded.index)
     except BaseExceptionGroup as group:
         differs, others = group.split(_DiffersError)
         if differs is None or others is not None:
@@ -159,6 +160,11 @@ class _Record:
         self.rollout: Rollout
         self.branch: Branch  # that samples next
 
+    def lost(self, branch: str, depth: int) -> Node | None:
+        """The node of this place, if a turn behind it was lost with its process."""
+        node = self.places.get((branch, depth))
+        return node if node is not None and node.index in self.tree.lost else None
+
     def guide(self, rollout: Rollout) -> Guide:
         self.rollout = rollout
         return _Guide(rollout, self)
@@ -190,6 +196,24 @@ class _Record:
         node = self.tree.nodes[max(awaited, ~awaited)]
         what = "end of the turn" if awaited >= 0 else "question to the plan"
         raise _DiffersError(Difference(node.index, node.branch, what, "there", "missing"))
+
+
+class _Plan:
+    """The plan; what it answered in a turn that was lost is as recorded, since nobody knows those
+    tokens any more."""
+
+    def __init__(self, plan: RolloutPlan, record: _Record) -> None:
+        self._plan, self._record = plan, record
+        self.group_size, self.fork_window = plan.group_size, plan.fork_window
+        self.on_start, self.on_leaf_end = plan.on_start, plan.on_leaf_end
+
+    def on_fork_point(
+        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
+    ) -> int:
+        kept = self._record.lost(node.branch, len(tree.path(node)) - 1)
+        if kept is not None:
+            return kept.num_forks or 0
+        return self._plan.on_fork_point(tree, node, entropies, rng)
 
 
 class _Engine:
@@ -313,6 +337,9 @@ class _Guide(Guide):
 
     def sampling(self, branch: Branch) -> SamplingParams:
         self._record.branch = branch  # the engine is asked next
+        lost = self._record.lost(branch.name, branch.num_turns)
+        if lost is not None and lost.num_forks is None:  # there was no room when it was asked again
+            branch.was_asked = True
         return super().sampling(branch)
 
     async def step(self, branch: Branch, action: Message) -> StepResult:

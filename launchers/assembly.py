@@ -3,16 +3,18 @@
 train, evaluate, sft, dpo and synthesize have one Assembly each, of the class that their parts
 need. `launchers/checks.py` asks an Assembly for its parts in the order that finds mistakes first.
 
-    set-up -> model -> tokenizer -> renderer ----------------------+
+    model -> tokenizer -> renderer --------------------------------+
     rows of the questions --------------------------+              |
     servers of roles -> settings of the sets -> environments -> questions that fit -> engine
+
+The set-up of a new run goes before the first part that is made of something in the run's folder.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -20,7 +22,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
 
-from agentenv.config import resolver
+from agentenv.config import RUN, resolver
+from agentenv.crashes import loaded
 from agentenv.data.rows import RowsConfig
 from agentenv.engines.server_config import RoleConfig
 from agentenv.env import close_shared
@@ -126,15 +129,36 @@ class Assembly(Generic[C]):
         assert model is not None
         return make_renderer(self.config.renderer, prompt, await self.tokenizer(), model)
 
-    async def own_model(self, run: RunConfig, path: str) -> Path:
-        """The checkpoint or model directory `path`, after the set-up of a new run, which may make
-        it."""
-        if run.setup and self.checkpoint is None:
-            setup = load_function(run.setup, "run.setup")
-            told = await in_thread(setup, self.folder, run.seed)
+    @property
+    def run(self) -> RunConfig:
+        """[run], of a command that has one."""
+        found = getattr(self.config, "run", None)
+        return found if isinstance(found, RunConfig) else RunConfig()
+
+    def makes(self, named: object) -> bool:
+        """Whether the set-up of a new run is to make what these paths of the configuration name:
+        what is in the run's folder."""
+        return bool(self.run.setup) and self.checkpoint is None and RUN in str(named)
+
+    @once
+    async def set_up(self) -> None:
+        """The set-up of a new run has been run."""
+        if self.run.setup and self.checkpoint is None:
+            setup = load_function(self.run.setup, "run.setup")
+            told = await in_thread(setup, self.folder, self.run.seed)
             if isinstance(told, str):
                 self.say(told)
-        return find_checkpoint(self.resolve(path))
+
+    async def own_model(self, path: str) -> Path:
+        """The checkpoint or model directory `path`, which the set-up may make."""
+        if self.makes(path):
+            await self.set_up()
+        found = find_checkpoint(self.resolve(path))
+        try:
+            check_model_directory(found)
+        except DataError as error:
+            raise DataError(f"model.path: {error}") from error
+        return found
 
 
 class SetConfig(Struct, frozen=True):
@@ -206,6 +230,7 @@ class AskingAssembly(Assembly[Asking]):
     ) -> None:
         super().__init__(config, folder, stack, say, checkpoint)
         self.sets = sets
+        self.read: dict[str, Sequence[Task]] = {}  # by the name of the set
         self.try_graders = True
         self.servers = ServerFactory(folder, stack, say)
 
@@ -217,10 +242,17 @@ class AskingAssembly(Assembly[Asking]):
         """The tasks of a set."""
         raise NotImplementedError
 
-    @once
+    async def tasks_of(self, name: str) -> Sequence[Task]:
+        """The tasks of a set, whatever the length of their prompts."""
+        if name not in self.read:
+            if self.makes(self.sets[name].rows):
+                await self.set_up()
+            self.read[name] = await self.read_rows(self.sets[name])
+        return self.read[name]
+
     async def tasks(self) -> dict[str, Sequence[Task]]:
-        """The tasks of every set, whatever the length of their prompts."""
-        return {name: await self.read_rows(one) for name, one in self.sets.items()}
+        """Those of every set."""
+        return {name: await self.tasks_of(name) for name in self.sets}
 
     @once
     async def urls(self) -> dict[str, str]:
@@ -281,14 +313,7 @@ class AskingAssembly(Assembly[Asking]):
 def load_tokenizer(model: Path, with_weights: bool = True) -> Any:
     """The tokenizer of a Hugging Face directory, which has the weights too unless somebody else
     serves them; DataError says what is missing in it."""
-    for name in ("config.json", "tokenizer.json"):
-        if not (model / name).is_file():
-            raise DataError(
-                f"{model} is not a model directory: {name} is missing; expected a Hugging Face "
-                "directory with config.json, safetensors and tokenizer files"
-            )
-    if with_weights and not any(model.glob("*.safetensors")):
-        raise DataError(f"{model} is not a model directory: it holds no *.safetensors file")
+    check_model_directory(model, with_weights)
     from transformers import AutoTokenizer
 
     try:
@@ -296,6 +321,23 @@ def load_tokenizer(model: Path, with_weights: bool = True) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{model}: its tokenizer cannot be loaded: {error}") from error
     return tokenizer
+
+
+HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")  # of a model there; paths of that form may be meant so
+
+
+def check_model_directory(model: Path, with_weights: bool = True) -> None:
+    """Raises DataError, which says what is missing in it."""
+    for name in ("config.json", "tokenizer.json"):
+        if not (model / name).is_file():
+            is_name = not model.exists() and HUB_NAME.fullmatch(str(model))
+            hint = f", e.g. by `hf download {model} --local-dir DIR`" if is_name else ""
+            raise DataError(
+                f"{model} is not a model directory: {name} is missing; expected a Hugging Face "
+                f"directory with config.json, safetensors and tokenizer files{hint}"
+            )
+    if with_weights and not any(model.glob("*.safetensors")):
+        raise DataError(f"{model} is not a model directory: it holds no *.safetensors file")
 
 
 def make_renderer(
@@ -311,10 +353,9 @@ def make_renderer(
 
 def load_function(path: str, key: str) -> Callable[..., Any]:
     """The function that 'module:function' names; a ConfigError names the key otherwise."""
-    module, _, name = path.partition(":")
     try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        function = loaded(path)
+    except ConfigError as error:
         raise ConfigError(f"{key}: {path!r} cannot be loaded: {error}") from error
     if not inspect.isroutine(function):
         raise ConfigError(f"{key}: {path!r} is not a function")

@@ -93,13 +93,15 @@ class Hello(Struct, array_like=True, frozen=True):
 
 class Setup(Struct, array_like=True, frozen=True):
     """What a worker is built from: the plain configuration of the run, the run's folder, model
-    directory, URLs of roles; then what names frames of the journal."""
+    directory, URLs of roles; whether it asks the engine's servers itself; then what names frames of
+    the journal."""
 
     config: dict[str, Any]
     folder: str
     model: str
     urls: dict[str, str]
     vocab_size: int
+    is_leased: bool
     settings: str
     incarnation: int
 

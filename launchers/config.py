@@ -81,8 +81,9 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     setup: Annotated[
         str,
         Meta(
-            description="'module:function', called with (run directory, seed) before all else to "
-            "make model and data; a text it returns is shown; empty: they exist already"
+            description="'module:function', called with (run directory, seed) to make the model "
+            "and data that other keys name as {run}/...; a text it returns is shown; empty: all of "
+            "it exists already"
         ),
     ] = ""
 

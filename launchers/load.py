@@ -27,7 +27,7 @@ import resource
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -35,11 +35,12 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from agentenv.config import load_config
+from agentenv.ports import held_ports
 from launchers import overhead
 from launchers.config import TrainConfig
 from launchers.overhead import CONFIG, FIGURES, GROUP_SIZE, measured, serve_rank
 from launchers.quickstart import build_model
-from launchers.recital import Recital, RecitingServer, free_ports
+from launchers.recital import Recital, RecitingServer
 from launchers.rl.training import Training
 from launchers.rundir import RunDirectory
 from launchers.terminal import View, run_until_done
@@ -116,22 +117,18 @@ async def stage(name: str, size: Size, folder: Path, address: str) -> None:
     """The servers and the learner's rank, until the run stops the rank."""
     model = folder.parent / "model"
     recital, faults = Recital(model), SCENARIOS[name]
-    ports = free_ports(len(faults))
-    servers = [
-        RecitingServer(fault, port, recital, model, size.scale)
-        for fault, port in zip(faults, ports, strict=True)
-    ]
-    for server in servers:
-        await server.open()
-    _write_workspace(name, size, folder, address, [f"http://127.0.0.1:{port}" for port in ports])
-    try:
+    async with AsyncExitStack() as stack:
+        ports = stack.enter_context(held_ports(len(faults)))
+        for fault, port in zip(faults, ports, strict=True):
+            server = RecitingServer(fault, port, recital, model, size.scale)
+            await server.open()
+            stack.push_async_callback(server.close)
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        _write_workspace(name, size, folder, address, urls)
         while True:  # the controller listens as soon as its set-up is that far
             with suppress(ConnectionRefusedError):
                 return await serve_rank(address, os.environ[wire.TOKEN_VARIABLE], model)
             await asyncio.sleep(0.1)
-    finally:
-        for server in servers:
-            await server.close()
 
 
 def _write_workspace(

@@ -1,6 +1,6 @@
 """What the controller costs with thousands of rollouts in flight: CPU of an env step, lag, memory.
 
-    launchers/bench.py overhead --json -
+    launchers/bench.py overhead [--workers N] --json -
 
 The real `Training` with everything on (ARPO, queue, parity probe, metrics, trajectories, what the
 learner is sent), a fast tokenizer, one tool. Only what is behind a connection is made up: the
@@ -15,7 +15,8 @@ engine waits and answers with ready tokens, the learner's rank takes what it is 
                 would have been late meanwhile (no coordinated omission)
 
 Figures are of the RL phase alone. CPU is that of the controller, `all_processes` adds the processes
-that it started.
+that it started. With `--workers` rollouts grow in so many rollout workers, which ask a server that
+waits as the engine does, on places that the controller gives.
 """
 
 from __future__ import annotations
@@ -41,14 +42,19 @@ from msgspec import Struct, msgpack
 from msgspec.structs import asdict
 
 from agentenv.config import load_config
+from agentenv.disk import write_whole
 from agentenv.engine import EngineConfig, EngineStart
+from agentenv.engines.pool.engine import PooledEngineConfig
+from agentenv.engines.server import Request, ServerInfo, ServerLoad
 from agentenv.env import register
 from agentenv.errors import AgentEnvError
 from agentenv.metrics import LoopLag
+from agentenv.ports import held_ports
 from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Chunk, Completion, SamplingParams, Task, ToolResult, VersionSpan
 from envs.quickstart import COMPANIES
+from launchers.assembly import load_tokenizer
 from launchers.config import TrainConfig
 from launchers.recital import NUM_CALLS, TURN_TOKENS
 from launchers.rl.training import Training
@@ -79,15 +85,16 @@ class Figures(Struct):
     rss_mb: float
 
 
-def run(sizes: Sequence[int]) -> dict[str, dict[str, float]]:
+def run(sizes: Sequence[int], num_workers: int = 0) -> dict[str, dict[str, float]]:
     """The figures by size, each measured in a process of its own."""
-    return {str(size): _run(SIZES[size]) for size in sizes}
+    return {str(size): _run(SIZES[size], num_workers) for size in sizes}
 
 
-def _run(prompts: int) -> dict[str, float]:
+def _run(prompts: int, num_workers: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="agentenv-") as folder:
+        options = [str(prompts), str(num_workers)]
         figures: dict[str, float] = json.loads(
-            measured("launchers.overhead", [str(prompts)], Path(folder))
+            measured("launchers.overhead", options, Path(folder))
         )
         return figures
 
@@ -99,9 +106,16 @@ def measured(module: str, options: Sequence[str], folder: Path) -> bytes:
 
     Raises AgentEnvError for a run that did not come to its end.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with held_ports(1) as (port,):
+        done = _measure(module, options, folder, f"127.0.0.1:{port}")
+    if done.returncode:
+        raise AgentEnvError(f"the run {' '.join(options)!r} failed:\n{done.stderr[-4000:]}")
+    return (folder / FIGURES).read_bytes()
+
+
+def _measure(
+    module: str, options: Sequence[str], folder: Path, address: str
+) -> subprocess.CompletedProcess[str]:
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, wire.TOKEN_VARIABLE: secrets.token_hex(16)}
@@ -111,25 +125,24 @@ def measured(module: str, options: Sequence[str], folder: Path) -> bytes:
     try:
         while not (folder / CONFIG).is_file() and stage.poll() is None:
             time.sleep(0.05)
-        done = subprocess.run([*command, "measure", *here], stderr=subprocess.PIPE, **quiet)
+        return subprocess.run([*command, "measure", *here], stderr=subprocess.PIPE, **quiet)
     finally:
         stage.kill()
         stage.wait()
-    if done.returncode:
-        raise AgentEnvError(f"the run {' '.join(options)!r} failed:\n{done.stderr[-4000:]}")
-    return (folder / FIGURES).read_bytes()
 
 
 # The workload: an env with one tool, and an engine and a rank that only wait and answer.
 
-_scale = 1.0  # of all waits
-num_turns = 0  # env steps so far
+SCALE_VARIABLE = "AGENTENV_OVERHEAD_SCALE"  # by which rollout workers know it
+_scale = float(os.environ.get(SCALE_VARIABLE, "1"))  # of all waits
+num_turns = 0  # env steps so far, of this process
 
 
 def set_scale(scale: float) -> None:
     """Of what waits from now on."""
     global _scale
     _scale = scale
+    os.environ[SCALE_VARIABLE] = str(scale)
 
 
 class LookUp(StatelessTool):
@@ -193,10 +206,9 @@ class WaitingConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fiel
         return WaitingEngine(given.tokenizer)
 
 
-class WaitingEngine:
-    """Four calls, then an answer; figures of tokens are new objects, as those of a real client."""
-
-    policy_version = 0
+class Draws:
+    """What a policy says: four calls, then an answer; figures of tokens are new objects, as those
+    of a real client."""
 
     def __init__(self, tokenizer: Any) -> None:
         import numpy as np
@@ -214,8 +226,39 @@ class WaitingEngine:
         draws = np.random.default_rng(0)
         self._entropies = draws.random((64, TURN_TOKENS)) * draws.random((64, 1)) * 2
         self._logprobs = -draws.random((64, TURN_TOKENS))
-        self._stats = {"requests": 0.0, "sampled_tokens": 0.0, "prompt_tokens": 0.0}
         self._prompt = 0
+
+    def draw(self, num_prompt: int) -> tuple[Completion, float]:
+        """A turn behind so many tokens, and the seconds that it takes."""
+        if not self._prompt:
+            self._prompt = num_prompt
+        turns = (num_prompt - self._prompt) / (TURN_TOKENS + RESULT_TOKENS)
+        last = round(turns) >= NUM_CALLS
+        row = self._rng.randrange(64)
+        token_ids = (self._answer if last else self._call).tolist()
+        done = Completion(
+            token_ids,
+            self._logprobs[row].tolist(),
+            self._entropies[row].tolist(),
+            "stop",
+            [],
+            stop=None if last else "</search>",
+        )
+        return done, _scale * TURN_S * (0.5 + self._rng.random())
+
+
+def part_of(done: Completion, part: slice) -> Chunk:
+    return Chunk(done.token_ids[part], done.logprobs[part], done.entropies[part])
+
+
+class WaitingEngine:
+    """The engine within the controller's process."""
+
+    policy_version = 0
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._draws = Draws(tokenizer)
+        self._stats = {"requests": 0.0, "sampled_tokens": 0.0, "prompt_tokens": 0.0}
 
     async def generate(
         self,
@@ -230,30 +273,15 @@ class WaitingEngine:
         global num_turns
         if not session.startswith("probe"):
             num_turns += 1
-        if not self._prompt:
-            self._prompt = len(prompt_ids)
-        turns = (len(prompt_ids) - self._prompt) / (TURN_TOKENS + RESULT_TOKENS)
-        last = round(turns) >= NUM_CALLS
-        row = self._rng.randrange(64)
-        token_ids = (self._answer if last else self._call).tolist()
-        logprobs = self._logprobs[row].tolist()
-        entropies = self._entropies[row].tolist()
-        seconds = _scale * TURN_S * (0.5 + self._rng.random())
+        done, seconds = self._draws.draw(len(prompt_ids))
         await asyncio.sleep(FIRST_PART * seconds)
         if on_tokens is not None:
-            first = slice(stream_interval)
-            on_tokens(Chunk(token_ids[first], logprobs[first], entropies[first]))
+            on_tokens(part_of(done, slice(stream_interval)))
         await asyncio.sleep((1 - FIRST_PART) * seconds)
         self._stats["requests"] += 1
-        self._stats["sampled_tokens"] += len(token_ids)
-        return Completion(
-            token_ids,
-            logprobs,
-            entropies,
-            "stop",
-            [VersionSpan(self.policy_version, 0, len(token_ids))],
-            stop=None if last else "</search>",
-        )
+        self._stats["sampled_tokens"] += len(done.token_ids)
+        done.version_spans = [VersionSpan(self.policy_version, 0, len(done.token_ids))]
+        return done
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
         self.policy_version = policy_version
@@ -263,6 +291,66 @@ class WaitingEngine:
 
     async def close(self) -> None:
         pass
+
+
+class WaitingServer:
+    """The server that waits, behind no connection; its URL is the folder of the model."""
+
+    def __init__(self, url: str, **options: object) -> None:
+        self.url = self.name = url
+        self.policy_version = 0
+        self._draws: Draws | None = None
+
+    async def connect(self, policy_version: int) -> ServerInfo:
+        self.policy_version = policy_version
+        return ServerInfo("waiting", "1", "policy", 4096, frozenset())
+
+    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
+        if self._draws is None:
+            self._draws = Draws(load_tokenizer(Path(self.url), with_weights=True))
+        done, seconds = self._draws.draw(len(request.prompt_ids))
+        if request.sampling.max_tokens == 1:  # a probe of the weights
+            return Completion([1], [-1.0], [0.0], "length", [VersionSpan(0, 0, 1)])
+        for share, part in ((FIRST_PART, slice(WINDOW)), (1 - FIRST_PART, slice(WINDOW, None))):
+            await asyncio.sleep(share * seconds)
+            on_chunk(part_of(done, part))
+        if done.stop not in request.sampling.stop:
+            done.stop = None
+        done.version_spans = [VersionSpan(self.policy_version, 0, len(done.token_ids))]
+        return done
+
+    async def load(self) -> ServerLoad:
+        return ServerLoad(0, 0, 0.0, 0)
+
+    async def load_weights(self, source: Path, policy_version: int) -> None:
+        self.policy_version = policy_version
+
+    async def keeps_label(self) -> bool:
+        return True
+
+    async def healthy(self) -> bool:
+        return True
+
+    def handed(self) -> bytes:
+        return b""
+
+    def take_over(self, handed: bytes) -> None:
+        """There is nothing to know."""
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+
+class WaitingPoolConfig(PooledEngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A pool over the server that waits."""
+
+    client: ClassVar[Callable[..., Any]] = WaitingServer
+
+    def max_context(self, model: Path, key: str = "engine") -> int:
+        return self.max_model_len
+
+    async def check_reachable(self, key: str = "engine") -> None:
+        """There is no connection."""
 
 
 class _Named(Struct):
@@ -350,8 +438,11 @@ class MeasuredTraining(Training):
 
         watching = asyncio.create_task(watch_memory())
         num_turns, before, below = 0, time.process_time(), _children_cpu_s()
+        asked = self.parts.engine.stats()["requests"]
         await super()._run_rl()
         own, others = time.process_time() - before, _children_cpu_s() - below
+        if self.workers is not None:
+            num_turns = int(self.parts.engine.stats()["requests"] - asked)
         sleeping.cancel()
         watching.cancel()
         self.figures = Figures(
@@ -383,14 +474,20 @@ async def _floor(num_rollouts: int) -> float:
     return (time.process_time() - before) / (num_rollouts * (NUM_CALLS + 1)) * 1e6
 
 
-def _write_workspace(folder: Path, prompts: int, address: str) -> None:
+def _write_workspace(folder: Path, prompts: int, num_workers: int, address: str) -> None:
     """Model, questions and configuration."""
+    engine = 'name = "launchers.overhead:WaitingConfig"'
+    if num_workers:
+        engine = f'''name = "launchers.overhead:WaitingPoolConfig"
+urls = ["{folder}/model"]
+entropies = "all"
+pool = {{ max_concurrency = 1000000 }}'''
     from launchers.quickstart import build_model
 
     build_model(folder / "model", seed=0)
     rows = [{"question": f"Which one is it? ({n})", "answer": "it"} for n in range(4 * prompts)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / CONFIG).write_text(f"""
+    config = f"""
 [run]
 dir = "{folder}/runs"
 [model]
@@ -417,12 +514,16 @@ groups_per_minibatch = {prompts}
 launch = "external"
 address = "{address}"
 [engine]
-name = "launchers.overhead:WaitingConfig"
+{engine}
 max_model_len = 4096
+[cluster]
+kind = "{"processes" if num_workers else "local"}"
+{f"workers = {num_workers}" if num_workers else ""}
 [train]
 num_steps = 4
 max_logprob_gap = 1e9
-""")
+"""
+    write_whole(folder / CONFIG, config)  # whoever waits for it reads it at once
 
 
 def measure(prompts: int, folder: Path) -> None:
@@ -436,11 +537,11 @@ def measure(prompts: int, folder: Path) -> None:
     (folder / FIGURES).write_text(json.dumps(asdict(training.figures)))
 
 
-def main(part: str, prompts: str, folder: str, address: str) -> None:
+def main(part: str, prompts: str, num_workers: str, folder: str, address: str) -> None:
     """One of the two processes of a measurement."""
     if part == "measure":
         return measure(int(prompts), Path(folder))
-    _write_workspace(Path(folder), int(prompts), address)
+    _write_workspace(Path(folder), int(prompts), int(num_workers), address)
     while True:  # the controller listens as soon as its set-up is that far
         try:
             return asyncio.run(serve_rank(address, os.environ[wire.TOKEN_VARIABLE]))

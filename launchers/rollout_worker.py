@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -14,14 +15,17 @@ from pathlib import Path
 
 from agentenv.actor import Actor
 from agentenv.cluster.engine import LinkedEngine
+from agentenv.cluster.leases import LeasedEngine
 from agentenv.cluster.link import StreamLink
 from agentenv.cluster.messages import Figures, Lost, named, pack
 from agentenv.cluster.worker import RolloutWorker
 from agentenv.config import build_config
 from agentenv.encoder import encode_beside
+from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.env import close_shared, shared_stats
 from agentenv.errors import AgentEnvError
 from agentenv.metrics import LoopLag
+from agentenv.model_files import read_eos_ids
 from launchers.assembly import TRAINED, TRAINING, AskingAssembly, actor_seed, training_set
 from launchers.cluster import (
     ADDRESS_VARIABLE,
@@ -40,14 +44,14 @@ from launchers.waits import Waits
 
 
 class WorkerAssembly(AskingAssembly[TrainConfig]):
-    """The parts of a rollout worker, whose model and servers of roles are there."""
+    """The parts of a rollout worker: set-up, model and servers of roles are there."""
 
     def __init__(self, config: TrainConfig, setup: Setup, stack: AsyncExitStack, say: Say) -> None:
         super().__init__(
             config, Path(setup.folder), stack, say, sets={TRAINED: training_set(config)}
         )
         self._model = Path(setup.model)
-        self.built["urls"] = setup.urls
+        self.built |= {"urls": setup.urls, "set_up": None}
 
     async def model(self) -> Path:
         return self._model
@@ -77,6 +81,28 @@ class WorkerView(View):
         self.tell(text)
 
 
+async def make_engine(
+    assembly: WorkerAssembly, setup: Setup, link: StreamLink
+) -> LinkedEngine | LeasedEngine:
+    """The servers of the controller's pool, or else the engine in the controller's process."""
+    config = assembly.config.engine
+    if not setup.is_leased:
+        return LinkedEngine(link)
+    assert isinstance(config, PooledEngineConfig)
+    model = await assembly.model()
+    return LeasedEngine(
+        link,
+        config.server_maker(setup.vocab_size),
+        model,
+        vocab_size=setup.vocab_size,
+        eos_ids=read_eos_ids(model, await assembly.tokenizer()),
+        config=config.pool,
+        name=f"agentenv-{secrets.token_hex(6)}",
+        seed=assembly.config.run.seed,
+        entropies=config.entropies,
+    )
+
+
 async def build(setup: Setup, link: StreamLink, stack: AsyncExitStack, say: Say) -> RolloutWorker:
     """The worker; `stack` closes what it is made of."""
     config = build_config(TrainConfig, setup.config, "the controller")
@@ -84,7 +110,8 @@ async def build(setup: Setup, link: StreamLink, stack: AsyncExitStack, say: Say)
     stack.push_async_callback(close_shared)
     renderer = (await assembly.renderers())[TRAINED]
     encode_beside(renderer, stack)
-    sampling, engine = config.sampling.train, LinkedEngine(link)
+    sampling, engine = config.sampling.train, await make_engine(assembly, setup, link)
+    stack.push_async_callback(engine.close)
     actor = Actor(
         engine,
         renderer,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from agentenv.actor import Actor
 from agentenv.cluster.engine import LinkedEngine
-from agentenv.cluster.link import Link, linked
+from agentenv.cluster.link import READ_BYTES, Link, StreamLink, linked
 from agentenv.cluster.messages import BEAT_S, read_asked
 from agentenv.cluster.worker import RolloutWorker
 from agentenv.cluster.workers import Left, RolloutWorkers
@@ -373,3 +373,42 @@ def test_what_a_worker_says_is_told_with_its_name() -> None:
         return cluster.told
 
     assert clustered(work) == ["b: 2 rollouts wait for the tool 'search'"]
+
+
+def test_a_worker_that_says_what_cannot_be_read_costs_no_tree() -> None:
+    async def work(cluster: Cluster) -> list[TrajectoryTree]:
+        growing = [asyncio.create_task(cluster.rollout(index)) for index in range(4)]
+        await asyncio.sleep(1.0)
+        cluster.ends["a"].send(b"\xc1 no message")
+        found = await asyncio.gather(*growing)
+        assert "a/trees" not in cluster.workers.stats()
+        return found
+
+    found = clustered(work, latency_s=1.0)
+    assert list(map(grown, found)) == [grown(alone(index, latency_s=1.0)) for index in range(4)]
+
+
+async def test_frames_of_any_size_arrive_in_their_order() -> None:
+    sizes = [0, 5, 1, READ_BYTES - 3, 7, 3 * READ_BYTES + 11, 2, READ_BYTES] * 3
+    frames = [bytes([n % 251]) * size for n, size in enumerate(sizes)]
+    received: list[bytes] = []
+    done = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = StreamLink(reader, writer)
+        with suppress(EOFError):
+            while True:
+                received.append(await link.receive())
+        link.close()
+        done.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        link = StreamLink(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+        for frame in frames:
+            link.send(frame)
+            if len(frame) < 3:
+                await asyncio.sleep(0.01)
+        link.close()
+        await done.wait()
+    assert received == frames

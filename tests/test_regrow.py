@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from agentenv.actor import Actor
+from agentenv.engines.scripted import ScriptedEngine
+from agentenv.frames import frames_of
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.regrow import cannot_grow_again, differences
 from agentenv.tree import TrajectoryTree, of_frame, to_frame
-from agentenv.types import Limit, Limits
+from agentenv.types import Chunk, Completion, Limit, Limits
 from agentenv.virtual_clock import run_virtual
 from learners.aepo import AEPO
 from learners.arpo import ARPO
 from tests.support.toy import CountingEnv
 from tests.test_actor import AlwaysFork
-from tests.test_journal import TASK, Failing, make_actor
+from tests.test_journal import TASK, Failing, cuts, make_actor, read
+from tests.test_journal import grown as journaled
 
 PLANS: dict[str, RolloutPlan] = {
     "independent": Independent(4),
@@ -96,6 +100,51 @@ def forked(plan: RolloutPlan) -> tuple[TrajectoryTree, Any]:
     raise AssertionError("no tree forks")
 
 
+class Trained(ScriptedEngine):
+    """As after an update: the same texts, of which it is surer or less sure."""
+
+    async def generate(self, *arguments: Any, on_tokens: Any = None, **keys: Any) -> Completion:
+        def moved(entropies: list[float]) -> list[float]:
+            return [1.7 * one % 0.9 for one in entropies]
+
+        def tell(chunk: Chunk) -> None:
+            on_tokens(replace(chunk, entropies=moved(chunk.entropies)))
+
+        told = tell if on_tokens else None
+        done = await super().generate(*arguments, on_tokens=told, **keys)
+        return replace(done, entropies=moved(done.entropies))
+
+
+@pytest.mark.parametrize(("name", "index"), [("forks", 2), ("arpo", 5), ("aepo", 3)])
+@pytest.mark.parametrize("engine", [ScriptedEngine, Trained])
+def test_a_tree_that_goes_on_after_crashes_grows_again_as_it_was(
+    tmp_path: Path, name: str, index: int, engine: type[ScriptedEngine]
+) -> None:
+    """After every crash that is possible, and after a second one."""
+    plan, actor = PLANS[name], make_actor(engine)
+    journaled(tmp_path / "whole", make_actor(), plan, index=index)
+    num_forked = 0
+    for number, cut in enumerate(cuts(tmp_path / "whole")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "000001.frames").write_bytes(cut)
+        recorded = read(folder, index=index)
+        if recorded is None or recorded.is_finished:
+            continue
+        num_forked += any(node.num_forks for node in recorded.tree.nodes)
+        once = journaled(folder, actor, plan, index=index, incarnation=2)
+        last = max(path for path in folder.glob("*.frames") if path.stat().st_size)
+        ends = [at + size for at, size, _ in frames_of(last.read_bytes())]
+        last.write_bytes(last.read_bytes()[: ends[len(ends) // 2]])
+        twice = journaled(folder, actor, plan, index=index, incarnation=3)
+        again = read(folder, index=index)
+        assert again is not None
+        for tree in (once, twice, again.tree):
+            assert cannot_grow_again(tree) == ""
+            assert found(tree, plan) == []
+    assert num_forked > 2
+
+
 def test_forks_of_another_number_are_named() -> None:
     tree, node = forked(PLANS["forks"])
     node.num_forks += 1
@@ -131,7 +180,7 @@ def test_what_is_not_recorded_is_said() -> None:
     tree, _ = forked(PLANS["forks"])
     assert cannot_grow_again(tree) == ""
     events, tree.events = tree.events, tree.events[3:]
-    assert "earlier process" in cannot_grow_again(tree)
+    assert "not recorded" in cannot_grow_again(tree)
     tree.events = events
     tree.leaves()[0].limit = Limit.SECONDS
     assert "time ran out" in cannot_grow_again(tree)

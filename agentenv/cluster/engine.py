@@ -4,7 +4,8 @@
                   ^                                |
                   +--- Tokens, Stand, Turn, Refused
 
-For engines that no server serves: the embedded one and the scripted one.
+For engines that are no pool of servers: the embedded one and the scripted one; and for servers that
+only one process may ask (PooledEngineConfig.is_shared).
 """
 
 from __future__ import annotations

@@ -8,9 +8,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Protocol
 
 PREFIX_BYTES = 8
+READ_BYTES = 1 << 18
 LAST_S = 5.0  # in which the other end reads what was sent before a close
 
 
@@ -76,6 +78,9 @@ class StreamLink:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._unsent: list[bytes] = []
+        self._received: deque[bytes] = deque()  # frames
+        self._rest = b""  # of what was read, the beginning of a frame
+        self._missing = 0  # bytes of that frame, as far as they are known
         self._is_closed = False
 
     def send(self, frame: bytes) -> None:
@@ -91,11 +96,31 @@ class StreamLink:
             self._writer.write(b"".join(unsent))
 
     async def receive(self) -> bytes:
-        try:
-            prefix = await self._reader.readexactly(PREFIX_BYTES)
-            return await self._reader.readexactly(int.from_bytes(prefix, "little"))
-        except OSError as error:
-            raise EOFError(f"the connection broke: {error}") from error
+        while not self._received:
+            try:
+                if self._missing > READ_BYTES:
+                    data = await self._reader.readexactly(self._missing)
+                else:
+                    data = await self._reader.read(READ_BYTES)
+            except OSError as error:
+                raise EOFError(f"the connection broke: {error}") from error
+            if not data:
+                raise EOFError("the connection ended")
+            self._take(self._rest + data if self._rest else data)
+        return self._received.popleft()
+
+    def _take(self, data: bytes) -> None:
+        """Cut what was read into frames; many come at once."""
+        start, size, self._missing = 0, len(data), 0
+        while size - start >= PREFIX_BYTES:
+            begin = start + PREFIX_BYTES
+            end = begin + int.from_bytes(data[start:begin], "little")
+            if end > size:
+                self._missing = end - size
+                break
+            self._received.append(data[begin:end])
+            start = end
+        self._rest = data[start:]
 
     def close(self) -> None:
         if not self._is_closed:

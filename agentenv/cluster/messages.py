@@ -6,19 +6,26 @@
                                                    journal; the last frame is its end
                                   <-----  Lost     what its rollout raised
     Drop(number)                  ----->           nobody wants that tree any more
-                                  <-----  Sample   a turn, of an engine in the controller's process
+                                  <-----  Seek     a place on a server of the pool
+    Serves, Seated, Refused       ----->           which server, and what is needed to ask it
+    Standing, BreakOff            ----->           what happens to the server meanwhile
+                                  <-----  Heard    it has given its first token
+                                  <-----  Leave    what became of the requests
+    Settled                       ----->           what that says of a server that was full
+                                  <-----  Sample   a turn, of an engine that is no pool
     Tokens, Stand, Turn, Refused  ----->           what becomes of it
-                                  <-----  Quit     nobody wants that turn any more
+                                  <-----  Quit     nobody wants that place or turn any more
                                   <-----  Alive    every BEAT_S, with figures
                                   <-----  Say      something for people
 
-`number` names a tree, or a turn, on one link: a tree that is asked for again has another one.
+`number` names a tree, a place or a turn on one link: a tree that is asked for again has another
+one.
 """
 
 from __future__ import annotations
 
 from traceback import format_exception
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -81,7 +88,52 @@ class Refused(Struct, array_like=True, frozen=True, tag=6):
     is_final: bool
 
 
-Asked = Grow | Drop | Tokens | Stand | Turn | Refused
+class Serves(Struct, array_like=True, frozen=True, tag=7):
+    """A server of the pool, by its number there, and what a client in another process needs
+    (Server.handed); before it is first named, and anew after each connection."""
+
+    server: int
+    url: str
+    handed: bytes
+
+
+class Seated(Struct, array_like=True, frozen=True, tag=8):
+    """A place on a server, which serves this version. `on_trial`: its first token is waited for."""
+
+    number: int
+    server: int
+    policy_version: int
+    on_trial: bool
+
+
+class Standing(Struct, array_like=True, frozen=True, tag=9):
+    """The weights of the server are being replaced from now on, or have been, by this version."""
+
+    number: int
+    stands: bool
+    policy_version: int
+
+
+class BreakOff(Struct, array_like=True, frozen=True, tag=10):
+    """End what runs in the place: the server is gone, or to be left alone, or sleeps. `is_dead`: so
+    is the pool."""
+
+    number: int
+    reason: str
+    asleep: bool
+    is_dead: bool = False
+
+
+class Settled(Struct, array_like=True, frozen=True, tag=11):
+    """What is wrong with a server that refused a request because it is full; empty: nothing."""
+
+    number: int
+    problem: str
+
+
+OfTurn = Tokens | Stand | Turn | Refused
+OfPlace = Serves | Seated | Standing | BreakOff | Settled | Refused
+Asked = Grow | Drop | OfTurn | OfPlace
 
 
 class Told(Struct, array_like=True, frozen=True, tag=1):
@@ -143,7 +195,43 @@ class Say(Struct, array_like=True, frozen=True, tag=6):
     text: str
 
 
-Answer = Told | Lost | Sample | Quit | Alive | Say
+class Seek(Struct, array_like=True, frozen=True, tag=7):
+    """Ask for a place on a server. `avoid`: numbers of servers that failed the turn; the others are
+    arguments of `Engine.generate`."""
+
+    number: int
+    session: str
+    order: tuple[int, int]
+    avoid: list[int] = []
+
+
+class Heard(Struct, array_like=True, frozen=True, tag=8):
+    """A server that was on trial has given a token."""
+
+    number: int
+
+
+Trouble = Literal["lost", "silent", "broken", "foreign", "reset", "full"]
+
+
+class Leave(Struct, array_like=True, frozen=True, tag=9):
+    """The place is free again. `answers` are tokens and seconds of the requests that came to their
+    end, `trouble` is what ended the last one otherwise, `retry_after_s` of one that was "full",
+    which is answered with Settled. `is_complete`: the part of a turn came to its end. `counts` are
+    those of the worker's client since the last Leave."""
+
+    number: int
+    num_requests: int
+    num_tokens: int
+    answers: list[tuple[int, float]]
+    counts: dict[str, int]
+    is_complete: bool = False
+    trouble: Trouble | None = None
+    text: str = ""
+    retry_after_s: float = 0.0
+
+
+Answer = Told | Lost | Sample | Quit | Alive | Say | Seek | Heard | Leave
 
 pack = packed
 read_asked = msgspec.msgpack.Decoder(Asked).decode

@@ -7,9 +7,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from typing import Any, Protocol
 
 from agentenv.actor import Actor
-from agentenv.cluster.engine import LinkedEngine
 from agentenv.cluster.link import Link
 from agentenv.cluster.messages import (
     BEAT_S,
@@ -47,10 +47,20 @@ class Frames:
         """Returns at once: it is the controller that waits until a tree is on the disk."""
 
 
+class AskingEngine(Protocol):
+    """The engine of a worker: LinkedEngine or LeasedEngine."""
+
+    policy_version: int
+
+    def hear(self, said: Any) -> None:
+        """What the controller says of its turns, or of their places."""
+        ...
+
+
 class RolloutWorker:
     """Grows trees on `actor` by `plan` for whoever is at the other end of the link.
 
-    `engine` is the actor's where that asks over the link. `look` may fill in figures before they
+    `engine` is the actor's, and asks over the link. `look` may fill in figures before they
     are told.
     """
 
@@ -59,7 +69,7 @@ class RolloutWorker:
         actor: Actor,
         plan: RolloutPlan,
         link: Link,
-        engine: LinkedEngine,
+        engine: AskingEngine,
         *,
         settings: str = "",
         incarnation: int = 0,

@@ -18,8 +18,11 @@ from contextlib import suppress
 from itertools import count
 from typing import NamedTuple
 
+import msgspec
+
 from agentenv.actor import Actor
 from agentenv.cluster.engine import Turns
+from agentenv.cluster.leases import Leases
 from agentenv.cluster.link import Link
 from agentenv.cluster.messages import (
     BEAT_S,
@@ -28,16 +31,20 @@ from agentenv.cluster.messages import (
     Drop,
     Figures,
     Grow,
+    Heard,
+    Leave,
     Lost,
     Quit,
     Sample,
     Say,
+    Seek,
     Told,
     pack,
     raised,
     read_answer,
 )
 from agentenv.engine import Engine
+from agentenv.engines.pool.pool import EnginePool
 from agentenv.errors import WorkerError
 from agentenv.journal import Journal, Packed, Recorded, TreeFrames, pack_recorded
 from agentenv.tree import TrajectoryTree
@@ -69,6 +76,7 @@ class _Worker:
     def __init__(self, name: str, link: Link, engine: Engine) -> None:
         self.name, self.link = name, link
         self.turns = Turns(engine, link)
+        self.leases = Leases(engine, link) if isinstance(engine, EnginePool) else None
         self.trees: dict[int, _Growing] = {}
         self.figures = Figures()
         self.heard = asyncio.get_running_loop().time()
@@ -175,9 +183,12 @@ class RolloutWorkers:
         try:
             while True:
                 self._take(worker, read_answer(await link.receive()))
-        except EOFError as error:
-            silent = f"it has said nothing for {self._silence_s:g} s (cluster.silence_s)"
-            why = silent if worker.is_hanging else str(error)
+        except (EOFError, msgspec.DecodeError) as error:
+            why = str(error)
+            if isinstance(error, msgspec.DecodeError):
+                why = f"it said what cannot be read ({error})"
+            elif worker.is_hanging:
+                why = f"it has said nothing for {self._silence_s:g} s (cluster.silence_s)"
             moved = sorted(growing.index for growing in worker.trees.values())
             return Left(why, worker.num_ended, moved)
         finally:
@@ -185,6 +196,8 @@ class RolloutWorkers:
             link.abort()
             del self._workers[name]
             await worker.turns.close()
+            if worker.leases is not None:
+                worker.leases.close()
             self._move(worker)
             self._left.set()
 
@@ -195,8 +208,13 @@ class RolloutWorkers:
                 self._frame(worker, told)
             case Sample():
                 worker.turns.sample(told)
+            case Seek() | Heard() | Leave():
+                assert worker.leases is not None, "places are those of a pool"
+                worker.leases.hear(told)
             case Quit():
                 worker.turns.quit(told.number)
+                if worker.leases is not None:
+                    worker.leases.quit(told.number)
             case Lost():
                 growing = worker.trees.pop(told.number, None)
                 if growing is not None and not growing.ended.done():

@@ -82,6 +82,28 @@ class MalformedReplyError(EngineError):
     """A reply with status 200 that is not what was asked for."""
 
 
+def base_url(url: str) -> URL:
+    """The URL of a server, parsed. Raises ConfigError."""
+    base = URL(url.rstrip("/"))
+    if base.scheme not in ("http", "https") or not base.host:
+        raise ConfigError(f"engine URL {url!r}: expected http://HOST:PORT or https://HOST")
+    return base
+
+
+async def why_unreachable(url: str) -> str:
+    """Why nothing can be connected to at this URL; empty: something can. Raises ConfigError."""
+    base = base_url(url)
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(base.host, base.port)
+    except TimeoutError:
+        return f"no connection within {CONNECT_S:g} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    writer.close()
+    return ""
+
+
 class HttpClient:
     """Calls to one base URL. `name` is the URL without credentials.
 
@@ -101,11 +123,8 @@ class HttpClient:
         wait_s: float = 600.0,
         fresh_posts: bool = False,
     ) -> None:
-        base = URL(url.rstrip("/"))
-        if base.scheme not in ("http", "https") or not base.host:
-            raise ConfigError(f"engine URL {url!r}: expected http://HOST:PORT or https://HOST")
-        self._base = base
-        self.name = str(base.with_user(None).with_query(None)).rstrip("/")
+        self._base = base_url(url)
+        self.name = str(self._base.with_user(None).with_query(None)).rstrip("/")
         self.wait_s, self._call_s = wait_s, call_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._fresh_posts = fresh_posts

@@ -6,7 +6,8 @@ load_weights, receive (a broadcast):
 
 Each change names the weights by a label, policy version and nonce ("17-ab12..."). The server writes
 the label beside each token, gives it back when asked, and a process that has taken its place does
-not know it.
+not know it. Labels of one client begin their nonces alike, so that whoever samples on the server
+for it, in another process, knows them too.
 
 No request meets keys and values of other weights, in one of two ways (`update_kv`):
 
@@ -31,7 +32,9 @@ from math import exp, isfinite, log, nan
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar, cast
 
+import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from agentenv.engines.client import FailedError, HttpClient, RefusedError, all_of
 from agentenv.engines.server import ForeignWeightsError, ServerInfo, ServerLostError
@@ -213,6 +216,18 @@ class Facts(Struct, frozen=True):
 F = TypeVar("F", bound=Facts)
 
 
+class Handed(Struct, Generic[F], array_like=True, frozen=True):
+    """See Server.handed; `nonce` is that with which all labels of the client begin."""
+
+    facts: F
+    salt: str
+    nonce: str
+
+
+async def _nobody() -> None:
+    """No other process has requests on it."""
+
+
 class RemoteServer(ABC, Generic[F]):
     """One engine server; see Server, and Receiver for weights by broadcast.
 
@@ -225,6 +240,7 @@ class RemoteServer(ABC, Generic[F]):
 
     transfer: ClassVar[TransferRoutes]
     tried: ClassVar[str]  # what a version begins with that the contract tests ran with
+    facts: ClassVar[type[Facts]]
 
     def __init__(
         self,
@@ -238,6 +254,7 @@ class RemoteServer(ABC, Generic[F]):
         update_kv: UpdateKV = "recompute",
     ) -> None:
         check_top_k(entropy_top_k)
+        self.url = url
         self._http, *controls = (
             HttpClient(each, api_key=api_key, wait_s=load_s, fresh_posts=True)
             for each in (url, *control_urls)
@@ -251,7 +268,8 @@ class RemoteServer(ABC, Generic[F]):
         self._label = ""
         self._update_kv = update_kv
         self._run_salt = ""
-        self._versions: dict[str, int] = {}  # by label, of all that this client named
+        self._nonce = secrets.token_hex(8)  # in all labels of this client
+        self._num_labels = 0
         self._doubt = "connect was not called"  # why nobody knows what it serves; empty: known
         self._half_loaded = False  # since a load that was not completed: not to be sampled from
         self._changing = asyncio.Lock()  # held by whoever changes the weights
@@ -259,6 +277,8 @@ class RemoteServer(ABC, Generic[F]):
         self._open.set()
         self._ranks = Ranks()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.before_release: Callable[[], Awaitable[None]] = _nobody
+        self.on_named: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:
@@ -289,6 +309,17 @@ class RemoteServer(ABC, Generic[F]):
                 await self._try_out()
                 self._doubt = ""
             return facts.info
+
+    def handed(self) -> bytes:
+        """See Server.handed. With the cache kept, salts change with each update, which other
+        processes hear of too late: they must not be given such a server."""
+        facts = replace(self._connected(), layout=None)
+        return msgspec.msgpack.encode(Handed(facts, self._run_salt, self._nonce))
+
+    def take_over(self, handed: bytes) -> None:
+        found = msgspec.msgpack.decode(handed, type=Handed[self.facts])  # type: ignore[name-defined]
+        self._facts, self._run_salt, self._nonce = found.facts, found.salt, found.nonce
+        self._ranks.count, self._doubt = found.facts.num_ranks, ""
 
     async def healthy(self) -> bool:
         try:
@@ -405,10 +436,11 @@ class RemoteServer(ABC, Generic[F]):
 
     async def _name(self, policy_version: int) -> None:
         """Give the weights in place, whatever they are, a label of this version."""
-        label = f"{policy_version}-{secrets.token_hex(8)}"
-        self._versions[label] = policy_version
+        self._num_labels += 1
+        label = f"{policy_version}-{self._nonce}{self._num_labels}"
         await self._write_label(label)
         self._label, self._policy_version = label, policy_version
+        self.on_named()
 
     async def _check_alone(self) -> None:
         """Raises ConfigError if several servers answer behind one URL, of which each update would
@@ -456,13 +488,14 @@ class RemoteServer(ABC, Generic[F]):
     def _span(self, label: str, start: int, end: int) -> VersionSpan:
         """The version that sampled the tokens from `start` to `end`. ForeignWeightsError if this
         client gave no weights of the server such a label."""
-        if label not in self._versions:
+        version, _, nonce = label.rpartition("-")
+        if not nonce.startswith(self._nonce):
             raise ForeignWeightsError(
                 f"{self.name} sampled tokens {start} to {end} with weights labelled {label!r}, "
                 "which this run did not load: was it restarted, or does someone else load weights "
                 "into it?"
             )
-        return VersionSpan(self._versions[label], start, end)
+        return VersionSpan(int(version), start, end)
 
     async def _post(
         self, path: str, body: Any = None, timeout_s: float | None = None, **params: str

@@ -7,7 +7,7 @@ Server                 one URL: one request, one abort, one load of weights; kee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -115,7 +115,20 @@ class Request(Struct, frozen=True):
 class Server(Receiver, Protocol):
     """One engine server. All methods raise ServerLostError when it is gone or broken, and
     EngineError for what it refuses or what the client refuses on its behalf. Those of Receiver are
-    used with the feature "broadcast" only."""
+    used with the feature "broadcast" only.
+
+    `before_release` is awaited before a server goes on whose weights are half loaded: requests that
+    other processes have on it would kill it. `on_named` is called when its weights have got another
+    version, before it goes on.
+    """
+
+    before_release: Callable[[], Awaitable[None]]
+    on_named: Callable[[], None]
+
+    @property
+    def url(self) -> str:
+        """As it was given."""
+        ...
 
     @property
     def name(self) -> str:
@@ -167,6 +180,15 @@ class Server(Receiver, Protocol):
     async def wake(self) -> None:
         """Take the memory again, with an empty cache. The process may be another one than the one
         that fell asleep, so that weights have to be loaded before it is used."""
+        ...
+
+    def handed(self) -> bytes:
+        """What a client in another process needs to sample on it; see `take_over`."""
+        ...
+
+    def take_over(self, handed: bytes) -> None:
+        """Sample on a server that the client which gave this keeps: only `generate`, `name` and
+        `close` are used then. After each connection it is given anew."""
         ...
 
     async def keeps_label(self) -> bool:

@@ -7,7 +7,7 @@ import copy
 import logging
 import shutil
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from agentenv.encoder import encode_beside
 from agentenv.engine import Engine, EngineStart
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
+from agentenv.errors import AgentEnvError
 from agentenv.model_files import vocab_size
 from agentenv.offload import in_thread
 from agentenv.plan import RolloutPlan
@@ -50,14 +51,16 @@ from launchers.rl.publishing import (
 from launchers.rundir import COLD_START, RunDirectory, link_model
 from launchers.serving.gpus import learner_gpus
 from launchers.supervised.data import Demonstrations, check_stages, load_demonstrations
-from learners.checkpoint import saved_version
-from learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
+from learners.deepspeed_learner import DeepSpeedLearner, LearnerSender, start_ranks
+from learners.learner import read_saved
 from learners.lora import ADAPTER_FOLDER, frozen_model
+from learners.ranks import RankGroup
 
 logger = logging.getLogger(__name__)
 
 NUM_PROBE_PROMPTS = 8
 MEMORY = Path("/dev/shm")
+LEARNER_LOG = "learner.log"
 
 
 @dataclass
@@ -104,6 +107,8 @@ async def build_parts(
     """Check and build everything; `stack` closes it. Raises ConfigError or DataError for the
     user's mistakes. With a checkpoint, engine and learner start from it and no set-up is run."""
     assembly = TrainingAssembly(config, run.path, checkpoint, stack, say)
+    if checkpoint is not None:  # it has been found in order before
+        assembly.begin_ranks()
     await refuse(assembly)
     return await assembly.parts()
 
@@ -122,6 +127,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         say: Say,
     ) -> None:
         trained = training_set(config)
+        self._starting: asyncio.Task[RankGroup] | None = None
         sets = {TRAINED: trained}
         for name, one in config.eval.sets.items():
             sets[eval_key(name)] = replace(
@@ -145,7 +151,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         """Where the weights begin; of a checkpoint what stays when that is pruned, since servers
         that start again, and each publish, read from it."""
         if self.checkpoint is None:
-            return await self.own_model(self.config.run, self.config.model.path)
+            return await self.own_model(self.config.model.path)
         folder = self.folder / "resumed"
         self.stack.callback(shutil.rmtree, folder, ignore_errors=True)
         return await in_thread(link_model, self.checkpoint, folder)
@@ -212,6 +218,21 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         check_stages(sft, learned)
         return learned, gate
 
+    def begin_ranks(self) -> None:
+        """Let the learner's ranks start beside what is checked from now on: they import for
+        seconds."""
+        starting = self._starting = asyncio.create_task(self._start_ranks())
+
+        async def close() -> None:
+            starting.cancel()
+            with suppress(AgentEnvError, asyncio.CancelledError):
+                await (await starting).close()
+
+        self.stack.push_async_callback(close)
+
+    async def _start_ranks(self) -> RankGroup:
+        return await start_ranks(self.config.learner, self.folder / LEARNER_LOG, await self.gpus())
+
     @once
     async def learner(self) -> DeepSpeedLearner:
         """At the version of the checkpoint; asleep where it shares its GPUs."""
@@ -220,9 +241,10 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             config.learner,
             config.algorithm,
             frozen_model(self.checkpoint) or await self.model(),
-            self.folder / "learner.log",
+            self.folder / LEARNER_LOG,
             seed=config.run.seed,
             gpus=gpus,
+            ranks=None if self._starting is None else await self._starting,
         )
         self.stack.push_async_callback(learner.close)
         if self.checkpoint is not None:
@@ -241,7 +263,9 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             EngineStart(
                 model=(frozen_model(checkpoint) or model) if rank else model,
                 tokenizer=await self.tokenizer(),
-                policy_version=(0 if checkpoint is None else saved_version(checkpoint / "trainer")),
+                policy_version=(
+                    0 if checkpoint is None else read_saved(checkpoint / "trainer").policy_version
+                ),
                 limits=config.limits,
                 stack=self.stack,
                 servers=self.servers,

@@ -28,7 +28,7 @@ from launchers.evaluation.store import EvalRow
 from launchers.rl import report
 from launchers.rl.report import entropy_line, write_entropy, write_plots
 from launchers.rl.state import BriefReport, RunState
-from launchers.rundir import RunDirectory
+from launchers.rundir import LOG_FILE, RunDirectory
 from launchers.terminal import View
 from launchers.trajectories import write_rows
 from learners.credit import TreeCredit
@@ -168,7 +168,8 @@ class Recorder:
         self.view.say(report.report_line(result, when))
         if when in report.PHASES and result.name == self.report_set:
             path, append = self.run.path / "samples.txt", when != "before_sft"
-            report.write_samples(path, when, done, append=append)
+            title = report.phase_title(when, cold_start=self.config.sft is not None)
+            report.write_samples(path, title, done, append=append)
 
     def finish(
         self,
@@ -193,8 +194,9 @@ class Recorder:
         )
         self.run.write_json("summary.json", summary)
         if self.report_set:
-            self.view.show(report.final_table(state, self.report_set))
-        pictures = ", ".join(self.draw())
+            table = report.final_table(state, self.report_set, cold_start=config.sft is not None)
+            self.view.show(table)
+        pictures = self.draw()
         if line := entropy_line(state.entropy):
             self.view.say(line)
         for line in engine.get("told", ()):
@@ -203,10 +205,10 @@ class Recorder:
             times = "  ".join(f"{name} {value:.0f}" for name, value in seconds.items())
             self.view.say(f"{clock} seconds: {times}")
         last = self.run.checkpoints.path(state.step).name
-        self.view.say(
-            f"written to {self.run.path}: summary.json, {pictures}, entropy.csv, samples.txt, "
-            f"metrics.jsonl, trajectories/, {EVALUATIONS}/, checkpoints/{last}"
-        )
+        written = ["summary.json", *pictures, "entropy.csv", "samples.txt", "metrics.jsonl"]
+        written += [LOG_FILE, "trajectories/", f"{ARCHIVE}/", f"{EVALUATIONS}/"]
+        there = [name for name in written if (self.run.path / name).exists()]
+        self.view.say(f"written to {self.run.path}: {', '.join(there)}, checkpoints/{last}")
 
     def draw(self) -> list[str]:
         """The pictures of the run so far; returns their names."""

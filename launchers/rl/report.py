@@ -174,41 +174,44 @@ def write_plots(metrics: Path, folder: Path, name: str) -> list[str]:
     if not metrics.is_file():
         return []
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    learning_curve(rows, folder / "curve.png", name)
+    (folder / "curve.png").write_bytes(png(learning_curve(rows, name)))
     return ["curve.png", *_training(_steps(rows), folder / "training.png", name)]
 
 
-def learning_curve(rows: Sequence[Row], target: Path, name: str) -> None:
-    """Plot training reward and success by step, and the evaluations."""
+def learning_curve(rows: Sequence[Row], name: str) -> Any:
+    """A figure of training reward and success by step, and of the evaluations."""
     steps = _steps(rows)
-    figure, (left, right) = panels(1, 2, (11, 4.2), name)
+    figure, (left, right) = panels(1, 2, (11, 5), name)
     for key, label in (("reward/success", "success"), ("reward/mean", "reward")):
         left.plot([r["step"] for r in steps], [r.get(key) for r in steps], label=label)
     left.set(title="training rollouts (sampled)", xlabel="update", ylim=(-1.05, 1.15))
-    left.legend(loc="lower right")
-    eval_keys = _eval_keys(rows)
-    for key, style in eval_keys:
+    for key, style in _eval_keys(rows):
         points = [(row["step"], row[key]) for row in rows if key in row]
         label = key.removeprefix("eval/").removesuffix("/success")
-        right.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+        latest = dict(points)  # of a step: what came before a cold start is a point by itself
+        joined = len(latest) > 2  # which two points alone are not: nobody looked in between
+        (line,) = right.plot(
+            latest.keys(), latest.values(), style if joined else style[0], label=label, markersize=5
+        )
+        right.plot(*zip(*points, strict=True), style[0], color=line.get_color(), markersize=5)
     right.set(title="evaluation success (sampled)", xlabel="update", ylim=(-0.02, 1.02))
-    if eval_keys:
-        right.legend(loc="lower right", fontsize="small")
-    target.write_bytes(png(figure))
+    for axes in (left, right):
+        axes.locator_params(axis="x", integer=True)
+    return figure
 
 
 def _eval_keys(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Success keys with a line style: whole sets solid, kinds of questions dotted."""
+    """Success keys with marker and line: whole sets solid, kinds of questions dotted."""
     keys = sorted({k for row in rows for k in row if k.startswith("eval/")})
     keys = [key for key in keys if key.endswith("/success")]
-    return [(key, "o-" if key.count("/") == 2 else "o:") for key in keys]
+    return [(key, "o-" if key.count("/") == 2 else ".:") for key in keys]
 
 
 def _training(steps: Sequence[Row], target: Path, name: str) -> list[str]:
     """Everything beside the reward, by step: queue, lengths, tools, learner, seconds."""
     if not steps:
         return []
-    figure, axes = panels(3, 3, (13, 9.5), f"{name}: by update")
+    figure, axes = panels(3, 3, (13, 10.5), f"{name}: by update")
     places = iter(axes)
     calls = sorted({key for row in steps for key in row if _is_tool(key, ("calls", "errors"))})
     for title, keys in (*PANELS, ("tool calls a step", calls)):
@@ -227,6 +230,7 @@ def _panel(axes: Any, title: str, steps: Sequence[Row], keys: Sequence[str]) -> 
             marker = "." if len(points) < 3 else ""
             axes.plot(*zip(*points, strict=True), dotted + marker, label=label)
     axes.set_title(title, fontsize="medium")
+    axes.locator_params(axis="x", integer=True)
 
 
 def _seconds(axes: Any, steps: Sequence[Row]) -> None:
@@ -237,7 +241,6 @@ def _seconds(axes: Any, steps: Sequence[Row]) -> None:
     labels = [key.removeprefix("time/").removesuffix("_s") for key in parts]
     if parts:
         axes.stackplot([row["step"] for row in steps], values, labels=labels)
-        axes.legend(fontsize="small", loc="upper left")
     axes.set_title("seconds of a step, by part", fontsize="medium")
 
 
@@ -252,10 +255,17 @@ def _steps(rows: Sequence[Row]) -> list[Row]:
 
 PHASES = ("before_sft", "after_sft", "after_rl")
 TITLES = {
-    "before_sft": "untrained",
+    "before_sft": "before cold start",
     "after_sft": "after cold start",
     "after_rl": "after RL",
 }
+
+
+def phase_title(phase: str, *, cold_start: bool) -> str:
+    """What a person reads of a phase; without a cold start its two are one."""
+    return TITLES[phase] if cold_start or phase == "after_rl" else "before RL"
+
+
 NUM_SAMPLES = 4
 
 
@@ -312,9 +322,10 @@ def report_metrics(report: BriefReport) -> dict[str, Any]:
     return row
 
 
-def final_table(state: RunState, name: str) -> Table:
+def final_table(state: RunState, name: str, *, cold_start: bool) -> Table:
     """Success by kind and phase with 95 % Wilson intervals."""
-    phases = [phase for phase in PHASES if name in state.reports.get(phase, {})]
+    there = PHASES if cold_start else ("before_sft", "after_rl")
+    phases = [phase for phase in there if name in state.reports.get(phase, {})]
     counts = {state.reports[phase][name].overall.num_trajectories for phase in phases}
     count = "-".join(map(str, sorted(counts)))
     reports = [state.reports[phase][name] for phase in phases]
@@ -327,7 +338,7 @@ def final_table(state: RunState, name: str) -> Table:
     ]
     return Table(
         title=f"success on {name}, sampled, n = {count} (95 % Wilson interval)",
-        columns=["questions", *(TITLES[phase] for phase in phases)],
+        columns=["questions", *(phase_title(one, cold_start=cold_start) for one in phases)],
         rows=rows,
         sections=[len(kinds)],
     )
@@ -404,11 +415,11 @@ def _phases(seconds: dict[str, float]) -> dict[str, float]:
     return phases | {"total": round(sum(seconds.values()), 2)}
 
 
-def write_samples(path: Path, phase: str, rows: Sequence[EvalRow], *, append: bool) -> None:
+def write_samples(path: Path, title: str, rows: Sequence[EvalRow], *, append: bool) -> None:
     """A few complete trajectories as readable text, one of each kind of question."""
     firsts = {row.kind: row for row in reversed(rows)}
     chosen = [row for row in rows if firsts[row.kind] is row][:NUM_SAMPLES]
     with path.open("a" if append else "w", encoding="utf-8") as file:
-        file.write(f"{'=' * 30} {TITLES[phase]} {'=' * 30}\n\n")
+        file.write(f"{'=' * 30} {title} {'=' * 30}\n\n")
         for row in chosen:
             file.write(readable(msgspec.structs.asdict(row)) + "\n\n")

@@ -29,6 +29,7 @@ from agentenv.config import to_plain
 from agentenv.data.dataset import TaskStream
 from agentenv.deadline import uncancelled
 from agentenv.engine import Engine
+from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.env import shared_stats
 from agentenv.errors import EnvError, LearnerError
@@ -351,9 +352,15 @@ class Training:
         self.recorder = Recorder(config, run, self.view, state, parts.tokenizer)
         stack.push_async_callback(self.recorder.close)
         if config.log.timings:
-            self.timings = Timings(run.path / TIMINGS, len(parts.tokenizer))
+            self.timings = Timings(
+                run.path / TIMINGS,
+                parts.vocab_size,
+                config.queue.max_staleness,
+                self._num_open_envs,
+            )
             for actor in (parts.actor, parts.eval_actor):
-                actor.engine = TimedEngine(actor.engine, self.timings)
+                trains = actor is parts.actor
+                actor.engine = TimedEngine(actor.engine, self.timings, trains)
         if config.journal.enabled:
             self.journal = Journal(
                 run.path / JOURNAL,
@@ -392,6 +399,11 @@ class Training:
             model=str(parts.model.absolute()),
             urls=parts.urls,
             vocab_size=parts.vocab_size,
+            is_leased=(
+                isinstance(config.engine, PooledEngineConfig)
+                and config.engine.is_shared
+                and isinstance(parts.actor.engine, EnginePool)
+            ),
             settings=rollout_settings(config),
             incarnation=self.state.incarnation,
         )

@@ -8,6 +8,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
+
+from agentenv.cluster.leases import LeasedEngine, Leases
+from agentenv.cluster.link import Link, linked
+from agentenv.cluster.messages import Drop, Grow, Heard, Leave, Quit, Seek, read_answer, read_asked
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.server_config import PoolConfig
 from agentenv.types import Completion, SamplingParams
@@ -16,6 +21,7 @@ from tests.engines.faulty_server import (
     VOCAB_SIZE,
     ByteTokenizer,
     FaultyServer,
+    Guest,
     reciter,
     write_tokenizer,
 )
@@ -35,8 +41,14 @@ def write_folder(root: Path) -> Path:
 class Bench:
     """A started pool with its servers, and what is needed to ask it."""
 
-    def __init__(self, pool: EnginePool, servers: list[FaultyServer], folder: Path) -> None:
-        self.pool, self.servers, self.folder = pool, servers, folder
+    def __init__(
+        self,
+        pool: EnginePool,
+        servers: list[FaultyServer],
+        folder: Path,
+        engine: EnginePool | LeasedEngine,
+    ) -> None:
+        self.pool, self.servers, self.folder, self.engine = pool, servers, folder, engine
         self.tokenizer = ByteTokenizer(folder)
 
     async def ask(
@@ -44,7 +56,10 @@ class Bench:
     ) -> Completion:
         sampling = SamplingParams(rest.pop("max_tokens", 100), stop=stop, seed=1)
         prompt = self.tokenizer.encode(text + "|")
-        return await self.pool.generate(prompt, sampling, session=session, **rest)
+        try:
+            return await self.engine.generate(prompt, sampling, session=session, **rest)
+        finally:
+            await hear_all()
 
     def text(self, completion: Completion) -> str:
         sizes = {len(completion.token_ids), len(completion.logprobs), len(completion.entropies)}
@@ -66,8 +81,14 @@ class Bench:
 
 @asynccontextmanager
 async def bench(
-    folder: Path, count: int, entropies: Literal["all", "window"] = "all", **settings: Any
+    folder: Path,
+    count: int,
+    entropies: Literal["all", "window"] = "all",
+    *,
+    is_leased: bool = False,
+    **settings: Any,
 ) -> AsyncIterator[Bench]:
+    """`is_leased`: turns are taken as a rollout worker takes them."""
     servers = [FaultyServer(f"server{n}", reciter(folder)) for n in range(count)]
     pool = EnginePool(
         servers,
@@ -80,21 +101,111 @@ async def bench(
     )
     await pool.start(fresh=True)
     try:
-        yield Bench(pool, servers, folder)
+        if is_leased:
+            async with leased(pool, folder, entropies) as engine:
+                yield Bench(pool, servers, folder, engine)
+        else:
+            yield Bench(pool, servers, folder, pool)
     finally:
         await pool.close()
         assert all(server.num_running == 0 for server in servers)
 
 
+async def hear_all() -> None:
+    """Let both ends of a link hear what was sent."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def leased(
+    pool: EnginePool,
+    folder: Path,
+    entropies: Literal["all", "window"] = "all",
+    *,
+    guests: list[Guest] | None = None,
+    is_killed: bool = False,
+    latency_s: float = 0.0,
+) -> AsyncIterator[LeasedEngine]:
+    """The engine of a rollout worker over a pool, at the other end of a link of this latency.
+    `guests` are the clients that it makes. `is_killed`: at its end the worker is gone at once."""
+    ours, theirs = linked()
+    for end in (ours, theirs) if latency_s else ():
+        _slow_down(end, latency_s)
+    leases = Leases(pool, ours)
+    made = guests if guests is not None else []
+
+    def make(url: str) -> Guest:
+        (found,) = [member.server for member in pool.fleet.members if member.name == url]
+        assert isinstance(found, FaultyServer)
+        made.append(Guest(found))
+        return made[-1]
+
+    engine = LeasedEngine(
+        theirs,
+        make,
+        folder,
+        vocab_size=VOCAB_SIZE,
+        eos_ids={EOS},
+        config=pool.config,
+        name="worker",
+        entropies=entropies,
+    )
+
+    async def hear_controller() -> None:
+        while True:
+            said = read_asked(await theirs.receive())
+            assert not isinstance(said, Grow | Drop)
+            engine.hear(said)  # type: ignore[arg-type]
+
+    async def hear_worker() -> None:
+        while True:
+            told = read_answer(await ours.receive())
+            if isinstance(told, Quit):
+                leases.quit(told.number)
+            else:
+                assert isinstance(told, Seek | Heard | Leave)
+                leases.hear(told)
+
+    hearing = [asyncio.create_task(one) for one in (hear_controller(), hear_worker())]
+    try:
+        yield engine
+    finally:
+        if not is_killed:
+            await hear_all()
+            assert not leases.num_held
+        for one in hearing:
+            if one.done():
+                one.result()  # what it has raised
+            one.cancel()
+        leases.close()
+        assert not leases.num_held
+        await engine.close()
+
+
+def _slow_down(link: Link, latency_s: float) -> None:
+    """What is sent arrives later, in its order."""
+    send, loop, last = link.send, asyncio.get_running_loop(), 0.0
+
+    def send_late(frame: bytes) -> None:
+        nonlocal last
+        last = max(last + 1e-6, loop.time() + latency_s)
+        loop.call_at(last, send, frame)
+
+    link.send = send_late  # type: ignore[method-assign]
+
+
 def virtual(
     count: int, **settings: Any
 ) -> Callable[[Callable[[Bench], Coroutine[Any, Any, None]]], Callable[[Path], None]]:
-    """A test over a pool of `count` servers under the virtual clock."""
+    """A test over a pool of `count` servers under the virtual clock, whose turns are taken by the
+    pool itself, and by a rollout worker."""
 
     def decorate(body: Callable[[Bench], Coroutine[Any, Any, None]]) -> Callable[[Path], None]:
-        def test(folder: Path) -> None:
+        @pytest.mark.parametrize("is_leased", [False, True], ids=["own", "leased"])
+        def test(folder: Path, is_leased: bool) -> None:
             async def main() -> None:
-                async with bench(folder, count, **settings) as built:
+                async with bench(folder, count, is_leased=is_leased, **settings) as built:
                     await body(built)
 
             run_virtual(main())

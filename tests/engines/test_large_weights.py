@@ -8,8 +8,9 @@ from pathlib import Path
 
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.vllm import VLLMServer
+from agentenv.ports import hold_port, port_of
 from agentenv.types import SamplingParams
-from launchers.recital import RecitingServer, free_ports
+from launchers.recital import RecitingServer
 
 VOCABULARY = 64
 WEIGHTS = 2**36  # bytes: 40 s of SHA-256 on a core that is good at it
@@ -44,7 +45,7 @@ async def test_a_server_starts_updates_and_returns_without_its_weights_being_rea
 ) -> None:
     models = [write_model(tmp_path / f"v{version}") for version in range(3)]
     recital = OneToken()
-    (port,) = free_ports(1)
+    port = port_of(held := hold_port())
     server = RecitingServer("", port, recital, models[0], 0.001)  # type: ignore[arg-type]
     await server.open()
     pool = EnginePool(
@@ -75,5 +76,6 @@ async def test_a_server_starts_updates_and_returns_without_its_weights_being_rea
     finally:
         await pool.close()
         await server.close()
+        held.close()
     assert bytes_read() - before < READ
     assert not [route for route in server.asked if "check" in route], server.asked

@@ -91,6 +91,26 @@ async def test_a_server_that_refuses_is_out_and_its_turns_go_on_where_they_are(b
     assert bad.loaded == [("v1", 1)]
 
 
+@virtual(2, max_concurrency=1)
+async def test_who_waits_while_a_server_refuses_an_update_gets_no_place_on_it(b: Bench) -> None:
+    bad = b.servers[1]
+    bad.load_faults = [EngineError("no memory")] * 2
+    asked = [asyncio.create_task(b.ask(TEXT * 4, stop=()))]  # on the other
+    refuse = bad.load_weights
+
+    async def refuse_beside_one_more(source: Path, policy_version: int) -> None:
+        if len(bad.load_faults) == 1:
+            asked.append(asyncio.create_task(b.ask(session="later")))
+        await refuse(source, policy_version)
+
+    bad.load_weights = refuse_beside_one_more  # type: ignore[method-assign]
+    await asyncio.sleep(0.1)
+    await b.load(1)
+    assert (await asked[1]).version_spans == [VersionSpan(1, 0, len(TEXT))]
+    assert set(bad.versions_asked) <= {1}
+    await asked[0]
+
+
 @virtual(2)
 async def test_an_update_that_nobody_takes_leaves_the_old_weights(b: Bench) -> None:
     for server in b.servers:

@@ -1,33 +1,19 @@
-"""The bench of the controller: a run of its workload, small and in this process."""
+"""The bench of the controller: a run of its workload, small."""
 
 from __future__ import annotations
 
 import json
-import socket
-import threading
 from pathlib import Path
 
 import pytest
 
 from launchers import overhead
-from learners import ranks as wire
 
 
 @pytest.mark.slow
-def test_figures_of_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    monkeypatch.setenv(wire.TOKEN_VARIABLE, "secret")
-    place = ("1", str(tmp_path), address)
-    rank = threading.Thread(target=overhead.main, args=("rank", *place))
-    rank.start()
-    while not (tmp_path / overhead.CONFIG).is_file():
-        assert rank.is_alive()
-    overhead.main("measure", *place)
-    rank.join(10)
-    assert not rank.is_alive()
-    figures = json.loads((tmp_path / overhead.FIGURES).read_text())
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_figures_of_a_small_run(tmp_path: Path, num_workers: int) -> None:
+    figures = json.loads(overhead.measured("launchers.overhead", ["1", str(num_workers)], tmp_path))
     assert figures.keys() == set(overhead.Figures.__struct_fields__)
     assert figures["cpu_us_per_env_step"] > figures["floor_us"] > 0
     assert figures["all_processes_us"] >= figures["cpu_us_per_env_step"]

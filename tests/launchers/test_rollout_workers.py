@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,29 @@ import pytest
 from msgspec.structs import replace
 
 from agentenv.archive import read_step, steps_of
+from agentenv.cluster.engine import Turns
 from agentenv.config import load_config
 from agentenv.errors import ConfigError, WorkerError
-from agentenv.guard import GUARD
 from agentenv.journal import Leased
-from launchers.chaos import CONFIG, SHORT, Reader, Witness, make_model, write_workspace
+from agentenv.ports import held_ports
+from launchers import cluster
+from launchers.chaos import (
+    CONFIG,
+    MAX_STALENESS,
+    SHORT,
+    Reader,
+    Witness,
+    make_model,
+    write_workspace,
+)
 from launchers.cluster import NUMBER_VARIABLE
 from launchers.config import TrainConfig
-from launchers.recital import TOKEN_S, Recital, RecitingServer, free_ports
+from launchers.recital import TOKEN_S, Recital, RecitingServer
 from launchers.rl.recorder import Recorder
 from launchers.rl.training import Training
 from launchers.rundir import RunDirectory
 from launchers.terminal import EXIT_INTERRUPTED, View, first_reason
+from tests.support import forks
 from tests.support.runs import rows_of
 from tests.support.toy_rank import toy_ranks
 from tests.support.warehouse import ROOT
@@ -48,9 +59,15 @@ SLOW = ["engine.latency_s=0.3", "train.num_steps=8"]
 def _light(warehouse: Path) -> Iterator[None]:
     """Nothing is learned and nothing drawn; workers find the environment."""
     with toy_ranks(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "start_process", start_worker)
         patch.setattr(Recorder, "draw", lambda self: [])
         patch.setenv("PYTHONPATH", str(warehouse.parent))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_worker_yet() -> None:
+    _guards.clear()
 
 
 def run(
@@ -62,8 +79,8 @@ def run(
     servers: Sequence[RecitingServer] = (),
 ) -> Path:
     """The run's directory; `beside` goes on beside the run, on open `servers`."""
-    config = load_config(TrainConfig, warehouse, [f"run.name={name}", *overrides])
-    folder = RunDirectory(Path(config.run.dir) / name, resume=bool(resume), settings={})
+    config = load_config(TrainConfig, warehouse, [f"run.name=workers-{name}", *overrides])
+    folder = RunDirectory(Path(config.run.dir) / config.run.name, resume=bool(resume), settings={})
     view = View()
     view.log_to(folder.path / "run.log")
     training = Training(config, folder, view, resume=resume)
@@ -89,15 +106,22 @@ def run(
     return folder.path
 
 
+_guards: dict[str, int] = {}  # the last one of each worker
+
+
+async def start_worker(*command: str, env: Mapping[str, str], **others: Any) -> forks.Worker:
+    started = await forks.start_worker(*command, env=env, **others)
+    _guards[env[NUMBER_VARIABLE]] = started.pid
+    return started
+
+
 def workers() -> list[psutil.Process]:
-    """Those that this process has, below their guards, in the order of their numbers."""
-    found = {}
-    for one in psutil.Process().children(recursive=True):
+    """Those of the run, below their guards, in the order of their numbers."""
+    found = []
+    for _, guard in sorted(_guards.items()):
         with suppress(psutil.Error):  # it is gone, or has not begun
-            line = one.cmdline()
-            if "launchers.rollout_worker" in line and str(GUARD) not in line:
-                found[one.environ()[NUMBER_VARIABLE]] = one
-    return [found[number] for number in sorted(found)]
+            found += psutil.Process(guard).children()
+    return found
 
 
 def log_of(run: Path) -> str:
@@ -224,12 +248,13 @@ SERVED = ["train.num_steps=6", "checkpoint.minutes=60", "eval.sets={}"]
 
 
 @pytest.fixture(scope="module")
-def recited(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+def recited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[int]]]:
     """A configuration whose policy two servers recite, and their ports."""
-    folder, ports = tmp_path_factory.mktemp("recited"), free_ports(SIZE.num_servers)
+    folder = tmp_path_factory.mktemp("recited")
     make_model(folder)
-    write_workspace(folder, SIZE, ports)
-    return folder / CONFIG, ports
+    with held_ports(SIZE.num_servers) as ports:
+        write_workspace(folder, SIZE, ports)
+        yield folder / CONFIG, ports
 
 
 def run_served(recited: tuple[Path, list[int]], name: str, *overrides: str, **others: Any) -> Path:
@@ -246,8 +271,11 @@ def tasks(run: Path, bound: int) -> dict[int, str]:
 
 
 def test_trees_of_a_killed_worker_go_on_at_the_same_servers(
-    recited: tuple[Path, list[int]],
+    recited: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Which workers ask themselves: no token passes through the controller."""
+    monkeypatch.delattr(Turns, "sample")
+
     async def kill(training: Training) -> None:
         await until(lambda: training.state.step >= 2)
         workers()[1].kill()
@@ -258,8 +286,11 @@ def test_trees_of_a_killed_worker_go_on_at_the_same_servers(
     witness.begin()
     for frame in Reader(found / "journal").read():
         witness.add(frame)
-    assert witness.lost(sorted(tasks(calm, 2))) == witness.duplicated() == []
-    assert tasks(found, 2) == tasks(calm, 2)
+    assert witness.lost(sorted(tasks(calm, MAX_STALENESS))) == witness.duplicated() == []
+    assert tasks(found, MAX_STALENESS) == tasks(calm, MAX_STALENESS)
+    last = rows_of(found)[-1]
+    assert last["engine/requests"] > 0
+    assert last["engine/sampled_tokens"] > 0
 
 
 # In a process of its own: a run without anything to learn.

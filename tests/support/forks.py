@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 from learners import ranks
 from tests.support.nursery import POLL_S, Forked, Nursery, nursery
@@ -21,6 +23,7 @@ MODULES = (
     "launchers.train",
     "launchers.evaluate",
     "launchers.rl.training",
+    "launchers.rollout_worker",
     "launchers.evaluation.report",
 )
 
@@ -62,6 +65,32 @@ class Rank(Forked):
             await asyncio.sleep(POLL_S)
         assert self.returncode is not None
         return self.returncode
+
+
+class Worker(Rank):
+    """A rollout worker below its guard, which ends with what `stdin` is the end of."""
+
+    def __init__(self, minder: socket.socket, stdin: BinaryIO) -> None:
+        super().__init__(minder)
+        self.stdin = stdin
+
+
+async def start_worker(
+    *command: str, stdout: BinaryIO, env: Mapping[str, str], **others: object
+) -> Worker:
+    """In place of `start_process` in launchers/cluster.py."""
+    guard, grace_s, module = command[3], command[4], command[-1]
+    end, life = os.pipe()
+    with os.fdopen(end) as stdin:
+        minder = project().fork(
+            ["-m", module],
+            environment=env,
+            folder=Path.cwd(),
+            output=stdout.fileno(),
+            guard=(guard, grace_s),
+            stdin=stdin.fileno(),
+        )
+    return Worker(minder, os.fdopen(life, "wb"))
 
 
 class Command(Forked):

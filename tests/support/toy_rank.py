@@ -20,8 +20,8 @@ import pytest
 
 from agentenv.errors import LearnerError
 from learners import ranks as wire
-from learners.checkpoint import META, Meta, shard_name
-from learners.learner import LearnerConfig, Score
+from learners.checkpoint import shard_name
+from learners.learner import SAVED_FILE, LearnerConfig, Saved, Score
 from learners.ranks import RankGroup
 from learners.tensor_file import write_tensors
 
@@ -102,7 +102,7 @@ class ToyRank(RankGroup):
             case wire.Load():
                 folder = Path(command.directory)
                 self.count = json.loads((folder / COUNT).read_text())
-                meta = msgspec.json.decode((folder / META).read_bytes(), type=Meta)
+                meta = msgspec.json.decode((folder / SAVED_FILE).read_bytes(), type=Saved)
                 self.version = meta.policy_version
         return done
 
@@ -110,7 +110,7 @@ class ToyRank(RankGroup):
         folder.mkdir(parents=True)
         (folder / COUNT).write_text(json.dumps(self.count))
         write_tensors(folder / shard_name(0, 1), [], [], {"fragments": "{}"})
-        meta = Meta(
+        meta = Saved(
             num_ranks=1,
             zero_stage=0,
             dtype="float32",
@@ -120,7 +120,7 @@ class ToyRank(RankGroup):
             moved=False,
             base_model="",
         )
-        (folder / META).write_bytes(msgspec.json.encode(meta))
+        (folder / SAVED_FILE).write_bytes(msgspec.json.encode(meta))
 
     async def close(self) -> None:
         if self in self.alive:

@@ -151,9 +151,12 @@ class ToyEnv:
             await self.world.faults.meet("grade", GraderError)
             reward = float("1" in action.content)
             return [], reward, True, False, {"success": bool(reward)}
-        await asyncio.sleep(0.2 * self.rng.paretovariate(1.1))
+        seconds = 0.2 * self.rng.paretovariate(1.1)
+        await asyncio.sleep(seconds)
         self.num_calls += 1
-        records = [{"name": call.name, "ok": True} for call in action.tool_calls]
+        records = [
+            {"name": call.name, "ok": True, "duration_s": seconds} for call in action.tool_calls
+        ]
         return [Message("tool", f"{self.num_calls}")], 0.0, False, False, {"tool_calls": records}
 
     async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
@@ -269,4 +272,5 @@ class ToyWorld:
             publisher=DirectoryPublisher(engine, learner, run.path / "weights"),
             overlapping=None,
             demonstrations=None,
+            vocab_size=256,
         )

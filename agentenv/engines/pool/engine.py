@@ -14,6 +14,7 @@ from msgspec import Meta, field
 
 from agentenv.config import ESSENTIAL, PATH
 from agentenv.engine import EngineConfig, EngineStart, check_context
+from agentenv.engines.client import why_unreachable
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.server import Server
 from agentenv.engines.server_config import PoolConfig, Served, ServersConfig
@@ -150,6 +151,13 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     def tells_entropies(self) -> bool:
         return self.entropies == "all"
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether rollout workers ask the servers themselves. With the cache kept, and with
+        adapters, what a request must carry changes with each update, of which they would hear too
+        late: then their turns go through the controller."""
+        return self.update_kv == "recompute" and self.lora == "merged"
+
     def check_colocated(self, key: str) -> None:
         if self.weights == "broadcast":
             raise ConfigError(
@@ -161,6 +169,17 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             raise ConfigError(
                 f"engine.servers.gpu_memory_share = {share:g}: beside a learner that sleeps on the "
                 f"same GPU at most {MAX_SHARE:g} is left, since its CUDA context stays there"
+            )
+
+    async def check_reachable(self, key: str = "engine") -> None:
+        urls = self.urls
+        if self.urls_file:
+            urls = await in_thread(read_urls, Path(self.urls_file))
+        found = await asyncio.gather(*map(why_unreachable, urls))
+        if urls and all(found):  # a run begins without some of them
+            raise ConfigError(
+                f"{key}.{'urls_file' if self.urls_file else 'urls'}: no engine server answers at "
+                f"{urls[0]} ({found[0]}); is it running, and reachable from here?"
             )
 
     async def start(self, given: EngineStart) -> EnginePool:

@@ -54,6 +54,20 @@ class Places:
         self, session: str, order: tuple[int, int] = (0, 0), avoid: Collection[Member] = ()
     ) -> Member:
         """A server with room; to be given back with `release`."""
+        place = self.seek(session, order, avoid)
+        if isinstance(place, Member):
+            return place
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled() and place.exception() is None:
+                self.release(place.result())
+            raise
+
+    def seek(
+        self, session: str, order: tuple[int, int] = (0, 0), avoid: Collection[Member] = ()
+    ) -> Member | asyncio.Future[Member]:
+        """A server with room, or what will be one; cancelled, it is not waited for any more."""
         self.dispatch()
         member = None if self._waiting else self._choose(session, avoid)
         if member is not None:
@@ -63,12 +77,7 @@ class Places:
         self._num_came += 1
         heappush(self._waiting, (order, self._num_came, place, session, avoid))
         self.dispatch()  # there may be room for this one and not for those before it
-        try:
-            return await place
-        except asyncio.CancelledError:
-            if place.done() and not place.cancelled() and place.exception() is None:
-                self.release(place.result())
-            raise
+        return place
 
     def release(self, member: Member) -> None:
         member.in_flight -= 1
@@ -209,20 +218,54 @@ class Fleet:
                 member.suspend("it was removed from the pool")
         self._watch_outage()
 
-    def lose(self, member: Member, error: ServerLostError | ForeignWeightsError) -> None:
-        """A request on it was lost."""
-        member.counts["lost"] += 1
+    # places, and what became of them; see Seats
+
+    async def acquire(
+        self, session: str, order: tuple[int, int], avoid: Collection[Member]
+    ) -> Member:
+        return await self.places.acquire(session, order, avoid)
+
+    def release(self, member: Member) -> None:
+        self.places.release(member)
+
+    def heard(self, member: Member, num_tokens: int) -> None:
+        member.counts["sampled_tokens"] += num_tokens
+        if member.on_trial:
+            member.on_trial = False
+            self.places.dispatch()
+
+    def answered(self, member: Member, num_tokens: int, seconds: float) -> None:
+        member.account.answer(num_tokens, seconds)
+
+    def completed(self, member: Member) -> None:
+        member.completed()
+
+    def reset(self, member: Member, error: ServerLostError) -> None:
         member.account.lose(error.kind, str(error))
+        member.look()  # it may be dead, or another process by now
+
+    def lose(self, member: Member, error: EngineError) -> None:
+        member.count_loss(error)
         if isinstance(error, ForeignWeightsError):
             member.drop(str(error))
         elif member.is_there:
             member.lost(f"a request was lost: {error}")
         self._watch_outage()
 
-    def refuse(self, member: Member, error: BusyError) -> None:
-        """A server refused a request since it is full. ServerLostError if it refuses them all."""
-        closed_s = member.refused(error.retry_after_s)
+    async def refuse(self, member: Member, error: BusyError) -> str:
+        return self.close_for_a_while(member, error)
+
+    def close_for_a_while(self, member: Member, error: BusyError) -> str:
+        """See Seats.refuse."""
+        try:
+            closed_s = member.refused(error.retry_after_s)
+        except ServerLostError as lost:
+            self.lose(member, lost)
+            return str(lost)
         asyncio.get_running_loop().call_later(closed_s, self.places.dispatch)
+        return ""
+
+    # the end
 
     async def close(self) -> None:
         """Stop keeping, abort what runs, drop the connections."""
@@ -269,6 +312,7 @@ class Fleet:
             refused = {m: e for m, e in zip(members, outcomes, strict=True) if e is not None}
             if refused and not any(member.has(target) for member in members):
                 self._target = before
+                self.places.dispatch()
                 reasons = "; ".join(f"{m.name}: {e}" for m, e in refused.items())
                 raise EngineError(
                     f"no server took policy version {target.policy_version}: {reasons}"
@@ -314,7 +358,7 @@ class Fleet:
 
     async def _update(self, member: Member) -> EngineError | None:
         refused = await member.update(self._target)
-        if member.serving:
+        if member.serving and refused is None:  # else it may be about to be left
             self._serve(member)
         return refused
 

@@ -10,21 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
 from agentenv.backoff import backoff_s
-from agentenv.deadline import Wait, Work, WorkClock
 from agentenv.engines.pool.account import Account
-from agentenv.engines.server import Request, Server, ServerLoad, ServerLostError
+from agentenv.engines.pool.seat import LISTEN_S, Hearing, Seat
+from agentenv.engines.server import (
+    ForeignWeightsError,
+    Request,
+    Server,
+    ServerLoad,
+    ServerLostError,
+)
 from agentenv.engines.server_config import PoolConfig
 from agentenv.engines.weights import Group, Manifest, Sender
 from agentenv.errors import EngineError
-from agentenv.types import Completion, SamplingParams
+from agentenv.types import SamplingParams
 
 STEP = 8  # requests that a look without congestion adds, once there has been any
 FACTOR = 0.7  # what one with congestion leaves at least
@@ -162,39 +168,8 @@ NUM_LOADS = 2  # times that an update is offered to a server that refuses it
 IDLE = ServerLoad(0, 0, 0.0, 0)
 FIRST_STAY_S, MAX_STAY_S = 1.0, 60.0  # out of the pool, for a server that fails again
 FIRST_CLOSED_S, MAX_CLOSED_S = 0.25, 60.0  # after a refusal for congestion
+AWAY_S = 5.0  # for other processes to end their requests
 MAX_REFUSALS = 30  # times in a row that a server without requests may be closed
-LISTEN_S = 1.0  # between two looks at whether requests have gone silent
-
-
-class Hearing:
-    """What is heard of one request on a server; `wait` is its rollout's, while the server is
-    paused, and `work` since the last token. `problem` says after which silence it was given up."""
-
-    def __init__(self, clock: WorkClock) -> None:
-        self.wait = Wait()
-        self.work = Work()
-        self.problem = ""
-        self._clock = clock
-        self._since_s = clock()
-        self._has_tokens = False
-
-    def heard(self) -> None:
-        """Tokens have come."""
-        self._since_s, self._has_tokens = self._clock(), True
-        self.work.begin()
-
-    def is_lost(self, config: PoolConfig) -> bool:
-        """Whether it is silent for too long."""
-        silence_s = self._clock() - self._since_s
-        if silence_s <= (config.silence_s if self._has_tokens else config.first_token_s):
-            return False
-        what = "no more tokens" if self._has_tokens else "no first token"
-        self.problem = f"{what} of a request within {silence_s:.0f} s"
-        return True
-
-    def end(self) -> None:
-        """The request is over."""
-        self.wait.end()
 
 
 class State(Enum):
@@ -217,7 +192,7 @@ class State(Enum):
     ASLEEP = "asleep"
 
 
-class Member:
+class Member(Seat):
     """A server and what the pool knows of it; `reason` says why it does not serve, `number` is its
     place in the order in which servers were named.
 
@@ -230,10 +205,8 @@ class Member:
     """
 
     def __init__(self, server: Server, number: int, config: PoolConfig, probe: WeightProbe) -> None:
-        self.server = server
-        self.doing = f"the server {server.name}"  # of who asks it
+        super().__init__(server, config)
         self.number = number
-        self.config = config
         self.probe = probe
         self.state = State.OUT
         self.reason = "it is being connected"
@@ -243,24 +216,19 @@ class Member:
         self.features: frozenset[str] = frozenset()
         self.epoch = 0  # connections so far; after each it may be another process
         self.in_flight = 0
-        self.attempts: dict[asyncio.Task[Completion], Hearing] = {}
         self.out_until = 0.0  # time of the loop; not brought back before
         self.on_trial = False  # came back after several losses, and has given no token since
         self._num_losses = 0  # in a row, without an answered request
         self._closed_until = 0.0  # time of the loop
         self._num_refusals = 0  # times in a row that it was closed
-        self._clock = WorkClock()  # stands still while its weights are being replaced
-        self._clock.go()
-        self._listening: asyncio.TimerHandle | None = None
-        self.counts: Counter[str] = Counter()
         self.account = Account(server.name)
         self.returning = asyncio.Lock()  # held while the server may come back into the pool
         self._replacing = asyncio.Lock()  # held while its weights are being replaced
         self._looked_for = asyncio.Event()  # something happened that its keeper should look at
-
-    @property
-    def name(self) -> str:
-        return self.server.name
+        self._listening: asyncio.TimerHandle | None = None
+        self.guests: set[asyncio.Future[Any]] = set()  # attempts that other processes have here
+        server.before_release = self.send_away
+        server.on_named = self.tell_version
 
     @property
     def pressure(self) -> float:
@@ -310,26 +278,39 @@ class Member:
     # what runs on it
 
     def hear(self) -> Hearing:
-        """Of a request that it gets now."""
-        hearing = Hearing(self._clock)
-        if self.state is State.LOADING:
-            hearing.wait.begin()
         if self._listening is None:
             self._listening = asyncio.get_running_loop().call_later(LISTEN_S, self._listen)
-        return hearing
+        return super().hear()
 
     def _listen(self) -> None:
-        """Break off the requests that it says nothing of; they, and it, are lost then."""
         self._listening = None
-        for attempt, hearing in self.attempts.items():
-            if hearing.is_lost(self.config):
-                attempt.cancel()
+        self.listen()
         if self.attempts:
             self._listening = asyncio.get_running_loop().call_later(LISTEN_S, self._listen)
 
+    async def send_away(self) -> None:
+        """End what other processes have on it, and wait until it has ended."""
+        guests = set(self.guests)
+        for guest in guests:
+            guest.cancel()
+        if guests:
+            await asyncio.wait(guests, timeout=AWAY_S)
+
+    def tell_version(self) -> None:
+        """Its next tokens are of other weights, as who asks it from elsewhere must know by then."""
+        if self.standing:
+            for hearing in self.attempts.values():
+                hearing.wait.begin()
+
     # what became of requests
 
-    def answered(self) -> None:
+    def count_loss(self, error: EngineError) -> None:
+        """A request was lost."""
+        assert isinstance(error, ServerLostError | ForeignWeightsError)
+        self.counts["lost"] += 1
+        self.account.lose(error.kind, str(error))
+
+    def completed(self) -> None:
         """A request came to its end."""
         self._num_losses = self._num_refusals = 0
 
@@ -379,8 +360,7 @@ class Member:
     def drop(self, reason: str) -> None:
         """The server is gone, or nobody knows what it serves: what is on it goes on elsewhere."""
         self.suspend(reason)
-        for attempt in self.attempts:
-            attempt.cancel()
+        self.break_off()
 
     def look(self) -> None:
         """Let the keeper look at the server now."""
@@ -509,9 +489,7 @@ class Member:
             began_s = loop.time()
             if self.serving:
                 self.state = State.LOADING
-            self._clock.stop()
-            for hearing in self.attempts.values():
-                hearing.wait.begin()
+            self.stand()
             try:
                 async with asyncio.timeout(self.config.load_timeout_s):
                     await load()
@@ -529,10 +507,8 @@ class Member:
             finally:
                 if self.state is State.LOADING:
                     self.state = State.SERVING
-                self._clock.go()
                 self.account.update_s = max(self.account.update_s, loop.time() - began_s)
-                for hearing in self.attempts.values():
-                    hearing.wait.end()
+                self.go_on()
             self.limit.restart()  # an engine may preempt what runs to change its weights
 
     def _doubt(self, error: BaseException) -> None:
@@ -552,8 +528,7 @@ class Member:
             self.suspend("it sleeps")
             self.state = State.ASLEEP
             attempts = list(self.attempts)
-            for attempt in attempts:
-                attempt.cancel()
+            self.break_off()
             if attempts:
                 await asyncio.wait(attempts)
             try:

@@ -1,0 +1,161 @@
+"""A server of a pool as whoever asks it for turns sees it, and who gives places on servers.
+
+PoolClient (client.py) --acquire--> Seats --> Seat: one server, of which a place is held
+                                      |
+                             Fleet (fleet.py), or another process that has one
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Collection
+from typing import Any, Protocol, TypeVar
+
+from agentenv.deadline import Wait, Work, WorkClock
+from agentenv.engines.server import BrokenOffError, BusyError, Server, ServerLostError
+from agentenv.engines.server_config import PoolConfig
+from agentenv.errors import EngineError
+
+LISTEN_S = 1.0  # between two looks at whether requests have gone silent
+
+
+class Hearing:
+    """What is heard of one request on a server; `wait` is its rollout's, while the server is
+    paused, and `work` since the last token. `problem` says after which silence it was given up."""
+
+    def __init__(self, clock: WorkClock) -> None:
+        self.wait = Wait()
+        self.work = Work()
+        self.problem = ""
+        self._clock = clock
+        self._since_s = clock()
+        self._has_tokens = False
+
+    def heard(self) -> None:
+        """Tokens have come."""
+        self._since_s, self._has_tokens = self._clock(), True
+        self.work.begin()
+
+    def is_lost(self, config: PoolConfig) -> bool:
+        """Whether it is silent for too long."""
+        silence_s = self._clock() - self._since_s
+        if silence_s <= (config.silence_s if self._has_tokens else config.first_token_s):
+            return False
+        what = "no more tokens" if self._has_tokens else "no first token"
+        self.problem = f"{what} of a request within {silence_s:.0f} s"
+        return True
+
+    def end(self) -> None:
+        """The request is over."""
+        self.wait.end()
+
+
+class Seat:
+    """A server and the requests on it. `reason` says why it does not serve; `attempts` are the
+    requests that run; while it is `standing`, its weights being replaced, they wait."""
+
+    def __init__(self, server: Server, config: PoolConfig) -> None:
+        self.server = server
+        self.config = config
+        self.doing = f"the server {server.name}"  # of who asks it
+        self.reason = ""
+        self.attempts: dict[asyncio.Future[Any], Hearing] = {}
+        self.counts: Counter[str] = Counter()
+        self.standing = False
+        self._clock = WorkClock()  # stands still while its weights are being replaced
+        self._clock.go()
+
+    @property
+    def name(self) -> str:
+        return self.server.name
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that choose its next token, as far as anyone knows."""
+        return self.server.policy_version
+
+    @property
+    def asleep(self) -> bool:
+        """Whether what was on it was broken off since it sleeps."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Before a request. Raises what ends the part of a turn that the place was for."""
+        if self.asleep:  # since the place was given
+            raise BrokenOffError(self.reason)
+
+    def hear(self) -> Hearing:
+        """Of a request that it gets now."""
+        hearing = Hearing(self._clock)
+        if self.standing:
+            hearing.wait.begin()
+        return hearing
+
+    def listen(self) -> None:
+        """Break off the requests that it says nothing of; they, and it, are lost then."""
+        for attempt, hearing in self.attempts.items():
+            if hearing.is_lost(self.config):
+                attempt.cancel()
+
+    def stand(self) -> None:
+        """Its weights are being replaced from now on."""
+        self.standing = True
+        self._clock.stop()
+        for hearing in self.attempts.values():
+            hearing.wait.begin()
+
+    def go_on(self) -> None:
+        """They have been."""
+        self.standing = False
+        self._clock.go()
+        for hearing in self.attempts.values():
+            hearing.wait.end()
+
+    def break_off(self) -> None:
+        """End what runs on it."""
+        for attempt in self.attempts:
+            attempt.cancel()
+
+
+S = TypeVar("S", bound=Seat)
+
+
+class Seats(Protocol[S]):
+    """Gives places on servers, and is told what became of requests."""
+
+    def check_alive(self) -> None:
+        """Raises EngineDeadError once no server is left."""
+        ...
+
+    async def acquire(self, session: str, order: tuple[int, int], avoid: Collection[S]) -> S:
+        """A place on a server that serves; to be given back with `release`. Raises
+        EngineDeadError."""
+        ...
+
+    def release(self, seat: S) -> None: ...
+
+    def heard(self, seat: S, num_tokens: int) -> None:
+        """A request gave more tokens."""
+        ...
+
+    def answered(self, seat: S, num_tokens: int, seconds: float) -> None:
+        """A request was answered, so long after it was sent."""
+        ...
+
+    def completed(self, seat: S) -> None:
+        """The part of a turn that the place was for came to its end."""
+        ...
+
+    def reset(self, seat: S, error: ServerLostError) -> None:
+        """A connection broke off, and the server may be well."""
+        ...
+
+    def lose(self, seat: S, error: EngineError) -> None:
+        """A request was lost: ServerLostError or ForeignWeightsError."""
+        ...
+
+    async def refuse(self, seat: S, error: BusyError) -> str:
+        """The server refused a request since it is full. What is wrong with it if it refuses them
+        all, by which it is lost; else empty."""
+        ...

@@ -1,0 +1,404 @@
+"""Places that rollout workers have on the servers of a pool; that turns are taken there as a pool
+itself takes them is in the tests of the pool (pool_bench.virtual)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from agentenv.cluster.leases import LeasedEngine
+from agentenv.deadline import WorkClock, working
+from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.server import ForeignWeightsError, Request, ServerLostError
+from agentenv.errors import EngineDeadError, EngineError
+from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
+from tests.engines.faulty_server import FaultyServer, Guest
+from tests.engines.pool_bench import TEXT, Bench, bench, hear_all, leased, write_folder
+from tests.support.virtual_clock import run_virtual
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model"))
+
+
+def shared(
+    folder: Path, work: Callable[[Bench, LeasedEngine], Awaitable[None]], count: int = 1
+) -> None:
+    """A pool that asks for itself, beside one worker."""
+
+    async def main() -> None:
+        async with bench(folder, count) as b, leased(b.pool, folder) as engine:
+            async with asyncio.timeout(10_000):
+                await work(b, engine)
+
+    run_virtual(main())
+
+
+def ask(b: Bench, engine: LeasedEngine, text: str = TEXT) -> asyncio.Task[str]:
+    sampling = SamplingParams(100, stop=("</a>",), seed=1)
+    prompt = b.tokenizer.encode(text + "|")
+
+    async def asking() -> str:
+        return b.text(await engine.generate(prompt, sampling, session="s"))
+
+    return asyncio.create_task(asking())
+
+
+def test_a_worker_that_is_gone_leaves_its_places_free(folder: Path) -> None:
+    async def main() -> None:
+        async with bench(folder, 1) as b:
+            async with leased(b.pool, folder, is_killed=True) as engine:
+                asking = [ask(b, engine) for _ in range(3)]
+                await asyncio.sleep(0.5)
+                assert b.pool.stats()["running"] == 3
+            assert b.pool.stats()["running"] == 0
+            for one in asking:
+                one.cancel()
+            assert b.text(await b.ask()) == TEXT
+
+    run_virtual(main())
+
+
+def test_a_place_that_nobody_wants_any_more_is_given_back(folder: Path) -> None:
+    """Whether it is cancelled before it is given, on its way, or in use."""
+
+    async def work(b: Bench, engine: LeasedEngine) -> None:
+        for rounds in range(12):
+            asking = ask(b, engine)
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            await hear_all()
+            assert b.pool.stats()["running"] == b.pool.stats()["waiting"] == 0
+        assert await ask(b, engine) == TEXT
+
+    shared(folder, work)
+
+
+def test_requests_of_workers_end_before_a_half_loaded_server_goes_on(folder: Path) -> None:
+    async def work(b: Bench, engine: LeasedEngine) -> None:
+        asking = ask(b, engine)
+        await asyncio.sleep(0.5)
+        (server,) = b.servers
+        assert server.before_release is not None
+        await server.before_release()
+        assert (server.num_running, server.num_aborted) == (0, 1)
+        assert await asking == TEXT, "it goes on from its tokens"
+
+    shared(folder, work)
+
+
+def test_a_worker_knows_the_process_that_has_taken_the_place_of_a_server(folder: Path) -> None:
+    """After each connection the server is handed over anew."""
+
+    guests: list[Guest] = []
+
+    async def main() -> None:
+        async with bench(folder, 1) as b, leased(b.pool, folder, guests=guests) as engine:
+            assert [await ask(b, engine) for _ in range(2)] == [TEXT, TEXT]
+            assert [one.num_taken_over for one in guests] == [1]
+            b.servers[0].restart()
+            await b.until_up(0)
+            await b.until_up(1)
+            assert await ask(b, engine) == TEXT
+            assert [one.num_taken_over for one in guests] == [2]
+
+    run_virtual(main())
+
+
+def test_a_pool_that_is_dead_ends_the_turns_of_workers(folder: Path) -> None:
+    async def work(b: Bench, engine: LeasedEngine) -> None:
+        b.servers[0].kill()
+        with pytest.raises(EngineDeadError):
+            await ask(b, engine)
+
+    shared(folder, work)
+
+
+def test_a_turn_that_runs_as_the_pool_dies_is_not_asked_for_again(folder: Path) -> None:
+    async def main() -> None:
+        async with bench(folder, 1, max_retries=0) as b, leased(b.pool, folder) as engine:
+            asking = ask(b, engine)
+            await asyncio.sleep(0.5)
+            b.pool.fleet.end("all is over")
+            with pytest.raises(EngineDeadError, match="all is over"):
+                await asking
+            await hear_all()
+
+    run_virtual(main())
+
+
+def test_what_workers_and_the_pool_ask_for_shares_the_places_of_a_server(folder: Path) -> None:
+    async def work(b: Bench, engine: LeasedEngine) -> None:
+        b.servers[0].capacity = 2
+        turns = [ask(b, engine) for _ in range(4)]
+        own = [asyncio.create_task(b.ask()) for _ in range(4)]
+        assert await asyncio.gather(*turns) == [TEXT] * 4
+        assert [b.text(done) for done in await asyncio.gather(*own)] == [TEXT] * 4
+        assert b.servers[0].peak_running == 2
+        stats = b.pool.stats()
+        assert (stats["requests"], stats["server/0/in_flight"]) == (8, 0)
+        assert stats["sampled_tokens"] == stats["server/0/sampled_tokens"] == 8 * len(TEXT)
+
+    shared(folder, work)
+
+
+def test_a_turn_that_is_cancelled_while_its_refusal_is_settled_harms_nobody(folder: Path) -> None:
+    """What the controller says of a full server may come just then."""
+
+    async def work(b: Bench, engine: LeasedEngine) -> None:
+        for rounds in range(20):
+            b.servers[0].capacity = 0
+            asking = ask(b, engine)
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+            asking.cancel()
+            b.servers[0].capacity = None
+            await asyncio.gather(asking, return_exceptions=True)
+            async with asyncio.timeout(100):
+                assert await ask(b, engine) == TEXT
+
+    shared(folder, work)
+
+
+def test_what_was_lost_with_an_earlier_process_does_not_count_against_the_next(
+    folder: Path,
+) -> None:
+    """A worker may be late with what it says."""
+
+    async def work(b: Bench, engine: LeasedEngine) -> None:
+        asking = ask(b, engine)
+        await asyncio.sleep(0.5)
+        link, loop = engine._leased._link, asyncio.get_running_loop()
+        link.send = partial(loop.call_later, 5.0, link.send)  # type: ignore[assignment]
+        b.servers[0].restart()
+        lost_s = loop.time()
+        await b.until_up(0)
+        await b.until_up(1)
+        await asyncio.sleep(lost_s + 5.01 - loop.time())
+        assert (b.pool.stats()["server/0/lost"], b.pool.stats()["servers_up"]) == (1, 1)
+        assert await asking == TEXT
+        await asyncio.sleep(5.0)
+
+    shared(folder, work)
+
+
+def test_tokens_of_a_lost_request_do_not_end_the_trial_of_a_server(folder: Path) -> None:
+    async def work(b: Bench, engine: LeasedEngine) -> None:
+        (server,), (member,) = b.servers, b.pool.fleet.members
+        first = ask(b, engine)
+        await asyncio.sleep(0.5)
+        member.on_trial = True  # while it runs
+        others = [ask(b, engine) for _ in range(8)]
+        await asyncio.sleep(0.1)
+        server.die_after = len(TEXT) // 2
+        await asyncio.sleep(0.61)
+        assert b.pool.stats()["server/0/lost"] == 1
+        assert (b.pool.stats()["running"], b.pool.stats()["waiting"]) == (0, 8)
+        server.restart()
+        assert await asyncio.gather(first, *others) == [TEXT] * 9
+
+    shared(folder, work)
+
+
+def test_tokens_right_behind_an_update_have_its_version(folder: Path) -> None:
+    """Also if the server is lost before the update is over: its weights are being probed."""
+
+    async def work(b: Bench, engine: LeasedEngine) -> None:
+        (server, _) = b.servers
+        generate = server.generate
+
+        async def slow_probe(request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
+            if request.id.startswith("weights-"):
+                await asyncio.sleep(0.6)
+            return await generate(request, on_chunk)
+
+        server.generate = slow_probe  # type: ignore[method-assign]
+        prompt = b.tokenizer.encode(TEXT + "|")
+        sampling = SamplingParams(100, stop=("</a>",), seed=1)
+        asking = asyncio.create_task(engine.generate(prompt, sampling, session="s"))
+        await asyncio.sleep(0.48)
+        loading = asyncio.create_task(b.load(1))
+        await asyncio.sleep(0.4)
+        server.kill()
+        await loading
+        done = await asking
+        assert b.text(done) == TEXT
+        assert done.version_spans == [VersionSpan(0, 0, 5), VersionSpan(1, 5, len(TEXT))]
+
+    shared(folder, work, count=2)
+
+
+STEPS = "ask ask ask cancel kill restart load load refuse doubt sleep wake break fill leave join"
+
+
+class Storm:
+    """Workers and the pool itself ask for turns while steps befall them and the servers.
+    `latency_s` is that of the workers' links."""
+
+    def __init__(self, b: Bench, latency_s: float) -> None:
+        self.b, self.latency_s = b, latency_s
+        self.workers: list[tuple[AsyncExitStack, LeasedEngine]] = []
+        self.asking: dict[asyncio.Task[None], object] = {}  # and their engines
+        self.beside: list[asyncio.Task[None]] = []
+        # By session: of each request, versions of tokens; None: it came in the very instant of one.
+        self.sampled: dict[str, list[list[int | None]]] = {}
+        self.named_s = {server.name: -1.0 for server in b.servers}
+        self.num_asked = self.version = self.served = 0
+        for server in b.servers:
+            server.generate = partial(self.sample, server, server.generate)  # type: ignore[method-assign]
+            server.on_named = partial(self.named, server.name, server.on_named)
+
+    def named(self, name: str, tell: Callable[[], None]) -> None:
+        self.named_s[name] = asyncio.get_running_loop().time()
+        tell()
+
+    async def sample(
+        self, server: FaultyServer, generate: Any, request: Request, on_chunk: Any
+    ) -> Completion:
+        """As the server does; keeps the versions of what it samples."""
+        if request.id.startswith("weights-"):
+            return await generate(request, on_chunk)  # type: ignore[no-any-return]
+        assert self.latency_s or server.policy_version >= self.served
+        versions: list[int | None] = []
+        self.sampled.setdefault(request.session, []).append(versions)
+
+        def hear(chunk: Chunk) -> None:
+            is_clear = asyncio.get_running_loop().time() > self.named_s[server.name]
+            version = server.policy_version if is_clear else None
+            versions.extend([version] * len(chunk.token_ids))
+            on_chunk(chunk)
+
+        try:
+            return await generate(request, hear)  # type: ignore[no-any-return]
+        except ForeignWeightsError:
+            versions.clear()
+            raise
+
+    async def ask(self, number: int, engine: EnginePool | LeasedEngine) -> None:
+        text, session = f"{number} is not {number + 1}" * (1 + number % 4) + "</a>", str(number)
+        prompt = self.b.tokenizer.encode(text + "|")
+        sampling = SamplingParams(200, stop=("</a>",), seed=number)
+        with working(WorkClock()) as clock:
+            done = await engine.generate(prompt, sampling, session=session)
+            before = clock()
+            await asyncio.sleep(1.0)
+            assert clock() - before == pytest.approx(1.0), "it stands still"
+        assert self.b.text(done) == text
+        told = [span.version for span in done.version_spans for _ in range(span.start, span.end)]
+        given = [version for one in self.sampled[session] for version in one]
+        pairs = zip(told, given, strict=False)
+        assert self.latency_s or all(version in (None, one) for one, version in pairs)
+
+    async def step(self, kind: str, number: int) -> None:
+        server = self.b.servers[number % len(self.b.servers)]
+        match kind:
+            case "ask":
+                for engine in [self.b.pool, *(engine for _, engine in self.workers)] * 2:
+                    self.num_asked += 1
+                    self.asking[asyncio.create_task(self.ask(self.num_asked, engine))] = engine
+            case "cancel":
+                for _ in range(number):
+                    await asyncio.sleep(0)
+                for one in list(self.asking)[number % 2 :: 2]:
+                    del self.asking[one]
+                    one.cancel()
+            case "kill" | "restart":
+                getattr(server, kind)()
+            case "load":
+                self.version += 1
+                self.beside.append(asyncio.create_task(self.load(self.version)))
+            case "refuse" | "doubt":
+                fault = EngineError if kind == "refuse" else ServerLostError
+                server.load_faults = [fault(kind)] * 2
+            case "sleep" | "wake":
+                self.beside.append(asyncio.create_task(getattr(self.b.pool, kind)()))
+            case "break":
+                server.breaks = [number % 7]
+            case "fill":
+                server.capacity = number % 3
+            case "join":
+                await self.join()
+            case "leave" if self.workers:
+                await self.leave(number % len(self.workers))
+
+    async def load(self, version: int) -> None:
+        await self.b.load(version)
+        await hear_all()  # places that were under way
+        self.served = version
+
+    async def join(self) -> None:
+        stack, b = AsyncExitStack(), self.b
+        worker = leased(b.pool, b.folder, is_killed=True, latency_s=self.latency_s)
+        self.workers.append((stack, await stack.enter_async_context(worker)))
+
+    async def leave(self, number: int) -> None:
+        """A worker is gone at once, and with it all that it asked for."""
+        stack, engine = self.workers.pop(number)
+        gone = [one for one, its in self.asking.items() if its is engine]
+        for one in gone:
+            del self.asking[one]
+            one.cancel()
+        await asyncio.gather(*gone, return_exceptions=True)
+        await stack.aclose()
+
+    async def end(self) -> None:
+        """All is well again, and what was asked for comes to its end."""
+        for server in self.b.servers:
+            server.load_faults, server.breaks, server.capacity = [], [], None
+            if not await server.healthy():
+                server.restart()
+        outcomes = await asyncio.gather(*self.beside, return_exceptions=True)
+        assert all(one is None or isinstance(one, EngineError) for one in outcomes), outcomes
+        await self.b.pool.wake()
+        await asyncio.gather(*self.asking)
+        await asyncio.sleep(5 * self.latency_s + 0.1)
+        stats = self.b.pool.stats()
+        assert (stats["running"], stats["waiting"]) == (0, 0)
+        assert not any(member.attempts or member.guests for member in self.b.pool.fleet.members)
+        while self.workers:
+            await self.leave(0)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(STEPS.split()),
+            st.integers(0, 20),
+            st.sampled_from([0.0, 0.04, 0.35, 1.5]),
+        ),
+        min_size=10,
+        max_size=30,
+    ),
+    st.sampled_from([0.0, 0.0, 0.3]),
+)
+@example([("ask", 0, 0.35), ("load", 0, 0.35), ("kill", 0, 0.35), ("kill", 1, 1.5)], 0.0)
+def test_whatever_happens_turns_are_whole_and_no_place_is_lost(
+    steps: list[tuple[str, int, float]], latency_s: float
+) -> None:
+    """And each token has the version of the weights that sampled it."""
+
+    async def main(folder: Path) -> None:
+        async with bench(folder, 2, max_retries=1000, max_outage_s=1e6) as b:
+            storm = Storm(b, latency_s)
+            async with asyncio.timeout(10_000):
+                await storm.join()
+                await storm.join()
+                for kind, number, pause_s in steps:
+                    await storm.step(kind, number)
+                    await asyncio.sleep(pause_s)
+                await storm.end()
+
+    with TemporaryDirectory() as root:
+        run_virtual(main(write_folder(Path(root))))
