@@ -1,30 +1,20 @@
-"""What training trees as trees is worth: tree against flat layouts of the same trajectories.
+"""What the learner gains, what the controller costs, what faults and other settings do to a run.
 
     python launchers/bench.py learner [--json FILE] [--shapes NAME ...] [--repeats N] [--dense]
     python launchers/bench.py deal [--json FILE]
-    python launchers/bench.py overhead [--json FILE] [--sizes N ...]
+    python launchers/bench.py overhead [--json FILE] [--sizes N ...] [--workers N]
     python launchers/bench.py load [--json FILE] [--faults NAME ...] [--scale S]
     python launchers/bench.py chaos [--json FILE] [--long | --short] [--times N] [--seconds S]
     python launchers/bench.py soak [--json FILE] [--minutes M]
     python launchers/bench.py simulate CONFIG [key.sub=value ...] [--trace RUN] [--steps N]
 
-    tree     every shared token once, attention in blocks between forks
-    dense    the same tokens, attention under one dense mask (--dense)
-    varlen   every trajectory by itself, side by side without padding
-    padded   every trajectory by itself, in rows of equal length
-
-All compute the same loss and, with it, the same gradients. Printed are CPU seconds and peak memory
-of a step, beside what counting tokens, attention pairs and FLOPs lets one expect: `counted` is the
-ratio, varlen over tree, of floating point operations, what a machine would reach on which every
-operation costs the same. `computed` are the tokens of all micro-batches over those of the trees:
-trees that are cut repeat the paths to their pieces.
-
-`deal` shows how long ranks wait for each other on simulated trees, and trains nothing. `overhead`
-says what the controller costs at thousands of rollouts (launchers/overhead.py), `load` what sick,
-slow, full or lost engine servers do to a run (launchers/load.py; it fails if a trajectory is lost),
-`chaos` what is left of a run in a fault storm (launchers/chaos.py; it fails if a tree is lost or
-trained twice), `soak` what its processes hold more and more of (launchers/soak.py), `simulate` what
-it would be like under other settings, by the times of a recorded one (launchers/simulation.py).
+`learner` measures what training trees as trees is worth, `deal` how long ranks wait for each other
+(launchers/layouts.py); `overhead` what the controller costs at thousands of rollouts
+(launchers/overhead.py), `load` what sick, slow, full or lost engine servers do to a run
+(launchers/load.py; it fails if a trajectory is lost), `chaos` what is left of a run in a storm of
+faults (launchers/chaos.py; it fails if a tree is lost or trained twice), `soak` what its processes
+hold more and more of (launchers/soak.py), `simulate` what it would be like under other settings, by
+the times of a recorded one (launchers/simulation.py).
 `--json -` prints the figures alone.
 """
 
@@ -33,18 +23,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import sys
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing import get_context
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from random import Random
-from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 if __name__ == "__main__":  # run by its path: the repository root is what holds the packages
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -53,36 +35,14 @@ if __name__ == "__main__":  # run by its path: the repository root is what holds
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 import msgspec
-import numpy as np
-import torch
 from msgspec.structs import asdict
-from rich.table import Table
-from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentenv.config import load_config
 from agentenv.errors import AgentEnvError, ConfigError
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Task, VersionSpan
-from launchers import chaos, load, overhead, soak
 from launchers.config import TrainConfig
-from launchers.planning.idle import NARROW, WIDE, Shape, simulated
+from launchers.tables import bare_table
 from launchers.terminal import View
 from launchers.timings import read_trace
-from learners.attention import TreeLayout, visible_pairs
-from learners.batch import (
-    ActionTokens,
-    EncodedTree,
-    Longs,
-    MicroBatch,
-    encode,
-    encode_sequence,
-    from_arrays,
-    pack,
-)
-from learners.credit import tree_credit
-from learners.dealing import PAIR_COST, deal, deal_parts, idle_share
-from learners.policy import Policy, tensors
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.json and not options.json.absolute().parent.is_dir():
             raise ConfigError(f"--json {options.json}: there is no such folder")
         if options.part == "deal":
+            from launchers.layouts import run_deal  # loads torch, which --help does not
+
             figures = run_deal(view)
         elif options.part == "overhead":
             return run_overhead(options, view)
@@ -105,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif options.part == "simulate":
             return run_simulation(options, view)
         else:
+            from launchers.layouts import run
+
             figures = run(options.shapes, options.repeats, options.dense, view)
         if options.json:
             options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
@@ -125,18 +89,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     dealing = parts.add_parser("deal", help="idle ranks, on simulated trees")
     cost = parts.add_parser("overhead", help="CPU, lag and memory of the controller")
     cost.add_argument(
-        "--sizes", nargs="+", type=int, choices=overhead.SIZES, default=list(overhead.SIZES),
-        metavar="N", help="rollouts at a time; default 1000 10000",
-    )  # fmt: skip
+        "--sizes", nargs="+", type=int, metavar="N", help="rollouts at a time; default 1000 10000"
+    )
     faults = parts.add_parser("load", help="a run on engine servers with faults")
-    faults.add_argument(
-        "--faults", nargs="+", choices=load.SCENARIOS, default=list(load.SCENARIOS),
-        metavar="NAME", help=f"of {', '.join(load.SCENARIOS)}; default all of them",
+    cost.add_argument(
+        "--workers", type=int, default=0, metavar="N",
+        help="rollout workers; default 0: rollouts grow in the controller",
     )  # fmt: skip
     faults.add_argument(
-        "--scale", type=float, default=load.Size().scale, metavar="S",
-        help="what all durations are multiplied by; default %(default)s",
-    )  # fmt: skip
+        "--faults", nargs="+", metavar="NAME", help="those in launchers/load.py; default all"
+    )
+    faults.add_argument(
+        "--scale", type=float, metavar="S", help="what durations are multiplied by; default 0.1"
+    )
     storm = parts.add_parser("chaos", help="a run in a fault storm, beside a calm one")
     form = storm.add_mutually_exclusive_group()
     form.add_argument("--long", action="store_true", help="20 minutes, vLLM servers on the CPU")
@@ -163,14 +128,28 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+K = TypeVar("K")
+
+
+def _known(option: str, asked: Sequence[K] | None, known: Collection[K]) -> list[K]:
+    """What was asked for, or all. Raises ConfigError."""
+    for one in asked or ():
+        if one not in known:
+            raise ConfigError(f"{option} {one}: expected of {', '.join(map(str, known))}")
+    return list(asked or known)
+
+
 def run_overhead(options: argparse.Namespace, view: View) -> int:
     """The controller's figures as a table, or as JSON: to a file, or alone to the output."""
-    found = overhead.run(options.sizes)
+    from launchers import overhead
+
+    sizes = _known("--sizes", options.sizes, overhead.SIZES)
+    found = overhead.run(sizes, options.workers)
     text = json.dumps(found, indent=1)
     if str(options.json) == "-":
         sys.stdout.write(text + "\n")
         return 0
-    table = _table("the controller, by rollouts at a time")
+    table = bare_table("the controller, by rollouts at a time")
     for name in ("rollouts", *next(iter(found.values()))):
         table.add_column(name, justify="right", no_wrap=True)
     for size, figures in found.items():
@@ -183,14 +162,18 @@ def run_overhead(options: argparse.Namespace, view: View) -> int:
 
 def run_load(options: argparse.Namespace, view: View) -> int:
     """Figures by fault, likewise. The exit status is 1 if anything was lost."""
-    size = load.Size(scale=options.scale)
-    found = load.run(options.faults, size)
+    from launchers import load
+
+    size = load.Size(scale=options.scale or load.Size().scale)
+    found = load.run(_known("--faults", options.faults, load.SCENARIOS), size)
     text = json.dumps({"size": asdict(size), **{k: asdict(v) for k, v in found.items()}}, indent=1)
     lost = any(figures.num_lost for figures in found.values())
     if str(options.json) == "-":
         sys.stdout.write(text + "\n")
         return int(lost)
-    table = _table(f"a run on servers with faults; all durations are multiplied by {size.scale:g}")
+    table = bare_table(
+        f"a run on servers with faults; all durations are multiplied by {size.scale:g}"
+    )
     names = [name for name in load.Figures.__struct_fields__ if name != "told"]
     for name in ("servers", *names):
         table.add_column(name.replace("_", " "), justify="right")
@@ -208,6 +191,8 @@ def run_load(options: argparse.Namespace, view: View) -> int:
 def run_chaos(options: argparse.Namespace, view: View) -> int:
     """The figures of fault storms, likewise. The exit status is 1 if anything was lost or trained
     twice, or if too little was trained; of a short one that says nothing."""
+    from launchers import chaos
+
     size = chaos.LONG if options.long else chaos.SHORT if options.short else chaos.Size()
     if options.seconds:
         size = msgspec.structs.replace(size, calm_s=options.seconds)
@@ -222,7 +207,7 @@ def run_chaos(options: argparse.Namespace, view: View) -> int:
     if alone:
         sys.stdout.write(text + "\n")
         return status
-    table = _table("fault storms beside a calm run")
+    table = bare_table("fault storms beside a calm run")
     names = [name for name in chaos.Figures.__struct_fields__ if name not in ("ended", "wrong")]
     for name in (*names, "share"):
         table.add_column(name.replace("_", " "), justify="right")
@@ -241,13 +226,17 @@ def run_chaos(options: argparse.Namespace, view: View) -> int:
 
 def run_soak(options: argparse.Namespace, view: View) -> int:
     """What each process of a run held, and how it grew. The exit status is 1 if any grew."""
+    from launchers import soak
+
     found = soak.run(options.minutes * 60)
     text = json.dumps({k: asdict(v) for k, v in found.items()}, indent=1)
     grown = [name for name, figures in found.items() if figures.grows]
     if str(options.json) == "-":
         sys.stdout.write(text + "\n")
         return int(bool(grown))
-    table = _table(f"{options.minutes:g} minutes of a run; what grows an hour, in its second half")
+    table = bare_table(
+        f"{options.minutes:g} minutes of a run; what grows an hour, in its second half"
+    )
     for name in ("process", *soak.Held.__struct_fields__):
         table.add_column(name.replace("_", " "), justify="right")
     for name, figures in found.items():
@@ -268,7 +257,7 @@ def run_simulation(options: argparse.Namespace, view: View) -> int:
     folder = Path(config.run.dir) / (config.run.name or options.config.stem)
     trace = read_trace(options.trace or folder)
     found = {"recorded": recorded(trace)}
-    for variant in variants(config):
+    for variant in variants(config, trace):
         found[variant.name] = simulate(config, trace, variant, options.steps)
     text = json.dumps(
         {"model": asdict(fitted(trace)), **{name: asdict(one) for name, one in found.items()}},
@@ -277,401 +266,23 @@ def run_simulation(options: argparse.Namespace, view: View) -> int:
     if str(options.json) == "-":
         sys.stdout.write(text + "\n")
         return 0
-    table = _table(f"{options.steps} steps in virtual time; recorded: the run of the trace")
-    for name in ("settings", "s a step", "learner idles", "staleness", "tokens/s", "branches"):
+    table = bare_table(f"{options.steps} steps in virtual time; recorded: the run of the trace")
+    for name in (
+        *("settings", "s a step", "idle", "stale", "tokens/s", "branches"),
+        "tools wait",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for name, one in found.items():
         table.add_row(
             *(name, f"{one.step_s:.2f}", f"{one.idle_share:.0%}", f"{one.staleness:.2f}"),
             *(f"{one.tokens_per_s:.0f}", f"{one.branches:.0f}" if one.branches else ""),
+            f"{one.tools_wait_s:.2f} s",
         )
     view.show(table)
     view.say(advice(config, found))
     if options.json:
         options.json.write_text(text + "\n", encoding="utf-8")
     return 0
-
-
-# The layouts, and what counting says of them.
-
-LAYOUTS = ("tree", "varlen", "padded")
-FLAT = ("varlen", "padded")
-MAX_TOKENS = 8192  # of a micro-batch, in every layout
-VOCABULARY = 4096
-Nodes = list[list[int]]  # of a tree: [parent, tokens of the policy, tokens of prompt or tool]
-
-
-def make_model() -> Policy:
-    """A small Qwen3 of three million parameters outside embedding and head."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-    )
-    return Policy(Qwen3ForCausalLM(config).eval())
-
-
-def make_step(layout: str, trees: list[Nodes], policy: Policy) -> Callable[[], float]:
-    """A function that runs forward and backward over all trees and returns the loss."""
-    device = next(policy.parameters()).device
-    encoded = encode_all(layout, trees)
-    weight = ActionTokens.of(encoded).weight
-    batches: Sequence[MicroBatch | PaddedBatch]
-    batches = pad(encoded) if layout == "padded" else pack(encoded, MAX_TOKENS)
-
-    def step() -> float:
-        policy.zero_grad()
-        total = 0.0
-        for batch in batches:
-            if isinstance(batch, MicroBatch):
-                token_ids, positions, plan, source, targets = tensors(batch, device)
-                if layout == "dense":
-                    plan = TreeLayout(batch.end, device, "dense")
-                logprobs = policy(token_ids, positions, plan, source, targets)[0]
-            else:
-                logprobs = padded_logprobs(policy, batch)
-            loss = -(torch.from_numpy(weight[batch.index]).to(logprobs) * logprobs).sum()
-            loss.backward()
-            total += float(loss.detach())
-        return total
-
-    return step
-
-
-def encode_all(layout: str, trees: list[Nodes]) -> list[EncodedTree]:
-    """Trees as trees, or every trajectory as a sequence."""
-    grown = [grow(nodes, index) for index, nodes in enumerate(trees)]
-    if layout in FLAT:
-        return [
-            encode_sequence(path.token_ids, path.loss_mask)
-            for tree in grown
-            for path in tree.trajectories()
-        ]
-    return [
-        encode(tree, credit, 0) for tree in grown if (credit := tree_credit(tree, group_size=1))
-    ]
-
-
-def grow(nodes: Nodes, index: int) -> TrajectoryTree:
-    """A tree of that shape with random tokens."""
-    rng = Random(index)
-
-    def ids(count: int) -> list[int]:
-        return [rng.randrange(VOCABULARY) for _ in range(count)]
-
-    tree = TrajectoryTree(task=Task(f"t{index}", "bench", "?", ("",)), index=index)
-    inner = {node[0] for node in nodes}
-    for number, (parent, num_actions, num_observed) in enumerate(nodes):
-        node = tree.add(
-            tree.nodes[parent] if parent >= 0 else None,
-            action_ids=ids(num_actions),
-            logprobs=[-1.0] * num_actions,
-            entropies=[1.0] * num_actions,
-            version_spans=[VersionSpan(0, 0, num_actions)],
-            observation_ids=ids(num_observed),
-        )
-        if number not in inner:
-            node.end, node.reward = "terminated", float(number % 2)
-    return tree
-
-
-@dataclass(frozen=True)
-class PaddedBatch:
-    """Rows of trajectories, token_ids int64 [rows, length]; the rest as in MicroBatch."""
-
-    token_ids: Longs
-    source: Longs
-    targets: Longs
-    index: Longs
-
-
-def pad(sequences: Sequence[EncodedTree]) -> list[PaddedBatch]:
-    """Rows of similar length, at most MAX_TOKENS padded tokens together."""
-    order = sorted(range(len(sequences)), key=lambda i: sequences[i].num_tokens)
-    first = np.cumsum([0, *(sequence.num_action_tokens for sequence in sequences)])
-    groups: list[list[int]] = [[]]
-    for i in order:
-        if groups[-1] and (len(groups[-1]) + 1) * sequences[i].num_tokens > MAX_TOKENS:
-            groups.append([])
-        groups[-1].append(i)
-    batches = []
-    for group in groups:
-        length = sequences[group[-1]].num_tokens
-        token_ids = np.zeros((len(group), length), np.int64)
-        source, targets, index = [], [], []
-        for row, i in enumerate(group):
-            ids, places = sequences[i].ints("token_ids"), np.flatnonzero(sequences[i].actions())
-            token_ids[row, : len(ids)] = ids
-            source.append(row * length + places - 1)
-            targets.append(ids[places].astype(np.int64))
-            index.append(np.arange(first[i], first[i + 1]))
-        batches.append(PaddedBatch(token_ids, *map(np.concatenate, (source, targets, index))))
-    return batches
-
-
-def padded_logprobs(policy: Policy, batch: PaddedBatch) -> Tensor:
-    """As a plain training loop computes them, causal attention over all rows at once."""
-    device = next(policy.parameters()).device
-    token_ids, source, targets = (
-        torch.from_numpy(array).to(device)
-        for array in (batch.token_ids, batch.source, batch.targets)
-    )
-    hidden = policy.model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
-    chosen = hidden.flatten(0, 1).index_select(0, source)
-    logprobs: Tensor = policy.model.lm_head(chosen, targets)[0]
-    return logprobs
-
-
-def count(layout: str, trees: list[Nodes], policy: Policy) -> tuple[float, float, float]:
-    """Tokens, visible pairs, and floating point operations of forward and backward, for models
-    with tied embeddings.
-
-    6 a weight and token (the head only for predicted tokens), and 14 a pair, head channel and
-    layer: 2 products forward and 5 backward, where the scores are computed again.
-    """
-    config, batches = policy.model.config, pack(encode_all(layout, trees), MAX_TOKENS)
-    num_tokens = sum(len(batch.token_ids) for batch in batches)
-    pairs = sum(visible_pairs(batch.end) for batch in batches)
-    predicted = sum(len(batch.targets) for batch in batches)
-    head = policy.model.lm_head.weight.numel()
-    weights = sum(parameter.numel() for parameter in policy.parameters()) - head
-    channels = config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    flops = 6.0 * (weights * num_tokens + head * predicted) + 14.0 * channels * pairs
-    return float(num_tokens), float(pairs), flops
-
-
-def peak_mb(layout: str, trees: list[Nodes]) -> float:
-    """Peak memory of one step, above what the process holds with the model loaded."""
-    torch.set_num_threads(1)
-    policy = make_model()
-    step = make_step(layout, trees, policy)
-    with suppress(OSError):  # where it cannot be reset, the peak so far stays in it
-        Path("/proc/self/clear_refs").write_text("5")
-    before = _peak_bytes()
-    step()
-    return (_peak_bytes() - before) / 1e6
-
-
-def _peak_bytes() -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return float(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-
-
-SHAPES = Path(__file__).with_name("bench_shapes.json")
-WARM_UP = [[[-1, 0, 64], [0, 64, 0], [0, 64, 0]]]
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Of one shape: medians of CPU seconds and peak memory by layout, counted ratios, and tokens
-    of the tree layout's micro-batches over those of the trees."""
-
-    cpu_s: dict[str, float]
-    peak_mb: dict[str, float]
-    tokens: float
-    pairs: float
-    flops: float
-    computed: float
-
-    @property
-    def flat_best_over_tree(self) -> float:
-        return min(self.cpu_s[name] for name in FLAT) / self.cpu_s["tree"]
-
-
-def run(names: Sequence[str] | None, repeats: int, dense: bool, view: View) -> dict[str, float]:
-    """Measure shapes, show a table, and return the figures as {SHAPE.figure: value}."""
-    shapes = load_shapes()
-    unknown = sorted(set(names or ()) - set(shapes))
-    if unknown or repeats < 1:
-        raise ConfigError(f"--shapes: unknown {unknown}; known: {sorted(shapes)}; --repeats >= 1")
-    found: dict[str, Figures] = {}
-    for name in names or shapes:
-        view.say(f"{name}: {shapes[name]['source']}")
-        layouts = (*LAYOUTS, "dense") if dense else LAYOUTS
-        found[name] = measure(shapes[name]["trees"], layouts, repeats)
-    for table in tables(found):
-        view.show(table)
-    return flattened(found)
-
-
-def load_shapes() -> dict[str, Any]:
-    """Recorded shapes, and one prefix with 16 leaves."""
-    leaves = [[0, 128 + 8 * (i * 7 % 17), 0] for i in range(16)]
-    prefix = [[[-1, 0, 2048], *leaves]]
-    shapes: dict[str, Any] = msgspec.json.decode(SHAPES.read_bytes())
-    source = "one prefix of 2,048 tokens and 16 leaves of 128 to 256"
-    return {"prefix2048x16": {"source": source, "trees": prefix}} | shapes
-
-
-def measure(trees: list[Nodes], layouts: Sequence[str], repeats: int) -> Figures:
-    """Interleaved, so that a busy moment of the machine hits all layouts alike."""
-    torch.set_num_threads(1)
-    model = make_model()
-    make_step("tree", WARM_UP, model)()
-    steps = {name: make_step(name, trees, model) for name in layouts}
-    seconds: dict[str, list[float]] = {name: [] for name in layouts}
-    losses = {}
-    for _ in range(repeats):
-        for name, step in steps.items():
-            start = time.process_time()
-            losses[name] = step()
-            seconds[name].append(time.process_time() - start)
-    for name, loss in losses.items():
-        if abs(loss - losses["varlen"]) > 1e-4 * abs(losses["varlen"]):
-            raise ArithmeticError(f"layouts differ: {name} {losses}")
-    counts = {name: count(name, trees, model) for name in ("tree", "varlen")}
-    tokens, pairs, flops = np.divide(counts["varlen"], counts["tree"]).tolist()
-    computed = counts["tree"][0] / sum(sum(node[1:]) for tree in trees for node in tree)
-    return Figures(
-        {name: median(values) for name, values in seconds.items()},
-        {name: in_own_process(name, trees) for name in layouts},
-        tokens,
-        pairs,
-        flops,
-        computed,
-    )
-
-
-def in_own_process(layout: str, trees: list[Nodes]) -> float:
-    """Peak memory is that of a process, so each layout gets one."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(peak_mb, layout, trees).result()
-
-
-def tables(found: dict[str, Figures]) -> tuple[Table, Table]:
-    """One row a shape: speed beside what was counted, and memory."""
-    layouts = list(next(iter(found.values())).cpu_s)
-    speed = _table("CPU seconds; ratios are flat over tree, share is measured over counted FLOPs")
-    for name in ("shape", *layouts, "best flat", "FLOPs", "share", "tokens", "pairs", "computed"):
-        speed.add_column(name, justify="left" if name == "shape" else "right", no_wrap=True)
-    memory = _table("peak memory of a step beyond the model, MB")
-    for name in ("shape", *layouts):
-        memory.add_column(name, justify="left" if name == "shape" else "right", no_wrap=True)
-    for name, one in found.items():
-        ratio = one.flat_best_over_tree
-        figures = (
-            *one.cpu_s.values(),
-            ratio,
-            one.flops,
-            ratio / one.flops,
-            one.tokens,
-            one.pairs,
-            one.computed,
-        )
-        speed.add_row(name, *(f"{figure:.2f}" for figure in figures))
-        memory.add_row(name, *(f"{figure:.0f}" for figure in one.peak_mb.values()))
-    return speed, memory
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", min_width=76, box=None, padding=(0, 2, 0, 0))
-
-
-def flattened(found: dict[str, Figures]) -> dict[str, float]:
-    """{SHAPE.figure: value} of all shapes."""
-    figures: dict[str, float] = {}
-    for name, one in found.items():
-        figures |= {
-            f"{name}.flat_best_over_tree": one.flat_best_over_tree,
-            f"{name}.counted": one.flops,
-            f"{name}.counted_tokens": one.tokens,
-            f"{name}.counted_pairs": one.pairs,
-            f"{name}.computed_over_unique": one.computed,
-        }
-        for layout in one.cpu_s:
-            figures[f"{name}.{layout}_cpu_s"] = one.cpu_s[layout]
-            figures[f"{name}.{layout}_peak_mb"] = one.peak_mb[layout]
-    return {name: round(value, 4) for name, value in figures.items()}
-
-
-# Dealing: how long ranks wait for each other.
-
-# ranks, groups, ranks that compute a micro-batch together
-CASES = [(4, 16, 1), (4, 8, 1), (8, 16, 1), (8, 8, 1), (16, 16, 1), (64, 16, 1), (64, 64, 1)]
-CASES += [(8, 8, 2), (64, 16, 4)]
-SPREADS = {"narrow": NARROW, "wide": WIDE}
-BUDGET = 24_000  # tokens of a micro-batch on each rank
-
-
-def run_deal(view: View) -> dict[str, float]:
-    """Whole trees against trees and parts of trees, on 64 simulated ARPO trees of 40,000 tokens
-    with 16 leaves of 8 roots; a table, and the figures as {SPREAD.RANKSxGROUPS.figure: value}, with
-    RANKS/N where N of them compute a micro-batch together."""
-    figures: dict[str, float] = {}
-    for name, spread in SPREADS.items():
-        shapes = simulated(16, 8, spread, tree_tokens=40_000)
-        trees = [encode_shape(shape) for shape in shapes]
-        largest = max(sum(shape.sizes) for shape in shapes)
-        table = _table(
-            f"{name} spread, largest tree {largest:,} tokens; idle and empty passes in %"
-        )
-        columns = ("ranks", "team", "groups", "idle: whole", "parts", "empty: whole", "parts")
-        for column in (*columns, "computed", "load"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for num_ranks, groups, team in CASES:
-            case = try_dealing(trees, num_ranks, groups, team)
-            percent = (f"{100 * case[key]:.1f}" for key in list(case)[:4])
-            ratios = (f"{case[key]:.2f}" for key in ("computed_over_unique", "largest_load"))
-            table.add_row(str(num_ranks), str(team), str(groups), *percent, *ratios)
-            ranks = f"{num_ranks}/{team}" if team > 1 else f"{num_ranks}"
-            figures |= {f"{name}.{ranks}x{groups}.{key}": v for key, v in case.items()}
-        view.show(table)
-    return {name: round(value, 4) for name, value in figures.items()}
-
-
-def try_dealing(
-    trees: Sequence[EncodedTree], num_ranks: int, groups: int, team: int = 1
-) -> dict[str, float]:
-    """idle_share of ranks with whole trees and with parts; empty passes at ZeRO 3, where all run as
-    many as the one with most; tokens computed with parts over those of the trees; largest load with
-    parts over that with whole trees. Counted on the micro-batches that the ranks, or teams of them,
-    would run."""
-    num_teams, budget = num_ranks // team, BUDGET * team
-    loads: dict[str, list[list[float]]] = {"whole": [], "parts": []}
-    passes: dict[str, list[list[float]]] = {"whole": [], "parts": []}
-    computed = 0
-    for first in range(0, len(trees), groups):
-        step = trees[first : first + groups]
-        dealt = {
-            "whole": [[step[i] for i in hand] for hand in deal(step, num_teams)],
-            "parts": deal_parts(step, num_teams, budget)[0],
-        }
-        for name, shares in dealt.items():
-            packed = [pack(own, budget) for own in shares]
-            loads[name].append([sum(map(_cost, batches)) for batches in packed])
-            passes[name].append([float(len(batches)) for batches in packed])
-        computed += sum(len(batch.token_ids) for batches in packed for batch in batches)
-    most = {name: sum(map(max, steps)) for name, steps in loads.items()}
-    return {
-        "idle_whole": idle_share(loads["whole"]),
-        "idle_parts": idle_share(loads["parts"]),
-        "empty_passes_whole": idle_share(passes["whole"]),
-        "empty_passes_parts": idle_share(passes["parts"]),
-        "computed_over_unique": computed / sum(tree.num_tokens for tree in trees),
-        "largest_load": most["parts"] / most["whole"],
-    }
-
-
-def _cost(batch: MicroBatch) -> float:
-    return len(batch.token_ids) + PAIR_COST * visible_pairs(batch.end)
-
-
-def encode_shape(shape: Shape) -> EncodedTree:
-    """All but the prompt is trained."""
-    starts = np.cumsum([0, *shape.sizes])
-    action = np.arange(starts[-1]) >= shape.sizes[0]
-    ids, weight = np.zeros(len(action)), np.ones(len(shape.sizes))
-    return from_arrays(ids, action, starts[:-1], shape.parents, weight=weight)
 
 
 if __name__ == "__main__":

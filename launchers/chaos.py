@@ -48,17 +48,19 @@ from agentenv.errors import AgentEnvError
 from agentenv.frames import SUFFIX
 from agentenv.guard import GUARD
 from agentenv.journal import Began, Finished, Frame, Leased, Trained, read_frames
+from agentenv.ports import held_ports
 from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Task, ToolResult
 from launchers.quickstart import build_model
-from launchers.recital import TOKEN_S, free_ports
+from launchers.recital import TOKEN_S
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "chaos.toml"
 TOOL_S = 0.2
 HANG_S = 3600.0
 MIN_SHARE = 0.7  # of the calm goodput
+MAX_STALENESS = 8  # with less the learner waits for trees of which tools broke branches
 POLL_S = 0.1
 VLLM = "vllm.entrypoints"
 END_S = 180.0  # in which a command ends after what ends it
@@ -75,7 +77,7 @@ class Size(Struct, frozen=True):
     prompts: int = 4
     group_size: int = 8
     token_s: float = 0.005  # so that the learner is what trains no faster
-    checkpoint_s: float = 10.0
+    checkpoint_s: float = 5.0
 
 
 LONG = Size(calm_s=1200.0, kill_s=150.0, num_servers=2, long=True, checkpoint_s=60.0)
@@ -369,15 +371,18 @@ class Servers:
 
     def __init__(self, size: Size, folder: Path) -> None:
         self.size, self.num_killed = size, 0
-        self.ports = [] if size.long else free_ports(size.num_servers)
+        self.ports: Sequence[int] = ()
         self.run: tuple[Process, Witness] | None = None  # whose servers are killed
         self._model = folder / "model"
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._spares: dict[int, subprocess.Popen[bytes]] = {}  # have imported what they need
         self._stop = threading.Event()
         self._storming: threading.Thread | None = None
+        self._held = ExitStack()
 
     def __enter__(self) -> Servers:
+        if not self.size.long:
+            self.ports = self._held.enter_context(held_ports(self.size.num_servers))
         for port in self.ports:
             self._prepare(port)
         for port in self.ports:
@@ -393,6 +398,7 @@ class Servers:
         for process in (*self._processes.values(), *self._spares.values()):
             process.kill()
             process.communicate()
+        self._held.close()
 
     def _prepare(self, port: int) -> None:
         scale = self.size.token_s / TOKEN_S
@@ -653,7 +659,7 @@ group_size = {size.group_size}
 entropy_window = 10
 [queue]
 groups_per_step = {size.prompts}
-max_staleness = 2
+max_staleness = {MAX_STALENESS}
 [learner]
 groups_per_minibatch = {size.prompts}
 learning_rate = 1e-6

@@ -5,14 +5,20 @@ tools and a learner that take the time which a recorded run says they take.
 
 The trace (RUN/timings.jsonl, see launchers/timings.py) gives the work too: trees are grown anew by
 the algorithm of the configuration, each turn one of those that were recorded at the same depth of
-a recorded tree, with its tokens, entropies, tools and reward.
+a recorded tree, with its tokens, entropies, tools and reward; none is taken twice before all are.
 
     engine    a step of decoding takes `decode_s` + `running_s` for each turn that runs, and gives
               each of them a token; prompts take `prefill_s` a token that no cache holds, and hold
-              decoding up; `slots` turns run on a server, others wait; all is `beside` times slower
-              while a learner trains on the same machine
-    tools     drawn from those recorded, with a tail beyond the longest
-    learner   an update takes `update_s` + `token_s` for each trained token, publishing `publish_s`
+              decoding up; new weights empty the caches; `slots` turns run on a server, others wait;
+              decoding is `beside` times slower while a learner trains on the same machine
+    tools     drawn from those recorded, with a tail beyond the longest; at most as many at once,
+              and as often, as the configuration allows
+    learner   an optimizer step takes `update_s`, a trained token `token_s`, and one whose proximal
+              log-prob is computed a third of it more; all is `shared` times slower while turns run
+              on the same machine; then `publish_s`, and `score_s` for the probe of parity
+    envs      `env_s` from the end of a turn and its tools to the next one: texts, copies, grades
+    loop      one core, or one for each rollout worker, on which a turn takes `turn_s` of that;
+              `tree_s` for each tree of a step
 
 What is not simulated: faults, evaluations, checkpoints, the admission of a pool by its caches.
 """
@@ -24,30 +30,33 @@ import heapq
 import math
 import os
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
     ExitStack,
+    asynccontextmanager,
     contextmanager,
     nullcontext,
 )
 from itertools import count
+from operator import mul
 from pathlib import Path
 from random import Random
 from statistics import fmean
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 from rich.console import Console
 
 from agentenv.actor import Actor
+from agentenv.deadline import admitted, waiting
 from agentenv.errors import ConfigError, DataError
-from agentenv.journal import JournalConfig
+from agentenv.journal import GATHER_S, JournalConfig
 from agentenv.metrics import Metrics
-from agentenv.tree import TrajectoryTree
+from agentenv.tree import Prefix, TrajectoryTree
 from agentenv.types import (
     Chunk,
     Completion,
@@ -60,23 +69,29 @@ from agentenv.types import (
     VersionSpan,
 )
 from agentenv.virtual_clock import run_virtual
+from envs.code_interpreter import python_config
+from envs.search.upstream import BURST, TokenBucket
+from envs.web_search import search_config
+from launchers.cluster import ProcessesCluster
 from launchers.config import EvalConfig, LogConfig, TrainConfig
-from launchers.rl.parts import Parts
+from launchers.rl.parts import NUM_PROBE_PROMPTS, Parts
 from launchers.rl.publishing import DirectoryPublisher, ParityProbe
 from launchers.rl.training import Training
 from launchers.rundir import RunDirectory
 from launchers.terminal import View
-from launchers.timings import Shape, Trace
-from learners.batch import EncodedTree
+from launchers.timings import Shape, StepTimes, Trace
+from learners.batch import EncodedTree, encoded_nodes
 from learners.credit import CreditedTree
-from learners.learner import Score
+from learners.learner import LearnerConfig, Score
 
 MIN_TAIL = 40  # calls of a tool from which a tail is estimated
 TAIL = 0.05  # the share of the longest ones that it is estimated from
-WARM_STEPS = 2  # of a run, which begins with an empty queue
 DEFAULT_SLOTS = 1 << 20
 SMALL_GAIN = 0.03
 LOOK_S = 0.05  # between two looks at how many branches grow
+PROXIMAL = 1 / 3  # of what training a token costs: a pass forward, of one forward and one back
+UPDATE_SHARE, SLOWER = 0.05, 1.0  # what is expected, about, where a trace does not tell
+LOOKS = 100  # of an update at whether turns run beside it
 
 
 class ServiceModel(Struct, frozen=True, kw_only=True):
@@ -88,8 +103,12 @@ class ServiceModel(Struct, frozen=True, kw_only=True):
     beside: float
     update_s: float
     token_s: float
+    shared: float
     publish_s: float
-    parity_s: float
+    score_s: float
+    turn_s: float
+    env_s: float
+    tree_s: float
 
 
 def fitted(trace: Trace) -> ServiceModel:
@@ -105,29 +124,58 @@ def fitted(trace: Trace) -> ServiceModel:
         [turn.seconds for turn in turns],
     )
     mean_running = fmean(turn.running for turn in turns)
-    token_s = decode_s + running_s * mean_running
+    decoded_s = decode_s + running_s * mean_running
     trained = [step for step in trace.steps if step.num_tokens]
-    update_s, per_token_s = _least_squares(
-        [(1.0, step.num_tokens) for step in trained], [step.update_s for step in trained]
-    )
+    update_s, token_s, shared = _of_updates(trained)
+    rest = trace.steps[1:]  # of the first one the beginning is not known
+    score_s = [step.parity_s for step in rest if step.parity_s]  # nor has it a probe
+    nodes = [shape for step in rest for tree in step.trees for shape in tree]
+    num_turns = max(1, sum(shape.num_sampled > 0 for shape in nodes))
+    tools_s = sum(sum(seconds) for shape in nodes for _, *seconds in shape.tools)
     return ServiceModel(
         decode_s=decode_s,
         running_s=running_s,
         prefill_s=prefill_s,
-        beside=1 + slower_s / token_s if token_s else 1.0,
+        beside=1 + slower_s / decoded_s if decoded_s else 1.0,
         update_s=update_s,
-        token_s=per_token_s,
+        token_s=token_s,
+        shared=shared,
         publish_s=fmean(step.publish_s for step in trained) if trained else 0.0,
-        parity_s=fmean(step.parity_s for step in trace.steps),
+        turn_s=sum(step.loop_s for step in rest) / num_turns,
+        env_s=max(0.0, sum(step.branch_s for step in rest) - tools_s) / num_turns,
+        score_s=min(score_s, default=0.0),  # others waited for the engine's part, too
+        tree_s=sum(step.rest_s for step in rest) / sum(len(step.trees) for step in rest),
     )
+
+
+def _of_updates(steps: Sequence[StepTimes]) -> tuple[float, float, float]:
+    """Seconds of an optimizer step and of a token, and how many times as long they take while an
+    engine samples on the same machine. Steps that are alike cannot tell these apart: as far as they
+    leave it open, an update costs what its tokens cost, and nothing slows it down."""
+    if not steps:
+        return 0.0, 0.0, 1.0
+    tokens = [step.num_tokens + PROXIMAL * step.num_proximal_tokens for step in steps]
+    rows = [
+        (step.num_steps, size, size * step.busy) for step, size in zip(steps, tokens, strict=True)
+    ]
+    seconds = [step.update_s for step in steps]
+    found = _least_squares(rows, seconds)
+    error = fmean(
+        (sum(map(mul, found, row)) - one) ** 2 for row, one in zip(rows, seconds, strict=True)
+    )
+    doubt = math.sqrt(error) / fmean(seconds)
+    alike = [
+        (doubt / UPDATE_SHARE * fmean(step.num_steps for step in steps), 0.0, 0.0),
+        (0.0, 0.0, doubt / SLOWER * fmean(tokens)),
+    ]
+    update_s, token_s, slower_s = _least_squares([*rows, *alike], [*seconds, 0.0, 0.0])
+    return update_s, token_s, 1 + slower_s / token_s if token_s else 1.0
 
 
 def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
     import numpy as np
     from scipy.optimize import nnls  # takes half a second
 
-    if not rows:
-        return [0.0, 0.0]
     found, _ = nnls(np.asarray(rows, np.float64), np.asarray(values, np.float64))
     return [float(value) for value in found]
 
@@ -156,21 +204,28 @@ class Durations:
 
 class Work:
     """The recorded trees as something to grow others from. A node has a number, `key`, among all;
-    `after` are the keys of the nodes that may follow it."""
+    `after` are the keys of the nodes that may follow it. Text that was made of a node ends with a
+    token that no other text has, and `ids` knows its key."""
 
     def __init__(self, trace: Trace) -> None:
         self.shapes: list[Shape] = []
         self.after: list[list[int]] = []
         self.roots: list[int] = []
         seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self.ids: list[int] = [-1]
         for tree in (tree for step in trace.steps for tree in step.trees):
             self._add(tree)
             for shape in tree:
-                for name, value in shape.tools:
+                for name, value, _ in shape.tools:
                     seconds[name].append(value)
         if not self.roots:
             raise DataError("the trace has no tree with a trajectory that ended well")
         self.tools = {name: Durations(values) for name, values in seconds.items()}
+
+    def token(self, key: int) -> int:
+        """One that is new, for a text of this node."""
+        self.ids.append(key)
+        return len(self.ids) - 1
 
     def _add(self, tree: Sequence[Shape]) -> None:
         """A node is followed by any of the tree's that are as deep as its children."""
@@ -207,11 +262,15 @@ class Machine:
         self._ends: list[tuple[float, int, asyncio.Future[None]]] = []
         self._number = count()
         self._timer: asyncio.TimerHandle | None = None
-        self._places = asyncio.Semaphore(slots)
+        self._queue: list[tuple[tuple[int, int], int, asyncio.Future[None]]] = []
 
     @property
     def load(self) -> int:
         return self._running + self.num_waiting
+
+    @property
+    def is_busy(self) -> bool:
+        return self._running > 0
 
     def _step_s(self) -> float:
         model = self.model
@@ -249,18 +308,21 @@ class Machine:
             self.look()
 
     async def sample(
-        self, num_computed: int, chunks: Sequence[int], on_chunk: Callable[[int], None]
+        self,
+        num_computed: int,
+        chunks: Sequence[int],
+        on_chunk: Callable[[int], None],
+        order: tuple[int, int] = (0, 0),
     ) -> None:
         """Let the time of a turn pass that has to compute so many tokens of its prompt, and tell
-        of its chunks of tokens."""
-        self.num_waiting += 1
-        try:
-            await self._places.acquire()
-        finally:
-            self.num_waiting -= 1
-        try:
-            self.look()
+        of its chunks of tokens. Of those that wait for a slot the smallest `order` is next."""
+        self.look()
+        if self._running >= self.slots:
+            with waiting("a slot"):
+                await self._slot(order)
+        else:
             self._running += 1
+        try:
             self._debt_s += self.model.prefill_s * num_computed
             for size in chunks:
                 ended = asyncio.get_running_loop().create_future()
@@ -270,20 +332,67 @@ class Machine:
                 await ended
                 on_chunk(size)
         finally:
-            self.look()
-            self._running -= 1
-            self.look()
-            self._places.release()
+            self._leave()
+
+    async def _slot(self, order: tuple[int, int]) -> None:
+        given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._queue, (order, next(self._number), given))
+        self.num_waiting += 1
+        try:
+            await given
+        except asyncio.CancelledError:
+            if given.done() and not given.cancelled():
+                self._leave()
+            raise
+        finally:
+            self.num_waiting -= 1
+
+    def _leave(self) -> None:
+        """Give the slot to whoever is next."""
+        self.look()
+        while self._queue:
+            given = heapq.heappop(self._queue)[2]
+            if not given.done():
+                given.set_result(None)
+                return
+        self._running -= 1
+        self.look()
+
+
+class Grown(Struct, kw_only=True):
+    """What an engine knows of a tree: where its turns run, how often each node was taken, and the
+    last tokens of the texts whose keys and values are there, of one version."""
+
+    home: Machine
+    uses: Counter[int] = field(default_factory=Counter)
+    cached: set[int] = field(default_factory=set)
+    version: int = -1
+
+    def compute(self, parts: Sequence[Sequence[int]], version: int) -> int:
+        """How many tokens of a prompt of these texts are not there; from now on they are."""
+        if version != self.version:
+            self.version = version
+            self.cached.clear()
+        num_tokens = 0
+        for part in reversed(parts):
+            if not len(part) or part[-1] in self.cached:
+                break
+            num_tokens += len(part)
+            self.cached.add(part[-1])
+        return max(1, num_tokens)
 
 
 class SimulatedEngine:
     """Turns of a `Work` on machines; a tree stays on the one that had the least to do. The last
-    token of a prompt is the key of the node that the turn follows, and that of a turn its own."""
+    token of a prompt tells which node the turn follows, and that of a turn its own."""
 
-    def __init__(self, work: Work, machines: Sequence[Machine]) -> None:
-        self.work, self.machines = work, machines
+    def __init__(
+        self, work: Work, machines: Sequence[Machine], model: ServiceModel, num_loops: int
+    ) -> None:
+        self.work, self.machines, self.model, self.num_loops = work, machines, model, num_loops
+        self._loop_free_at = 0.0
         self.policy_version = 0
-        self._homes: dict[str, Machine] = {}
+        self._trees: dict[str, Grown] = {}
         self._stats = {"requests": 0.0, "sampled_tokens": 0.0, "prompt_tokens": 0.0}
 
     async def generate(
@@ -297,14 +406,16 @@ class SimulatedEngine:
         order: tuple[int, int] = (0, 0),
     ) -> Completion:
         rng = Random(f"{sampling.seed}/{session}")
-        home = self._homes.get(session)
-        if home is None:
-            home = self._homes[session] = min(self.machines, key=lambda one: one.load)
-        follows = prompt_ids[-1:][0]
-        key = rng.choice(self.work.after[follows])
+        tree = self._trees.get(session)
+        if tree is None:
+            home = min(self.machines, key=lambda one: one.load)
+            tree = self._trees[session] = Grown(home=home)
+        follows = self.work.ids[prompt_ids[-1:][0]]
+        key = min(self.work.after[follows], key=lambda one: (tree.uses[one], rng.random()))
+        tree.uses[key] += 1
         shape = self.work.shapes[key]
         size = max(1, min(shape.num_sampled, sampling.max_tokens))
-        token_ids = [0] * (size - 1) + [key]
+        token_ids = [0] * (size - 1) + [self.work.token(key)]
         rest = shape.entropies[-1] if shape.entropies else 0.0
         entropies = (shape.entropies + [rest] * size)[:size]
         done = Completion(token_ids, [-0.5] * size, entropies, "stop", [])
@@ -320,8 +431,18 @@ class SimulatedEngine:
             at += length
 
         self._stats["requests"] += 1
-        computed = self.work.shapes[follows].num_observed  # what came before is in the cache
-        await home.sample(computed, [n for n in (first, size - first) if n], on_chunk)
+        version = self.policy_version
+        parts = prompt_ids.parts if isinstance(prompt_ids, Prefix) else (prompt_ids,)
+        computed = tree.compute(parts, version)
+        done.num_cached_tokens = len(prompt_ids) - computed
+        chunks = [n for n in (first, size - first) if n]
+        await tree.home.sample(computed, chunks, on_chunk, order)
+        now_s = asyncio.get_running_loop().time()
+        turn_s = self.model.turn_s / self.num_loops
+        self._loop_free_at = max(self._loop_free_at, now_s) + turn_s
+        await asyncio.sleep(max(self._loop_free_at - now_s, self.model.env_s))
+        if self.policy_version == version:
+            tree.cached.add(token_ids[-1])
         return done
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
@@ -337,7 +458,7 @@ class SimulatedEngine:
 
 
 class SimulatedRenderer:
-    """Keys in place of texts."""
+    """Tokens in place of texts."""
 
     tokenizer: Any = None
 
@@ -348,18 +469,32 @@ class SimulatedRenderer:
         return self._ids(messages)
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:
-        size, key = map(int, messages[-1].content.split())
-        return [0] * (max(1, size) - 1) + [key]
+        size, token = map(int, messages[-1].content.split())
+        return [0] * (max(1, size) - 1) + [token]
 
     def stop(self, tools: Any) -> tuple[str, ...]:
         return ()
 
     def parse(self, completion: Completion, tools: Any, prefix_ids: Sequence[int] = ()) -> Message:
-        key = completion.token_ids[-1]
-        return Message("assistant", str(key), tool_calls=(ToolCall("tool", {}),))
+        token = completion.token_ids[-1]
+        return Message("assistant", str(token), tool_calls=(ToolCall("tool", {}),))
 
     async def prepare(self, messages: Sequence[Message], tools: Any, max_tokens: int) -> None:
         pass
+
+
+class Places:
+    """What a configuration allows of a tool: so many calls at once, and so many a second."""
+
+    def __init__(self, num_places: int, rate_per_s: float) -> None:
+        self._free = asyncio.Semaphore(num_places)
+        self._bucket = TokenBucket(rate_per_s, BURST)
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        await self._bucket.take()
+        async with admitted(self._free, "a place at a tool"):
+            yield
 
 
 class SimulatedEnv:
@@ -367,34 +502,42 @@ class SimulatedEnv:
 
     fork_mode = "pure"
 
-    def __init__(self, work: Work, task: Task, tool_factor: float) -> None:
-        self._work, self._task, self._factor = work, task, tool_factor
+    def __init__(
+        self, work: Work, task: Task, tool_factor: float, places: dict[str, Places]
+    ) -> None:
+        self._work, self._task, self._factor, self._places = work, task, tool_factor, places
         self._rng = Random(task.id)
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[list[Message], Info]:
-        key = int(self._task.question)
-        return [Message("user", f"{self._work.shapes[key].num_observed} {key}")], {}
+        token = int(self._task.question)
+        size = self._work.shapes[self._work.ids[token]].num_observed
+        return [Message("user", f"{size} {token}")], {}
 
     async def step(self, action: Message) -> tuple[list[Message], float, bool, bool, Info]:
-        key = int(action.content)
+        key = self._work.ids[int(action.content)]
         shape = self._work.shapes[key]
-        calls: list[Info] = []
-        for name, _ in shape.tools:
-            seconds = self._work.tools[name].draw(self._rng) * self._factor
-            await asyncio.sleep(seconds)
-            calls.append({"name": name, "ok": True, "duration_s": seconds})
+        calls = [await self._call(name) for name, *_ in shape.tools]
         info: Info = {"tool_calls": calls}
         if shape.end or not self._work.after[key]:
             return [], shape.reward, shape.end != "truncated", shape.end == "truncated", info
-        return [Message("tool", f"{shape.num_observed} {key}")], 0.0, False, False, info
+        text = f"{shape.num_observed} {self._work.token(key)}"
+        return [Message("tool", text)], 0.0, False, False, info
+
+    async def _call(self, name: str) -> Info:
+        now = asyncio.get_running_loop().time
+        began_s, places = now(), self._places.get(name)
+        async with nullcontext() if places is None else places.place():
+            waited_s = now() - began_s
+            await asyncio.sleep(self._work.tools[name].draw(self._rng) * self._factor)
+        return {"name": name, "duration_s": now() - began_s, "waited_s": waited_s}
 
     async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
         return 0.0, {}
 
     async def fork(self) -> SimulatedEnv:
-        other = SimulatedEnv(self._work, self._task, self._factor)
+        other = SimulatedEnv(self._work, self._task, self._factor, self._places)
         other._rng = Random(self._rng.random())
         return other
 
@@ -408,28 +551,45 @@ class SimulatedEnv:
 class SimulatedLearner:
     """Takes the time of the recorded one."""
 
-    def __init__(self, model: ServiceModel, machines: Sequence[Machine]) -> None:
-        self.model, self.machines = model, machines
+    def __init__(
+        self, model: ServiceModel, config: LearnerConfig, machines: Sequence[Machine]
+    ) -> None:
+        self.model, self.config, self.machines = model, config, machines
         self.policy_version = 0
         self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
 
     async def update(
         self, groups: Sequence[CreditedTree], lr_scale: float = 1.0, agreement: str = "exact"
     ) -> Metrics:
-        num_tokens = sum(
-            len(node.action_ids)
-            for tree, credit in groups
-            for node, weight in zip(tree.nodes, credit.weight, strict=True)
-            if weight
-        )
+        num_tokens = num_proximal = 0
+        for tree, credit in groups:
+            size = sum(len(node.action_ids) for node in encoded_nodes(tree, credit))
+            versions = (span.version for node in tree.nodes for span in node.version_spans)
+            is_stale = min(versions, default=self.policy_version) < self.policy_version
+            num_tokens += size
+            num_proximal += size * (is_stale or self.config.proximal == "always")
+        epochs = self.config.num_epochs_per_batch
+        num_steps = epochs * -(-len(groups) // self.config.groups_per_minibatch)
+        passes = epochs * num_tokens + PROXIMAL * num_proximal
         with ExitStack() as stack:
             for machine in self.machines:
                 stack.enter_context(machine.learning())
-            await asyncio.sleep(self.model.update_s + self.model.token_s * num_tokens)
-        return {"num_tokens": float(num_tokens), "num_trained": float(len(groups))}
+            await self.work(self.model.update_s * num_steps + self.model.token_s * passes)
+        counts = {"tokens": num_tokens, "proximal_tokens": num_proximal, "trained": len(groups)}
+        return {f"num_{name}": float(value) for name, value in counts.items()}
+
+    async def work(self, seconds: float) -> None:
+        """Let work pass that takes so long by itself."""
+        left_s = seconds
+        while left_s > 1e-9:
+            is_shared = any(machine.is_busy for machine in self.machines)
+            slower = self.model.shared if is_shared else 1.0
+            part_s = min(left_s, seconds / LOOKS) if self.model.shared > 1 else left_s
+            await asyncio.sleep(part_s * slower)
+            left_s -= part_s
 
     async def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
-        await asyncio.sleep(self.model.parity_s)
+        await self.work(self.model.score_s)
         counts = [one.num_action_tokens for one in sequences]
         return [Score([-0.5] * n, [0.5] * n, [False] * n) for n in counts]
 
@@ -456,17 +616,19 @@ class Variant(Struct, frozen=True, kw_only=True):
     max_staleness: int | None = None
     num_engines: int = 1
     tool_factor: float = 1.0
+    places: dict[str, float] = {}  # by the name of a tool: how many times as many as configured
     max_branches: int = 0
 
 
 class Figures(Struct, frozen=True, kw_only=True):
-    """Of a run, from its step WARM_STEPS on."""
+    """Of a run, while its queue is full: see `figures`."""
 
     step_s: float  # from one step's end to the next
     idle_share: float  # of the time, the learner's
     staleness: float  # typical: the mean of trees
     tokens_per_s: float  # sampled
     branches: float  # growing, the mean at the ends of steps
+    tools_wait_s: float  # for a place, the mean of the calls of tools
 
 
 class SimulatedTraining(Training):
@@ -475,7 +637,10 @@ class SimulatedTraining(Training):
     def __init__(self, *arguments: Any, max_branches: int, **keys: Any) -> None:
         super().__init__(*arguments, **keys)
         self.max_branches = max_branches
+        self.tree_s = 0.0  # of the loop, for each tree of a step
+        self.commit_s = 0.0  # until the end of a tree is in the journal, which is not written
         self.rows: list[dict[str, float]] = []
+        self._row_s = 0.0
 
     async def simulate(self) -> None:
         async with AsyncExitStack() as stack:
@@ -484,8 +649,15 @@ class SimulatedTraining(Training):
             self.run.begin(self.config)
             await self._run_rl()
 
+    async def _roll_out(self, task: Task, position: int) -> TrajectoryTree:
+        tree = await super()._roll_out(task, position)
+        await asyncio.sleep(self.commit_s)
+        return tree
+
     async def _until_room(self) -> None:
         envs, size = self.parts.actor.envs, self.config.algorithm.group_size
+        if self.max_branches:
+            await asyncio.sleep(1e-6)  # the tree before has begun then
         while self.max_branches and envs.count and envs.count + size > self.max_branches:
             await self._branch_ended()
 
@@ -493,24 +665,33 @@ class SimulatedTraining(Training):
         await asyncio.sleep(LOOK_S)
 
     async def _report_step(self, trees: list[TrajectoryTree], metrics: Metrics) -> None:
+        await asyncio.sleep(self.tree_s * len(trees))
+        now_s = asyncio.get_running_loop().time()
+        nodes = (node for tree in trees for node in tree.nodes)
+        waits = [call["waited_s"] for node in nodes for call in node.info.get("tool_calls", ())]
         self.rows.append(
             {
-                "at_s": asyncio.get_running_loop().time(),
+                "step_s": now_s - self._row_s,
                 "wait_s": self.watch.take().get("time/wait_s", 0.0),
                 "staleness": metrics["staleness/mean"],
                 "sampled": metrics["rollout/sampled_tokens"],
                 "branches": float(self.parts.actor.envs.count),
+                "calls": float(len(waits)),
+                "waits_s": sum(waits),
             }
         )
+        self._row_s = now_s
 
 
 def simulate(config: TrainConfig, trace: Trace, variant: Variant, num_steps: int) -> Figures:
-    """The figures of so many steps. Raises ConfigError for what cannot be simulated."""
+    """The figures of so many steps with a full queue. Raises ConfigError for what cannot be
+    simulated."""
     if config.resources.colocated:
         raise ConfigError("resources.colocated: engines that sleep are not simulated")
     queue = config.queue
     if variant.max_staleness is not None:
         queue = replace(queue, max_staleness=variant.max_staleness)
+    bound, commit_s = queue.max_staleness, GATHER_S * config.journal.enabled
     config = replace(
         config,
         queue=queue,
@@ -519,7 +700,7 @@ def simulate(config: TrainConfig, trace: Trace, variant: Variant, num_steps: int
         eval=EvalConfig(),
         journal=JournalConfig(enabled=False),
         log=LogConfig(trajectories=False),
-        train=replace(config.train, num_steps=num_steps, num_epochs=None),
+        train=replace(config.train, num_steps=_warm(bound) + num_steps + bound, num_epochs=None),
         checkpoint=replace(config.checkpoint, every=0, minutes=0.0, best_metric=""),
     )
     model, work = fitted(trace), Work(trace)
@@ -529,7 +710,8 @@ def simulate(config: TrainConfig, trace: Trace, variant: Variant, num_steps: int
         config: TrainConfig, run: RunDirectory, checkpoint: Any, stack: AsyncExitStack, say: Any
     ) -> Parts:
         machines = [Machine(model, slots) for _ in range(variant.num_engines)]
-        engine, learner = SimulatedEngine(work, machines), SimulatedLearner(model, machines)
+        engine = SimulatedEngine(work, machines, model, num_workers(config))
+        learner = SimulatedLearner(model, config.learner, machines)
         return _parts(config, run.path, trace, engine, learner, work, variant)
 
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
@@ -539,9 +721,10 @@ def simulate(config: TrainConfig, trace: Trace, variant: Variant, num_steps: int
         training = SimulatedTraining(
             config, run, view, resume="", build=build, max_branches=variant.max_branches
         )
+        training.tree_s, training.commit_s = model.tree_s, commit_s
         run_virtual(training.simulate())
         run.close()
-    return figures(training.rows)
+    return figures(training.rows, bound)
 
 
 def _parts(
@@ -553,14 +736,23 @@ def _parts(
     work: Work,
     variant: Variant,
 ) -> Parts:
-    order = list(work.roots)
-    Random(config.run.seed).shuffle(order)
-    tasks = [Task(f"{key}", "simulated", str(key), ("",)) for key in order]
+    prompts = [(root, work.token(root)) for root in work.roots]
+    Random(config.run.seed).shuffle(prompts)
+    tasks = [Task(f"{root}", "simulated", f"{token}", ("",)) for root, token in prompts]
     renderer: Any = SimulatedRenderer()
-    make: Any = lambda task: SimulatedEnv(work, task, variant.tool_factor)  # noqa: E731
+    places = {
+        name: Places(max(1, int(most * factor)), rate_per_s * factor)
+        for name, (most, rate_per_s) in tool_bounds(config).items()
+        for factor in [variant.places.get(name, 1.0)]
+    }
+    make: Any = lambda task: SimulatedEnv(work, task, variant.tool_factor, places)  # noqa: E731
     actor = Actor(
         engine, renderer, make, config.limits, SamplingParams(max_tokens=1), f"{config.run.seed}"
     )
+    probed = [
+        renderer.prompt([Message("user", f"{work.shapes[root].num_observed} {token}")], ())
+        for root, token in prompts[:NUM_PROBE_PROMPTS]
+    ]
     return Parts(
         tokenizer=None,
         tasks=tasks,
@@ -571,46 +763,82 @@ def _parts(
         learner=learner,
         actor=actor,
         eval_actor=actor,
-        probe=ParityProbe(engine, learner, [[work.roots[0]]]),
+        probe=ParityProbe(engine, learner, probed),
         publisher=DirectoryPublisher(engine, learner, folder / "weights"),
         overlapping=None,
         demonstrations=None,
     )
 
 
+def tool_bounds(config: TrainConfig) -> dict[str, tuple[int, float]]:
+    """How many calls of a tool run at once, and how many begin in a second (0: any), by the name of
+    each tool of which the configuration says so. A session of the sandbox that is idle makes room,
+    so that calls bound those, too."""
+    found: dict[str, tuple[int, float]] = {}
+    kwargs = config.env.kwargs
+    search = config.search or search_config(kwargs.get("search"))
+    if (traffic := getattr(search.backend, "traffic", None)) is not None:
+        found["search"] = traffic.max_concurrency, traffic.rate_per_s
+    python = config.python or python_config(kwargs.get("python"))
+    if not python.remote_url:
+        found["python"] = python.limits.max_sessions, 0.0
+    for tool in config.env.tools:
+        name = tool.name.rpartition(":")[2]
+        if tool.max_concurrency is not None:
+            most, rate_per_s = found.get(name, (tool.max_concurrency, 0.0))
+            found[name] = min(most, tool.max_concurrency), rate_per_s
+    num = num_workers(config)
+    return {name: (most * num, rate_per_s * num) for name, (most, rate_per_s) in found.items()}
+
+
+def num_workers(config: TrainConfig) -> int:
+    """Processes in which rollouts grow."""
+    return config.cluster.workers if isinstance(config.cluster, ProcessesCluster) else 1
+
+
 def recorded(trace: Trace) -> Figures:
-    """What the recorded run itself was like."""
-    return figures(
-        [
+    """What the recorded run itself was like, without its evaluations and checkpoints."""
+    rows = []
+    for step in trace.steps:
+        shapes = [shape for tree in step.trees for shape in tree]
+        waits = [waited_s for shape in shapes for *_, waited_s in shape.tools]
+        rows.append(
             {
-                "at_s": step.at_s,
+                "step_s": step.seconds,
                 "wait_s": step.wait_s,
                 "staleness": step.staleness,
-                "sampled": float(sum(shape.num_sampled for tree in step.trees for shape in tree)),
+                "sampled": float(sum(shape.num_sampled for shape in shapes)),
                 "branches": 0.0,
+                "calls": float(len(waits)),
+                "waits_s": sum(waits),
             }
-            for step in trace.steps
-        ]
-    )
+        )
+    return figures(rows, trace.max_staleness)
 
 
-def figures(rows: Sequence[dict[str, float]]) -> Figures:
-    """Of the steps behind the first ones, in which the queue fills."""
-    warm = min(WARM_STEPS, len(rows) - 2)
-    steps = rows[warm + 1 :]
-    seconds = rows[-1]["at_s"] - rows[warm]["at_s"]
+def _warm(max_staleness: int) -> int:
+    """The first steps of a run, in which the queue fills."""
+    return max(2, max_staleness + 1)
+
+
+def figures(rows: Sequence[dict[str, float]], max_staleness: int) -> Figures:
+    """Of the steps in which the queue was full: at the end of a run no tree begins any more."""
+    steps = rows[_warm(max_staleness) : len(rows) - max_staleness] or rows[1:]
+    sums = {name: sum(row[name] for row in steps) for name in steps[0]}
+    seconds, num = sums["step_s"], len(steps)
     return Figures(
-        step_s=seconds / len(steps),
-        idle_share=sum(row["wait_s"] for row in steps) / seconds,
-        staleness=fmean(row["staleness"] for row in steps),
-        tokens_per_s=sum(row["sampled"] for row in steps) / seconds,
-        branches=fmean(row["branches"] for row in steps),
+        step_s=seconds / num,
+        idle_share=sums["wait_s"] / seconds,
+        staleness=sums["staleness"] / num,
+        tokens_per_s=sums["sampled"] / seconds,
+        branches=sums["branches"] / num,
+        tools_wait_s=sums["waits_s"] / max(1.0, sums["calls"]),
     )
 
 
-def variants(config: TrainConfig) -> list[Variant]:
-    """What a simulation compares: as it is, staleness, engines, tools, and branches in place of
-    trees as what bounds the work in flight."""
+def variants(config: TrainConfig, trace: Trace) -> list[Variant]:
+    """What a simulation compares: as it is, staleness, engines, tools and their places, and
+    branches in place of trees as what bounds the work in flight."""
     size = config.algorithm.group_size
     bound = config.queue.max_staleness
     num = config.queue.groups_per_step * (bound + 1) * size
@@ -622,6 +850,13 @@ def variants(config: TrainConfig) -> list[Variant]:
     ]
     found += [Variant(name=f"{number} x the engines", num_engines=number) for number in (2, 4)]
     found += [Variant(name="tools twice as fast", tool_factor=0.5)]
+    shapes = (shape for step in trace.steps for tree in step.trees for shape in tree)
+    called = {name for shape in shapes for name, *_ in shape.tools}
+    found += [
+        Variant(name=f"2 x places of {name}", places={name: 2.0})
+        for name in tool_bounds(config)
+        if name in called
+    ]
     found += [
         Variant(name=f"{most} branches in all", max_branches=most)
         for most in sorted({max(size, int(num * share)) for share in (0.25, 0.5, 0.75)})

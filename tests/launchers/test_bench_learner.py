@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import torch
 
-from launchers import bench
-from launchers.bench import FLAT, count, make_model, make_step
+from launchers import bench, layouts
+from launchers.layouts import FLAT, count, make_model, make_step
 from launchers.planning.idle import WIDE, simulated
 from learners.dealing import Paths, idle_share, load, share
 
@@ -22,7 +22,7 @@ TREE = [[-1, 0, 5], [0, 4, 6], [1, 3, 0], [1, 2, 0], [0, 4, 0]]
 def test_all_layouts_have_the_same_loss_and_gradient(
     max_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "MAX_TOKENS", max_tokens)
+    monkeypatch.setattr(layouts, "MAX_TOKENS", max_tokens)
     model = make_model()
     found = {}
     for layout in ("tree", "dense", *FLAT):
@@ -53,7 +53,7 @@ def test_counts_by_hand() -> None:
 
 
 def test_shapes_are_those_of_rollouts() -> None:
-    shapes = bench.load_shapes()
+    shapes = layouts.load_shapes()
     assert {"prefix2048x16", "arpo_defaults"} < set(shapes)
     assert len(shapes) >= 4
     for shape in shapes.values():
@@ -70,9 +70,9 @@ def test_shapes_are_those_of_rollouts() -> None:
 def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = tmp_path / "shapes.json"
     shapes.write_bytes(msgspec.json.encode({"small": {"source": "by hand", "trees": [TREE]}}))
-    monkeypatch.setattr(bench, "SHAPES", shapes)
+    monkeypatch.setattr(layouts, "SHAPES", shapes)
     # Peak memory of a process of its own is what the command itself is for.
-    monkeypatch.setattr(bench, "in_own_process", bench.peak_mb)
+    monkeypatch.setattr(layouts, "in_own_process", layouts.peak_mb)
     target = tmp_path / "figures.json"
     command = ["learner", "--json", str(target), "--shapes", "small", "--repeats", "1", "--dense"]
     assert bench.main(command) == 0
@@ -91,7 +91,7 @@ def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.Monk
 def test_idle_ranks_of_the_goal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the micro-batches that ranks would run: at most 5 % idle on 8 ranks with 16 groups a
     mini-batch, and what whole trees cost there. The command shows more."""
-    monkeypatch.setattr(bench, "CASES", ((8, 16, 1), (8, 8, 2)))
+    monkeypatch.setattr(layouts, "CASES", ((8, 16, 1), (8, 8, 2)))
     target = tmp_path / "figures.json"
     assert bench.main(["deal", "--json", str(target)]) == 0
     figures = msgspec.json.decode(target.read_bytes())
@@ -106,8 +106,8 @@ def test_idle_ranks_of_the_goal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_what_is_expected_is_what_micro_batches_give() -> None:
     shapes = simulated(16, 8, WIDE, tree_tokens=40_000, count=32)
     assert sum(sum(shape.sizes) for shape in shapes) / 32 == pytest.approx(40_000, rel=0.01)
-    found = bench.try_dealing([bench.encode_shape(shape) for shape in shapes], 8, 16)
-    paths = [Paths(shape.sizes, shape.parents, bench.BUDGET) for shape in shapes]
+    found = layouts.try_dealing([layouts.encode_shape(shape) for shape in shapes], 8, 16)
+    paths = [Paths(shape.sizes, shape.parents, layouts.BUDGET) for shape in shapes]
     steps = [paths[:16], paths[16:]]
     loads = [[load(hand, step) for hand in share(step, 8)] for step in steps]
     assert idle_share(loads) == pytest.approx(found["idle_parts"], abs=0.02)

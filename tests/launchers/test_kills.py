@@ -26,7 +26,7 @@ VICTIMS = ("controller", "tree", "rank")
 SOME = (  # of a first process, and of one that goes on
     (
         Plan("frame Finished", "after", 3, own_rank=True, victim="tree"),
-        Plan("frame Began", "after", 1),
+        Plan("frame Trained", "before", 1),  # all trees may have been rolled out by then
     ),
     (
         Plan("command Update", "after", 1, "rank", own_rank=True),

@@ -13,6 +13,8 @@ from msgspec.structs import replace
 
 from agentenv.archive import Archive, ArchiveConfig, KeptTree, StepHeader, read_step
 from launchers import replay, train
+from tests.launchers.killed_runs import KilledRun
+from tests.support.killing import Plan
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here"), pytest.mark.slow]
 
@@ -130,6 +132,19 @@ def test_finished_trees_that_no_step_took_come_from_the_journal(
     assert replay.main([str(run)]) == 0
     assert "3 steps, 8 trees: all that was computed again is equal" in said(capsys)
     assert {path: path.read_bytes() for path in (run / "journal").iterdir()} == before
+
+
+def test_trees_that_went_on_after_a_kill_come_out_again(
+    warehouse: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = KilledRun(warehouse, "killed", "algorithm.name=arpo", "engine.latency_s=0.1")
+    for number in (2, 2):
+        assert run.start(Plan("frame Grown", "after", number)) != 0
+    assert run.start() == 0
+    assert replay.main([str(run.path)]) == 0
+    text = said(capsys)
+    assert "4 steps, 8 trees: all that was computed again is equal" in text
+    assert "cannot be grown" not in text
 
 
 @pytest.mark.parametrize(
