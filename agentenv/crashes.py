@@ -2,6 +2,7 @@
 
     await guarded(env.step(action), "the environment's step")   a CrashError says what it raised
     crashes.add(error, task_id)                                 counts, as each rollout ends
+    loaded("my_env:ShopEnv"), await at_start(...)               before a run: a ConfigError says it
 
 A tool, an environment and a grader are somebody else's code, and have bugs. One rollout in a
 thousand that meets one is a rollout lost; one in twenty is a run that learns something else than
@@ -11,12 +12,16 @@ its task, and ends.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
+import sys
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
-from agentenv.errors import AgentEnvError, CrashError, TooManyCrashesError
+from agentenv.errors import AgentEnvError, ConfigError, CrashError, TooManyCrashesError
 
 T = TypeVar("T")
 
@@ -46,7 +51,44 @@ def _crash(what: str | Callable[[], str], error: BaseException) -> CrashError:
     text = what if isinstance(what, str) else what()
     if len(text) > MAX_SHOWN:
         text = f"{text[:MAX_SHOWN]}..."
-    return CrashError(f"{text} raised {type(error).__name__}: {error}")
+    return CrashError(f"{text} raised {type(error).__name__}: {error}{place_of(error)}")
+
+
+async def at_start(work: Awaitable[T], what: str) -> T:
+    """Like `guarded`, before a run starts: a bug is then a mistake to mend first. Raises
+    ConfigError."""
+    try:
+        return await guarded(work, what)
+    except CrashError as error:
+        raise ConfigError(str(error)) from error
+
+
+def loaded(path: str) -> Any:
+    """What 'module' or 'module:name' names, imported. Raises ConfigError with what is wrong, also
+    with the module itself."""
+    module, _, name = path.partition(":")
+    try:
+        found = importlib.import_module(module)
+        return getattr(found, name) if name else found
+    except (AgentEnvError, ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{error}{place_of(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{type(error).__name__}: {error}{place_of(error)}") from error
+
+
+OURS = ("agentenv", "launchers")  # packages whose lines say nothing about a bug of a user
+
+
+def place_of(error: BaseException) -> str:
+    """The last line of a user's code that an error went through, as " (my_env.py, line 12)"; empty
+    where there is none."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
+        package = package.partition(".")[0]
+        if package not in (*OURS, *sys.stdlib_module_names) and "site-packages" not in file:
+            place = f" ({Path(file).name}, line {line})"
+    return place
 
 
 class Crashes:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import copy
 import difflib
-import importlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from importlib import metadata
 from typing import Any, Literal, Protocol, Self, TypeVar, cast
 
+from agentenv.crashes import loaded
 from agentenv.errors import ConfigError
 from agentenv.types import Info, Limit, Message, Task
 
@@ -115,10 +115,9 @@ class EnvSpec:
 
     def load(self) -> Any:
         """The class; a ConfigError says what cannot be imported, and who registered it."""
-        module, _, name = self.entry_point.partition(":")
         try:
-            return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
+            return loaded(self.entry_point)
+        except ConfigError as error:
             raise ConfigError(
                 f"{self.entry_point!r}, registered by {self.source}, cannot be loaded: {error}"
             ) from error

@@ -318,7 +318,8 @@ def _without_times(info: Info) -> Info:
     records = info.get("tool_calls")
     if not isinstance(records, list):
         return info
-    kept = [{key: value for key, value in one.items() if key != "duration_s"} for one in records]
+    times = ("duration_s", "waited_s")
+    kept = [{key: value for key, value in one.items() if key not in times} for one in records]
     return {**info, "tool_calls": kept}
 
 

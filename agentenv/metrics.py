@@ -207,6 +207,7 @@ def _tool_metrics(calls: dict[str, list[Info]]) -> Metrics:
         metrics[f"tool/{name}/calls"] = len(of_name)
         metrics[f"tool/{name}/errors"] = sum(not call.get("ok", True) for call in of_name)
         metrics[f"tool/{name}/mean_s"] = fmean(call.get("duration_s", 0.0) for call in of_name)
+        metrics[f"tool/{name}/waited_s"] = fmean(call.get("waited_s", 0.0) for call in of_name)
         cached = [call["info"]["cached"] for call in of_name if "cached" in call.get("info", ())]
         if cached:
             metrics[f"tool/{name}/cache_hits"] = sum(cached)

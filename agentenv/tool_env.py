@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
+from numbers import Real
 from random import Random
 from typing import Any, Protocol, Self
 
@@ -69,6 +70,7 @@ from agentenv.types import (
 FIRST_DELAY_S = 0.1  # before the first retry of a call; doubles with each, up to MAX_DELAY_S
 MAX_DELAY_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
+LEAST_WAIT_S = 1e-3  # less than that is not told
 NO_LIMITS = ToolLimits()
 
 logger = logging.getLogger(__name__)
@@ -104,6 +106,23 @@ async def start_grader(grader: Grader) -> None:
     start = getattr(grader, "start", None)
     if start is not None:
         await start()
+
+
+async def graded(
+    grader: Grader, task: Task, written: Sequence[Message], calls: Mapping[str, int]
+) -> Grade:
+    """What the grader gives. Raises GraderError, and CrashError for a bug of the grader."""
+    who = f"the grader {type(grader).__name__}"
+
+    async def grade() -> Grade:
+        return await grader.grade(task, written, calls)
+
+    with doing(who):
+        found: Any = await guarded(grade(), who)
+    reward: Any = getattr(found, "reward", None)
+    if isinstance(found, Grade) and isinstance(reward, Real):
+        return found
+    raise CrashError(f"{who} gave {repr(found)[:200]}, which is no Grade with a number as reward")
 
 
 Prompt = Callable[[Task], Sequence[Message]] | str | None
@@ -219,7 +238,8 @@ class ToolEnv:
         """Run the calls of `action` in order; without any, grade and end the episode.
 
         info["tool_calls"] says of each call: name (UNKNOWN_TOOL for any that no tool has),
-        arguments, ok, error, duration_s.
+        arguments, ok, error, duration_s, and waited_s, the part of it in which nobody worked for
+        the call: it waited for a place, a rate limit, or the next try.
         """
         states = self._open_states("step")
         self._written.append(action)
@@ -298,19 +318,14 @@ class ToolEnv:
         return self._states
 
     async def _grade(self) -> tuple[float, Info]:
-        grading = self.grader.grade(self.task, self._written, self._num_ok)
-        who = f"the grader {type(self.grader).__name__}"
-        with doing(who):
-            grade = await guarded(grading, who)
-        if not isinstance(grade, Grade):
-            raise CrashError(f"the grader gave no Grade but {repr(grade)[:200]}")
+        grade = await graded(self.grader, self.task, self._written, self._num_ok)
         info = {"success": grade.success, "parts": dict(grade.parts), "reason": grade.reason}
         return grade.reward, info
 
     async def _run(self, call: ToolCall, states: dict[str, Any]) -> tuple[str, Info]:
         """The text that the policy reads, and the record of the call."""
-        loop = asyncio.get_running_loop()
-        start = loop.time()
+        loop, clock = asyncio.get_running_loop(), work_clock()
+        start, worked_s = loop.time(), 0.0 if clock is None else clock()
         record: Info = {"name": call.name, "arguments": call.arguments, "ok": False, "error": None}
         self._budget.num_calls += 1
         try:
@@ -329,7 +344,9 @@ class ToolEnv:
         except ToolError as error:
             text = record["error"] = str(error)
             record |= {"info": error.info} if error.info else {}
-        record["duration_s"] = loop.time() - start
+        record["duration_s"] = seconds = loop.time() - start
+        if clock is not None and (waited_s := seconds - (clock() - worked_s)) > LEAST_WAIT_S:
+            record["waited_s"] = min(waited_s, seconds)  # what is given back may be of before
         return printable(text), record
 
     async def _call(self, call: ToolCall, state: Any, record: Info, limits: ToolLimits) -> str:

@@ -19,7 +19,6 @@ names tools, those of the environment or others that are loaded:
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 from collections import Counter
@@ -40,6 +39,7 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from agentenv.config import substituted
+from agentenv.crashes import loaded
 from agentenv.env import ForkMode
 from agentenv.errors import AgentEnvError, ConfigError, ForeignError, ToolError
 from agentenv.foreign import convert
@@ -389,10 +389,9 @@ def load_tools(
 
 
 def _load(path: str, kwargs: dict[str, Any], key: str) -> Tool | ToolSource:
-    module, _, name = path.partition(":")
     try:
-        made = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        made = loaded(path)
+    except ConfigError as error:
         raise ConfigError(f"{key}.name: {path!r} cannot be loaded: {error}") from error
     if not isinstance(made, FunctionTool):
         try:

@@ -1,7 +1,7 @@
 """Checkpoints of the learner: one file a rank, by parameter name, so that any number of ranks
 and any ZeRO stage can go on from them, to the bit when both are as before.
 
-    DIR/learner.json                   the figures of `Meta`; written last
+    DIR/learner.json                   the figures of `Saved`; written last
     DIR/rank-00000-of-00002.safetensors   NAME|master, NAME|exp_avg, ...: flat float32 fragments;
                                           NAME|reference if there is a reference policy
 
@@ -28,13 +28,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from agentenv.disk import finished_folder, replace_folder, sync, write_whole
 from agentenv.errors import DataError, LearnerError
-from learners.lora import LoRAConfig
+from learners.learner import SAVED_FILE, Saved, read_saved
 from learners.tensor_file import Place, write_tensors
 
 if TYPE_CHECKING:
@@ -160,29 +159,7 @@ def changing(backend: RankBackend) -> Iterator[None]:
         backend.optimizer.invalidate_secondary_tensor()
 
 
-META = "learner.json"
 SEPARATOR = "|"
-
-
-class Meta(Struct, kw_only=True):
-    """What a checkpoint is of. `base_model`: directory of the frozen weights, with `lora`.
-    `reference_updates`: see `learners.trainer.Reference`."""
-
-    num_ranks: int
-    zero_stage: int
-    dtype: str
-    optimizer: str
-    policy_version: int
-    optimizer_step: int
-    moved: bool
-    base_model: str
-    reference_updates: int = 0
-    lora: LoRAConfig | None = None
-
-
-def saved_version(directory: Path) -> int:
-    """The policy version of what was saved there. Raises DataError for no whole checkpoint."""
-    return Checkpoint(directory).meta.policy_version
 
 
 class Checkpoint:
@@ -190,12 +167,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path) -> None:
         directory = finished_folder(directory)
-        try:
-            self.meta = msgspec.json.decode((directory / META).read_bytes(), type=Meta)
-        except (OSError, msgspec.DecodeError) as error:
-            raise DataError(
-                f"{directory}: not a complete learner checkpoint ({META}: {error})"
-            ) from error
+        self.meta = read_saved(directory)
         self.directory = directory
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._steps: dict[str, float] = {}
@@ -252,7 +224,7 @@ class Checkpoint:
             return {key.removeprefix("rng_"): file.get_tensor(key) for key in keys}
 
 
-def save(backend: RankBackend, meta: Meta, directory: Path, reference: Held | None = None) -> None:
+def save(backend: RankBackend, meta: Saved, directory: Path, reference: Held | None = None) -> None:
     """Write a checkpoint; all ranks call it. `reference` are the weights of the reference policy,
     if there is one. Raises LearnerError on every rank if one fails."""
     partial = directory.with_name(f"{directory.name}.partial")
@@ -314,8 +286,8 @@ def _write_shard(backend: RankBackend, partial: Path, reference: Held | None) ->
     sync(path)
 
 
-def _finish(meta: Meta, partial: Path, directory: Path) -> None:
-    write_whole(partial / META, msgspec.json.format(msgspec.json.encode(meta)))
+def _finish(meta: Saved, partial: Path, directory: Path) -> None:
+    write_whole(partial / SAVED_FILE, msgspec.json.format(msgspec.json.encode(meta)))
     replace_folder(partial, directory)
 
 

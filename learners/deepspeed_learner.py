@@ -98,6 +98,13 @@ def _not_finite(tree: EncodedTree) -> list[str]:
     return [name for name in names if not np.isfinite(tree.floats(name)).all()]
 
 
+async def start_ranks(config: LearnerConfig, log_path: Path, gpus: Sequence[str] = ()) -> RankGroup:
+    """The ranks, with nothing in them yet; see `DeepSpeedLearner.start`."""
+    ranks = RankGroup(config, log_path, gpus)
+    await ranks.start(config.start_timeout_s)
+    return ranks
+
+
 class DeepSpeedLearner:
     """See `learners.learner.Learner`. Use `start`, then `close`; see RankGroup for failures."""
 
@@ -126,22 +133,22 @@ class DeepSpeedLearner:
         *,
         seed: int = 0,
         gpus: Sequence[str] = (),
+        ranks: RankGroup | None = None,
     ) -> DeepSpeedLearner:
         """Start the ranks and load the model of a Hugging Face directory into them.
 
         Rank 0 writes its log to `log_path`, the others beside it. `gpus` are those that ranks
-        started here see, as in CUDA_VISIBLE_DEVICES; empty: all. Raises ConfigError for settings
-        that contradict each other or a directory that is not a model, LearnerError if a rank
-        does not come up.
+        started here see, as in CUDA_VISIBLE_DEVICES; empty: all. `ranks` were started before.
+        Raises ConfigError for settings that contradict each other or a directory that is not a
+        model, LearnerError if a rank does not come up.
         """
         _check(config, algorithm, model_dir)
         if config.deepspeed_config:  # ranks may run in another directory
             path = _absolute(Path(config.deepspeed_config))
             config = replace(config, deepspeed_config=path)
-        ranks = RankGroup(config, log_path, gpus)
+        ranks = ranks or await start_ranks(config, log_path, gpus)
         learner = cls(config, algorithm, ranks, Evidence(log_path.with_name("skipped")))
         try:
-            await ranks.start(config.start_timeout_s)
             init = wire.Init.of(config, algorithm, _absolute(model_dir), seed, ranks.store)
             await ranks.call([init] * config.num_ranks, config.start_timeout_s)
         except BaseException:

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
+import msgspec
 from msgspec import Meta, Struct
 
 from agentenv.config import ESSENTIAL, PATH
-from agentenv.errors import ConfigError
+from agentenv.disk import finished_folder
+from agentenv.errors import ConfigError, DataError
 from learners.batch import EncodedTree
 from learners.credit import CreditedTree
 from learners.lora import LoRAConfig
@@ -431,3 +433,36 @@ class Learner(Protocol):
     async def close(self) -> None:
         """Stop the ranks; idempotent."""
         ...
+
+
+# What a checkpoint says of itself, also to those who do not load it.
+
+SAVED_FILE = "learner.json"
+
+
+class Saved(Struct, kw_only=True):
+    """What a checkpoint is of. `base_model`: directory of the frozen weights, with `lora`.
+    `reference_updates`: see `learners.trainer.Reference`."""
+
+    num_ranks: int
+    zero_stage: int
+    dtype: str
+    optimizer: str
+    policy_version: int
+    optimizer_step: int
+    moved: bool
+    base_model: str
+    reference_updates: int = 0
+    lora: LoRAConfig | None = None
+
+
+def read_saved(directory: Path) -> Saved:
+    """Of a checkpoint, whose ranks may still be writing it anew. Raises DataError for no whole
+    one."""
+    directory = finished_folder(directory)
+    try:
+        return msgspec.json.decode((directory / SAVED_FILE).read_bytes(), type=Saved)
+    except (OSError, msgspec.DecodeError) as error:
+        raise DataError(
+            f"{directory}: not a complete learner checkpoint ({SAVED_FILE}: {error})"
+        ) from error

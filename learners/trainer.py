@@ -125,14 +125,15 @@ class Trainer:
         self.entropies = [split_by_tree(one.trees, one.computed) for one in prepared]
         self.proximal = [split_by_tree(one.trees, one.measured) for one in prepared]
         self.logprobs = [split_by_tree(one.trees, one.logprobs) for one in prepared]
-        tokens = [minibatch.tokens for minibatch in prepared]
         metrics = over_steps([step for _, step in steps])
         metrics |= means(self.backend.gather_teams(behaviour_ratios(prepared)))
-        counts = [[len(part.weight), part.weight.sum()] for part in tokens]
-        num_tokens, num_flat_tokens = over_all(
-            np.sum(counts, axis=0), self.backend.gather_teams
-        ).tolist()
-        metrics |= {"num_tokens": float(num_tokens), "num_flat_tokens": float(num_flat_tokens)}
+        counts = [
+            [len(one.tokens.weight), one.tokens.weight.sum(), one.is_measured.sum()]
+            for one in prepared
+        ]
+        sums = over_all(np.sum(counts, axis=0), self.backend.gather_teams).tolist()
+        names = ("num_tokens", "num_flat_tokens", "num_proximal_tokens")
+        metrics |= dict(zip(names, map(float, sums), strict=True))
         return metrics | times(start_wall, start_cpu)
 
     def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float) -> Metrics:

@@ -43,6 +43,7 @@ from learners.broadcast import Broadcaster
 from learners.checkpoint import restore
 from learners.dpo import prefer
 from learners.export import write_adapter_only, write_model
+from learners.learner import Saved
 from learners.lora import add_adapters
 from learners.model_check import check_model
 from learners.policy import Policy, use_liger
@@ -255,7 +256,7 @@ class Rank:
     def save(self, directory: Path) -> None:
         """Write what `load` needs for a bit-exact resume."""
         config, reference = self.config, self.trainer.reference
-        meta = checkpoint.Meta(
+        meta = Saved(
             num_ranks=self.backend.num_ranks,
             zero_stage=config.zero_stage,
             dtype=config.dtype,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from agentenv.config import build_config
+from agentenv.deadline import WorkClock, working
 from agentenv.env import close_shared, register
 from agentenv.errors import ConfigError, EnvError, InfraError
 from agentenv.prompt import PromptConfig
@@ -156,6 +157,27 @@ def test_at_most_so_many_calls_of_a_tool_are_in_flight() -> None:
 
     shown = run_virtual(main())
     assert (len(shown), max(shown)) == (10, "3")
+
+
+def test_a_record_tells_what_its_call_waited_for_a_place_apart_from_its_work() -> None:
+    async def seconds(env: ToolEnv) -> tuple[float, float]:
+        with working(WorkClock()):  # as in a rollout
+            *_, info = await env.step(call("slow"))
+        (record,) = info["tool_calls"]
+        return record["duration_s"], record.get("waited_s", 0.0)
+
+    async def main() -> list[tuple[float, float]]:
+        limits = {"slow": ToolLimits(max_concurrency=1)}
+        envs = [ToolEnv(TASK, [Slow()], Anything(), tool_limits=limits) for _ in range(3)]
+        for env in envs:
+            await env.reset()
+        found = await asyncio.gather(*map(seconds, envs))
+        for env in envs:
+            await env.close()
+        await close_shared()
+        return found
+
+    assert run_virtual(main()) == [(1.0, 0.0), (2.0, 1.0), (3.0, 2.0)]
 
 
 def test_each_tool_has_a_deadline_and_retries_of_its_own() -> None:

@@ -15,10 +15,11 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from agentenv.config import ESSENTIAL, PATH, build_config
+from agentenv.crashes import at_start
 from agentenv.env import shared
-from agentenv.errors import ConfigError, GraderError
+from agentenv.errors import ConfigError, CrashError, GraderError
 from agentenv.kinds import Kind
-from agentenv.tool_env import Grade, Grader, start_grader
+from agentenv.tool_env import Grade, Grader, graded, start_grader
 from agentenv.types import Message, Task
 from envs.grading.custom import STOPPED, CustomGrader
 from envs.grading.exact import Exact, TokenF1
@@ -99,6 +100,10 @@ class ToolReward(AnswerReward):
 
 
 NUM_CHECKED_ROWS = 3
+EXPECTED = (
+    "; expected `async def grade(self, task, written, calls)` that returns Grade(reward, success), "
+    "a number and True or False"
+)
 
 
 class GraderPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"):
@@ -288,17 +293,19 @@ async def check_grader(grader: Grader, tasks: Sequence[Task]) -> list[Grade]:
 
     Raises ConfigError: the grader cannot start, fails on a row, or gives no finite reward.
     """
-    await start_grader(grader)
+    await at_start(start_grader(grader), f"the start of the grader {type(grader).__name__}")
     grades = []
     for task in tasks[:NUM_CHECKED_ROWS]:
         gold = task.answers[0] if task.answers else ""
         text = rf"<think>.</think><answer>\boxed{{{gold}}}</answer>"
         try:
-            grade = await grader.grade(task, [Message("assistant", text)], {})
-        except GraderError as error:
+            grade = await graded(grader, task, [Message("assistant", text)], {})
+        except (GraderError, CrashError) as error:
+            is_bug = isinstance(error, CrashError)
             raise ConfigError(
                 f"the grader fails on row {task.id}, given its own gold {gold!r}: {error}"
-            ) from None
+                f"{EXPECTED if is_bug else ''}"
+            ) from error
         if grade.parts.get(STOPPED):
             raise ConfigError(
                 f"the grader fails on row {task.id}, given its own gold {gold!r}: {grade.reason}"

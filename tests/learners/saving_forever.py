@@ -33,6 +33,7 @@ from learners.backend import (
 )
 from learners.checkpoint import changing, fragments, held, moments
 from learners.export import Weights
+from learners.learner import Saved
 from learners.policy import Policy
 from learners.worker import PR_SET_PDEATHSIG
 from tests.learners.ranks import two_ranks
@@ -73,7 +74,7 @@ def save_for_ever(folder: Path, backend: RankBackend, step: int, told: int) -> N
         backend.gather(None)
         partial = checkpoints.path(step).with_suffix(".partial")
         export.write_model(backend, folder / "model", partial, durable=True)
-        meta = checkpoint.Meta(
+        meta = Saved(
             num_ranks=backend.num_ranks,
             zero_stage=backend.stage,
             dtype="float32",

@@ -12,7 +12,8 @@ from agentenv.disk import finished_folder
 from agentenv.errors import ConfigError, DataError, LearnerError
 from launchers.rundir import Checkpoints
 from learners import ranks as wire
-from learners.checkpoint import META, Checkpoint, Meta, restore, save
+from learners.checkpoint import Checkpoint, restore, save
+from learners.learner import SAVED_FILE, Saved
 from learners.trainer import Trainer
 from learners.worker import Rank
 from tests.learners.ranks import (
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG = two_ranks(num_ranks=1)
 
 
-def meta(**keys: object) -> Meta:
+def meta(**keys: object) -> Saved:
     known = {
         "num_ranks": 1,
         "zero_stage": 0,
@@ -41,7 +42,7 @@ def meta(**keys: object) -> Meta:
         "moved": False,
         "base_model": "",
     }
-    return Meta(**{**known, **keys})  # type: ignore[arg-type]
+    return Saved(**{**known, **keys})  # type: ignore[arg-type]
 
 
 def load(trainer: Trainer, directory: Path) -> None:
@@ -114,7 +115,7 @@ def test_a_half_written_checkpoint_is_recognised(model_dir: Path, tmp_path: Path
     save(trainer.backend, meta(num_ranks=2), path)
     with pytest.raises(DataError, match=r"rank-0000.-of-00002\.safetensors: cannot be read"):
         Checkpoint(path)
-    (path / META).write_text('{"num_ranks"')
+    (path / SAVED_FILE).write_text('{"num_ranks"')
     with pytest.raises(DataError, match="not a complete learner checkpoint"):
         Checkpoint(path)
 

@@ -158,8 +158,11 @@ async def test_imitation_lowers_the_loss_that_score_reports(learner: DeepSpeedLe
 
 async def test_stale_tokens_are_corrected(learner: DeepSpeedLearner, tmp_path: Path) -> None:
     trees = some_trees(2)
+    fresh = await learner.update(credited(trees, learner.algorithm))
+    assert fresh["num_proximal_tokens"] == 0
     await learner.publish(tmp_path / "one")
     metrics = await learner.update(credited(trees, learner.algorithm))
+    assert metrics["num_proximal_tokens"] == metrics["num_tokens"]
     ratio = metrics["behaviour_ratio/staleness_1"]
     assert ratio != 1.0
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -15,6 +14,7 @@ from random import Random
 import pytest
 
 from agentenv.errors import ConfigError, LearnerError
+from agentenv.ports import held_ports
 from learners import ranks as wire
 from learners.batch import encode_sequence
 from learners.deepspeed_learner import DeepSpeedLearner
@@ -81,22 +81,13 @@ def test_running_out_of_memory_says_what_to_do() -> None:
     assert failure(RuntimeError("else"), "traceback").traceback == "traceback"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @asynccontextmanager
 async def controller(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
     """In whose environment two ranks find it; what is yielded makes an update with them."""
-    address = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv(wire.TOKEN_VARIABLE, "a secret")
-    monkeypatch.setenv(wire.ADDRESS_VARIABLE, address)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    config = two_ranks(zero_stage=1, launch="external", address=address)
 
     async def update() -> None:
         log = tmp_path / "learner.log"
@@ -107,19 +98,33 @@ async def controller(
         finally:
             await learner.close()
 
-    yield update
+    with held_ports(1) as (port,):
+        address = f"127.0.0.1:{port}"
+        monkeypatch.setenv(wire.ADDRESS_VARIABLE, address)
+        config = two_ranks(zero_stage=1, launch="external", address=address)
+        yield update
+
+
+@pytest.fixture
+def master_port() -> Iterator[int]:
+    with held_ports(1) as (port,):
+        yield port
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 async def test_ranks_of_a_launcher_connect_to_the_controller(
-    launcher: str, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: str,
+    model_dir: Path,
+    tmp_path: Path,
+    master_port: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = {
         "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"],
         "deepspeed": [
             *("deepspeed.launcher.runner", "--num_accelerators=2"),
-            *(f"--master_port={free_port()}", "--module"),
+            *(f"--master_port={master_port}", "--module"),
         ],
     }
     async with controller(model_dir, tmp_path, monkeypatch) as update:

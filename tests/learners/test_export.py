@@ -14,9 +14,10 @@ from agentenv.errors import DataError
 from launchers import export as command
 from learners import export
 from learners.backend import TorchBackend
-from learners.checkpoint import Meta, save
+from learners.checkpoint import save
 from learners.export import Weights
 from learners.export import export as export_offline
+from learners.learner import Saved
 from learners.policy import Policy
 from tests.learners.ranks import plain_torch, save_tiny_model, train, two_ranks, uneven_trees
 from tests.learners.trees import tiny_model
@@ -39,7 +40,7 @@ def checkpoint(tmp_path: Path) -> Path:
     train(trainer, uneven_trees(4), 3)
     path = tmp_path / "checkpoints" / "step-000001"
     export.write_model(trainer.backend, source, path, durable=True)
-    meta = Meta(
+    meta = Saved(
         num_ranks=1,
         zero_stage=0,
         dtype="float32",

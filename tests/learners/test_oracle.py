@@ -96,7 +96,9 @@ def test_every_step_of_an_update_has_the_gradient_of_the_flat_trajectories(
             theirs, loss = next(expected)
             losses.append(loss)
             assert float(theirs.norm()) > 0
-            assert float((ours - theirs).norm() / theirs.norm()) < 1e-10, (number, step)
+            # |policy - reference| at 0: its derivative is that of the rounding
+            if settings.get("kl_kind") != "abs" or number or step:
+                assert float((ours - theirs).norm() / theirs.norm()) < 1e-10, (number, step)
             move(oracle.model, number * 10 + step)
         assert next(expected, None) is None, "as many steps"
         assert found["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-9, abs=1e-12)
