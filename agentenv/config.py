@@ -12,8 +12,10 @@ import copy
 import difflib
 import functools
 import logging
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -56,9 +58,10 @@ def load_config(
     """
     raw = read_toml(path)
     override_kinds(config_type, raw, overrides, say)
-    if check is not None:
-        check(raw, str(path))
-    return build_config(config_type, raw, str(path))
+    with blaming(str(path), overrides):
+        if check is not None:
+            check(raw, str(path))
+        return build_config(config_type, raw, str(path))
 
 
 def read_toml(path: Path) -> Tree:
@@ -100,6 +103,22 @@ def override_kinds(
         (say or logger.warning)(line)
 
 
+@contextmanager
+def blaming(source: str, overrides: Sequence[str]) -> Iterator[None]:
+    """Inside, a ConfigError about a key of `source`, maybe of one of its sets, that an override
+    has set names the override."""
+    try:
+        yield
+    except ConfigError as error:
+        told = str(error).removeprefix(f"{source}: ")
+        key = re.sub(r"^sets\.[^.]+\.", "", re.split(r": | = ", told, maxsplit=1)[0])
+        for override in overrides if told != str(error) else ():
+            name = override.partition("=")[0].strip()
+            if key == name or key.startswith((f"{name}.", f"{name}[")):
+                raise ConfigError(f"{override!r} on the command line: {told}") from error
+        raise
+
+
 def apply_overrides(raw: Tree, overrides: Sequence[str]) -> None:
     """Set the keys of `key.sub=value` texts in `raw`; a value that is no TOML is a text."""
     for override in overrides:
@@ -113,6 +132,7 @@ def build_config(config_type: type[T], raw: Tree, source: str) -> T:
         return msgspec.convert(raw, config_type, strict=True, dec_hook=decode_part)
     except msgspec.ValidationError as error:
         reason, *places = str(error).split(" - at `$")  # inner tables of parts come first
+        reason = reason.replace(" | null`", "`")  # which TOML has no word for
         key = "".join(place.rstrip("`") for place in reversed(places)).lstrip(".")
         value = _lookup(raw, key)
         choices = _choices(type_info(config_type), key)
@@ -215,8 +235,9 @@ def _leave_out_old_kinds(
             yield from _leave_out_old_kinds(new, old, named, field.type, key)
         elif chosen is not None and replaced is not chosen:
             known = {part.encode_name for part in chosen.fields} | {tag}
+            of_any = {part.encode_name for struct in structs.values() for part in struct.fields}
             defaults = _defaults(replaced)
-            gone = [name for name in new if name in old and name not in known]
+            gone = [name for name in new if name in old and name in of_any - known]
             gone = [name for name in gone if _join(key, name) not in named]
             values = {name: new.pop(name) for name in gone}
             told = [f"{n} = {v!r}" for n, v in values.items() if v != defaults.get(n)]
@@ -266,12 +287,25 @@ def _check_keys(raw: Tree, kind: mi.Type, source: str) -> None:
             name, gone = _join(path, key), dropped_keys(struct.cls).get(key)
             if gone is not None:
                 raise ConfigError(f"{source}: {name} = {table[key]!r}: {gone.why}")
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"did you mean {_join(path, near[0])}?" if near else f"known: {sorted(known)}"
-            if not path and not near:
-                hint += "; or is the file one of another command?"
             for_kind = f" for {path}.{struct.tag_field} = {struct.tag!r}" if struct.tag else ""
+            hint = _hint(kind, path, key, struct)
             raise ConfigError(f"{source}: {name}: unknown key{for_kind}; {hint}")
+
+
+def _hint(kind: mi.Type, path: str, key: str, struct: mi.StructType) -> str:
+    """What may have been meant by a key that a table of this struct does not have."""
+    field = f"{path}.{struct.tag_field}"
+    kinds = struct_types(_type_at(kind, path)) if path else []
+    having = [repr(one.tag) for one in kinds if key in {part.encode_name for part in one.fields}]
+    if having:
+        return f"it is one for {field} = {' or '.join(having)}"
+    known = [part.encode_name for part in struct.fields]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {_join(path, near[0])}?"
+    if not known:
+        return f"that kind has no keys; others: {[one.tag for one in kinds if one is not struct]}"
+    return f"known: {sorted(known)}" + ("" if path else "; or is the file one of another command?")
 
 
 def _upgrade(table: Tree, struct: mi.StructType) -> None:
@@ -386,12 +420,17 @@ def _lookup(raw: Any, key: str) -> Any:
 
 def _choices(kind: mi.Type, key: str) -> list[str]:
     """The values of a key that takes some texts only; empty for others."""
+    kind = unwrap(_type_at(kind, key))
+    kinds = map(unwrap, kind.types if isinstance(kind, mi.UnionType) else [kind])
+    return [str(value) for one in kinds if isinstance(one, mi.LiteralType) for value in one.values]
+
+
+def _type_at(kind: mi.Type, key: str) -> mi.Type:
+    """The type of a key; any, where it stands in a list or below a name of the user's."""
     for part in key.split("."):
         fields = [field for struct in struct_types(kind) for field in struct.fields]
         kind = next((one.type for one in fields if one.encode_name == part), mi.AnyType())
-    kind = unwrap(kind)
-    kinds = map(unwrap, kind.types if isinstance(kind, mi.UnionType) else [kind])
-    return [str(value) for one in kinds if isinstance(one, mi.LiteralType) for value in one.values]
+    return kind
 
 
 def _join(path: str, key: str) -> str:

@@ -13,7 +13,6 @@ configuration that holds a part has the type `Kind.key`, which `decode_part` rea
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
@@ -22,6 +21,7 @@ from typing import Any, Generic, TypeVar, cast
 import msgspec
 from msgspec import Struct
 
+from agentenv.crashes import loaded
 from agentenv.errors import ConfigError
 
 T = TypeVar("T", bound=Struct)
@@ -86,10 +86,9 @@ class Kind(Generic[T]):
             raise ValueError(str(error)) from error
 
     def _load(self, name: str, path: str) -> type[T]:
-        module, _, attribute = path.partition(":")
         try:
-            part = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
+            part = loaded(path)
+        except ConfigError as error:
             raise ConfigError(f"{self.noun} {name!r}: {path} cannot be loaded: {error}") from error
         if not (isinstance(part, type) and issubclass(part, self.base)):
             base = f"{self.base.__module__}.{self.base.__qualname__}"

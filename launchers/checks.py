@@ -11,25 +11,29 @@ engine find as they start is at the end of the list, for those who want to know 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from glob import glob
 from operator import methodcaller
 from typing import Any, Literal, NamedTuple, get_args
 
 from msgspec import Struct
 
-from agentenv.config import RUN, paths_of
+from agentenv.config import paths_of
 from agentenv.data.files import find_files
 from agentenv.engine import check_context
 from agentenv.errors import AgentEnvError, ConfigError, DataError
 from agentenv.model_files import num_positions, read_model_config
 from agentenv.native import NativeConfig
-from launchers.assembly import AskingAssembly, Assembly
+from envs.grading.reward import grader_config
+from launchers.assembly import AskingAssembly, Assembly, load_function
 from launchers.config import TABLES, TrainConfig
-from launchers.data import check_graders
+from launchers.data import EnvMaker, check_graders, tables_of
 from launchers.evaluation.config import EvaluateConfig
 from launchers.planning.idle import check_idle
 from launchers.rundir import check_writable
 from launchers.serving.roles import check_roles
+from launchers.serving.server_commands import find_python
 from launchers.supervised.config import SupervisedRunConfig
+from learners.learner import LearnerConfig
 
 Needs = Literal["configuration", "files", "model", "parts", "started"]
 TRAIN, EVALUATE = (TrainConfig,), (EvaluateConfig,)
@@ -102,9 +106,11 @@ async def sizes(assembly: Assembly[TrainConfig]) -> None:
     config = assembly.config
     groups, part = config.queue.groups_per_step, config.learner.groups_per_minibatch
     if groups % part:
+        default = " (its default)" if part == LearnerConfig().groups_per_minibatch else ""
+        fits = max(number for number in range(1, part + 1) if groups % number == 0)
         raise ConfigError(
-            f"learner.groups_per_minibatch = {part} does not divide queue.groups_per_step = "
-            f"{groups}"
+            f"learner.groups_per_minibatch = {part}{default} does not divide "
+            f"queue.groups_per_step = {groups}; {fits} does"
         )
 
 
@@ -199,17 +205,69 @@ async def disk(assembly: Assembly[Any]) -> None:
     check_writable(assembly.folder)
 
 
-async def data_files(assembly: Assembly[TrainConfig]) -> None:
-    """Files of questions and demonstrations are there. A new run may still put some into its
-    folder by run.setup; a resumed one has its cold start behind it."""
-    config, is_new = assembly.config, assembly.checkpoint is None
+async def files(assembly: Assembly[Any]) -> None:
+    """What paths name is there, but for what the set-up makes, or a registry of datasets names; a
+    resumed run has its cold start behind it."""
+    config = assembly.config
+    has_names = isinstance(config, SupervisedRunConfig) and config.data.dataset_info
     for key, path, is_rows in paths_of(config):
-        made = is_new and config.run.setup and RUN in path
-        if not is_rows or made or (key.startswith("sft.") and not is_new):
+        if assembly.makes(path) or (key.startswith("sft.") and assembly.checkpoint is not None):
+            continue
+        if has_names and key.startswith("data.") and key != "data.dataset_info":
+            continue
+        if not is_rows:
+            found = assembly.resolve(path).expanduser()
+            if not found.exists() and not glob(str(found), recursive=True):
+                raise ConfigError(f"{key}: {path}: there is no such file or folder")
             continue
         for file in find_files([assembly.resolve(path)]):
             if not file.exists():
                 raise DataError(f"{key}: {file}: there is no such dataset file")
+
+
+# What can be told before the set-up of a run, which may take long.
+
+
+async def set_up(assembly: Assembly[Any]) -> None:
+    """run.setup is a function."""
+    if assembly.run.setup and assembly.checkpoint is None:
+        load_function(assembly.run.setup, "run.setup")
+
+
+async def environment_classes(assembly: AskingAssembly[Any]) -> None:
+    """Every environment that the configuration names is registered, its class can be loaded and
+    takes its keywords, its tools can be made, and the keys of its grader belong together."""
+    known: list[Any] = []
+    for one in assembly.sets.values():
+        if one.grader is not None and one.grader.kind and not one.grader.compat:
+            grader_config(one.grader)  # the environment adds what others do not say
+        given = (one.env, tables_of(one), one.limits, one.prompt)
+        if given not in known and not assembly.makes((one.env.tools, one.prompt)):
+            known.append(given)
+            env, tables, limits, prompt = given
+            EnvMaker(env, tables, assembly.resolve, limits, prompt)
+
+
+async def servers(assembly: AskingAssembly[Any]) -> None:
+    """Servers that are to be started can be; those that run already answer."""
+    config = assembly.config
+    given = {"engine": config.engine}
+    if isinstance(config, TrainConfig) and config.eval.engine is not None:
+        given["eval.engine"] = config.eval.engine
+    for key, engine in given.items():
+        if engine.launched is not None:
+            find_python(engine.kind, engine.launched, f"{key}.servers")
+        await engine.check_reachable(key)
+    for name, role in config.roles.items():
+        if not role.url:
+            find_python(role.engine, role, f"roles.{name}")
+
+
+async def rows_here(assembly: AskingAssembly[Any]) -> None:
+    """Rows that the set-up does not make can be read."""
+    for name, one in assembly.sets.items() if assembly.run.setup else ():
+        if not assembly.makes(one.rows):
+            await assembly.tasks_of(name)
 
 
 # The model.
@@ -273,14 +331,20 @@ CHECKS: tuple[Check, ...] = (
     Check("helpers", "configuration", EVALUATE, helpers),
     Check("roles", "configuration", ASKING, roles),
     Check("disk", "files", RUNS, disk),
-    Check("data files", "files", TRAIN, data_files),
+    Check("files", "files", RUNS, files),
+    Check("set-up", "files", RUNS, set_up),
+    Check("classes of environments", "files", TRAIN, environment_classes),
+    # engine and learner have the GPUs that they need
+    Check("GPUs", "files", TRAIN, part("gpus")),
+    Check("servers", "files", ASKING, servers),
+    Check("rows that are here", "files", TRAIN, rows_here),
     # the directory has configuration, tokenizer and weights; the endpoint answers
     Check("model", "model", ALL, part("tokenizer")),
     Check("context", "model", ASKING, context),
-    # engine and learner have the GPUs that they need
-    Check("GPUs", "model", TRAIN, part("gpus")),
     # the renderer can write the prompts of this model
     Check("chat template", "model", ALL, part("renderers")),
+    # what the set-up makes is there from here on
+    Check("set-up is run", "model", RUNS, part("set_up")),
     # every row of the data can be read
     Check("rows", "model", ASKING, part("tasks")),
     Check("sequence lengths", "model", SUPERVISED, sequence_lengths),

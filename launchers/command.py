@@ -27,11 +27,16 @@ T = TypeVar("T", bound=msgspec.Struct)
 Work = Callable[[Any, RunDirectory, View, str], Coroutine[Any, Any, None]]
 
 
-def make_parser(prog: str, purpose: str, config_type: type[T], example: str = "") -> Parser:
+def make_parser(
+    prog: str, purpose: str, config_type: type[T], example: str = "", *, resumes: bool = True
+) -> Parser:
     """CONFIG [key.sub=value ...] [--resume [WHICH]] [--dry-run], with help on tables and keys;
-    `example` is the path of a CONFIG."""
-    parser = Parser(prog=prog, description=purpose)
-    parser.add_argument("config", type=Path, help=f"TOML file{example and ', e.g. '}{example}")
+    `example` is the path of a CONFIG. Not all `resumes`."""
+    usage = f"{prog} CONFIG [key.sub=value ...] [options]"
+    parser = Parser(prog=prog, usage=usage, description=purpose)
+    parser.add_argument(
+        "config", type=Path, metavar="CONFIG", help=f"TOML file{example and ', e.g. '}{example}"
+    )
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -39,14 +44,15 @@ def make_parser(prog: str, purpose: str, config_type: type[T], example: str = ""
         metavar="key.sub=value",
         help="values that replace the file's",
     )
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const=LATEST,
-        default="",
-        metavar="latest|best|PATH",
-        help="continue a stopped run from a checkpoint, by default its last one",
-    )
+    parser.set_defaults(resume="")
+    if resumes:
+        parser.add_argument(
+            "--resume",
+            nargs="?",
+            const=LATEST,
+            metavar="latest|best|PATH",
+            help="continue a stopped run from a checkpoint, by default its last one",
+        )
     add_dry_run(parser)
     add_key_help(parser, config_type)
     return parser
@@ -96,7 +102,8 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
         run_until_done(work(config, run, view, arguments.resume), view)
         code = 0
     except KeyboardInterrupt:
-        view.say("interrupted; the command with --resume goes on from the last checkpoint")
+        goes_on = "the command with --resume goes on from the last checkpoint"
+        view.say(f"interrupted; {goes_on if run.has_begun else 'the run had not begun'}")
         code = EXIT_INTERRUPTED
     finally:
         run.monitors.finish(code)

@@ -6,6 +6,7 @@ anything starts.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ import msgspec
 
 import agentenv.env
 from agentenv.config import substituted
+from agentenv.crashes import at_start, loaded
 from agentenv.data.dataset import PromptFitter, TaskMix, load_mix, load_tasks
 from agentenv.data.rows import RowsConfig
 from agentenv.env import Env
@@ -95,12 +97,8 @@ class EnvMaker:
     def check_known(self, env_id: str, key: str) -> None:
         """Raises ConfigError, which names `key`, unless there is such an env or variant."""
         if env_id not in self._recipes:
-            try:
-                agentenv.env.spec(env_id)
-            except ConfigError as error:
-                known = sorted(self.config.variants)
-                hint = f"; env.variants are {known}" if known else ""
-                raise ConfigError(f"{key}: {error}{hint}") from error
+            known = sorted(self.config.variants)
+            self._spec(env_id, key, f"; env.variants are {known}" if known else "")
 
     def check_read(
         self,
@@ -151,8 +149,24 @@ class EnvMaker:
             self._recipes[env_id] = self._recipe(EnvVariant(id=env_id), f"env {env_id}")
         return self._recipes[env_id]
 
+    def _spec(self, env_id: str, key: str, hint: str = "") -> agentenv.env.EnvSpec:
+        """The registration of an environment that `key` names. Raises ConfigError with `hint`."""
+        try:
+            return agentenv.env.spec(env_id)
+        except ConfigError as error:
+            module = self.config.module
+            own = f"; env.module = {module!r} registers none of that id"
+            if module == "envs":
+                own = "; one of your own is registered by the module that env.module names"
+            raise ConfigError(f"{key}: {error}{hint}{own}") from error
+
     def _recipe(self, variant: EnvVariant, key: str) -> Recipe:
-        taken = _keywords(agentenv.env.spec(variant.id).load())
+        spec = self._spec(variant.id, f"{key}.id")
+        try:
+            factory = spec.load()
+        except ConfigError as error:
+            raise ConfigError(f"{key}.id: {error}") from error
+        taken = _keywords(factory)
         kwargs = substituted(variant.kwargs, self._resolve)
         read = set()
         for name in TABLES:
@@ -165,6 +179,7 @@ class EnvMaker:
                 raise ConfigError(f"{key}.kwargs.{name} and the table {name!r}: give one of them")
             read.add(name)
             kwargs[name] = _resolved(own if own is not None else table, self._resolve)
+        _check_kwargs(f"{key}.kwargs", variant, factory, {**spec.kwargs, **kwargs})
         tools = load_tools(variant.tools, self._resolve)
         return Recipe(variant.id, kwargs, tools, frozenset(read))
 
@@ -178,8 +193,8 @@ def import_envs(module: str) -> None:
     """Import the module that registers the user's environments; `envs` is always there."""
     importlib.import_module("envs")
     try:
-        importlib.import_module(module)
-    except ImportError as error:
+        loaded(module)
+    except ConfigError as error:
         raise ConfigError(
             f"env.module: {module!r} cannot be imported: {error}; it must be installed or lie in "
             "the directory that the command is run from"
@@ -188,11 +203,15 @@ def import_envs(module: str) -> None:
 
 async def try_env(make_env: Callable[[Task], Env], task: Task) -> tuple[list[Message], Info]:
     """Make and reset one env, so that what it needs is found missing before the run starts."""
-    env = make_env(task)
-    try:
-        return await env.reset(seed=0)
-    finally:
-        await env.close()
+
+    async def begun() -> tuple[list[Message], Info]:
+        env = make_env(task)
+        try:
+            return await env.reset(seed=0)
+        finally:
+            await env.close()
+
+    return await at_start(begun(), f"the environment {task.env_id}, begun for task {task.id},")
 
 
 async def check_graders(make_env: Callable[[Task], Env], tasks: Iterable[Task]) -> None:
@@ -218,6 +237,24 @@ def _keywords(factory: Any) -> set[str]:
     parameters = inspect.signature(factory).parameters.values()
     named = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD}
     return named if len(named) == len(parameters) else {*named, "**"}
+
+
+def _check_kwargs(key: str, variant: EnvVariant, factory: Any, given: Mapping[str, Any]) -> None:
+    """Refuse keywords of the variant that the factory does not take after the task, and the lack
+    of one that it needs in what is `given` in all."""
+    keywords = _keywords(factory)
+    _, *parameters = inspect.signature(factory).parameters.values()
+    named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    known = [one.name for one in named]
+    for name in variant.kwargs:
+        if not _takes(keywords, name):
+            near = difflib.get_close_matches(name, known, n=1)
+            takes = f"it takes {', '.join(known)}" if known else "it takes no keywords"
+            hint = f"did you mean {near[0]}?" if near else f"{takes}; take this one out"
+            raise ConfigError(f"{key}.{name}: unknown to {variant.id}; {hint}")
+    for one in named:
+        if one.default is one.empty and one.name not in given:
+            raise ConfigError(f"{key}.{one.name}: missing; {variant.id} cannot be made without it")
 
 
 def _takes(keywords: set[str], name: str) -> bool:

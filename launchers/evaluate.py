@@ -20,13 +20,15 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from agentenv.config import to_plain
+from agentenv.config import blaming, to_plain
 from agentenv.errors import ConfigError
 from launchers.evaluation.config import EvaluateConfig, resolve_sets
 from launchers.evaluation.report import write_report
 from launchers.evaluation.run import run_evaluation
 from launchers.evaluation.store import Saved, identity
 from launchers.evaluation.subject import (
+    LAST,
+    START,
     Subject,
     add_arguments,
     find_subject,
@@ -36,6 +38,7 @@ from launchers.evaluation.subject import (
 from launchers.evaluation.watched import SET, ask_one
 from launchers.help import Parser
 from launchers.planning.dry_run import add_dry_run, check_arguments, dry_run
+from launchers.rundir import BEST
 from launchers.terminal import View, run_until_done, to_its_end
 
 STORED = ("compare", "regrade", "report")  # commands over stored evaluations
@@ -66,7 +69,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     subject = find_subject(
         arguments.subject,
         sets=[] if arguments.config else names,
-        best=arguments.checkpoint == "best",
+        checkpoint=arguments.checkpoint,
         model=arguments.model,
         tokenizer=arguments.tokenizer,
     )
@@ -96,7 +99,8 @@ def _configuration(arguments: argparse.Namespace, subject: Subject, view: View) 
     if arguments.question:  # instead of those that the rest of the command names
         raw = {key: value for key, value in raw.items() if key != "data"}
         raw["sets"] = {SET: {"path": "-"}}
-    return resolve_sets(raw, source)
+    with blaming(source, arguments.overrides):
+        return resolve_sets(raw, source)
 
 
 def _chosen(config: EvaluateConfig, names: Sequence[str], num_tasks: int) -> EvaluateConfig:
@@ -124,7 +128,7 @@ def _name(config: EvaluateConfig, subject: Subject) -> str:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="launchers/evaluate.py",
-        usage="evaluate.py SUBJECT [key.sub=value ...] [options]",
+        usage="launchers/evaluate.py SUBJECT [key.sub=value ...] [options]",
         description="Evaluate a run, a checkpoint, a model directory, or an endpoint by its URL, "
         f"through the env API. {EPILOG}.",
     )
@@ -136,8 +140,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "that it reports"
     )  # fmt: skip
     parser.add_argument(
-        "--checkpoint", choices=("last", "best"), default="last", help="which one of a run"
-    )
+        "--checkpoint", choices=(LAST, BEST, START), default=LAST,
+        help="which one of a run; start: the model that it began with"
+    )  # fmt: skip
     parser.add_argument("--question", default="", help="stream one rollout of this question")
     parser.add_argument(
         "--answer", action="append", default=[], help="its right answer, so that it is graded"

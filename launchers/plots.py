@@ -23,11 +23,24 @@ def panels(
     return figure, found
 
 
+CHARS_PER_INCH = 19.0  # of a small font
+
+
 def png(figure: Any, dpi: int = 110) -> bytes:
-    """The figure as a PNG file; axes with labels and without a legend get one."""
+    """The figure as a PNG file; axes with labels and without a legend get one below them, where it
+    covers no curve."""
     for axes in figure.axes:
-        if axes.get_legend() is None and axes.get_legend_handles_labels()[1]:
-            axes.legend(fontsize="small", loc="upper right")  # "best" is slow with many points
+        _, labels = axes.get_legend_handles_labels()
+        if labels and axes.get_legend() is None:
+            width, height = figure.get_size_inches() * axes.get_position().size
+            fitting = int(CHARS_PER_INCH * width / (max(map(len, labels)) + 6))  # and its line
+            axes.legend(
+                fontsize="small",
+                loc="upper center",
+                bbox_to_anchor=(0.5, -(0.45 if axes.get_xlabel() else 0.25) / height),
+                ncols=max(1, min(fitting, len(labels))),
+                frameon=False,
+            )
     file = BytesIO()
     figure.savefig(file, format="png", dpi=dpi)
     return file.getvalue()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -267,18 +266,6 @@ def _positions(count: int, params: dict[str, Any]) -> list[dict[str, Any]]:
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
     await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 async def serve(port: int, model: Path, scale: float) -> None:

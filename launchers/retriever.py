@@ -1,6 +1,6 @@
 """Serve a corpus over HTTP, so that many workers and machines share one index.
 
-    python launchers/retriever.py FILE.toml [key=value ...]
+    python launchers/retriever.py CONFIG [key.sub=value ...]
     python launchers/retriever.py port=8001 backend.corpus=wiki.jsonl
 
 POST /retrieve in both dialects: {"queries": [text, ...], "topk": 5, "return_scores": true} and
@@ -217,7 +217,8 @@ def main(arguments: list[str]) -> int:
     """Serve until interrupted; the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if {"-h", "--help"} & set(arguments):
-        logger.info("%s\n%s", __doc__, key_table(RetrieverConfig))
+        usage = "usage: launchers/retriever.py [CONFIG] [key.sub=value ...]"
+        sys.stdout.write(f"{usage}\n\n{__doc__}\n{key_table(RetrieverConfig)}\n")
         return 0
     try:
         asyncio.run(_serve_until_signal(read_config(arguments)))

@@ -267,9 +267,10 @@ LOG_FILE = "run.log"
 STARTS = "starts"
 JOURNAL = "journal"  # folder of turns and trees
 CONFIG_FILE = "config.json"  # written when everything was found in order; marks a run
+LOGS = ("learner.log", "servers", "workers")  # of what was started
 OURS = {
     "timings.jsonl",
-    *("checkpoints", "data", "eval", "model", LOG_FILE, "learner.log", "servers"),
+    *("checkpoints", "data", "eval", "model", LOG_FILE, *LOGS),
     *(JOURNAL, ARCHIVE, STARTS, "trajectories"),
     *("metrics.jsonl", "skipped", "pairs", "reference.npz", "tensorboard", "wandb", "wandb.json"),
 }
@@ -352,6 +353,10 @@ class RunDirectory:
         """A path of the configuration; {run} is this directory."""
         return resolver(self.path)(text)
 
+    @property
+    def has_begun(self) -> bool:
+        return (self.path / CONFIG_FILE).is_file()
+
     def begin(self, config: Struct) -> None:
         """From here on this is a run: everything was found in order."""
         self.write_json(CONFIG_FILE, to_plain(config))
@@ -380,15 +385,16 @@ class RunDirectory:
             say(f"changed since the start: {change}")
 
     def forget_unless_begun(self) -> None:
-        """Remove the folder of a run that was refused, and those above that were made for it,
-        unless something was written that may say more than the refusal did."""
+        """Remove the folder of a run that was refused, with what its set-up has made, and those
+        above that were made for it, unless a log may say more than the refusal did."""
         found = {entry.name for entry in self.path.iterdir()}
-        ours = (LOG_FILE, STARTS, self._lock.path.name)
-        if found - {self.checkpoints.folder.name, *ours}:
+        says_more = found & {*LOGS} or any(name.startswith("learner-") for name in found)
+        if self.has_begun or says_more:
             return
-        for name in ours:
-            (self.path / name).unlink(missing_ok=True)
-        for folder in dict.fromkeys((self.checkpoints.folder, self.path, *self._made)):
+        shutil.rmtree(self.path, ignore_errors=True)  # the error that is told is another
+        for folder in self._made:
+            if folder == self.path:
+                continue
             if any(folder.iterdir()):
                 return
             folder.rmdir()

@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Start models beside the policy, until Ctrl-C.",
         ServeConfig,
         example="configs/server_judge.toml",
+        resumes=False,
     )
     return run_command(parse(parser, argv), ServeConfig, serve)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from agentenv.config import blaming
 from agentenv.engines.chat import ChatEngine
 from agentenv.engines.openai import TokensEngine
 from agentenv.errors import ConfigError
@@ -86,7 +87,8 @@ def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> Synthe
     """The subject's settings are asked for, its sets are not."""
     own = {key: value for key, value in subject.raw.items() if key != "sets"}
     raw, source = given_keys(arguments, subject._replace(raw=own), SynthesisConfig, view.say)
-    plan = make_plan(raw, source)
+    with blaming(source, arguments.overrides):
+        plan = make_plan(raw, source)
     if not arguments.n:
         return plan
     sets = {name: replace(one, max_tasks=arguments.n) for name, one in plan.evaluation.sets.items()}
@@ -96,7 +98,7 @@ def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> Synthe
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="launchers/synthesize.py",
-        usage="synthesize.py SUBJECT [key.sub=value ...] [options]",
+        usage="launchers/synthesize.py SUBJECT [key.sub=value ...] [options]",
         description="Sample trajectories of questions with and without tools, and sort them into "
         "data for launchers/sft.py and questions for launchers/train.py.",
     )

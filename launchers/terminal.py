@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,9 +115,9 @@ class View:
         """Print a table, and write it to the log file as well."""
         if isinstance(table, Table):
             table = as_rich(table)
-        with self.console.capture() as capture:
-            self.console.print(table)
-        self._logger.info("\n%s", capture.get())
+        plain = StringIO()
+        Console(file=plain, width=self.console.width, color_system=None).print(table)
+        self._logger.info("\n%s", plain.getvalue())
         self.console.print(table)
 
     def begin(self, title: str, total: int, done: int = 0) -> None:

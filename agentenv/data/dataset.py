@@ -17,10 +17,11 @@ from typing import NamedTuple, overload
 
 from msgspec.structs import replace
 
+from agentenv.crashes import guarded
 from agentenv.data.files import RawRow, Row, find_files, read_rows
 from agentenv.data.rows import MixPart, Overlong, RowReader, RowsConfig
 from agentenv.env import Env
-from agentenv.errors import AgentEnvError, ConfigError, DataError, EnvError, InfraError
+from agentenv.errors import AgentEnvError, ConfigError, CrashError, DataError, EnvError, InfraError
 from agentenv.offload import in_thread
 from agentenv.renderer import CUT_MARKER, Renderer, ToolSchemas
 from agentenv.types import Limits, Message, Task
@@ -313,16 +314,22 @@ class PromptFitter:
         self.say(f"{self.key}: {found}; they {done}")
 
     async def _prompt(self, task: Task) -> _Prompt | AgentEnvError | None:
-        """The prompt of a task; None if its env could not be reset, which is the rollout's
+        """The prompt of a task; None if its env could not be made or reset, which is the rollout's
         business. Other errors are returned, so that all envs of a batch are closed."""
+
+        async def made() -> Env:
+            return self.make_env(task)
+
         try:
-            env = self.make_env(task)
+            env = await guarded(made(), "making the environment")
+        except CrashError:
+            return None
         except ConfigError as error:
             return ConfigError(f"task {task.id}: {error}")
         found: _Prompt | AgentEnvError | None = None
         try:
             async with asyncio.timeout(self.limits.env_timeout_s):
-                messages, info = await env.reset(seed=0)
+                messages, info = await guarded(env.reset(seed=0), "the environment's reset")
             found = _Prompt(messages, info.get("tools", ()))
         except (EnvError, InfraError, TimeoutError):
             pass

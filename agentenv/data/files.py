@@ -141,7 +141,8 @@ def _read_jsonl(path: Path, ends: int = 0) -> Iterator[RawRow]:
             try:
                 row = decode_loose(line)
             except ForeignError as error:
-                yield RawRow(path, number, {}, f"not valid JSON: {error}")
+                reason = re.sub(r": line 1 (column \d+).*", r" at \1", str(error))
+                yield RawRow(path, number, {}, f"not valid JSON: {reason}")
                 continue
             yield _checked(path, number, row)
 

@@ -17,12 +17,12 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from agentenv.config import Tree, apply_overrides, build_config, resolver, to_plain
+from agentenv.config import Tree, apply_overrides, blaming, build_config, resolver, to_plain
 from agentenv.disk import write_whole
 from agentenv.env import close_shared
-from agentenv.errors import ConfigError, GraderError
+from agentenv.errors import ConfigError, CrashError, GraderError
 from agentenv.offload import in_thread
-from agentenv.tool_env import Grader, start_grader
+from agentenv.tool_env import Grader, graded, start_grader
 from agentenv.types import Task
 from launchers.config import EnvConfig
 from launchers.data import EnvMaker, Resolve
@@ -153,8 +153,8 @@ async def _regrade(row: EvalRow, graders: Graders) -> EvalRow:
     task, grader = await graders.of(row)
     messages = written(row)
     try:
-        grade = await grader.grade(task, messages, calls_that_ran(row))
-    except GraderError as error:
+        grade = await graded(grader, task, messages, calls_that_ran(row))
+    except (GraderError, CrashError) as error:
         return replace(
             row, end="failed", error=f"GraderError: {error}", success=False, reward=0.0,
             reason="", parts={}, scores={}, same_as=None,
@@ -200,7 +200,9 @@ async def _run(arguments: argparse.Namespace, view: View) -> None:
     folder: Path = arguments.folder
     saved = load_saved(folder)
     tree = regraded_config(saved.config, arguments.overrides)
-    config = build_config(EvaluateConfig, tree, str(folder / CONFIG_FILE))
+    source = str(folder / CONFIG_FILE)
+    with blaming(source, arguments.overrides):
+        config = build_config(EvaluateConfig, tree, source)
     try:
         with lock(folder):
             rows = await in_thread(load_rows, folder)

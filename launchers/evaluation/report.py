@@ -96,7 +96,6 @@ def _pass_at_k(summary: Summary) -> bytes:
     axes.set_xticks(ks, [str(k) for k in ks])
     axes.minorticks_off()
     axes.set(ylim=(0, 1.02), xlabel="k", title="right within k samples; by a vote among k")
-    axes.legend(loc="lower right")
     return png(figure)
 
 

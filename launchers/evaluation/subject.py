@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from agentenv.actor import Actor
 from agentenv.assist import Assist, assist_actor
-from agentenv.config import Tree, override_kinds, read_toml
+from agentenv.config import Tree, override_kinds, read_toml, resolver
 from agentenv.data.rows import RowsConfig
 from agentenv.engine import Engine, EngineStart
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces
@@ -37,11 +37,12 @@ from launchers.data import Say, load_set, said
 from launchers.evaluation.benchmarks import load_benchmark
 from launchers.evaluation.config import EvaluateConfig, QuestionSet, merged
 from launchers.help import Parser, add_key_help
-from launchers.rundir import CONFIG_FILE, find_checkpoint
+from launchers.rundir import BEST, CONFIG_FILE, find_checkpoint
 from launchers.serving.roles import fill_roles
 from launchers.serving.servers import ServerFactory
 from launchers.verl_keys import refuse_verl_keys
 
+LAST, START = "last", "start"  # of a run, beside BEST
 SAMPLE_BYTES = 1 << 20  # of both ends of a file of weights; training changes all of them
 
 
@@ -56,10 +57,16 @@ class Subject(NamedTuple):
 
 
 def find_subject(
-    text: str, *, sets: Sequence[str] = (), best: bool = False, model: str = "", tokenizer: str = ""
+    text: str,
+    *,
+    sets: Sequence[str] = (),
+    checkpoint: str = LAST,
+    model: str = "",
+    tokenizer: str = "",
 ) -> Subject:
     """`sets` are those of a run's evaluation sets that are asked, by default the one it reports;
-    `best` chooses its best checkpoint; `model` and `tokenizer` belong to an endpoint."""
+    `checkpoint` is its last or best one, or the model that it began with; `model` and `tokenizer`
+    belong to an endpoint. Raises ConfigError, and DataError for a run that lacks it."""
     if text.startswith(("http://", "https://")):
         engine = {"name": "openai", "url": text, "model": model, "tokenizer": tokenizer}
         return Subject(model or text.partition("://")[2], {"engine": engine}, Path(), None)
@@ -70,16 +77,34 @@ def find_subject(
         if (run / CONFIG_FILE).is_file() and (run / "checkpoints").is_dir():
             break
     else:
+        if (path / "checkpoints").is_dir():
+            raise DataError(f"{path}: the run in it has not begun; is its start still under way?")
         return Subject(path.absolute().name, {}, path, path)
-    raw = of_run(run, sets)
-    found = path if raw and run != path else find_checkpoint(path, best=best)
-    return Subject(f"{run.absolute().name}-{found.name}", raw, run, found)
+    raw, name = of_run(run, sets), run.absolute().name
+    if path == run / "checkpoints":
+        path = run
+    if path != run and raw:
+        return Subject(f"{name}-{path.name}", raw, run, path)
+    if checkpoint == START:
+        return Subject(f"{name}-{START}", raw, run, resolver(run)(_saved(run)["model"]["path"]))
+    try:
+        found = find_checkpoint(path, best=checkpoint == BEST)
+    except DataError as error:
+        raise DataError(
+            f"{error}; go on with the run (--resume) until it has saved one, or evaluate the model "
+            f"that it began with: --checkpoint {START}"
+        ) from error
+    return Subject(f"{name}-{found.name}", raw, run, found)
+
+
+def _saved(run: Path) -> Tree:
+    return msgspec.json.decode((run / CONFIG_FILE).read_bytes(), type=dict[str, Any])
 
 
 def of_run(run: Path, names: Sequence[str] = ()) -> Tree:
     """The configuration of an evaluation from that of a run; empty for one of launchers/sft.py
     or dpo.py."""
-    saved = msgspec.json.decode((run / CONFIG_FILE).read_bytes(), type=dict[str, Any])
+    saved = _saved(run)
     if "eval" not in saved:
         return {}
     sets = saved["eval"]["sets"]

@@ -125,17 +125,20 @@ def _missing_engines(engine: EngineConfig, roles: Mapping[str, RoleConfig]) -> I
 # A dry run in print.
 
 
-def show_values(config: AnyRun, view: View) -> None:
-    """What differs from the defaults first, then all the rest."""
+def show_values(config: AnyRun, view: View, *, defaults: bool) -> None:
+    """What differs from the defaults, and below it, if asked for, all the rest."""
     values = list(values_of(config))
     view.say("configuration, what is not the default:")
     for value in values:
         if value.chosen:
             view.say(f"  {value.key} = {value.text}")
+    rest = [value for value in values if not value.chosen]
+    if not defaults:
+        view.say(f"  {len(rest)} more keys have their defaults, which --defaults shows")
+        return
     view.say("\nconfiguration, the defaults:")
-    for value in values:
-        if not value.chosen:
-            view.say(f"  {value.key} = {value.text}")
+    for value in rest:
+        view.say(f"  {value.key} = {value.text}")
 
 
 def show_sizes(config: AnyRun, view: View) -> None:
@@ -248,9 +251,12 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="start nothing: print the resolved configuration, the processes, their GPUs and an "
-        "estimate of their memory; read the first and last 1,000 rows of each data file; refuse "
+        help="start nothing: print what the configuration chooses, the processes, their GPUs and "
+        "an estimate of their memory; read the first and last 1,000 rows of each data file; refuse "
         f"what the run would refuse; exit code {EXIT_MISSING} if something is not here yet",
+    )
+    parser.add_argument(
+        "--defaults", action="store_true", help="with --dry-run: the keys at their defaults too"
     )
     parser.add_argument(
         "--gpus", type=int, metavar="N", help="dry run for N GPUs; default: those of this machine"
@@ -265,6 +271,8 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Refuse what only a dry run reads."""
+    if arguments.defaults and not arguments.dry_run:
+        parser.error("--defaults belongs to --dry-run")
     for name in ("gpus", "gpu_memory"):
         value = getattr(arguments, name)
         if value is not None and not arguments.dry_run:
@@ -290,7 +298,7 @@ def dry_run(
     absent = [*missing_files(config, resolve)]
     plan.missing += (_to_fetch(config, one) for one in absent)
     plan.missing += _missing_parts(config)
-    show_values(config, view)
+    show_values(config, view, defaults=arguments.defaults)
     show_sizes(config, view)
     if not isinstance(config, ServeConfig):
         place = _model_of(config, model, resolve, plan)
@@ -334,8 +342,14 @@ def _read(
     from launchers.planning.reading import read_what_is_here  # slow to load
 
     assert not isinstance(config, ServeConfig)
-    view.say("\ndata that is here:")
-    asyncio.run(read_what_is_here(config, run, model, absent, lambda text: view.say(f"  {text}")))
+    found: list[str] = []
+    try:
+        asyncio.run(read_what_is_here(config, run, model, absent, found.append))
+    finally:
+        if found:
+            view.say("\ndata that is here:")
+        for text in found:
+            view.say(f"  {text}")
 
 
 def find_machine(num_gpus: int | None, gpu_memory_gib: float | None) -> Machine:

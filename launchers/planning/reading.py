@@ -14,7 +14,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from agentenv.config import RUN
 from agentenv.env import close_shared
 from agentenv.errors import ConfigError
 from agentenv.offload import in_thread
@@ -23,7 +22,7 @@ from envs.grading.reward import AnswerReward, GraderConfig, ToolReward, check_gr
 from envs.search.bm25 import BM25Config
 from envs.search.service import SearchConfig
 from launchers.assembly import AskingAssembly, Assembly, SetConfig
-from launchers.checks import findings
+from launchers.checks import environment_classes, findings
 from launchers.config import TrainConfig
 from launchers.data import EnvMaker
 from launchers.evaluation.config import EvaluateConfig
@@ -36,7 +35,9 @@ ENDS = 1000  # rows of each end of a file
 NOWHERE = "http://127.0.0.1:9"  # in place of the servers of roles
 NEVER = {
     "disk",
-    "data files",
+    "files",
+    "classes of environments",  # looked at below, of all sets
+    "servers",
     "GPUs",
     "context",
     "graders",
@@ -61,7 +62,7 @@ async def read_what_is_here(
         stack.push_async_callback(close_shared)
         assembly = _assembly(config, folder, model, stack, say)
         assembly.ends, assembly.has_weights = ENDS, False
-        assembly.built |= {"model": model, "endpoint": None}
+        assembly.built |= {"model": model, "endpoint": None, "set_up": None}
         if model is not None and not isinstance(config, EvaluateConfig):
             from learners.model_check import check_model  # slow to load
 
@@ -93,19 +94,20 @@ async def _read_sets(
     config = assembly.config
     assembly.is_whole = False  # of some files only the ends are read
     assembly.built["urls"] = dict.fromkeys(config.roles, NOWHERE)
+    keys = ("", *(f"{one.key}." for one in assembly.sets.values()))
+    has_env = not any(_lacks(absent, f"{key}{name}") for key in keys for name in MADE_OF)
+    if has_env:
+        await environment_classes(assembly)
     assembly.sets = {
         name: _local(one)
         for name, one in assembly.sets.items()
-        if not _lacks(absent, one.key) and not _is_made(config, one)
+        if not _lacks(absent, one.key) and not assembly.makes(one.rows)
     }
     skipped = {*NEVER}
     if model is None:
         skipped |= OF_MODEL
     if isinstance(config, TrainConfig) and (config.sft is None or _lacks(absent, "sft")):
         skipped.add("demonstrations")
-    keys = ("", *(f"{one.key}." for one in assembly.sets.values()))
-    tables = [f"{key}{name}" for key in keys for name in MADE_OF]
-    has_env = not any(_lacks(absent, table) for table in tables)
     if not has_env:
         skipped |= OF_SETS - {"rows"}
     if not assembly.sets:
@@ -139,11 +141,6 @@ def _local(one: SetConfig) -> SetConfig:
     if isinstance(grader, GraderConfig) and grader.judge is not None:
         grader = GraderConfig(kind="layered", reward=grader.reward, math=grader.math)
     return replace(one, search=search, grader=grader)
-
-
-def _is_made(config: Any, one: SetConfig) -> bool:
-    """Whether the set-up of the run makes the file."""
-    return isinstance(config, TrainConfig) and bool(config.run.setup) and RUN in str(one.rows)
 
 
 def _lacks(absent: Collection[str], table: str) -> bool:
@@ -193,7 +190,7 @@ async def _read_dialogues(
     assembly: Assembly[Any], model: Path | None, absent: Collection[str], say: Say
 ) -> None:
     config = assembly.config
-    if _lacks(absent, "data") or (config.run.setup and RUN in str(config.data)):
+    if _lacks(absent, "data") or assembly.makes(config.data):
         return
     if model is None:
         number = await in_thread(count_rows, config, assembly.resolve, say, ENDS)

@@ -108,7 +108,7 @@ class SupervisedAssembly(Assembly[SupervisedRunConfig]):
     async def model(self) -> Path:
         """Where the weights begin, also of a resumed run, whose checkpoint is loaded over them:
         adapters are of that model."""
-        return await self.own_model(self.config.run, self.config.model.path)
+        return await self.own_model(self.config.model.path)
 
     @once
     async def renderers(self) -> Mapping[str, Renderer]:

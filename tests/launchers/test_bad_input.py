@@ -21,14 +21,21 @@ def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("queue.max_stalenes=2", "queue.max_stalenes: unknown key; did you mean "
-         "queue.max_staleness?"),
+        ("queue.max_stalenes=2", "error: 'queue.max_stalenes=2' on the command line: "
+         "queue.max_stalenes: unknown key; did you mean queue.max_staleness?"),
         ("algorithm.name=arop", "'rloo'] or 'module:Class', got 'arop'; did you mean 'arpo'?"),
-        ("algorithm.budget_beta=2", "unknown key for algorithm.name = 'arpo'"),
+        ("algorithm.budget_beta=2", "'algorithm.budget_beta=2' on the command line: "
+         "algorithm.budget_beta: unknown key for algorithm.name = 'arpo'; it is one for "
+         "algorithm.name = 'aepo'"),
+        ("cluster.workers=2", "it is one for cluster.kind = 'processes'"),
+        ("cluster.wrkrs=2", "that kind has no keys; others: ['processes'"),
+        ("train.num_steps=many", "train.num_steps: Expected `int`, got `str`: 'many'"),
         ("engine.max_num_seqs=4", "unknown key for engine.name = 'scripted'"),
         ("queue.groups_per_step=many", "queue.groups_per_step: Expected `int`, got `str`: 'many'"),
         ("queue.groups_per_step=0", "queue.groups_per_step: Expected `int` >= 1"),
-        ("queue.groups_per_step=3", "groups_per_minibatch = 2 does not divide"),
+        ("queue.groups_per_step=3", "groups_per_minibatch = 2 does not divide "
+         "queue.groups_per_step = 3; 1 does"),
+        ("learner={}", "groups_per_minibatch = 8 (its default) does not divide"),
         ("train.num_epochs=1.0", "give exactly one of train.num_steps and train.num_epochs"),
         ("sampling.train.top_p=0.9", "sampling.train: training samples from the policy itself"),
         ("data.train=/nowhere/x.jsonl", "/nowhere/x.jsonl: there is no such dataset file"),
@@ -36,7 +43,11 @@ def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
         ("env.id=me/Warehose-v0", "no environment is registered as 'me/Warehose-v0'; did you mean "
          "me/Warehouse-v0"),
         ("env.module=nowhere", "env.module: 'nowhere' cannot be imported"),
-        ("env.kwargs={size=3}", "me/Warehouse-v0 cannot be made with ['size']"),
+        ("env.kwargs={size=3}", "env.kwargs.size: unknown to me/Warehouse-v0; it takes no"),
+        ("env={id='agentenv/Quickstart-v0', kwargs={corpsu='kb.jsonl'}}",
+         "env.kwargs.corpsu: unknown to agentenv/Quickstart-v0; did you mean corpus?"),
+        ("env={id='agentenv/Quickstart-v0'}",
+         "env.kwargs.corpus: missing; agentenv/Quickstart-v0 cannot be made without it"),
         ("limits.max_response_tokens=100000", "exceed the engine's context of"),
         ("checkpoint.best_metric=dev/reward", "there is no evaluation set 'dev'"),
         ("run.setup=nowhere:prepare", "run.setup: 'nowhere:prepare' cannot be loaded"),
@@ -51,6 +62,15 @@ def test_a_mistake_in_the_configuration(
     assert message in refused(capsys, train.main([str(warehouse), name, override]))
     # nothing is left that would be in the way of the next try
     assert message in refused(capsys, train.main([str(warehouse), name, override]))
+
+
+def test_a_mistake_in_the_file_is_not_blamed_on_the_command_line(
+    warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(warehouse.read_text() + "\n[cluster]\nknd = 'local'\n")
+    told = refused(capsys, train.main([str(path), "run.name=mine", "cluster.kind=local"]))
+    assert f"error: {path}: cluster.knd: unknown key" in told  # and not left out for the kind
 
 
 @pytest.mark.parametrize(
@@ -76,6 +96,67 @@ def test_a_mistake_in_the_dataset(
     assert message in text
 
 
+A_GRADER = """
+from agentenv import ToolEnv
+from agentenv.tool_env import Grade
+class Lenient:
+    {grade}
+class Mine(ToolEnv):
+    def __init__(self, task):
+        super().__init__(task, tools=[], grader=Lenient())
+"""
+EXPECTED = "; expected `async def grade(self, task, written, calls)` that returns Grade(reward, "
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("grade", "message"),
+    [
+        ("async def grade(self, *_): return 1.0", "the grader Lenient gave 1.0, which is no Grade"),
+        ("async def grade(self, *_): return Grade('1', True)", "gave Grade(reward='1', success"),
+        ("async def grade(self, *_): return Grade(1.0)",
+         "raised TypeError: Missing required argument 'success' (grading_2.py, line 5)"),
+        ("def grade(self, *_): return Grade(1.0, True)", "the grader Lenient raised TypeError: "),
+        ("async def grade(self, task): return Grade(1.0, True)", "positional arguments"),
+    ],
+)  # fmt: skip
+def test_a_grader_that_gives_something_else_than_a_grade(
+    warehouse: Path, capsys: pytest.CaptureFixture[str], grade: str, message: str, more: list[str]
+) -> None:
+    name = f"grading_{len(message)}"
+    message = message.replace("grading_2", name)
+    (warehouse.parent / f"{name}.py").write_text(A_GRADER.format(grade=grade))
+    told = refused(capsys, train.main([str(warehouse), f"env.id={name}:Mine", *more]))
+    assert "the grader fails on row train-1, given its own gold '1240': " in told
+    assert message in told
+    assert EXPECTED in told
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("name", "source", "message"),
+    [
+        ("unparsed", "class Mine(", "env.id: 'unparsed:Mine', registered by the configuration, "
+         "cannot be loaded: SyntaxError: "),
+        ("fails", "\n1 / 0", "cannot be loaded: ZeroDivisionError: division by zero (fails.py, "
+         "line 2)"),
+        ("making", "class Mine:\n  def __init__(self, task):\n    task.metadata['shop']",
+         "the environment making:Mine, begun for task train-1, raised KeyError: 'shop' (making.py, "
+         "line 3)"),
+    ],
+)  # fmt: skip
+def test_a_bug_of_an_environment_is_told_with_its_line(
+    warehouse: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    source: str,
+    message: str,
+    more: list[str],
+) -> None:
+    (warehouse.parent / f"{name}.py").write_text(source)
+    assert message in refused(capsys, train.main([str(warehouse), f"env.id={name}:Mine", *more]))
+
+
 @pytest.mark.parametrize(
     ("argument", "hint"),
     [
@@ -91,6 +172,16 @@ def test_a_configuration_file_that_is_not_there(
     monkeypatch.chdir(ROOT)
     told = refused(capsys, train.main([argument]))
     assert f"{argument}: there is no such configuration file{hint}" in told
+
+
+def test_a_line_that_is_no_json_has_one_number(
+    warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "q", "answer": "a"}\n{"question": "q", "answer":}\n')
+    told = refused(capsys, train.main([str(warehouse), f"data.train={path}"]))
+    assert f"{path}, row 2: not valid JSON: Expecting value at column 28" in told
+    assert "line 1" not in told
 
 
 def test_a_configuration_of_another_command(capsys: pytest.CaptureFixture[str]) -> None:

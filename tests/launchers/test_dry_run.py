@@ -131,10 +131,11 @@ def test_it_prints_what_was_chosen_first_and_starts_nothing(
     monkeypatch.delenv("BRIGHTDATA_API_KEY", raising=False)
     assert train.main([str(REASONING), "--dry-run", "--gpus", "8", "run.seed=7"]) == EXIT_MISSING
     text = capsys.readouterr().out
-    chosen, _, rest = text.partition("the defaults:")
+    chosen, _, rest = text.partition("more keys have their defaults, which --defaults shows")
     assert "run.seed = 7" in chosen
     assert 'algorithm.name = "arpo"' in chosen
-    assert "algorithm.beam_size = 2" in rest
+    assert "algorithm.beam_size" not in text
+    assert "data that is here" not in text
     assert "128 prompts x 16 = 2048 trajectories in 8 optimizer steps" in rest
     _, _, missing = rest.partition("missing here:")
     for line in (
@@ -148,6 +149,13 @@ def test_it_prints_what_was_chosen_first_and_starts_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_defaults_are_shown_where_they_are_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train.main([str(REASONING), "--dry-run", "--defaults", "--gpus", "8"]) == EXIT_MISSING
+    assert "algorithm.beam_size = 2" in capsys.readouterr().out.partition("the defaults:")[2]
+
+
 def test_values_name_what_differs_from_the_default() -> None:
     config = LearnerConfig(optimizer="adamw", num_ranks=2, lora=LoRAConfig(r=4))
     chosen = {value.key: value.text for value in values_of(config) if value.chosen}
@@ -158,9 +166,9 @@ def test_values_name_what_differs_from_the_default() -> None:
     assert len(list(values_of(config))) > 20
 
 
-@pytest.mark.parametrize("option", [("--gpus", "8"), ("--gpu-memory", "80")])
+@pytest.mark.parametrize("option", [("--gpus", "8"), ("--gpu-memory", "80"), ("--defaults",)])
 def test_what_only_a_dry_run_reads(
-    capsys: pytest.CaptureFixture[str], option: tuple[str, str]
+    capsys: pytest.CaptureFixture[str], option: tuple[str, ...]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
         train.main([str(REASONING), *option])

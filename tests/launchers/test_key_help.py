@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from launchers import dpo, serve, sft, train
 from launchers.config import TrainConfig
 from launchers.help import describe, essential_keys
+from tests.test_imports import COMMANDS
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = train.main) -> str:
@@ -102,3 +106,18 @@ def test_an_unknown_prefix_names_the_nearest(capsys: pytest.CaptureFixture[str])
         train.main(["--help-keys", "learnr"])
     assert exit_.value.code == 2
     assert "did you mean learner?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS.split(", "))
+def test_each_command_says_in_the_same_words_how_it_is_used(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, main = name.removeprefix("launchers."), importlib.import_module(name).main
+    with suppress(SystemExit):  # one has no parser
+        main(["--help"])
+    text = capsys.readouterr().out
+    usage = text.partition("\n\n")[0]
+    assert usage.startswith(f"usage: launchers/{command}.py")
+    if command in ("train", "evaluate", "sft", "dpo", "synthesize", "serve", "retriever"):
+        assert re.search(r"(CONFIG|SUBJECT)\]? \[key.sub=value \.\.\.\]", usage)
+    assert ("--resume" in text) == (command in ("train", "sft", "dpo"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,9 @@ from agentenv import Message, Task
 from agentenv.config import load_config
 from agentenv.env import close_shared
 from agentenv.errors import ConfigError
+from agentenv.tool_env import graded
 from envs.quickstart import QuickstartEnv
-from launchers import evaluate
+from launchers import evaluate, train
 from launchers.config import TrainConfig
 from launchers.evaluation.figures import agreement_of
 from launchers.evaluation.report import write_report
@@ -55,6 +58,48 @@ def test_a_training_run_is_no_evaluation(
     for command in ("report", "regrade"):
         assert evaluate.main([command, str(tmp_path)]) == 2
         assert "holds no evaluation: it is the folder of a training run" in capsys.readouterr().err
+
+
+def test_the_configuration_of_the_readme_is_enough(
+    warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (mine,) = (block for block in blocks if "me/Warehouse-v0" in block)
+    folder = warehouse.parent
+    (tmp_path / "mine.toml").write_text(mine)
+    more = [f"data.train={folder}/train.jsonl", f"eval.sets.heldout.path={folder}/a.jsonl"]
+    more += [f"model.path={folder}/model", "limits.max_prompt_tokens=256"]
+    more += ["limits.max_response_tokens=512", "limits.max_turn_tokens=256"]
+    assert train.main([str(tmp_path / "mine.toml"), *more, "--dry-run"]) == 0
+    assert "data: 24 rows are read" in capsys.readouterr().out
+
+
+async def test_the_grader_of_the_readme_grades() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (source,) = (block for block in blocks if "class Near" in block)
+    names: dict[str, Any] = {}
+    exec(source, names)
+    grader, task = names["Near"](), Task(id="1", env_id="e", question="?", answers=("310",))
+    for said, reward in (("<answer> 305 </answer>", 1.0), ("<answer>999</answer>", 0.0), ("", 0.0)):
+        grade = await graded(grader, task, [Message("assistant", said)], {})
+        assert (grade.reward, grade.success) == (reward, bool(reward))
+
+
+def test_a_run_without_a_checkpoint_names_the_ways_on(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    assert evaluate.main([str(run)]) == 2
+    assert "the run in it has not begun" in capsys.readouterr().err
+    (run / "config.json").write_bytes((finished / "config.json").read_bytes())
+    for named in (run, run / "checkpoints"):
+        assert evaluate.main([str(named)]) == 2
+        told = capsys.readouterr().err
+        assert f"{run} holds no finished checkpoint yet; go on with the run (--resume)" in told
+        assert "evaluate the model that it began with: --checkpoint start" in told
+    out = str(tmp_path / "out")
+    assert evaluate.main([str(run), "--checkpoint", "start", "--n", "2", "--out", out]) == 0
 
 
 def test_a_negative_number_of_questions_is_refused(

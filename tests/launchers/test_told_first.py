@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.errors import ConfigError
-from launchers import evaluate, train
+from launchers import evaluate, sft, train
 from learners.deepspeed_learner import DeepSpeedLearner
 from tests.support.warehouse import ROOT
 
@@ -43,7 +45,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     ("key", "override"),
     [
         ("engine", "engine={name='embedded', max_model_len=2048}"),
-        ("engine", "engine={name='vllm', max_model_len=2048}"),
+        ("engine", "engine={name='vllm', max_model_len=2048, servers={python='/bin/sh'}}"),
         ("eval.engine", "eval.engine={name='embedded', max_model_len=2048}"),
     ],
 )
@@ -80,6 +82,83 @@ def test_servers_stretch_the_positions_of_a_model_that_says_so(tmp_path: Path) -
         with pytest.raises(ConfigError, match="max_model_len"):
             too_long.max_context(tmp_path)
     assert ScriptedConfig(max_model_len=9999).max_context(tmp_path) == 1024
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("env.id=agentenv/Quikstart-v0", "env.id: no environment is registered as"),
+        ("env.module=nowhere", "env.module: 'nowhere' cannot be imported"),
+        ("env.kwargs.corpsu=x", "env.kwargs.corpsu: unknown to agentenv/Quickstart-v0"),
+        ("env.tools=[{name='nowhere:tool'}]", "env.tools[0].name: 'nowhere:tool' cannot be loaded"),
+        ("grader.kind=custom", 'grader.kind = "custom" needs grader.path, a Python file'),
+        ("data.train={folder}/rows.jsonl", "rows.jsonl, row 1: key 'question'"),
+    ],
+)
+def test_what_needs_nothing_of_the_set_up_is_told_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, told: str, more: list[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"answer": 1}\n')
+    runs = tmp_path / "runs"
+    override = override.replace("{folder}", str(tmp_path))
+    assert told in refused(capsys, train.main([QUICKSTART, f"run.dir={runs}", override, *more]))
+    assert not runs.exists()
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("model.path=/nowhere", "model.path: /nowhere is not a model directory"),
+        ("grader={path='/nowhere.py'}", "grader.path: /nowhere.py: there is no such file"),
+        ("run.setup=launchers.quickstart:prepar", "run.setup: 'launchers.quickstart:prepar'"),
+        ("engine={name='vllm', servers={python='/nowhere'}}", "engine.servers.python: /nowhere"),
+        ("engine={name='vllm', urls=['http://127.0.0.1:9']}",
+         "engine.urls: no engine server answers at http://127.0.0.1:9 (Connect call failed"),
+    ],
+)  # fmt: skip
+def test_what_is_not_here_is_told_before_the_set_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, told: str
+) -> None:
+    runs = tmp_path / "runs"
+    assert told in refused(capsys, train.main([QUICKSTART, f"run.dir={runs}", override]))
+    assert not runs.exists()
+
+
+def test_what_only_the_set_up_shows_is_refused_after_it_and_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "runs"
+    arguments = [QUICKSTART, f"run.dir={runs}", "limits.max_prompt_tokens=1000"]
+    assert "exceed the engine's context" in refused(capsys, train.main(arguments))
+    assert not runs.exists()
+
+
+def test_a_set_up_that_is_interrupted_leaves_no_folder_and_promises_no_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(run: Path, seed: int) -> None:
+        (run / "my-corpus").mkdir()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("launchers.quickstart.prepare", prepare)
+    runs = tmp_path / "runs"
+    assert train.main([QUICKSTART, f"run.dir={runs}"]) == 130
+    assert "interrupted; the run had not begun" in capsys.readouterr().out
+    assert not runs.exists()
+
+
+def test_files_of_a_fine_tuning_are_looked_for_before_its_set_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launchers.quickstart_chat.prepare", lambda *_: pytest.fail("it was run"))
+    config, runs = str(ROOT / "configs" / "sft_quickstart.toml"), tmp_path / "runs"
+    arguments = [config, f"run.dir={runs}", f"data.train={tmp_path}/nowhere.jsonl"]
+    told = f"data.train: {tmp_path}/nowhere.jsonl: there is no such file or folder"
+    assert told in refused(capsys, sft.main(arguments))
+    assert not runs.exists()
 
 
 @pytest.mark.usefixtures("nothing_starts")
