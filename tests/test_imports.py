@@ -21,6 +21,11 @@ FORBIDDEN = {
 ALGORITHMS = (
     "learners.arpo, learners.aepo, learners.baselines, learners.credit, reference.algorithms"
 )
+COMMANDS = (  # whose --help comes at once, and which tell mistakes before they load more
+    "launchers.bench, launchers.dpo, launchers.evaluate, launchers.export, launchers.replay, "
+    "launchers.retriever, launchers.serve, launchers.sft, launchers.snapshot, "
+    "launchers.synthesize, launchers.train"
+)
 HEAVY = {"torch", "deepspeed", "vllm", "sglang", "transformers"}
 
 
@@ -47,7 +52,7 @@ def test_import_arrows(package: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "modules", ["agentenv, envs", "launchers.config, launchers.help", ALGORITHMS]
+    "modules", ["agentenv, envs", "launchers.config, launchers.rl.training", ALGORITHMS, COMMANDS]
 )
 def test_importing_loads_nothing_heavy(modules: str) -> None:
     code = f"import {modules}, sys; print(*sorted({HEAVY} & set(sys.modules)))"
@@ -76,6 +81,14 @@ def test_the_core_takes_time_from_the_loop_and_randomness_from_keys() -> None:
             call = f"{node.value.id}.{node.attr}"
             assert node.value.id != "time", f"{path}: {call}"
             assert node.value.id != "random" or node.attr == "Random", f"{path}: {call}"
+
+
+@pytest.mark.parametrize("package", ["agentenv", "launchers"])
+def test_the_map_of_the_readme_names_every_module_of_the_first_level(package: str) -> None:
+    text = (ROOT / "README.md").read_text().partition("## File map")[2]
+    for path in (ROOT / package).glob("*.py"):
+        named = f"`{path.name}`" in text or f"`{package}/{path.name}`" in text
+        assert named or path.name == "__init__.py", f"README.md: {package}/{path.name}"
 
 
 def test_the_design_names_every_module() -> None:

@@ -224,9 +224,11 @@ def test_its_configuration(tmp_path: Path) -> None:
         read_config(["prot=1"])
 
 
-def test_errors_and_help_of_the_command(caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_and_help_of_the_command(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     caplog.set_level(logging.INFO)
     assert main(["backend.corpus=/nowhere.jsonl", "port=0"]) == 2
     assert "error: corpus /nowhere.jsonl cannot be read" in caplog.text
     assert main(["--help"]) == 0
-    assert "backend[faiss].pooling" in caplog.text
+    assert "backend[faiss].pooling" in capsys.readouterr().out

@@ -147,7 +147,7 @@ def test_bad_rows_can_be_left_out_and_a_split_measures(
         ("data.eval_split=0.1", "data.eval and data.eval_split: give one of them"),
         ("sft.num_epochs=1.0", "num_steps and num_epochs: give one of them"),
         ("sft.pakcing=true", "sft.pakcing: unknown key; did you mean sft.packing?"),
-        ("data.train=/nowhere.jsonl", "/nowhere.jsonl: there is no such dataset file"),
+        ("data.train=/nowhere.jsonl", "/nowhere.jsonl: there is no such file or folder"),
         ("data.overlong=error", "tokens, data.max_length is 20"),
         ("data.overlong=skip", "there is no row to learn from"),
     ],

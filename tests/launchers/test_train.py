@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from agentenv.config import load_config
 from agentenv.errors import ConfigError
@@ -15,9 +18,12 @@ from agentenv.types import Task
 from launchers import evaluate, train
 from launchers.assembly import load_tokenizer
 from launchers.config import TrainConfig, TrainingConfig
+from launchers.plots import panels, png
 from launchers.rl.recorder import Recorder
+from launchers.rl.report import learning_curve
 from launchers.rl.state import RunState
 from launchers.rundir import RunDirectory
+from launchers.tables import Table
 from launchers.terminal import View
 from tests.support.runs import first_turns, rows_of
 from tests.support.warehouse import ROOT
@@ -85,6 +91,51 @@ def test_entropy_by_position_is_written_as_table_and_picture(finished: Path) -> 
     counted, begun = first_turns(finished)
     assert counted == begun > 0
     assert (finished / "entropy.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_end_names_what_is_there_and_no_phase_that_was_not(finished: Path) -> None:
+    log = (finished / "run.log").read_text()
+    last = log.splitlines()[-1].partition(f"written to {finished}: ")[2].split(", ")
+    assert {"run.log", "trees/", "trajectories/", "training.png", "samples.txt"} < {*last}
+    assert all((finished / name).exists() for name in last)
+    for text in (log.partition("success on a, sampled")[2], (finished / "samples.txt").read_text()):
+        assert "before RL" in text
+        assert "after RL" in text
+        assert "cold start" not in text
+
+
+def test_a_table_has_no_colours_in_the_log(tmp_path: Path) -> None:
+    view = View()
+    view.console = Console(file=StringIO(), force_terminal=True, color_system="standard")
+    view.log_to(tmp_path / "run.log")
+    view.show(Table(title="n", columns=["figures"], rows=[["1"]]))
+    view.close()
+    assert "figures" in (tmp_path / "run.log").read_text()
+    assert "\x1b" not in (tmp_path / "run.log").read_text()
+
+
+def test_no_legend_covers_a_curve() -> None:
+    figure, places = panels(1, 2, (11, 5))
+    for axes, label in zip(places, ("", "update"), strict=True):
+        axes.set_xlabel(label)
+        for name in ("one", "another"):
+            axes.plot([1, 2], [1, 2], label=name)
+    png(figure)
+    for axes in places:
+        below = axes.xaxis.get_tightbbox().y0
+        assert axes.get_legend().get_window_extent().y1 <= below + 2  # pixels
+
+
+def test_evaluations_are_joined_only_where_some_lie_between() -> None:
+    rows: list[dict[str, Any]] = [{"step": 0, "eval/a/success": 0.0}]
+    rows += [{"step": step, "eval/a/success": step / 40} for step in (0, 40)]
+    rows += [{"step": step, "eval/b/success": 0.5} for step in (10, 20, 30)]
+    right = learning_curve(rows, "run").axes[1]
+    drawn = {line.get_label(): line for line in right.get_lines()}
+    assert drawn["a"].get_linestyle() == "None"
+    assert drawn["b"].get_linestyle() == "-"
+    points = [point for line in right.get_lines() for point in line.get_xydata().tolist()]
+    assert [0.0, 0.0] in points
 
 
 def test_trajectories_are_written_as_readable_rows(finished: Path) -> None:

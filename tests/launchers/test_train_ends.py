@@ -61,7 +61,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(warehouse: Path) -> N
 @pytest.mark.slow
 def test_a_killed_learner_ends_the_run_with_the_reason(warehouse: Path) -> None:
     endless = ("train.num_steps=100000", "engine.latency_s=0.05")
-    with started(warehouse, "killed", *endless) as (process, _):
+    with started(warehouse, "killed-learner", *endless) as (process, _):
         children = psutil.Process(process.pid).children(recursive=True)
         victims = [child for child in children if "learners" in " ".join(child.cmdline())]
         assert victims
@@ -84,22 +84,24 @@ def test_nothing_of_a_killed_run_lives_on_and_the_next_start_clears_the_rest(
                 found.add(folder)
         return found
 
-    before = left()
     endless = ("train.num_steps=100000", "engine.latency_s=0.05", "checkpoint.every=1")
     with started(warehouse, "kill-9", *endless) as (process, run):
         below = psutil.Process(process.pid).children(recursive=True)
         assert below
+        held = map(os.path.realpath, Path(f"/proc/{process.pid}/fd").iterdir())
+        own = {Path(path) for path in held if "agentenv-weights-" in path}
         process.kill()
         process.wait()
         _, there = psutil.wait_procs(below, timeout=20)
     assert not [one for one in there if one.status() != psutil.STATUS_ZOMBIE]
-    assert len(left() - before) == MEMORY.is_dir()
-    for folder in left() - before:
+    assert len(own) == MEMORY.is_dir()
+    assert own <= left()
+    for folder in own:
         os.utime(folder, (0, 0))  # as if it had lain there for long
     steps = int(sorted((run / "checkpoints").glob("step-*[0-9]"))[-1].name[5:])
     resumed = [str(warehouse), "run.name=kill-9", f"train.num_steps={steps + 1}", "--resume"]
     assert train.main(resumed) == 0
-    assert not left() - before
+    assert not any(folder.exists() for folder in own)
 
 
 def test_a_dead_engine_ends_the_run_with_the_reason(
