@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -219,16 +220,26 @@ def test_a_clock_says_what_is_awaited_and_since_when() -> None:
     run_virtual(main())
 
 
-def test_a_deadline_that_is_over_leaves_nothing_for_the_garbage_collector() -> None:
-    async def main() -> int:
-        loop = asyncio.get_running_loop()
-        gc.collect()
-        for _ in range(100):
-            with Deadline(loop.time() + 5.0, loop.time, TimeoutError):
-                pass
-        return gc.collect()
+def test_a_deadline_that_is_over_is_gone_without_the_garbage_collector() -> None:
+    class Seen(Deadline):
+        __slots__ = ("__weakref__",)
 
-    assert run_virtual(main()) < 100
+    async def main() -> list[object]:
+        clock = asyncio.get_running_loop().time
+        deadlines: list[weakref.ref[Seen]] = []
+        for _ in range(100):
+            deadline = Seen(clock() + 5.0, clock, TimeoutError)
+            deadlines.append(weakref.ref(deadline))
+            with deadline:
+                pass
+            del deadline
+        return [found() for found in deadlines]
+
+    gc.disable()
+    try:
+        assert run_virtual(main()) == [None] * 100
+    finally:
+        gc.enable()
 
 
 def test_what_takes_longer_than_it_may_is_named() -> None:

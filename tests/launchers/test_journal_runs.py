@@ -9,18 +9,14 @@ from typing import TypeVar
 import pytest
 
 from agentenv.archive import read_step, steps_of
-from agentenv.journal import Began, Finished, Frame, Leased, Trained, read_frames
+from agentenv.journal import Began, Finished, Frame, Leased, Trained
 from launchers import train
+from launchers.chaos import Reader
 from tests.launchers.test_train_ends import started
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here"), pytest.mark.slow]
 
 Kind = TypeVar("Kind")
-
-
-def frames(run: Path) -> list[Frame]:
-    paths = sorted((run / "journal").glob("*.frames"))
-    return [frame for path in paths for _, frame in read_frames(path.read_bytes())]
 
 
 def of(kind: type[Kind], found: list[Frame]) -> list[Kind]:
@@ -39,11 +35,14 @@ def test_after_kill_9_the_same_trees_make_the_same_weights(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     keys = ("train.num_steps=100000", "checkpoint.every=2", "checkpoint.keep_last=1000")
     with started(warehouse, "killed-9", *keys, "engine.latency_s=0.05") as (process, run):
-        while len(of(Trained, frames(run))) < 5:
+        journal = Reader(run / "journal")
+        before: list[Frame] = []
+        while len(of(Trained, before)) < 5:
+            before += journal.read()
             assert process.poll() is None
         process.kill()
         process.wait()
-    before = frames(run)
+    before += journal.read()
     trained = of(Trained, before)
     num_steps = len(trained)
     there = {frame.tree for frame in of(Finished, before)}
@@ -53,11 +52,13 @@ def test_after_kill_9_the_same_trees_make_the_same_weights(
     last = num_steps + 1
     goes_on = ("train.num_steps=100000", *keys[1:], "--resume")
     with started(warehouse, "killed-9", *goes_on) as (process, run):
-        while len(of(Trained, frames(run)[len(before) :])) < last:
+        after: list[Frame] = []
+        while len(of(Trained, after)) < last:
+            after += journal.read()
             assert process.poll() is None
         process.kill()
         process.wait()
-    after = frames(run)[len(before) :]
+    after += journal.read()
     assert not there & {frame.tree for frame in of(Began, after)}, "none is rolled out again"
     assert [frame.trees for frame in of(Trained, after)][:num_steps] == [
         frame.trees for frame in trained
@@ -78,8 +79,8 @@ def test_a_run_with_another_environment_begins_its_trees_again(warehouse: Path) 
     with started(warehouse, "changed", *keys) as (process, run):
         process.kill()
         process.wait()
-    before = frames(run)
+    journal = Reader(run / "journal")
+    assert {0, 1} <= {frame.tree for frame in of(Began, [*journal.read()])}
     resumed = [str(warehouse), "run.name=changed", "train.num_steps=1", "limits.max_turns=7"]
     assert train.main([*resumed, "--resume"]) == 0
-    after = frames(run)[len(before) :]
-    assert {0, 1} <= {frame.tree for frame in of(Began, after)}
+    assert {0, 1} <= {frame.tree for frame in of(Began, [*journal.read()])}, "again"
