@@ -42,9 +42,9 @@ from agentenv.actor import Actor
 from agentenv.config import build_config
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.env import close_shared
-from agentenv.model_files import vocab_size
+from agentenv.model_files import load_tokenizer, vocab_size
 from agentenv.tree import Node, Trajectory, TrajectoryTree
-from launchers.assembly import load_tokenizer, make_renderer
+from launchers.assembly import make_renderer
 from launchers.config import TrainConfig
 from launchers.data import EnvMaker, load_set, tables_of
 from launchers.rundir import CONFIG_FILE

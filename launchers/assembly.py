@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -28,7 +27,7 @@ from agentenv.data.rows import RowsConfig
 from agentenv.engines.server_config import RoleConfig
 from agentenv.env import close_shared
 from agentenv.errors import ConfigError, DataError
-from agentenv.model_files import read_eos_ids
+from agentenv.model_files import check_model_directory, load_tokenizer, read_eos_ids
 from agentenv.native import NativeConfig, NativeRenderer
 from agentenv.offload import in_thread
 from agentenv.prompt import PromptConfig
@@ -308,36 +307,6 @@ class AskingAssembly(Assembly[Asking]):
             )
             found[name] = Questions(one, fitting, makers[name], renderer)
         return found
-
-
-def load_tokenizer(model: Path, with_weights: bool = True) -> Any:
-    """The tokenizer of a Hugging Face directory, which has the weights too unless somebody else
-    serves them; DataError says what is missing in it."""
-    check_model_directory(model, with_weights)
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{model}: its tokenizer cannot be loaded: {error}") from error
-    return tokenizer
-
-
-HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")  # of a model there; paths of that form may be meant so
-
-
-def check_model_directory(model: Path, with_weights: bool = True) -> None:
-    """Raises DataError, which says what is missing in it."""
-    for name in ("config.json", "tokenizer.json"):
-        if not (model / name).is_file():
-            is_name = not model.exists() and HUB_NAME.fullmatch(str(model))
-            hint = f", e.g. by `hf download {model} --local-dir DIR`" if is_name else ""
-            raise DataError(
-                f"{model} is not a model directory: {name} is missing; expected a Hugging Face "
-                f"directory with config.json, safetensors and tokenizer files{hint}"
-            )
-    if with_weights and not any(model.glob("*.safetensors")):
-        raise DataError(f"{model} is not a model directory: it holds no *.safetensors file")
 
 
 def make_renderer(

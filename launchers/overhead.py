@@ -49,12 +49,12 @@ from agentenv.engines.server import Request, ServerInfo, ServerLoad
 from agentenv.env import register
 from agentenv.errors import AgentEnvError
 from agentenv.metrics import LoopLag
+from agentenv.model_files import load_tokenizer
 from agentenv.ports import held_ports
 from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Chunk, Completion, SamplingParams, Task, ToolResult, VersionSpan
 from envs.quickstart import COMPANIES
-from launchers.assembly import load_tokenizer
 from launchers.config import TrainConfig
 from launchers.recital import NUM_CALLS, TURN_TOKENS
 from launchers.rl.training import Training

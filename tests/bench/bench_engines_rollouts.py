@@ -53,8 +53,8 @@ from agentenv.engines.server import Request
 from agentenv.engines.server_config import ServersConfig
 from agentenv.engines.vllm import VLLMConfig, request_body
 from agentenv.env import close_shared
-from agentenv.model_files import vocab_size
-from launchers.assembly import load_tokenizer, make_renderer
+from agentenv.model_files import load_tokenizer, vocab_size
+from launchers.assembly import make_renderer
 from launchers.config import TrainConfig
 from launchers.data import EnvMaker, fit_prompts, load_training, tables_of
 from launchers.rundir import CONFIG_FILE, find_checkpoint

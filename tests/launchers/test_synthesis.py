@@ -14,11 +14,12 @@ from agentenv.actor import Actor
 from agentenv.config import build_config
 from agentenv.data.dataset import load_tasks
 from agentenv.data.rows import RowsConfig
+from agentenv.model_files import load_tokenizer
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig
 from agentenv.tree import Trajectory
 from launchers import synthesize
-from launchers.assembly import load_tokenizer, make_renderer
+from launchers.assembly import make_renderer
 from launchers.evaluation.store import read_rows
 from launchers.supervised.config import ChatDataConfig
 from launchers.supervised.dialogues import RowFormat, find_sources, read_conversation

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from agentenv.config import load_config
 from agentenv.errors import ConfigError
+from agentenv.model_files import load_tokenizer
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 from launchers import evaluate, train
-from launchers.assembly import load_tokenizer
 from launchers.config import TrainConfig, TrainingConfig
 from launchers.plots import panels, png
 from launchers.rl.recorder import Recorder

@@ -15,11 +15,12 @@ from agentenv.data.dataset import load_tasks
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.env import Env
 from agentenv.errors import ConfigError
+from agentenv.model_files import load_tokenizer
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig
 from agentenv.types import Task
 from launchers import evaluate, train
-from launchers.assembly import load_tokenizer, make_renderer
+from launchers.assembly import make_renderer
 from launchers.config import TrainConfig
 from launchers.data import EnvMaker
 from launchers.evaluation.store import load_saved, read_rows

@@ -1,0 +1,84 @@
+"""A model directory: its tokenizer is the one that AutoTokenizer finds, without loading torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import AutoTokenizer
+
+from agentenv.errors import DataError
+from agentenv.model_files import KNOWN_CLASSES, load_tokenizer, tokenizer_class
+
+TEXTS = ("Wer, wenn ich schriee?", " <|im_end|>x  12345\n\n", "naïve café 漢字")
+
+
+def model_directory(folder: Path, model_type: str, **settings: Any) -> Path:
+    """One without weights, whose tokenizer knows single bytes and two special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(BPE({char: number for number, char in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<|im_end|>", "<|endoftext|>"])
+    folder.mkdir()
+    inner.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    told = {"eos_token": "<|im_end|>", "chat_template": "{{ messages[0].content }}", **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    return folder
+
+
+@pytest.mark.parametrize(("model_type", "name"), KNOWN_CLASSES)
+def test_a_known_class_is_what_auto_tokenizer_finds(
+    tmp_path: Path, model_type: str, name: str
+) -> None:
+    model = model_directory(tmp_path / "model", model_type, tokenizer_class=name)
+    ours = load_tokenizer(model, with_weights=False)
+    theirs = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    assert type(ours) is type(theirs)
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.chat_template == theirs.chat_template
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("gemma3_text", {"tokenizer_class": "GemmaTokenizer"}),
+        ("qwen3", {"tokenizer_class": "LlamaTokenizerFast"}),
+        ("qwen3", {"tokenizer_class": "Qwen2Tokenizer", "auto_map": {"AutoTokenizer": [None, "x"]}}),
+        ("qwen3", {}),
+    ],
+)
+def test_auto_tokenizer_is_asked_for_all_others(
+    tmp_path: Path, model_type: str, settings: dict[str, Any]
+) -> None:
+    assert tokenizer_class(model_directory(tmp_path / "model", model_type, **settings)) is None
+
+
+def test_a_known_class_is_loaded_without_torch(tmp_path: Path) -> None:
+    model = model_directory(tmp_path / "model", "qwen3", tokenizer_class="Qwen2Tokenizer")
+    code = (
+        "import sys; from pathlib import Path; from agentenv.model_files import load_tokenizer; "
+        f"print(len(load_tokenizer(Path({str(model)!r}), False)), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["258", "False"]
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    model = model_directory(tmp_path / "model", "qwen3", tokenizer_class="Qwen2Tokenizer")
+    (model / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DataError, match=r"tokenizer_config.json: not a readable tokenizer conf"):
+        load_tokenizer(model, with_weights=False)
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"tokenizer.json is missing"):
+        load_tokenizer(model, with_weights=False)
