@@ -45,7 +45,7 @@ from agentenv.config import load_config
 from agentenv.disk import write_whole
 from agentenv.engine import EngineConfig, EngineStart
 from agentenv.engines.pool.engine import PooledEngineConfig
-from agentenv.engines.server import Request, ServerInfo, ServerLoad
+from agentenv.engines.server import PartEnd, Request, ServerInfo, ServerLoad
 from agentenv.env import register
 from agentenv.errors import AgentEnvError
 from agentenv.metrics import LoopLag
@@ -305,19 +305,19 @@ class WaitingServer:
         self.policy_version = policy_version
         return ServerInfo("waiting", "1", "policy", 4096, frozenset())
 
-    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
+    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         if self._draws is None:
             self._draws = Draws(load_tokenizer(Path(self.url), with_weights=True))
         done, seconds = self._draws.draw(len(request.prompt_ids))
         if request.sampling.max_tokens == 1:  # a probe of the weights
-            return Completion([1], [-1.0], [0.0], "length", [VersionSpan(0, 0, 1)])
+            on_chunk(Chunk([1], [-1.0], [0.0]))
+            return PartEnd("length", [VersionSpan(0, 0, 1)], 1)
         for share, part in ((FIRST_PART, slice(WINDOW)), (1 - FIRST_PART, slice(WINDOW, None))):
             await asyncio.sleep(share * seconds)
             on_chunk(part_of(done, part))
-        if done.stop not in request.sampling.stop:
-            done.stop = None
-        done.version_spans = [VersionSpan(self.policy_version, 0, len(done.token_ids))]
-        return done
+        size = len(done.token_ids)
+        stop = done.stop if done.stop in request.sampling.stop else None
+        return PartEnd("stop", [VersionSpan(self.policy_version, 0, size)], size, stop)
 
     async def load(self) -> ServerLoad:
         return ServerLoad(0, 0, 0.0, 0)
@@ -372,6 +372,8 @@ async def serve_rank(address: str, token: str, model: Path | None = None) -> Non
         except (EOFError, OSError):
             return writer.close()
         kind = msgpack.decode(body, type=_Named).type
+        if kind == "Tree":  # of the update that follows
+            continue
         reply = wire.Done()
         if kind == "Stop":
             writer.close()

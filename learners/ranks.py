@@ -5,9 +5,10 @@ Messages are tagged Structs in length-prefixed msgpack frames:
     frame = 8 bytes little-endian length, then one msgpack map with its type in "type"
 
 Each rank connects, says Hello with the token it was given, and answers each command with Done or
-Failed. TCP, so that a rank may live on another machine. `RankLink` is one rank, started here or
-elsewhere: its process, its log, and its connection. `RankGroup` is all of them, which obey together
-and fail together.
+Failed. The trees of an Update go ahead of it one by one, so that an update is whole only in the
+controller and in the rank. TCP, so that a rank may live on another machine. `RankLink` is one
+rank, started here or elsewhere: its process, its log, and its connection. `RankGroup` is all of
+them, which obey together and fail together.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import msgspec
 import psutil
 from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 import learners
 from agentenv.engines.weights import Address, Bucket, Group, Wire
@@ -94,11 +96,19 @@ class Init(Message):
 
 
 class Update(Message):
-    """Each mini-batch is one optimizer step."""
+    """Each mini-batch is one optimizer step. It travels as `sizes`, the trees of each mini-batch,
+    behind the trees themselves; see `messages_of`."""
 
     minibatches: list[list[EncodedTree]]
     lr_scale: float
     agreement: Agreement = "exact"
+    sizes: list[int] = []
+
+
+class Tree(Message):
+    """The next tree of the Update that follows; not answered."""
+
+    tree: EncodedTree
 
 
 class Imitate(Message):
@@ -218,6 +228,7 @@ class Failed(Message):
 
 Command = (
     Init
+    | Tree
     | Update
     | Imitate
     | Prefer
@@ -242,6 +253,23 @@ def pack_frame(message: Message) -> bytes:
     """A message as it travels."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(PREFIX_BYTES, "little") + body
+
+
+def messages_of(command: Message) -> Iterator[Message]:
+    """A command as it travels: what goes ahead of it, and then itself."""
+    if isinstance(command, Update):
+        yield from (Tree(tree) for trees in command.minibatches for tree in trees)
+        command = replace(command, minibatches=[], sizes=[*map(len, command.minibatches)])
+    yield command
+
+
+def behind(trees: Iterable[EncodedTree], command: Command) -> Command:
+    """What these messages said: a command, and the trees that went ahead of it."""
+    if not isinstance(command, Update):
+        return command
+    rest = iter(trees)
+    whole = [[*islice(rest, size)] for size in command.sizes]
+    return replace(command, minibatches=whole, sizes=[])
 
 
 def unpack_command(body: bytes) -> Command:
@@ -277,8 +305,9 @@ class RankLink:
 
     async def exchange(self, command: Message) -> Done | Failed:
         """Send a command and wait for its answer. Raises OSError or EOFError if it is lost."""
-        self._writer.write(pack_frame(command))
-        await self._writer.drain()
+        for message in messages_of(command):
+            self._writer.write(pack_frame(message))
+            await self._writer.drain()
         reply = await read_reply(self._reader)
         if not isinstance(reply, Done | Failed):
             raise ConnectionError(f"unexpected answer {reply!r}")

@@ -39,6 +39,7 @@ from agentenv.errors import AgentEnvError, ConfigError, LearnerError
 from learners import checkpoint
 from learners import ranks as wire
 from learners.backend import Aside, DeepSpeedBackend, TorchBackend
+from learners.batch import EncodedTree
 from learners.broadcast import Broadcaster
 from learners.checkpoint import restore
 from learners.dpo import prefer
@@ -319,10 +320,14 @@ OUT_OF_MEMORY = (
 def serve(connection: socket.socket, meeting: Meeting, host: str = "127.0.0.1") -> None:
     """Answer commands until Stop or the end of the connection. `host`: this machine's address."""
     rank: Rank | None = None
+    trees: list[EncodedTree] = []  # that came ahead of their command
     while True:
         command = receive(connection)
         if command is None or isinstance(command, wire.Stop):
             return
+        if isinstance(command, wire.Tree):
+            trees.append(command.tree)
+            continue
         if isinstance(command, wire.Abort):  # it came too late
             continue
         reply: wire.Message
@@ -334,7 +339,8 @@ def serve(connection: socket.socket, meeting: Meeting, host: str = "127.0.0.1") 
             elif rank is None:
                 reply = wire.Failed("the first command must be Init", "")
             else:
-                reply = rank.run(command)
+                ahead, trees = trees, []
+                reply = rank.run(wire.behind(ahead, command))
         except Exception as error:  # the command boundary: the controller decides what to do
             text = traceback.format_exc()
             with suppress(OSError):  # the disk of the log is full

@@ -292,11 +292,12 @@ def test_events_of_vllm(events: list[bytes]) -> None:
     answer = VLLMAnswer("s", "top_k", name_span, 9)
 
     def read() -> Any:
-        for event in events:
-            answer.add(event)
-        done = answer.finish()
-        assert len(done.token_ids) == len(done.logprobs) == len(done.entropies)
-        return done
+        chunks = [chunk for event in events if (chunk := answer.add(event)) is not None]
+        end = answer.finish()
+        assert end.num_tokens == sum(len(chunk.token_ids) for chunk in chunks)
+        for chunk in chunks:
+            assert len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.entropies)
+        return end
 
     written(ended("vllm", read, EngineError))
 
@@ -309,11 +310,12 @@ def test_events_of_sglang(events: list[bytes], top_p: float) -> None:
     answer = SGLangAnswer("s", request, 20, name_span, 9)
 
     def read() -> Any:
-        for event in events:
-            answer.add(event)
-        done = answer.finish()
-        assert len(done.token_ids) == len(done.logprobs) == len(done.entropies)
-        return done
+        chunks = [chunk for event in events if (chunk := answer.add(event)) is not None]
+        end = answer.finish()
+        assert end.num_tokens == sum(len(chunk.token_ids) for chunk in chunks)
+        for chunk in chunks:
+            assert len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.entropies)
+        return end
 
     written(ended("sglang", read, EngineError))
 

@@ -54,7 +54,10 @@ def test_a_known_class_is_what_auto_tokenizer_finds(
     [
         ("gemma3_text", {"tokenizer_class": "GemmaTokenizer"}),
         ("qwen3", {"tokenizer_class": "LlamaTokenizerFast"}),
-        ("qwen3", {"tokenizer_class": "Qwen2Tokenizer", "auto_map": {"AutoTokenizer": [None, "x"]}}),
+        (
+            "qwen3",
+            {"tokenizer_class": "Qwen2Tokenizer", "auto_map": {"AutoTokenizer": [None, "x"]}},
+        ),
         ("qwen3", {}),
     ],
 )

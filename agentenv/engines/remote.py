@@ -37,7 +37,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.engines.client import FailedError, HttpClient, RefusedError, all_of
-from agentenv.engines.server import ForeignWeightsError, ServerInfo, ServerLostError
+from agentenv.engines.server import ForeignWeightsError, PartEnd, ServerInfo, ServerLostError
 from agentenv.engines.weights import (
     Bucket,
     Group,
@@ -50,7 +50,7 @@ from agentenv.engines.weights import (
 )
 from agentenv.errors import ConfigError, EngineError
 from agentenv.offload import in_thread
-from agentenv.types import Chunk, Completion, VersionSpan
+from agentenv.types import Chunk, VersionSpan
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +118,8 @@ class LabelledSpan(Struct, frozen=True):
 
 
 class Answer:
-    """What a server streams for one request, read into `completion` event by event. Lists of the
-    completion and of the chunks are equally long."""
+    """What a server streams for one request, read event by event. Lists of a chunk are equally
+    long."""
 
     def __init__(
         self,
@@ -135,21 +135,28 @@ class Answer:
         self._server, self._name_span, self._vocab_size = server, name_span, vocab_size
         self._reason: str | None = None  # why the turn ended
         self._spans: list[LabelledSpan] = []
-        self.completion = Completion([], [], [], "abort", [], entropy_kind=entropy_kind)
+        self._entropy_kind: Literal["exact", "top_k"] = entropy_kind
+        self._stop: str | None = None
+        self._num_cached_tokens = 0
+        self._num_tokens = 0  # so far
 
-    def finish(self) -> Completion:
-        """The whole turn. ServerLostError if the stream ended without a finish reason."""
-        done = self.completion
+    def finish(self) -> PartEnd:
+        """How it ended. ServerLostError if the stream ended without a finish reason."""
         if self._reason not in ("stop", "length", "abort"):
             raise ServerLostError(f"{self._server} ended the stream with {self._reason!r}")
-        done.finish_reason = cast(Literal["stop", "length", "abort"], self._reason)
         spans = [self._name_span(span.version, span.start, span.end) for span in self._spans]
-        if [0, *(s.end for s in spans)] != [*(s.start for s in spans), len(done.token_ids)]:
+        if [0, *(s.end for s in spans)] != [*(s.start for s in spans), self._num_tokens]:
             raise EngineError(
-                f"{self._server} gave version spans {spans} for {len(done.token_ids)} tokens"
+                f"{self._server} gave version spans {spans} for {self._num_tokens} tokens"
             )
-        done.version_spans = spans
-        return done
+        return PartEnd(
+            cast(Literal["stop", "length", "abort"], self._reason),
+            spans,
+            self._num_tokens,
+            self._stop,
+            self._entropy_kind,
+            self._num_cached_tokens,
+        )
 
     def _take(self, token_ids: list[int], logprobs: list[float], entropies: list[float]) -> Chunk:
         """The turn goes on by these tokens."""
@@ -158,9 +165,7 @@ class Answer:
                 f"{self._server} sampled the token {max(token_ids)}, the vocabulary has "
                 f"{self._vocab_size}"
             )
-        self.completion.token_ids += token_ids
-        self.completion.logprobs += logprobs
-        self.completion.entropies += entropies
+        self._num_tokens += len(token_ids)
         return Chunk(token_ids, logprobs, entropies)
 
 

@@ -8,14 +8,15 @@ Server                 one URL: one request, one abort, one load of weights; kee
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from msgspec import Struct
 
 from agentenv.engines.weights import Receiver
 from agentenv.errors import EngineError
-from agentenv.types import Chunk, Completion, SamplingParams
+from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 
 class ServerLostError(EngineError):
@@ -112,6 +113,17 @@ class Request(Struct, frozen=True):
     with_entropies: bool = True
 
 
+class PartEnd(Struct, frozen=True):
+    """How a request came to its end; its `num_tokens` tokens were in the chunks. See Completion."""
+
+    finish_reason: Literal["stop", "length", "abort"]
+    version_spans: list[VersionSpan]
+    num_tokens: int
+    stop: str | None = None
+    entropy_kind: Literal["exact", "top_k"] = "exact"
+    num_cached_tokens: int = 0
+
+
 class Server(Receiver, Protocol):
     """One engine server. All methods raise ServerLostError when it is gone or broken, and
     EngineError for what it refuses or what the client refuses on its behalf. Those of Receiver are
@@ -148,8 +160,8 @@ class Server(Receiver, Protocol):
         """
         ...
 
-    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
-        """Sample one turn by streaming; every token is in exactly one chunk.
+    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+        """Sample one turn by streaming; every token is in exactly one chunk, and kept nowhere else.
 
         Cancelling the call aborts the request on the server at once.
         """
@@ -199,3 +211,26 @@ class Server(Receiver, Protocol):
     async def close(self) -> None:
         """Drop the connections; the server itself goes on. Idempotent."""
         ...
+
+
+async def sampled(
+    server: Server, request: Request, on_chunk: Callable[[Chunk], None] = lambda chunk: None
+) -> Completion:
+    """One turn of a server with all its tokens; see Server.generate."""
+    chunks: list[Chunk] = []
+
+    def keep(chunk: Chunk) -> None:
+        chunks.append(chunk)
+        on_chunk(chunk)
+
+    end = await server.generate(request, keep)
+    return Completion(
+        token_ids=[*chain.from_iterable(chunk.token_ids for chunk in chunks)],
+        logprobs=[*chain.from_iterable(chunk.logprobs for chunk in chunks)],
+        entropies=[*chain.from_iterable(chunk.entropies for chunk in chunks)],
+        finish_reason=end.finish_reason,
+        version_spans=end.version_spans,
+        stop=end.stop,
+        entropy_kind=end.entropy_kind,
+        num_cached_tokens=end.num_cached_tokens,
+    )

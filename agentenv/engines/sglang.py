@@ -1,9 +1,9 @@
 """Client of one SGLang server (tried with 0.5.23). SGLang itself is not imported.
 
-request_body, SGLangAnswer   what one request says to SGLang, and its answer read into a Completion
+request_body, SGLangAnswer   what one request says to SGLang, and its answer read into chunks
 read_load                  load figures
 probe, check_logprobs      what a server is and can do, found out when the client connects
-SGLangServer               check -> POST /generate (stream, our own rid) -> chunks -> Completion;
+SGLangServer               check -> POST /generate (stream, our own rid) -> chunks -> PartEnd;
                            cancelled or failed -> POST /abort_request, at once; and the steps of a
                            change of weights (remote.py)
 """
@@ -46,6 +46,7 @@ from agentenv.engines.remote import (
 from agentenv.engines.server import (
     BusyError,
     NoDescriptorError,
+    PartEnd,
     Request,
     ServerInfo,
     ServerLoad,
@@ -55,7 +56,7 @@ from agentenv.engines.weights import Bucket, Group, Layout, Manifest, find_layou
 from agentenv.errors import ConfigError, EngineError, ForeignError
 from agentenv.foreign import decode
 from agentenv.offload import in_thread
-from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
+from agentenv.types import Chunk, SamplingParams, VersionSpan
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ RESERVED = 2  # tokens of its context length that an SGLang server never fills
 QUEUE_FULL = "queue is full"  # a refusal by --max-queued-requests
 NOTHING_DONE = "Failed to get weights iterator"  # a refusal before any weight was touched
 
-# What one request says to SGLang, and how its answer becomes chunks and a Completion.
+# What one request says to SGLang, and how its answer becomes chunks and their end.
 
 MAX_STOPS = 32  # of one request, in SGLang
 
@@ -230,7 +231,7 @@ class SGLangAnswer(Answer):
             raise self._refusal(failure.message, failure.code)
         if meta.finish_reason is not None:
             self._end(meta, meta.finish_reason)
-        num_new = meta.completion_tokens - len(self.completion.token_ids)
+        num_new = meta.completion_tokens - self._num_tokens
         if num_new <= 0:
             return None
         chunk = self._chunk(event.output_ids[-num_new:], meta, num_new)
@@ -242,12 +243,12 @@ class SGLangAnswer(Answer):
         if reason.type == "abort" and reason.status_code is not None:
             raise self._refusal(reason.message, reason.status_code)
         self._reason, self._spans = reason.type, meta.weight_versions
-        self.completion.stop = reason.matched if isinstance(reason.matched, str) else None
-        self.completion.num_cached_tokens = meta.cached_tokens
+        self._stop = reason.matched if isinstance(reason.matched, str) else None
+        self._num_cached_tokens = meta.cached_tokens
 
-    def finish(self) -> Completion:
-        """The whole turn; see Answer.finish."""
-        num_tokens = len(self.completion.token_ids)
+    def finish(self) -> PartEnd:
+        """See Answer.finish."""
+        num_tokens = self._num_tokens
         if self._reason == "length" and num_tokens < self._max_tokens:
             raise EngineError(
                 f"{self._server} ended a turn at {num_tokens} tokens, before its max_tokens "
@@ -547,7 +548,7 @@ class SGLangServer(RemoteServer[SGLangFacts]):
     async def _try_out(self) -> None:
         await check_logprobs(self._http, self._connected().vocab_size)
 
-    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
+    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         """See Server.generate. While weights are being replaced a new request waits."""
         await self._known()
         facts = self._connected()
@@ -565,7 +566,7 @@ class SGLangServer(RemoteServer[SGLangFacts]):
                         chunk = answer.add(event)
                         if chunk is not None:
                             on_chunk(chunk)
-            completion = answer.finish()
+            end = answer.finish()
             complete = True
         except NoDescriptorError:
             complete = True  # there is nothing to abort
@@ -573,7 +574,7 @@ class SGLangServer(RemoteServer[SGLangFacts]):
         finally:
             if not complete:  # a disconnect alone would be noticed after seconds
                 self._spawn(self._abort(body["rid"]))
-        return completion
+        return end
 
     async def _abort(self, rid: str) -> None:
         """Errors do not matter: the request is gone with its server, or it has just ended."""

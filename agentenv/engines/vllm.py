@@ -1,8 +1,8 @@
 """A vLLM server as the pool sees it; needs vLLM only on the other side of the connection.
 
-request_body, VLLMAnswer  one request as vLLM takes it, and what it streams, read into a Completion
+request_body, VLLMAnswer  one request as vLLM takes it, and what it streams, read into chunks
 probe, check_*         what a server is and can do, found out before the first request
-VLLMServer             check --> POST /inference/v1/generate (stream) --> chunks ... --> Completion;
+VLLMServer             check --> POST /inference/v1/generate (stream) --> chunks ... --> PartEnd;
                        cancelled or failed --> POST /inference/v1/abort_requests, at once; and the
                        steps of a change of weights (remote.py)
 """
@@ -48,6 +48,7 @@ from agentenv.engines.server import (
     BusyError,
     ForeignWeightsError,
     NoDescriptorError,
+    PartEnd,
     Request,
     ServerInfo,
     ServerLoad,
@@ -65,11 +66,11 @@ from agentenv.engines.weights import (
 from agentenv.errors import ConfigError, EngineError, ForeignError
 from agentenv.foreign import decode
 from agentenv.offload import in_thread
-from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
+from agentenv.types import Chunk, SamplingParams, VersionSpan
 
 TRIED = "0.32"  # version of vLLM that this client was tested with
 
-# One request as vLLM takes it, and what it streams, read into chunks and a Completion.
+# One request as vLLM takes it, and what it streams, read into chunks and their end.
 
 NO_LOGPROB = -9999.0  # what vLLM writes for minus infinity, NaN, and for "not known"
 
@@ -187,16 +188,15 @@ class VLLMAnswer(Answer):
             raise kind(text, found.error.code, found.error.message)
         if found.usage is not None and found.usage.prompt_tokens_details is not None:
             cached = found.usage.prompt_tokens_details.cached_tokens
-            self.completion.num_cached_tokens = cached or 0
+            self._num_cached_tokens = cached or 0
             self.has_cached_tokens = cached is not None
         return self._extend(found.choices[0]) if found.choices else None
 
     def _extend(self, choice: _Choice) -> Chunk | None:
-        done = self.completion
         if choice.finish_reason is not None:
             self._reason = choice.finish_reason
             if isinstance(choice.stop_reason, str):
-                done.stop = choice.stop_reason
+                self._stop = choice.stop_reason
             self._spans = choice.weight_versions or []
         if not choice.token_ids:
             return None
@@ -371,12 +371,16 @@ def _num_ranks(settings: dict[str, Any]) -> int:
     return several if isinstance(several, int) and several > 0 else 1
 
 
-def check_trial(name: str, answer: VLLMAnswer, policy_version: int) -> None:
-    """Raises ConfigError unless the answer to TRIAL tells what every answer has to tell."""
+def check_trial(
+    name: str, answer: VLLMAnswer, chunks: Sequence[Chunk], policy_version: int
+) -> None:
+    """Raises ConfigError unless the answer to TRIAL, of one token, tells what every answer has to
+    tell."""
     done = answer.finish()
-    if abs(done.logprobs[0]) > 1e-3 or done.entropies[0] > 1e-2:
+    logprob, entropy = (chunks[0].logprobs[0], chunks[0].entropies[0]) if chunks else (nan, nan)
+    if not (abs(logprob) <= 1e-3 and entropy <= 1e-2):
         raise ConfigError(
-            f"{name} gives log-prob {done.logprobs[0]:.4f} to the only token it may sample: start "
+            f"{name} gives log-prob {logprob:.4f} to the only token it may sample: start "
             "it with --logprobs-mode processed_logprobs"
         )
     if done.version_spans != [VersionSpan(policy_version, 0, 1)]:
@@ -480,7 +484,7 @@ class VLLMServer(RemoteServer[VLLMFacts]):
 
     # requests
 
-    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
+    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         """See Server.generate. While weights are being replaced a new request waits. With the
         cache kept, one without a token is sent again, so that each carries the salt of the weights
         it starts with."""
@@ -544,9 +548,10 @@ class VLLMServer(RemoteServer[VLLMFacts]):
         await self.load()
         size, request_id = self._connected().vocab_size, f"probe-{self._label}"
         try:
-            answer = await self._sample(request_id, TRIAL, size, lambda chunk: None)
+            chunks: list[Chunk] = []
+            answer = await self._sample(request_id, TRIAL, size, chunks.append)
             assert answer is not None
-            check_trial(self.name, answer, self._policy_version)
+            check_trial(self.name, answer, chunks, self._policy_version)
         except ForeignWeightsError as error:
             raise ConfigError(
                 f"{self.name} does not say which weights sampled a token: {error}"

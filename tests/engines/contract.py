@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.server import Request, Server
+from agentenv.engines.server import Request, Server, sampled
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, check_sampled, greedy, processed
@@ -84,7 +84,7 @@ async def check_stream_interval(server: Server) -> None:
     """After the first token, at least as many come together as were asked for."""
     sizes: list[int] = []
     request = Request(f"interval-{id(sizes):x}", prompt(6, 9), SamplingParams(20), 8)
-    done = await server.generate(request, lambda chunk: sizes.append(len(chunk.token_ids)))
+    done = await sampled(server, request, lambda chunk: sizes.append(len(chunk.token_ids)))
     assert sum(sizes) == len(done.token_ids) == len(done.logprobs) == len(done.entropies) == 20
     assert len(sizes) <= 4
 
@@ -120,7 +120,7 @@ async def check_stop_tokens(server: Server, world: World, version: int) -> None:
     end = next(n for n in range(4, 40) if tokens[n] not in tokens[:n])
     sampling = SamplingParams(max_tokens=40, temperature=GREEDY)
     request = Request(f"tokens-{id(ids):x}", ids, sampling, 16, (tokens[end], END))
-    done = await server.generate(request, lambda chunk: None)
+    done = await sampled(server, request)
     assert done.token_ids == tokens[: end + 1]
     assert (done.finish_reason, done.stop) == ("stop", None)
     assert len(done.logprobs) == len(done.entropies) == end + 1

@@ -26,7 +26,7 @@ import msgspec
 from aiohttp import web
 
 from agentenv.engines.remote import SESSION_HEADER, RemoteServer
-from agentenv.engines.server import Request
+from agentenv.engines.server import Request, sampled
 from agentenv.engines.sglang import SGLangServer
 from agentenv.engines.vllm import VLLMServer
 from agentenv.errors import EngineError
@@ -146,7 +146,7 @@ async def turn(
     """A turn, and the tokens of its chunks; `bare`: without entropies."""
     chunks: list[Chunk] = []
     request = Request(name, PROMPT, sampling, interval, stops, f"tree of {name}", not bare)
-    done = await server.generate(request, chunks.append)
+    done = await sampled(server, request, chunks.append)
     assert [token for chunk in chunks for token in chunk.token_ids] == done.token_ids
     return msgspec.to_builtins(done)
 

@@ -20,6 +20,7 @@ from agentenv.engines.server import (
     BusyError,
     ForeignWeightsError,
     NoDescriptorError,
+    PartEnd,
     Request,
     ServerInfo,
     ServerLoad,
@@ -142,12 +143,13 @@ class FaultyServer:
     def take_over(self, handed: bytes) -> None:
         """It is in the same process."""
 
-    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
+    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         self._check()
         assert not self.asleep, "asked to sample while it sleeps"
         if request.id.startswith("weights-"):  # what it answers tells its weights
             logprob = -float(crc32(self.weights.encode()))
-            return Completion([1], [logprob], [0.0], "length", [])
+            on_chunk(Chunk([1], [logprob], [0.0]))
+            return PartEnd("length", [], 1)
         if self.capacity is not None and self.num_running >= self.capacity:
             self.num_refused += 1
             raise BusyError("429")
@@ -198,11 +200,10 @@ class FaultyServer:
             if self.hanging:
                 await asyncio.Event().wait()
             done = await work
-            if not request.with_entropies:
-                done.entropies = [nan] * len(done.token_ids)
             if self.label != self._given:
                 raise ForeignWeightsError(f"{self.name} samples with weights named {self.label}")
-            return done if done.stop in request.sampling.stop else replace(done, stop=None)
+            stop = done.stop if done.stop in request.sampling.stop else None
+            return end_of(replace(done, stop=stop))
         except asyncio.CancelledError:
             self.num_aborted += 1
             raise
@@ -274,6 +275,18 @@ class FaultyServer:
             raise ServerLostError(f"{self.name}: connect was not called")
 
 
+def end_of(done: Completion) -> PartEnd:
+    """What a server tells at the end of a turn."""
+    return PartEnd(
+        finish_reason=done.finish_reason,
+        version_spans=done.version_spans,
+        num_tokens=len(done.token_ids),
+        stop=done.stop,
+        entropy_kind=done.entropy_kind,
+        num_cached_tokens=done.num_cached_tokens,
+    )
+
+
 class Guest:
     """The client of such a server in another process."""
 
@@ -286,7 +299,7 @@ class Guest:
     def take_over(self, handed: bytes) -> None:
         self.num_taken_over += 1
 
-    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
+    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         assert self.num_taken_over
         return await self._server.generate(request, on_chunk)
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from agentenv.cluster.leases import LeasedEngine
 from agentenv.deadline import WorkClock, working
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.server import ForeignWeightsError, Request, ServerLostError
+from agentenv.engines.server import ForeignWeightsError, PartEnd, Request, ServerLostError
 from agentenv.errors import EngineDeadError, EngineError
-from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
+from agentenv.types import Chunk, SamplingParams, VersionSpan
 from tests.engines.faulty_server import FaultyServer, Guest
 from tests.engines.pool_bench import TEXT, Bench, bench, hear_all, leased, write_folder
 from tests.support.virtual_clock import run_virtual
@@ -219,7 +219,7 @@ def test_tokens_right_behind_an_update_have_its_version(folder: Path) -> None:
         (server, _) = b.servers
         generate = server.generate
 
-        async def slow_probe(request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
+        async def slow_probe(request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
             if request.id.startswith("weights-"):
                 await asyncio.sleep(0.6)
             return await generate(request, on_chunk)
@@ -266,7 +266,7 @@ class Storm:
 
     async def sample(
         self, server: FaultyServer, generate: Any, request: Request, on_chunk: Any
-    ) -> Completion:
+    ) -> PartEnd:
         """As the server does; keeps the versions of what it samples."""
         if request.id.startswith("weights-"):
             return await generate(request, on_chunk)  # type: ignore[no-any-return]

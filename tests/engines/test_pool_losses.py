@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentenv.deadline import Deadline, WorkClock, working
-from agentenv.engines.server import Request, ServerLostError
+from agentenv.engines.server import PartEnd, Request, ServerLostError
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, Completion, VersionSpan
 from tests.engines.faulty_server import FaultyServer
@@ -115,7 +115,7 @@ async def test_one_lost_request_of_a_healthy_server_costs_no_reload(b: Bench) ->
     generate = server.generate
     faults = [ServerLostError("500")]
 
-    async def generate_badly(*args: Any) -> Completion:
+    async def generate_badly(*args: Any) -> PartEnd:
         if faults:
             raise faults.pop()
         return await generate(*args)
@@ -147,7 +147,7 @@ async def test_retries_have_a_budget(b: Bench) -> None:
 def fail_turns(server: FaultyServer) -> None:
     generate = server.generate
 
-    async def fail(request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
+    async def fail(request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         if request.id.startswith("weights-"):
             return await generate(request, on_chunk)
         raise ServerLostError("502 bad gateway")
@@ -161,7 +161,7 @@ async def test_a_server_that_samples_nothing_stays_out_although_it_says_it_is_we
 ) -> None:
     sick = b.servers[0]
 
-    async def fail(*_: Any) -> Completion:
+    async def fail(*_: Any) -> PartEnd:
         raise ServerLostError("500 CUDA error")
 
     sick.generate = fail  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from agentenv.engine import Engine
-from agentenv.engines.server import Request, Server
+from agentenv.engines.server import Request, Server, sampled
 from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.reference import EOS, write_model
 
@@ -49,7 +49,7 @@ class ServerSubject:
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> Completion:
         request = Request(f"contract-{id(self):x}-{next(self._ids)}", prompt_ids, sampling)
-        return await self.server.generate(request, on_chunk or (lambda chunk: None))
+        return await sampled(self.server, request, on_chunk or (lambda chunk: None))
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
         await self.server.load_weights(source, policy_version)

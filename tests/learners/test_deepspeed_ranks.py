@@ -216,3 +216,32 @@ def test_half_a_place_is_refused() -> None:
         find_place({"RANK": "1"})
     with pytest.raises(ConfigError, match="RANK = 2 of WORLD_SIZE = 2"):
         find_place({"RANK": "2", "WORLD_SIZE": "2"})
+
+
+async def test_an_update_is_nowhere_whole_on_its_way() -> None:
+    """40 trees of 800 kB each, which the rank reads slower than they are packed."""
+    trees = [encode_sequence([n, *[7] * 160_000], [False] + [True] * 160_000) for n in range(40)]
+    update = wire.Update([trees[:25], trees[25:]], 0.5, "close")
+    buffered: list[int] = []
+    received: list[wire.Command] = []
+
+    async def rank(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while not received or isinstance(received[-1], wire.Tree):
+            size = int.from_bytes(await reader.readexactly(wire.PREFIX_BYTES), "little")
+            received.append(wire.unpack_command(await reader.readexactly(size)))
+            buffered.append(link._writer.transport.get_write_buffer_size())
+            await asyncio.sleep(0.002)
+        writer.write(wire.pack_frame(wire.Done()))
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(rank, "127.0.0.1", 0)
+    async with server:
+        streams = await asyncio.open_connection(*server.sockets[0].getsockname())
+        link = wire.RankLink(wire.Hello("", 0, 1, os.getpid(), "here", ""), *streams)
+        assert isinstance(await link.exchange(update), wire.Done)
+        await link.close(idle=False)
+    one = len(wire.pack_frame(wire.Tree(trees[0])))
+    assert max(buffered) < 2 * one, "and never all that is sent"
+    *ahead, last = received
+    assert wire.behind([one.tree for one in ahead if isinstance(one, wire.Tree)], last) == update

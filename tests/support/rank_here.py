@@ -49,13 +49,16 @@ class RankHere(RankGroup):
             (command,) = commands
             if isinstance(command, wire.Init):
                 command = replace(command, config=replace(command.config, backend="torch"))
-            reply = await asyncio.to_thread(self._answer, wire.pack_frame(command))
+            messages = [wire.pack_frame(one) for one in wire.messages_of(command)]
+            reply = await asyncio.to_thread(self._answer, messages)
         if isinstance(reply, wire.Failed):
             raise self._refusal(0, reply)
         return [reply]
 
-    def _answer(self, frame: bytes) -> wire.Done | wire.Failed:
-        command: Any = wire.unpack_command(frame[wire.PREFIX_BYTES :])
+    def _answer(self, frames: Sequence[bytes]) -> wire.Done | wire.Failed:
+        *ahead, last = [wire.unpack_command(frame[wire.PREFIX_BYTES :]) for frame in frames]
+        trees = [one.tree for one in ahead if isinstance(one, wire.Tree)]
+        command: Any = wire.behind(trees, last)
         try:
             if isinstance(command, wire.Init):
                 self._rank = Rank(command)

@@ -29,6 +29,7 @@ from agentenv.engines.server import (
     BusyError,
     ForeignWeightsError,
     NoDescriptorError,
+    PartEnd,
     ServerLostError,
     SilentError,
 )
@@ -170,7 +171,7 @@ class PoolClient(Generic[S]):
         finally:
             seats.release(seat)
 
-    async def _attempt(self, seat: S, turn: Turn, session: str) -> Completion | None:
+    async def _attempt(self, seat: S, turn: Turn, session: str) -> PartEnd | None:
         """One request on one server; None if it ended in a stop string that only the turn sees."""
         seat.check()
         request = turn.request(f"{self.name}-{next(self._attempts)}", session)
@@ -206,7 +207,7 @@ class PoolClient(Generic[S]):
             raise problem
         part = attempt.result()
         seconds = asyncio.get_running_loop().time() - began_s
-        self._seats.answered(seat, len(part.token_ids), seconds)
+        self._seats.answered(seat, part.num_tokens, seconds)
         return part
 
     def _receive(self, seat: S, turn: Turn, hearing: Hearing, chunk: Chunk) -> None:

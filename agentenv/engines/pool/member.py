@@ -26,6 +26,7 @@ from agentenv.engines.server import (
     Server,
     ServerLoad,
     ServerLostError,
+    sampled,
 )
 from agentenv.engines.server_config import PoolConfig
 from agentenv.engines.weights import Group, Manifest, Sender
@@ -147,7 +148,7 @@ class WeightProbe:
             self._prompt_ids,
             SamplingParams(max_tokens=1, temperature=0.0),
         )
-        done = await server.generate(request, lambda chunk: None)
+        done = await sampled(server, request)
         logprob = done.logprobs[0]
         if self._version is not None and version < self._version:
             return  # an update has come meanwhile

@@ -24,7 +24,7 @@ from agentenv.engines.pool.account import told
 from agentenv.engines.pool.client import PoolClient
 from agentenv.engines.pool.fleet import Fleet
 from agentenv.engines.pool.member import Member, Target
-from agentenv.engines.server import Request, Server
+from agentenv.engines.server import Request, Server, sampled
 from agentenv.engines.server_config import PoolConfig
 from agentenv.engines.weights import Sender
 from agentenv.errors import ConfigError, EngineError
@@ -151,7 +151,7 @@ class EnginePool:
 
         async def ask(member: Member) -> Completion:
             async with asyncio.timeout(within_s):
-                return await member.server.generate(request, lambda chunk: None)
+                return await sampled(member.server, request)
 
         outcomes = await asyncio.gather(*map(ask, serving), return_exceptions=True)
         found = {}

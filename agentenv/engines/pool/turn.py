@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Collection, Sequence
 from random import Random
 from typing import Literal
 
 from msgspec.structs import replace
 
-from agentenv.engines.server import Request
+from agentenv.engines.server import PartEnd, Request, ServerLostError
 from agentenv.engines.stop_strings import StopMatcher
 from agentenv.errors import EngineError
+from agentenv.tree import packed_ids
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 EntropyKind = Literal["exact", "top_k"]
@@ -19,8 +21,8 @@ UNHEARD_INTERVAL = 16  # tokens of an event where nobody listens: as many may go
 
 
 class Turn:
-    """Tokens received so far. A part is what one server gives; when it is lost, the next one
-    continues behind the tokens of all parts before.
+    """Tokens received so far, 20 bytes each. A part is what one server gives; when it is lost, the
+    next one continues behind the tokens of all parts before.
 
     Stop strings are looked for here in two cases: the server of a continuation does not know the
     text before its part; and where each stop string has a token, the server is only told to end at
@@ -41,7 +43,7 @@ class Turn:
         num_entropies: int | None = None,
     ) -> None:
         """`num_entropies`: so many first tokens need entropies, the others have NaN; None: all."""
-        self.token_ids: list[int] = []
+        self.token_ids = packed_ids(())
         self.num_parts = 0
         self.was_refused = False  # by a server that is full, and so waits before all others
         self.was_starved = False  # this process had no file descriptor for it
@@ -50,8 +52,7 @@ class Turn:
         self._prompt_ids, self._sampling = prompt_ids, sampling
         self._on_tokens, self._stream_interval = on_tokens, stream_interval
         self._eos_ids, self._matcher = eos_ids, matcher
-        self._logprobs: list[float] = []
-        self._entropies: list[float] = []
+        self._logprobs, self._entropies = array("d"), array("d")  # nats
         self._spans: list[VersionSpan] = []
         self._has_tokens = matcher is not None and matcher.has_tokens
         self._base = 0  # tokens of the parts before this one
@@ -89,15 +90,15 @@ class Turn:
         if self.stopped.done():
             return
         start = len(self.token_ids)
-        self.token_ids += chunk.token_ids
-        self._logprobs += chunk.logprobs
-        self._entropies += chunk.entropies
+        self.token_ids.extend(chunk.token_ids)
+        self._logprobs.extend(chunk.logprobs)
+        self._entropies.extend(chunk.entropies)
         if self._base or self._has_tokens:
             self._find_stop(start)
         extend_spans(self._observed, VersionSpan(version, start, len(self.token_ids)))
         self._report()
 
-    def ends_window(self, part: Completion) -> bool:
+    def ends_window(self, part: PartEnd) -> bool:
         """Whether the current part came to its end only because its tokens have entropies and
         those of the next one, which `lose` makes room for, do not."""
         if not self._ends_window or part.finish_reason != "length":
@@ -105,7 +106,7 @@ class Turn:
         self._num_cached = part.num_cached_tokens
         return True
 
-    def complete(self, part: Completion) -> Completion:
+    def complete(self, part: PartEnd) -> Completion:
         """The current part came to its end, and with it the turn."""
         if self.stopped.done():
             return self.cut(part.entropy_kind)
@@ -120,7 +121,7 @@ class Turn:
         self._settle(self._observed)
         return self._completion("stop", self._stop, entropy_kind, None)
 
-    def lose(self, part: Completion | None, entropy_kind: EntropyKind) -> Completion | None:
+    def lose(self, part: PartEnd | None, entropy_kind: EntropyKind) -> Completion | None:
         """The current part ended too early; what it gave stays. Returns the turn if that was all
         of it, since only the end of the answer was lost. `part`: aborted, its tokens known."""
         if self.stopped.done():
@@ -156,12 +157,14 @@ class Turn:
             del tokens[self._base :]
         self._observed = []
 
-    def _adopt(self, part: Completion) -> None:
-        """Take the part as its end tells it, in place of its chunks."""
+    def _adopt(self, part: PartEnd) -> None:
+        """The part has come to its end, which tells the versions of its tokens."""
         base = self._base
-        self.token_ids[base:] = part.token_ids
-        self._logprobs[base:] = part.logprobs
-        self._entropies[base:] = part.entropies
+        if part.num_tokens != len(self.token_ids) - base:
+            raise ServerLostError(
+                f"the server sampled {part.num_tokens} tokens and streamed "
+                f"{len(self.token_ids) - base} of them"
+            )
         self._settle(
             [VersionSpan(s.version, s.start + base, s.end + base) for s in part.version_spans]
         )
@@ -194,7 +197,7 @@ class Turn:
         """The stop string that the tokens from `start` to `length` end in."""
         if self._matcher is None or self.token_ids[length - 1] not in self._matcher.candidates:
             return None
-        return self._matcher.match(self.token_ids[start:length])
+        return self._matcher.match(self.token_ids[start:length].tolist())
 
     def _report(self) -> None:
         start, end = self._num_reported, len(self.token_ids)
@@ -202,9 +205,9 @@ class Turn:
             self._num_reported = end
             self._on_tokens(
                 Chunk(
-                    self.token_ids[start:end],
-                    self._logprobs[start:end],
-                    self._entropies[start:end],
+                    self.token_ids[start:end].tolist(),
+                    self._logprobs[start:end].tolist(),
+                    self._entropies[start:end].tolist(),
                 )
             )
 
@@ -213,15 +216,15 @@ class Turn:
         reason: Literal["stop", "length", "abort"],
         stop: str | None,
         entropy_kind: EntropyKind,
-        part: Completion | None,
+        part: PartEnd | None,
     ) -> Completion:
         cached = part.num_cached_tokens if part is not None else 0
         if self._num_cached is not None:
             cached = self._num_cached
         return Completion(
-            token_ids=self.token_ids,
-            logprobs=self._logprobs,
-            entropies=self._entropies,
+            token_ids=self.token_ids.tolist(),
+            logprobs=self._logprobs.tolist(),
+            entropies=self._entropies.tolist(),
             finish_reason=reason,
             version_spans=self._spans,
             stop=stop,

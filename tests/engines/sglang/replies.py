@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from agentenv.engines.server import Request
+from agentenv.engines.server import Request, sampled
 from agentenv.engines.sglang import SGLangServer
 from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.world import prompt
@@ -29,7 +29,7 @@ class Reply:
         self._news = asyncio.Event()
         sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0} | fields)
         request = Request(f"test-{next(IDS)}", prompt_ids, sampling)
-        self.task = asyncio.create_task(server.generate(request, self._receive))
+        self.task = asyncio.create_task(sampled(server, request, self._receive))
 
     async def started(self, num_tokens: int) -> None:
         while len(self.token_ids) < num_tokens:
