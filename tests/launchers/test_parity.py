@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from agentenv.types import Completion
+from agentenv.engines.server import PartEnd, Request
+from agentenv.types import Chunk
 from launchers import train
 from launchers.rl.publishing import PROBE_S, ParityProbe
 from learners.batch import EncodedTree
@@ -36,14 +38,15 @@ class Knowing:
 
 def tell(server: FaultyServer, logprob: float) -> None:
     """Let it report this log-prob for every token."""
-    ask = server._engine.generate
+    ask = server.generate
 
-    async def generate(*args: Any, **rest: Any) -> Completion:
-        done = await ask(*args, **rest)
-        done.logprobs = [logprob] * len(done.logprobs)
-        return done
+    async def generate(request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+        def report(chunk: Chunk) -> None:
+            on_chunk(replace(chunk, logprobs=[logprob] * len(chunk.logprobs)))
 
-    server._engine.generate = generate  # type: ignore[method-assign]
+        return await ask(request, report)
+
+    server.generate = generate  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("num_lost", [0, 1])
