@@ -35,7 +35,7 @@ from rich.table import Table as RichTable
 from agentenv.disk import explain
 from agentenv.errors import AgentEnvError, ConfigError, DataError
 from agentenv.offload import hanging, running
-from launchers.event_loop import ENDING, GRACE_S, Watchdog
+from launchers.event_loop import ENDING, GRACE_S, Watchdog, share_heap
 from launchers.tables import Table, as_rich
 
 T = TypeVar("T")
@@ -269,6 +269,7 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
                 loop.set_default_executor(ThreadPoolExecutor(1))
 
     raise_file_limit()
+    share_heap()
     before = [signal.getsignal(number) for number in ENDING]
     try:
         with Watchdog(loop, view.warn).watch(), runner:

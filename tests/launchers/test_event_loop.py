@@ -220,3 +220,29 @@ def test_collections_are_rare_inside_and_as_before_behind() -> None:
         assert gc.get_freeze_count() > 0
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the options are those of glibc")
+def test_memory_that_a_step_has_freed_goes_back_to_the_system() -> None:
+    """200 MB of a thread, with something between them that stays, while rollouts grow."""
+    code = """
+import asyncio, psutil
+from launchers.event_loop import rolling_out
+from launchers.terminal import View, run_until_done
+
+def rss(): return psutil.Process().memory_info().rss / 1e6
+
+def fill():
+    pairs = [(bytearray(100_000), bytearray(1_000)) for _ in range(2_000)]
+    return rss(), [small for _, small in pairs]
+
+async def work():
+    with rolling_out():
+        before = rss()
+        full, kept = await asyncio.to_thread(fill)
+        print(full - before > 150, rss() - before < 20)
+
+run_until_done(work(), View())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
