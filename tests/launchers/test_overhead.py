@@ -17,6 +17,7 @@ def test_figures_of_a_small_run(tmp_path: Path, num_workers: int) -> None:
     assert figures.keys() == set(overhead.Figures.__struct_fields__)
     assert figures["cpu_us_per_env_step"] > figures["floor_us"] > 0
     assert figures["all_processes_us"] >= figures["cpu_us_per_env_step"]
+    assert figures["rss_mb"] < 250, "without torch, which takes 200"
     assert figures["lag_max_ms"] >= figures["lag_p99_ms"] >= 0
     (summary,) = tmp_path.glob("run/summary.json")
     run = json.loads(summary.read_text())
