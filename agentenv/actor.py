@@ -48,6 +48,7 @@ from agentenv.errors import (
     GraderError,
     InfraError,
     OutageError,
+    WorkerError,
 )
 from agentenv.journal import Recorded, TreeRecord
 from agentenv.plan import RolloutPlan
@@ -423,6 +424,14 @@ class Rollout:
         assert branch.env is not None
         try:
             sibling.env = await self.actor.envs.fork(branch.env)
+        except (OutageError, CrashError):
+            raise
+        except EnvError:  # its process may be lost
+            if sibling.actions is None or not self.limits.max_turn_retries:
+                raise
+            held.set()
+            await self._rest(sibling, "fork", 0)
+            await self._lead_back(sibling)
         finally:
             held.set()
 
@@ -436,7 +445,7 @@ class Rollout:
                 raise EnvError(f"no env within {branch.clock():g} s")
             if cut is not None:
                 await self._truncate(branch, *cut)
-        except (EngineDeadError, DataError, ConfigError):  # would be no better a second time
+        except (EngineDeadError, WorkerError, DataError, ConfigError):  # not better a second time
             raise
         except AgentEnvError as error:
             self._fail(branch, error)

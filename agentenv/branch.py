@@ -141,6 +141,32 @@ class Branch:
         return Limit.TURNS if self.num_turns >= limits.max_turns else None
 
 
+def _is_message(one: object) -> bool:
+    return isinstance(one, Message)
+
+
+def check_reset(result: tuple[list[Message], Info]) -> tuple[list[Message], Info]:
+    """What an env's `reset` gave. Raises CrashError if it is something else than it should be."""
+    try:
+        messages, info = result
+        if isinstance(info, dict) and all(map(_is_message, messages)):
+            return list(messages), info
+    except (TypeError, ValueError):
+        pass
+    raise CrashError(f"the environment's reset gave no (messages, info) but {repr(result)[:200]}")
+
+
+def check_finish(result: tuple[float, Info]) -> tuple[float, Info]:
+    """What an env's `finish` gave. Raises CrashError if it is something else than it should be."""
+    try:
+        reward, info = result
+        if isinstance(info, dict):
+            return float(reward), info
+    except (TypeError, ValueError):
+        pass
+    raise CrashError(f"the environment's finish gave no (reward, info) but {repr(result)[:200]}")
+
+
 def check_step(result: StepResult) -> StepResult:
     """What an env's `step` gave. Raises CrashError if it is something else than it should be."""
     try:
@@ -170,7 +196,7 @@ class OpenEnvs:
         """Begin the episode of a new env. The env is open from now on, even if this fails."""
         self.count += 1
         with self._deadline("reset"):
-            return await guarded(env.reset(seed=seed), "the environment's reset")
+            return check_reset(await guarded(env.reset(seed=seed), "the environment's reset"))
 
     async def fork(self, env: Env) -> Env:
         """A copy of the env, which is open."""
@@ -182,7 +208,8 @@ class OpenEnvs:
     async def finish(self, env: Env, limit: Limit, action: Message | None) -> tuple[float, Info]:
         """The reward and the facts of an episode that a limit ends."""
         with self._deadline("finish"):
-            return await guarded(env.finish(limit, action), "the environment's finish")
+            found = await guarded(env.finish(limit, action), "the environment's finish")
+            return check_finish(found)
 
     async def step(self, env: Env, action: Message) -> StepResult:
         """What the env answers. The tools have deadlines of their own."""

@@ -103,6 +103,35 @@ class WorkClock:
             self._outer._elapsed_s -= max(0.0, self._outer() - marks[1])
 
 
+class ToldClock(WorkClock):
+    """The clock of what is done for a rollout of another process, which is told when its own is to
+    stand, and how many seconds of what was worked are lost."""
+
+    def __init__(self, tell: Callable[[bool, float], None]) -> None:
+        super().__init__()
+        self.tell: Callable[[bool, float], None] | None = tell
+        self._stood = False
+
+    def _look(self, lost_s: float = 0.0) -> None:
+        stands = self._count <= 0
+        if self.tell is not None and (stands is not self._stood or lost_s):
+            self.tell(stands, lost_s)
+            self._stood = stands
+
+    def go(self) -> None:
+        super().go()
+        self._look()
+
+    def stop(self) -> None:
+        super().stop()
+        self._look()
+
+    def give_back(self, marks: tuple[float, float]) -> None:
+        before = self()
+        super().give_back(marks)
+        self._look(before - self())
+
+
 _current: ContextVar[WorkClock | None] = ContextVar("clock", default=None)
 
 

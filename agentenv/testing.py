@@ -65,9 +65,8 @@ async def check_tool_env(make: Make, task: Task, actions: Sequence[Message]) -> 
     await _check_finish(make, task, actions)
     await _check_concurrency(make, task, actions, reference)
     await _check_cancellation(make, task, actions)
-    env = make(task)
-    fork_mode = env.fork_mode
-    await env.close()
+    async with _begun(make, task, ()) as env:
+        fork_mode = env.fork_mode
     assert fork_mode in get_args(ForkMode), f"fork_mode is {fork_mode!r}"
     if fork_mode != "none":
         await _check_forks(make, task, actions, reference)

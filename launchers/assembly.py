@@ -21,11 +21,12 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
 
+import agentenv.env
 from agentenv.config import RUN, resolver
 from agentenv.crashes import loaded
 from agentenv.data.rows import RowsConfig
 from agentenv.engines.server_config import RoleConfig
-from agentenv.env import close_shared
+from agentenv.env import Env, close_shared
 from agentenv.errors import ConfigError, DataError
 from agentenv.model_files import check_model_directory, load_tokenizer, read_eos_ids
 from agentenv.native import NativeConfig, NativeRenderer
@@ -33,8 +34,10 @@ from agentenv.offload import in_thread
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import Renderer, TagRenderer, TagsConfig
 from agentenv.types import Info, Limits, Message, Task
+from launchers.cluster import FOLDER
 from launchers.config import EnvConfig, RunConfig, Sampling, TrainConfig
 from launchers.data import EnvMaker, Say, fit_prompts, tables_of, try_env
+from launchers.env_processes import Asked, EnvProcesses
 from launchers.rundir import find_checkpoint
 from launchers.serving.roles import fill_roles, start_servers
 from launchers.serving.servers import ServerFactory
@@ -232,6 +235,8 @@ class AskingAssembly(Assembly[Asking]):
         self.read: dict[str, Sequence[Task]] = {}  # by the name of the set
         self.try_graders = True
         self.servers = ServerFactory(folder, stack, say)
+        self.logs = folder / FOLDER  # of processes that environments live in
+        self.processes: list[tuple[EnvMaker, EnvProcesses]] = []
 
     async def contexts(self) -> Sequence[int]:
         """Tokens of prompt and response that each engine can hold, as far as that is known."""
@@ -275,6 +280,33 @@ class AskingAssembly(Assembly[Asking]):
                 known.append((given, alike[0]))
             found[name] = alike[0]
         return found
+
+    async def make_env(self, name: str) -> Callable[[Task], Env]:
+        """What makes the environments that rollouts of a set meet: in processes of their own, if
+        the configuration says so."""
+        maker, one = (await self.makers())[name], self.sets[name]
+        if not maker.config.workers:
+            return maker
+        for known, processes in self.processes:
+            if known is maker:
+                return processes.make
+        filled = fill_roles(one, await self.urls())
+        asked = Asked(
+            env=filled.env,
+            limits=filled.limits,
+            prompt=filled.prompt,
+            python=filled.python,
+            search=filled.search,
+            grader=filled.grader,
+        )
+        number = len(self.processes)
+        logs = self.logs / f"set-{number}" if number else self.logs
+        found = agentenv.env.shared(
+            ("environments", str(logs)), lambda: EnvProcesses(asked, self.folder, logs, self.say)
+        )
+        self.processes.append((maker, found))
+        await found.start()
+        return found.make
 
     @once
     async def shared(self) -> list[tuple[EnvMaker, dict[str, Sequence[Task]]]]:

@@ -167,6 +167,25 @@ class EnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         dict[str, EnvVariant],
         Meta(description="[env.variants.NAME]: a NAME for rows' env_id, data.env_by, data.mix"),
     ] = field(default_factory=dict)
+    workers: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="processes in which environments live, for those that compute; 0: they are "
+            "in the process whose rollouts meet them",
+        ),
+    ] = 0
+    held_s: Annotated[
+        float,
+        Meta(
+            ge=5,
+            description="such a process, held up by an environment for so long, is killed and "
+            "started again",
+        ),
+    ] = 300.0
+
+
+WHERE = ("workers", "held_s")  # keys of it that say where environments are, not what they are
 
 
 # How the policy is sampled, and what lies between actors and learner.

@@ -17,7 +17,7 @@ from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.errors import DataError, EngineDeadError, EngineError
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.renderer import TagRenderer
-from agentenv.tree import TrajectoryTree
+from agentenv.tree import Trajectory, TrajectoryTree
 from agentenv.types import Chunk, Completion, Limit, Limits, SamplingParams, Task
 from learners.aepo import AEPO
 from learners.arpo import ARPO
@@ -255,8 +255,24 @@ def test_an_env_that_cannot_fork_gets_roots_only() -> None:
     assert tree.num_roots == 3
 
 
-def test_a_failed_fork_gives_its_place_to_a_fresh_root() -> None:
+def test_where_no_copy_can_be_had_a_fresh_env_is_led_to_the_same_place() -> None:
     tree = rollout(make_actor(faults={"fork": 1.0}), AlwaysFork(group_size=3))
+    calm = rollout(make_actor(), AlwaysFork(group_size=3))
+    assert tree.num_retaken == calm.num_started - 1 == 2
+    assert not tree.failures()
+
+    assert sorted(map(told, tree.trajectories())) == sorted(map(told, calm.trajectories()))
+
+
+def told(trajectory: Trajectory) -> list[Any]:
+    """Which branches a trajectory is of, and what was sampled there."""
+    return [(node.branch, list(node.action_ids), node.reward) for node in trajectory.path]
+
+
+def test_a_failed_fork_gives_its_place_to_a_fresh_root() -> None:
+    never_again = Limits(max_turn_retries=0)
+    actor = make_actor(faults={"fork": 1.0}, limits=never_again)
+    tree = rollout(actor, AlwaysFork(group_size=3))
     assert tree.num_retries > 0
     assert all("fork failed" in (leaf.error or "") for leaf in tree.failures())
     assert len(list(tree.trajectories())) == 3

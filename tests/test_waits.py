@@ -46,6 +46,7 @@ FOREVER = "until a signal, or as long as what it looks after lives"
 HERE = "a queue or a lock in this process"
 ALLOWED = {
     "agentenv/branch.py Branch.held: event.wait": SAME,
+    "agentenv/cluster/envs.py EnvWorkers.place: self._changed.wait": "until one is up or none will",
     "agentenv/cluster/link.py StreamLink.receive: self._reader.readexactly": BEATS,
     "agentenv/cluster/link.py _End.receive: self._ours.get": HERE,
     "agentenv/deadline.py admitted: places.acquire": SAME,
@@ -95,7 +96,7 @@ ALLOWED = {
     "launchers/chaos.py Servers.revive: self._processes[port].communicate": BENCH,
     "launchers/chaos.py end_tree: process.wait": BENCH,
     "launchers/chaos.py run_storm: process.wait": BENCH,
-    "launchers/cluster.py WorkerProcesses._start: guard.wait": "start_timeout_s, below",
+    "launchers/worker_processes.py WorkerProcesses._start: guard.wait": "start_timeout_s, below",
     "launchers/event_loop.py Watchdog._run: self._signals.recv": "settimeout(BEAT_S)",
     "launchers/monitors.py Monitors._run: self._calls.get": HERE,
     "launchers/overhead.py _measure: stage.wait": BENCH,

@@ -27,7 +27,7 @@ from agentenv.cluster.messages import (
     pack,
     raised,
 )
-from agentenv.deadline import Wait, WorkClock, work_clock, working
+from agentenv.deadline import ToldClock, Wait, work_clock, working
 from agentenv.engine import Engine
 from agentenv.errors import EngineError
 from agentenv.tree import Prefix, packed_ids
@@ -112,34 +112,6 @@ class LinkedEngine:
         """The engine itself goes on."""
 
 
-class _ToldClock(WorkClock):
-    """The clock of a turn, which tells the worker when the rollout's is to stand."""
-
-    def __init__(self, tell: Callable[[bool, float], None]) -> None:
-        super().__init__()
-        self.tell: Callable[[bool, float], None] | None = tell
-        self._stood = False
-
-    def _look(self, lost_s: float = 0.0) -> None:
-        stands = self._count <= 0
-        if self.tell is not None and (stands is not self._stood or lost_s):
-            self.tell(stands, lost_s)
-            self._stood = stands
-
-    def go(self) -> None:
-        super().go()
-        self._look()
-
-    def stop(self) -> None:
-        super().stop()
-        self._look()
-
-    def give_back(self, marks: tuple[float, float]) -> None:
-        before = self()
-        super().give_back(marks)
-        self._look(before - self())
-
-
 class Turns:
     """The controller's end: the turns that one worker has asked for."""
 
@@ -165,7 +137,7 @@ class Turns:
 
     async def _sample(self, asked: Sample) -> None:
         said: Turn | Refused
-        clock = _ToldClock(partial(self._stand, asked.number))
+        clock = ToldClock(partial(self._stand, asked.number))
         try:
             with working(clock):
                 completion = await self._engine.generate(

@@ -23,6 +23,10 @@ class Link(Protocol):
         """Soon, behind all before it; to an end that is gone it is lost."""
         ...
 
+    def flush(self) -> None:
+        """Now, what was sent so far: the event loop may not run for a while."""
+        ...
+
     async def receive(self) -> bytes:
         """The next frame of the other end. Raises EOFError when it is gone."""
         ...
@@ -47,6 +51,9 @@ class _End:
 
     def send(self, frame: bytes) -> None:
         self._theirs.put_nowait(frame)
+
+    def flush(self) -> None:
+        pass
 
     async def receive(self) -> bytes:
         frame = None if self._is_over else await self._ours.get()
@@ -87,10 +94,10 @@ class StreamLink:
         if self._is_closed:
             return
         if not self._unsent:
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self.flush)
         self._unsent += (len(frame).to_bytes(PREFIX_BYTES, "little"), frame)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         unsent, self._unsent = self._unsent, []
         if unsent and not self._writer.transport.is_closing():
             self._writer.write(b"".join(unsent))
@@ -124,7 +131,7 @@ class StreamLink:
 
     def close(self) -> None:
         if not self._is_closed:
-            self._flush()
+            self.flush()
             self._is_closed = True
             self._writer.close()
             asyncio.get_running_loop().call_later(LAST_S, self.abort)

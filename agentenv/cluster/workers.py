@@ -51,6 +51,7 @@ from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 
 LAST_S = 20.0  # in which workers end after a close: envs are being closed
+NUM_SHOWN = 8  # trees of a worker that was lost, one of which may be what kills workers
 
 
 class _Growing:
@@ -85,12 +86,19 @@ class _Worker:
 
 
 class Left(NamedTuple):
-    """A worker is gone: why, how many trees it has ended, and the places of those that go on
-    elsewhere."""
+    """A worker is gone: why, how much it has ended, and what becomes of the rest."""
 
     why: str
     num_ended: int
-    moved: list[int]
+    rest: str
+
+
+def _rest(worker: _Worker) -> str:
+    """What becomes of the trees of one that is gone."""
+    moved = sorted(growing.index for growing in worker.trees.values())
+    shown = ", ".join(map(str, moved[:NUM_SHOWN]))
+    more = f" and {len(moved) - NUM_SHOWN} more" if len(moved) > NUM_SHOWN else ""
+    return f"trees {shown}{more} go on elsewhere" if shown else "it had no trees"
 
 
 class RolloutWorkers:
@@ -189,8 +197,7 @@ class RolloutWorkers:
                 why = f"it said what cannot be read ({error})"
             elif worker.is_hanging:
                 why = f"it has said nothing for {self._silence_s:g} s (cluster.silence_s)"
-            moved = sorted(growing.index for growing in worker.trees.values())
-            return Left(why, worker.num_ended, moved)
+            return Left(why, worker.num_ended, _rest(worker))
         finally:
             listening.cancel()
             link.abort()

@@ -308,7 +308,8 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
         questions: Questions = (await self.questions())[name]
         own, assist = questions.config, await self.helpers()
         sampling, seed = own.sampling.params(), f"{self.seed(name)}/eval/{name}"
-        actor = Actor(engine, questions.renderer, questions.make_env, own.limits, sampling, seed)
+        make_env = await self.make_env(name)
+        actor = Actor(engine, questions.renderer, make_env, own.limits, sampling, seed)
         if assist is not None:
             assist_actor(actor, assist)
         return actor

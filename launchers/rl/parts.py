@@ -20,6 +20,7 @@ from agentenv.encoder import encode_beside
 from agentenv.engine import Engine, EngineStart
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
+from agentenv.env import Env
 from agentenv.errors import AgentEnvError
 from agentenv.model_files import vocab_size
 from agentenv.offload import in_thread
@@ -301,7 +302,8 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             colocation = Colocation(sleeping_engine(engine), learner, probe)
         trained = questions[TRAINED]
         encode_beside(trained.renderer, self.stack)
-        eval_actor = self._actor(trained, config.sampling.eval, engine, EVALUATING)
+        make_env = await self.make_env(TRAINED)
+        eval_actor = self._actor(trained, make_env, config.sampling.eval, engine, EVALUATING)
         num_words = vocab_size(await self.model())
         return Parts(
             tokenizer=await self.tokenizer(),
@@ -311,7 +313,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             plan=config.algorithm.plan(num_words),
             engine=engine,
             learner=learner,
-            actor=self._actor(trained, config.sampling.train, engine, TRAINING),
+            actor=self._actor(trained, make_env, config.sampling.train, engine, TRAINING),
             eval_actor=eval_actor,
             probe=probe,
             publisher=make_publisher(config, engine, learner, weights, colocation),
@@ -322,11 +324,18 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             urls=await self.urls(),
         )
 
-    def _actor(self, questions: Questions, sampling: Sampling, engine: Engine, use: str) -> Actor:
+    def _actor(
+        self,
+        questions: Questions,
+        make_env: Callable[[Task], Env],
+        sampling: Sampling,
+        engine: Engine,
+        use: str,
+    ) -> Actor:
         return Actor(
             engine,
             questions.renderer,
-            questions.make_env,
+            make_env,
             self.config.limits,
             sampling.params(),
             actor_seed(self.config, sampling, use),

@@ -46,8 +46,8 @@ from agentenv.offload import in_thread
 from agentenv.replay import ReplayQueue
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limit, Task
-from launchers.cluster import FOLDER, ProcessesCluster, Setup, WorkerProcesses
-from launchers.config import TrainConfig
+from launchers.cluster import FOLDER, ProcessesCluster, Setup
+from launchers.config import WHERE, TrainConfig
 from launchers.event_loop import rolling_out
 from launchers.rl import report
 from launchers.rl.cold_start import ColdStart
@@ -70,6 +70,7 @@ from launchers.terminal import View
 from launchers.timings import FILE as TIMINGS
 from launchers.timings import TimedEngine, Timings
 from launchers.waits import watched
+from launchers.worker_processes import WorkerProcesses
 from learners.credit import CreditedTree, TreeCredit, counted_leaves
 from learners.entropies import forget_entropies
 from learners.learner import Agreement, Metrics, lr_factor, optimizer_of
@@ -235,6 +236,7 @@ def rollout_settings(config: TrainConfig) -> str:
     gone on with."""
     tables = ("model", "data", "env", "python", "search", "grader", "prompt", "renderer", "limits")
     plain = to_plain(config)
+    plain["env"] = {key: value for key, value in plain["env"].items() if key not in WHERE}
     chosen = {name: plain.get(name) for name in (*tables, "sampling", "algorithm")}
     return blake2b(json.dumps(chosen, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -408,7 +410,8 @@ class Training:
             incarnation=self.state.incarnation,
         )
         folder = self.run.path / FOLDER
-        processes = WorkerProcesses(config.cluster, workers, setup, folder, self.view.warn)
+        kind = config.cluster.processes()
+        processes = WorkerProcesses(kind, workers, setup, folder, self.view.warn)
         stack.push_async_callback(processes.close)
         with self.view.doing("the start of the rollout workers"):
             await processes.start()

@@ -25,7 +25,7 @@ from agentenv.config import load_config
 from agentenv.errors import ConfigError, WorkerError
 from agentenv.journal import Leased
 from agentenv.ports import held_ports
-from launchers import cluster
+from launchers import worker_processes
 from launchers.chaos import (
     CONFIG,
     MAX_STALENESS,
@@ -35,13 +35,13 @@ from launchers.chaos import (
     make_model,
     write_workspace,
 )
-from launchers.cluster import NUMBER_VARIABLE
 from launchers.config import TrainConfig
 from launchers.recital import TOKEN_S, Recital, RecitingServer
 from launchers.rl.recorder import Recorder
 from launchers.rl.training import Training
 from launchers.rundir import RunDirectory
 from launchers.terminal import EXIT_INTERRUPTED, View, first_reason
+from launchers.worker_processes import NUMBER_VARIABLE
 from tests.support import forks
 from tests.support.runs import rows_of
 from tests.support.toy_rank import toy_ranks
@@ -59,7 +59,7 @@ SLOW = ["engine.latency_s=0.3", "train.num_steps=8"]
 def _light(warehouse: Path) -> Iterator[None]:
     """Nothing is learned and nothing drawn; workers find the environment."""
     with toy_ranks(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster, "start_process", start_worker)
+        patch.setattr(worker_processes, "start_process", start_worker)
         patch.setattr(Recorder, "draw", lambda self: [])
         patch.setenv("PYTHONPATH", str(warehouse.parent))
         yield
@@ -212,7 +212,7 @@ def test_without_workers_a_run_ends_with_a_checkpoint_and_goes_on_later(
         run(warehouse, "none", *PROCESSES, *SLOW, "cluster.max_restarts=1", beside=kill)
     reason = first_reason(ended.value)
     assert isinstance(reason, WorkerError)
-    assert "cluster.max_restarts = 1" in str(reason)
+    assert "1 times in a row (cluster.max_restarts)" in str(reason)
     found = run(warehouse, "none", *PROCESSES, *SLOW, resume="latest")
     assert trees(found) == trees(calm)
 

@@ -23,6 +23,7 @@ MODULES = (
     "launchers.train",
     "launchers.evaluate",
     "launchers.rl.training",
+    "launchers.env_worker",
     "launchers.rollout_worker",
     "launchers.evaluation.report",
 )
@@ -78,7 +79,7 @@ class Worker(Rank):
 async def start_worker(
     *command: str, stdout: BinaryIO, env: Mapping[str, str], **others: object
 ) -> Worker:
-    """In place of `start_process` in launchers/cluster.py."""
+    """In place of `start_process` in launchers/worker_processes.py."""
     guard, grace_s, module = command[3], command[4], command[-1]
     end, life = os.pipe()
     with os.fdopen(end) as stdin:

@@ -60,7 +60,8 @@ class Plan(Struct, frozen=True):
     """`role` is the process that comes to the point; `victim` the one that is killed there: itself,
     "tree" for the controller and all below it, "other" for the engine server or the zygote that the
     point is about, or what has this word in its command line. Without a point nothing is killed.
-    `seen`: a file for the names of all points, a line each. `servers` has the processes of engine
+    `seen`: a file for the names of all points, a line each; `killed`: one that is there when it has
+    come to the point. `servers` has the processes of engine
     servers, by their URL."""
 
     point: str = ""
@@ -70,6 +71,7 @@ class Plan(Struct, frozen=True):
     victim: str = "self"
     own_rank: bool = False  # the learner's rank is a process
     seen: str = ""
+    killed: str = ""
     servers: dict[str, int] = {}
 
     def __str__(self) -> str:
@@ -98,6 +100,7 @@ class Killer:
             return
         if plan.victim == "other":
             assert other is not None
+            self._tell()
             os.kill(other(), signal.SIGKILL)
         else:
             self.kill()
@@ -110,7 +113,13 @@ class Killer:
         self._seen[f"within {point}"] += 1
         return self._seen[f"within {point}"] == plan.nth
 
+    def _tell(self) -> None:
+        if self.plan.killed:
+            with open(self.plan.killed, "x", encoding="utf-8"):
+                pass
+
     def kill(self) -> None:
+        self._tell()
         victim = self.plan.victim
         below = psutil.Process(self._root).children(recursive=True)
         if victim in ("self", "tree"):

@@ -1,0 +1,30 @@
+"""A process that holds environments: `python -m launchers.env_worker`, which
+launchers/worker_processes.py starts.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from agentenv.cluster.env_server import EnvServer
+from agentenv.cluster.link import StreamLink
+from agentenv.config import resolver
+from agentenv.env import close_shared
+from launchers.data import Say
+from launchers.env_processes import maker_of, read_env_setup
+from launchers.worker_main import main
+
+
+async def build(
+    frame: bytes, link: StreamLink, stack: AsyncExitStack, say: Say, number: int
+) -> EnvServer:
+    """What holds the environments of this process."""
+    setup = read_env_setup(frame)
+    stack.push_async_callback(close_shared)
+    return EnvServer(maker_of(setup, resolver(Path(setup.folder))), link)
+
+
+if __name__ == "__main__":
+    sys.exit(main(build))

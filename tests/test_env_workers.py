@@ -1,0 +1,359 @@
+"""An environment in another process is one like any other, whatever becomes of the process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+from agentenv.actor import Actor
+from agentenv.cluster.env_server import EnvServer
+from agentenv.cluster.envs import EnvWorkers, WorkerEnv
+from agentenv.cluster.link import Link, linked
+from agentenv.cluster.messages import BEAT_S
+from agentenv.cluster.workers import Left
+from agentenv.deadline import WorkClock, doing, waiting, working
+from agentenv.env import Env, EnvWrapper, StepResult, forget_shared, shared
+from agentenv.errors import CrashError, EnvError, WorkerError
+from agentenv.testing import check_tool_env
+from agentenv.types import Limit, Limits, Message, Task
+from tests.support.counting_tools import ANSWER, call
+from tests.support.counting_tools import TASK as COUNTED
+from tests.support.toy import CountingEnv
+from tests.support.virtual_clock import run_virtual
+from tests.test_actor import TASK, AlwaysFork, make_actor
+from tests.test_cluster import grown
+from tests.test_testing import ShoutingEnv
+
+T = TypeVar("T")
+Make = Callable[[Task], Env]
+HELD_S = 30.0
+PLAN = AlwaysFork(group_size=4)
+SEARCH = call("search", query="a")
+LAST = Message("assistant", "enough")
+
+
+@pytest.fixture(autouse=True)
+def _no_env_left_open() -> Iterator[None]:
+    CountingEnv.num_open = 0
+    yield
+    assert CountingEnv.num_open == 0
+    forget_shared()
+
+
+class Host:
+    """A host of environments and its processes, within one process."""
+
+    def __init__(self, make: Make = CountingEnv) -> None:
+        self.told = list[str]()
+        self.workers = EnvWorkers(held_s=HELD_S, tell=self.told.append)
+        self._make = make
+        self.links: dict[str, Link] = {}
+        self.ends: dict[str, Link] = {}
+        self.serving: dict[str, asyncio.Task[None]] = {}
+        self.joined: dict[str, asyncio.Task[Left]] = {}
+
+    async def add(self, name: str) -> None:
+        self.links[name], self.ends[name] = linked()
+        server = EnvServer(self._make, self.ends[name])
+        self.serving[name] = asyncio.create_task(server.serve())
+        self.joined[name] = asyncio.create_task(self.workers.join(name, self.links[name]))
+        await asyncio.sleep(0)
+
+    async def kill(self, name: str) -> Left:
+        """The process is gone at once, and what it held with it."""
+        self.links[name].abort()
+        await self.serving[name]
+        return await self.joined[name]
+
+    async def close(self) -> None:
+        await self.workers.close()
+        await asyncio.gather(*self.serving.values(), *self.joined.values(), return_exceptions=True)
+
+
+def hosted(work: Callable[[Host], Awaitable[T]], names: str = "a", make: Make = CountingEnv) -> T:
+    async def run() -> T:
+        host = Host(make)
+        for name in names:
+            await host.add(name)
+        try:
+            return await work(host)
+        finally:
+            await host.close()
+
+    return run_virtual(run())
+
+
+async def begun(host: Host, task: Task = TASK) -> WorkerEnv:
+    env = host.workers.make(task)
+    await env.reset(seed=1)
+    return env
+
+
+async def test_one_that_conforms_here_conforms_there() -> None:
+    host = Host(ShoutingEnv)
+    for name in "ab":
+        await host.add(name)
+    actions = [call("shout", text="hi"), call(), call("shout"), call("no"), call(), ANSWER]
+    await check_tool_env(host.workers.make, COUNTED, actions)
+    await host.close()
+
+
+def far_actor(host: Host, **others: Any) -> Actor:
+    actor = make_actor(**others)
+    actor.make_env = host.workers.make
+    return actor
+
+
+def test_trees_are_those_of_environments_that_are_here() -> None:
+    async def work(host: Host) -> list[Any]:
+        actor = far_actor(host)
+        trees = [actor.rollout(TASK, PLAN, index=index) for index in range(3)]
+        return list(map(grown, await asyncio.gather(*trees)))
+
+    found = hosted(work, "ab")
+    here = [run_virtual(make_actor().rollout(TASK, PLAN, index=index)) for index in range(3)]
+    assert found == list(map(grown, here))
+
+
+def test_they_go_where_there_are_fewest() -> None:
+    async def work(host: Host) -> list[int]:
+        envs = [await begun(host) for _ in range(4)]
+        forks = [await envs[0].fork() for _ in range(2)]
+        other = await begun(host)  # beside the two that have no forks
+        counts = [one.num_envs for one in host.workers._processes.values()]
+        for env in (*envs, *forks, other):
+            await env.close()
+            await env.close()
+        assert [one.num_envs for one in host.workers._processes.values()] == [0, 0]
+        return sorted(counts)
+
+    assert hosted(work, "ab") == [3, 4]
+
+
+def test_a_process_that_is_lost_costs_no_trajectory() -> None:
+    """Steps are taken again in fresh environments, led to the same place."""
+
+    async def work(host: Host) -> tuple[Any, Left]:
+        actor = far_actor(host, latency_s=0.0, engine={"latency_s": 10.0})
+        growing = asyncio.create_task(actor.rollout(TASK, PLAN, index=0))
+        await asyncio.sleep(35.0)
+        assert host.workers._processes["a"].num_envs
+        left = await host.kill("a")
+        return grown(await growing), left
+
+    tree, left = hosted(work, "ab")
+    calm = make_actor(engine={"latency_s": 10.0})
+    assert tree == grown(run_virtual(calm.rollout(TASK, PLAN, index=0)))
+    assert left.rest.startswith("the rollouts of its ")
+
+
+def test_what_is_asked_of_a_lost_process_fails_and_its_environments_close() -> None:
+    async def work(host: Host) -> None:
+        env = await begun(host)
+        stepping = asyncio.create_task(env.step(SEARCH))
+        await asyncio.sleep(1.0)
+        await host.kill("a")
+        with pytest.raises(EnvError, match="a, a process for environments, is lost"):
+            await stepping
+        with pytest.raises(EnvError, match="is lost"):
+            await env.fork()
+        await env.close()
+        waiting_for_one = asyncio.create_task(begun(host))
+        await asyncio.sleep(100.0)
+        await host.add("b")
+        await (await waiting_for_one).close()
+
+    hosted(work, make=lambda task: CountingEnv(task, latency_s=50.0))
+
+
+def test_without_processes_rollouts_end() -> None:
+    async def work(host: Host) -> None:
+        await host.kill("a")
+        waiting_for_one = asyncio.create_task(begun(host))
+        await asyncio.sleep(1.0)
+        host.workers.end("each of them died")
+        with pytest.raises(WorkerError, match="each of them died"):
+            await waiting_for_one
+
+    hosted(work)
+
+
+def test_a_step_that_holds_up_its_process_has_crashed_if_it_was_alone() -> None:
+    async def work(host: Host, num: int) -> list[BaseException]:
+        envs = [await begun(host) for _ in range(num)]
+        steps = [asyncio.create_task(env.step(SEARCH)) for env in envs]
+        await asyncio.sleep(1.0)
+        host.ends["a"].send = lambda frame: None  # type: ignore[method-assign]  # as if it computed
+        left = await host.joined["a"]
+        assert left.why == f"it has said nothing for {HELD_S:g} s (env.held_s)"
+        failures = await asyncio.gather(*steps, return_exceptions=True)
+        for env in envs:
+            await env.close()
+        return [one for one in failures if isinstance(one, BaseException)]
+
+    def failures(num: int) -> list[type]:
+        found = hosted(lambda host: work(host, num), make=lambda task: CountingEnv(task, 900.0))
+        assert len(found) == num
+        return list(map(type, found))
+
+    assert failures(1) == [CrashError]
+    assert failures(2) == [EnvError, EnvError]
+
+
+class Placed(EnvWrapper):
+    """Its steps wait for a place for a minute, and then work for a second."""
+
+    async def step(self, action: Message) -> StepResult:
+        with waiting("a place"):
+            await asyncio.sleep(60.0)
+        with doing("the tool 'search'"):
+            await asyncio.sleep(1.0)
+        return await super().step(action)
+
+
+def test_the_clock_of_a_rollout_stands_while_its_environment_waits() -> None:
+    async def work(host: Host) -> tuple[float, list[str]]:
+        env = await begun(host)
+        with working(WorkClock()) as clock:
+            stepping = asyncio.create_task(env.step(SEARCH))
+            seen = []
+            for _ in range(2):
+                await asyncio.sleep(30.3)
+                seen.append(clock.doing)
+            await stepping
+        await env.close()
+        return clock(), [*seen, clock.doing]
+
+    worked_s, seen = hosted(work, make=lambda task: Placed(CountingEnv(task)))
+    assert worked_s == pytest.approx(1.0)
+    assert seen == ["a place", "the tool 'search'", ""]
+
+
+def test_a_call_that_its_process_has_not_come_to_counts_for_nobody() -> None:
+    async def work(host: Host) -> float:
+        env = await begun(host)
+        link, held = host.ends["a"], []
+        send, link.send = link.send, held.append  # type: ignore[method-assign]
+        with working(WorkClock()) as clock:
+            stepping = asyncio.create_task(env.step(SEARCH))
+            await asyncio.sleep(BEAT_S * 5)
+            link.send = send  # type: ignore[method-assign]
+            for frame in held:
+                send(frame)
+            await stepping
+        await env.close()
+        return clock()
+
+    assert hosted(work) == pytest.approx(0.0)
+
+
+class Buggy(EnvWrapper):
+    """Has a bug in each of its calls, by the question."""
+
+    async def reset(self, **keys: Any) -> Any:
+        if "reset" in self.env.task.question:  # type: ignore[attr-defined]
+            return None
+        return await super().reset(**keys)
+
+    async def step(self, action: Message) -> Any:
+        return {}["nothing"] if "step" in self.env.task.question else ([], 0)  # type: ignore[attr-defined]
+
+    async def finish(self, *_: Any) -> Any:
+        return "finished"
+
+
+def bugs_of(make: Callable[[Host, Task], Awaitable[Env]]) -> list[str]:
+    async def work(host: Host) -> list[str]:
+        found = []
+        for question, use in [
+            ("reset", lambda env: env.reset(seed=1)),
+            ("step", lambda env: env.step(SEARCH)),
+            ("form", lambda env: env.step(SEARCH)),
+            ("finish", lambda env: env.finish(Limit.TURNS, None)),
+        ]:
+            env = await make(host, Task("t", "e", question, ()))
+            if question != "reset":
+                await env.reset(seed=1)
+            with pytest.raises(CrashError) as crash:
+                await use(env)
+            found.append(str(crash.value))
+            if question == "step":
+                assert 'return {}["nothing"]' in str(crash.value.__cause__)
+            await env.close()
+        return found
+
+    return hosted(work, make=lambda task: Buggy(CountingEnv(task)))
+
+
+def test_a_bug_is_told_as_it_would_be_here() -> None:
+    async def far(host: Host, task: Task) -> Env:
+        return host.workers.make(task)
+
+    reset, step, form, finish = bugs_of(far)
+    assert reset == "the environment's reset gave no (messages, info) but None"
+    assert step.startswith("the environment's step raised KeyError: 'nothing' (test_env_workers.py")
+    assert form.startswith("the environment's step gave no (messages, reward, ")
+    assert finish == "the environment's finish gave no (reward, info) but 'finished'"
+
+
+def test_bugs_here_fail_a_rollout_and_not_the_run() -> None:
+    """Also those of reset and finish that return something else than they should."""
+    for question in ("reset", "finish"):
+        actor = make_actor(limits=Limits(max_turns=1, max_failures=0))
+        actor.make_env = lambda task: Buggy(CountingEnv(task))
+        task = Task("t", "e", question, ())
+        tree = run_virtual(actor.rollout(task, AlwaysFork(group_size=1), index=0))
+        assert actor.crashes.num == 1
+        assert not list(tree.trajectories())
+
+
+def test_a_cancelled_fork_leaves_no_copy() -> None:
+    async def work(host: Host) -> None:
+        env = await begun(host)
+        for seconds in (0.0, 1.0, 60.0):
+            forking = asyncio.create_task(env.fork())
+            await asyncio.sleep(seconds)
+            forking.cancel()
+            await asyncio.gather(forking, return_exceptions=True)
+            if not forking.cancelled():
+                await forking.result().close()
+        await env.close()
+        await asyncio.sleep(200.0)
+        assert CountingEnv.num_open == 0
+
+    hosted(work, make=lambda task: CountingEnv(task, latency_s=5.0))
+
+
+class Tally:
+    """What all environments of a process share."""
+
+    num = 0
+
+    def stats(self) -> dict[str, float]:
+        return {"tally/num_steps": self.num}
+
+
+class Counted(EnvWrapper):
+    """Counts its steps."""
+
+    async def step(self, action: Message) -> StepResult:
+        shared("tally", Tally).num += 1
+        return await super().step(action)
+
+
+def test_what_environments_count_is_kept_of_a_process_that_is_lost() -> None:
+    async def work(host: Host) -> list[float]:
+        env = await begun(host)
+        for _ in range(3):
+            await env.step(SEARCH)
+        await asyncio.sleep(2 * BEAT_S)
+        found = [host.workers.stats()["tally/num_steps"]]
+        await host.kill("a")
+        found.append(host.workers.stats()["tally/num_steps"])
+        await env.close()
+        return found
+
+    assert hosted(work, make=lambda task: Counted(CountingEnv(task))) == [3.0, 3.0]
