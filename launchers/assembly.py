@@ -37,10 +37,10 @@ from agentenv.types import Info, Limits, Message, Task
 from launchers.cluster import FOLDER
 from launchers.config import EnvConfig, RunConfig, Sampling, TrainConfig
 from launchers.data import EnvMaker, Say, fit_prompts, tables_of, try_env
-from launchers.env_processes import Asked, EnvProcesses
 from launchers.rundir import find_checkpoint
 from launchers.serving.roles import fill_roles, start_servers
 from launchers.serving.servers import ServerFactory
+from launchers.workers.envs import Asked, EnvProcesses
 
 P = TypeVar("P")
 A = TypeVar("A", bound="Assembly[Any]")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from launchers.worker_processes import Kind
+from launchers.workers.processes import Kind
 
 FOLDER = "workers"  # of their logs, in the run's directory
 
@@ -49,7 +49,7 @@ class ProcessesCluster(
 
     def processes(self) -> Kind:
         return Kind(
-            "launchers.rollout_worker",
+            "launchers.workers.rollout_worker",
             "worker",
             "rollout worker",
             self.workers,

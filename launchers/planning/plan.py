@@ -133,7 +133,8 @@ class Wanted(Struct, frozen=True, kw_only=True):
     it; `setup` makes that model if it is not here; `path_tokens`: most tokens of prompt and
     response, 0 where nothing is rolled out, and `num_paths` of them under way at a time at most;
     `row_tokens`: of a row that is learned from;
-    `num_workers`: processes beside the controller in which rollouts grow."""
+    `num_workers`: processes beside the controller in which rollouts grow; `num_env_workers`: those
+    in which environments live, of each process in which rollouts grow."""
 
     path: str
     setup: str = ""
@@ -141,6 +142,7 @@ class Wanted(Struct, frozen=True, kw_only=True):
     num_paths: int = 0
     row_tokens: int = 0
     num_workers: int = 0
+    num_env_workers: int = 0
     learner: LearnerConfig | None = None
     has_reference: bool = False
     finish_s: float = 0.0  # for the last checkpoint of a run that is interrupted
@@ -174,6 +176,7 @@ def wanted_by(config: AnyRun, model: str = "") -> Wanted:
             * (config.queue.max_staleness + 1)
             * config.algorithm.group_size,
             num_workers=getattr(config.cluster, "workers", 0),
+            num_env_workers=config.env.workers,
             learner=config.learner,
             has_reference=config.algorithm.needs_reference,
             finish_s=saving.finish_s,
@@ -188,7 +191,9 @@ def wanted_by(config: AnyRun, model: str = "") -> Wanted:
         )
     if isinstance(config, EvaluateConfig):
         own = [one.limits for one in config.sets.values()]
+        envs = [one.env or config.env for one in config.sets.values()] or [config.env]
         return Wanted(
+            num_env_workers=max(0 if env is None else env.workers for env in envs),
             path=model,
             path_tokens=_longest([config.limits, *own]),
             num_paths=config.concurrency,
@@ -294,14 +299,18 @@ class _Planner:
             host["weights on their way (/dev/shm)"] = copies
         memory = Memory({}, host)
         work = "rollouts, tools, graders"
-        if not self.wanted.num_workers:
-            self.plan.processes.append(Process("controller", 1, memory=memory, note=work))
-            return
-        own = "queue, journal, evaluations"
-        self.plan.processes += (
-            Process("controller", 1, memory=memory, note=own),
-            Process("rollout worker", self.wanted.num_workers, note=f"{work}; on this machine"),
-        )
+        num_workers, num_envs = self.wanted.num_workers, self.wanted.num_env_workers
+        if num_envs:
+            work = "rollouts"
+        own = "queue, journal, evaluations" if num_workers else work
+        self.plan.processes.append(Process("controller", 1, memory=memory, note=own))
+        if num_workers:
+            note = f"{work}; on this machine"
+            self.plan.processes.append(Process("rollout worker", num_workers, note=note))
+        if num_envs:  # also of the controller, whose evaluations need them
+            number = num_envs * (1 + num_workers)
+            note = "tools, graders; on this machine"
+            self.plan.processes.append(Process("environments", number, note=note))
 
     def _add_learner(self, learner: LearnerConfig, ranks: list[str]) -> None:
         reference, tokens = self.wanted.has_reference, self.wanted.microbatch_tokens

@@ -70,7 +70,7 @@ from launchers.terminal import View
 from launchers.timings import FILE as TIMINGS
 from launchers.timings import TimedEngine, Timings
 from launchers.waits import watched
-from launchers.worker_processes import WorkerProcesses
+from launchers.workers.processes import WorkerProcesses
 from learners.credit import CreditedTree, TreeCredit, counted_leaves
 from learners.entropies import forget_entropies
 from learners.learner import Agreement, Metrics, lr_factor, optimizer_of

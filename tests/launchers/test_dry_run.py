@@ -65,6 +65,10 @@ def test_rollout_workers_are_placed(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert re.search(r"\n\W*rollout worker\s+\W*3\b", told)
     assert "rollout worker: rollouts, tools, graders; on this machine" in told
+    train.main([str(REASONING), "--dry-run", "--gpus", "8", *WORKERS, "env.workers=2"])
+    told = capsys.readouterr().out
+    assert re.search(r"\n\W*environments\s+\W*8\b", told)
+    assert "environments: tools, graders; on this machine" in told
 
 
 def test_idle_ranks_are_told_and_may_be_allowed(capsys: pytest.CaptureFixture[str]) -> None:

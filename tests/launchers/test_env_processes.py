@@ -10,11 +10,11 @@ import psutil
 import pytest
 
 from agentenv.errors import ConfigError
-from launchers import worker_processes
 from launchers.evaluation.store import read_rows
 from launchers.rl.recorder import Recorder
 from launchers.rl.training import Training
 from launchers.terminal import first_reason
+from launchers.workers import processes as worker_processes
 from tests.launchers.evaluating import runner
 from tests.launchers.test_rollout_workers import log_of, run, start_worker, taken, trees, until
 from tests.launchers.test_rollout_workers import workers as processes

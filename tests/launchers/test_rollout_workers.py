@@ -25,7 +25,6 @@ from agentenv.config import load_config
 from agentenv.errors import ConfigError, WorkerError
 from agentenv.journal import Leased
 from agentenv.ports import held_ports
-from launchers import worker_processes
 from launchers.chaos import (
     CONFIG,
     MAX_STALENESS,
@@ -41,7 +40,8 @@ from launchers.rl.recorder import Recorder
 from launchers.rl.training import Training
 from launchers.rundir import RunDirectory
 from launchers.terminal import EXIT_INTERRUPTED, View, first_reason
-from launchers.worker_processes import NUMBER_VARIABLE
+from launchers.workers import processes as worker_processes
+from launchers.workers.processes import NUMBER_VARIABLE
 from tests.support import forks
 from tests.support.runs import rows_of
 from tests.support.toy_rank import toy_ranks

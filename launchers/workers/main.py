@@ -1,4 +1,4 @@
-"""What is common to the processes that launchers/worker_processes.py starts: each connects to whom
+"""What is common to the processes that launchers/workers/processes.py starts: each connects to whom
 it works for, is set up, and ends with that connection.
 """
 
@@ -17,7 +17,7 @@ from agentenv.errors import AgentEnvError
 from launchers.data import Say
 from launchers.event_loop import rolling_out
 from launchers.terminal import View, run_until_done, to_its_end
-from launchers.worker_processes import (
+from launchers.workers.processes import (
     ADDRESS_VARIABLE,
     HELLO_S,
     NUMBER_VARIABLE,

@@ -1,5 +1,5 @@
-"""A process that holds environments: `python -m launchers.env_worker`, which
-launchers/worker_processes.py starts.
+"""A process that holds environments: `python -m launchers.workers.env_worker`, which
+launchers/workers/processes.py starts.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from agentenv.cluster.link import StreamLink
 from agentenv.config import resolver
 from agentenv.env import close_shared
 from launchers.data import Say
-from launchers.env_processes import maker_of, read_env_setup
-from launchers.worker_main import main
+from launchers.workers.envs import maker_of, read_env_setup
+from launchers.workers.main import main
 
 
 async def build(

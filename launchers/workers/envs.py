@@ -19,7 +19,7 @@ from agentenv.prompt import PromptConfig
 from agentenv.types import Limits, Task
 from launchers.config import EnvConfig, GraderTable, PythonTable, SearchTable
 from launchers.data import EnvMaker, Say, tables_of
-from launchers.worker_processes import Kind, WorkerProcesses
+from launchers.workers.processes import Kind, WorkerProcesses
 
 START_TIMEOUT_S = 300.0
 MAX_RESTARTS = 5  # in a row of one that answered nothing
@@ -60,7 +60,7 @@ class EnvProcesses:
         self._workers = EnvWorkers(held_s=asked.env.held_s, tell=tell)
         setup = EnvSetup(to_plain(asked), str(folder.absolute()))
         kind = Kind(
-            "launchers.env_worker",
+            "launchers.workers.env_worker",
             "env-worker",
             "process for environments",
             asked.env.workers,

@@ -1,6 +1,6 @@
 """Processes that work for this one: each is started below a guard, and again when it is lost.
 
-    WorkerProcesses --starts--> guard --> python -m launchers.rollout_worker, or another command
+    WorkerProcesses --starts--> guard --> python -m launchers.workers.rollout_worker, for instance
           |                                    |
           | Setup   <------ Hello, token ------+     TCP, as agentenv/cluster/link.py has it
           +--> Members.join, until it is lost; then it is started again, after a break
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 ADDRESS_VARIABLE = "AGENTENV_WORKER_ADDRESS"  # host:port of the controller
 TOKEN_VARIABLE = "AGENTENV_WORKER_TOKEN"
 NUMBER_VARIABLE = "AGENTENV_WORKER_NUMBER"
-PACKAGES = str(Path(__file__).resolve().parent.parent)
+PACKAGES = str(Path(__file__).resolve().parents[2])
 HELLO_S = 30.0  # for who connects to say who it is
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
 FIRST_BREAK_S, MAX_BREAK_S = 1.0, 60.0

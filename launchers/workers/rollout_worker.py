@@ -1,5 +1,5 @@
-"""A rollout worker as a process: `python -m launchers.rollout_worker`, which
-launchers/worker_processes.py starts.
+"""A rollout worker as a process: `python -m launchers.workers.rollout_worker`, which
+launchers/workers/processes.py starts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from launchers.cluster import FOLDER, Setup, read_setup
 from launchers.config import TrainConfig
 from launchers.data import Say
 from launchers.waits import Waits
-from launchers.worker_main import main
+from launchers.workers.main import main
 
 
 class WorkerAssembly(AskingAssembly[TrainConfig]):

@@ -1,0 +1,1 @@
+"""Processes that work for a command: rollouts, and environments that compute."""
