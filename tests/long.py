@@ -99,6 +99,8 @@ def run(name: str) -> tuple[str, bool]:
         text=True,
     )
     seconds = children_cpu_s() - before
+    if done.returncode:
+        print(done.stdout, flush=True)
     verdict = "passed" if done.returncode == 0 else f"FAILED with status {done.returncode}"
     lines = done.stdout.replace(f"{ROOT}/", "").rstrip().splitlines()[-NUM_LINES:]
     changed = git("status", "--porcelain", "--", ".", f":!{REPORT.relative_to(ROOT)}")

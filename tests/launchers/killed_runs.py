@@ -96,6 +96,11 @@ class KilledRun:
         """Trees that weights were trained on more than once."""
         return self.witness.duplicated()
 
+    def is_done(self) -> bool:
+        """Whether its last step has a checkpoint."""
+        found = Checkpoints(self.path / "checkpoints").finished()
+        return bool(found) and load_state(found[-1], RunState).step == NUM_STEPS
+
     def last(self) -> Path:
         """The last checkpoint, which is that of the last step."""
         last = Checkpoints(self.path / "checkpoints").finished()[-1]

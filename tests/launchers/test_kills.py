@@ -109,8 +109,10 @@ def test_kill_9_at_named_points(workspace: Path, tmp_path: Path, repeats: int) -
             if plan is not None:
                 # its status may be 0: who was killed was not needed any more
                 killed = tmp_path / f"killed-{number}-{len(points)}"
+                was_done = run.is_done()  # then it comes to few points
                 run.start(replace(plan, killed=str(killed)))
-                assert killed.exists() or plan.point.startswith(MAYBE), plan
+                if not killed.exists() and not was_done and not plan.point.startswith(MAYBE):
+                    tally.wrong.append(f"{run.name} {points}: did not come to {plan}")
                 points.append(str(plan))
         if run.start() == 0:
             tally.add(points, run)
