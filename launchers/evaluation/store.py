@@ -25,6 +25,7 @@ from agentenv.errors import ConfigError, DataError
 from agentenv.renderer import TAGS, THOUGHT_OPEN
 from agentenv.types import Message, Task, ToolCall
 from envs.grading.verdict import final_answer
+from launchers.config import WHERE
 from launchers.evaluation.config import EvaluateConfig
 
 # Who writes in the directory of an evaluation: one command at a time.
@@ -301,12 +302,14 @@ def identity(saved: Saved) -> Tree:
     tree["engine"] = {key: config["engine"].get(key) for key in _ENGINE_KEYS}
     tree["roles"] = {name: role.get("model") for name, role in config.get("roles", {}).items()}
     tree["limits"] = _without(config["limits"], _FREE_LIMITS)
+    tree["env"] = _without(config.get("env") or {}, WHERE)
     helpers = config.get("assist") or {}
     tree["assist"] = {name: _without(one or {}, _FREE_HELPER) for name, one in helpers.items()}
     tree["sets"] = {
         name: {
             **_without(one, _FREE_OF_SET),
             "limits": _without(one["limits"] or {}, _FREE_LIMITS),
+            "env": _without(one.get("env") or {}, WHERE),
         }
         for name, one in config["sets"].items()
     }
