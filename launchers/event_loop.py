@@ -1,8 +1,9 @@
 """The event loop of a command: what holds it up is named, and Ctrl-C gets through.
 
 Everything of a run shares one loop. A tool that sleeps, or computes for seconds, holds up every
-rollout, and nothing on the loop can say so; a thread beside it can. It also counts signals (Ctrl-C
-and SIGTERM) where the system tells it, so that they end a process whose main thread never looks:
+rollout, and nothing on the loop can say so; a thread beside it can. It also counts signals (Ctrl-C,
+SIGTERM, and SIGHUP of a terminal that is closed) where the system tells it, so that they end a
+process whose main thread never looks:
 
     the first two       let the work end, which saves first
     the second          ends a process whose loop does not run for GRACE_S more
@@ -29,7 +30,7 @@ from types import FrameType
 HELD_S = (1.0, 10.0, 100.0)  # a loop that did not run for so long is told of
 BEAT_S = 0.2
 GRACE_S = 5.0
-ENDING = (signal.SIGINT, signal.SIGTERM)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXIT_INTERRUPTED = 130
 NUM_FRAMES = 12  # of a stack that is shown
 LIBRARY = sysconfig.get_paths()["stdlib"]

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -65,12 +65,58 @@ class _Errors(logging.Handler):
             self._console.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
 
 
+class _Stream:
+    """Standard output or error of the process, whatever it is at the time. Once it may be lost (a
+    full disk, a terminal that is gone), what cannot be written there is dropped."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.may_be_lost = False
+        self.lost: OSError | None = None
+
+    def _now(self) -> TextIO:
+        found = getattr(sys, self._name)
+        return getattr(found, "rich_proxied_file", found)  # type: ignore[no-any-return]
+
+    def write(self, text: str) -> int:
+        with self._losing():
+            self._now().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._losing():
+            self._now().flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._now(), name)
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self.may_be_lost:
+                raise
+            self.lost = self.lost or error
+
+    def let_go(self) -> None:
+        """Nothing fails any more for what is still to be written, at the end of the process."""
+        if self.lost is not None:
+            with suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._now().fileno())
+                os.close(nowhere)
+
+
 class View:
-    """Console and log file of a run. Everything said goes to both."""
+    """Console and log file of a run. Everything said goes to both; where there is a log file, a
+    terminal that is gone, or a full disk behind it, is no reason to end."""
 
     def __init__(self) -> None:
-        self.console = Console(highlight=False)
-        self._errors = Console(stderr=True, highlight=False)
+        self._streams = [_Stream("stdout"), _Stream("stderr")]
+        out, errors = cast(list[TextIO], self._streams)
+        self.console = Console(file=out, highlight=False)
+        self._errors = Console(file=errors, stderr=True, highlight=False)
         self._progress: Progress | None = None
         self._bar: TaskID | None = None
         self._live: Live | None = None
@@ -94,6 +140,8 @@ class View:
         file = _LogFile(path, encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._handlers = [file, _Errors(self._errors)]
+        for stream in self._streams:
+            stream.may_be_lost = True
         for handler in self._handlers:
             logging.getLogger().addHandler(handler)
         self._logger.setLevel(logging.INFO)
@@ -164,6 +212,11 @@ class View:
 
     def close(self) -> None:
         self.end()
+        for stream in self._streams:
+            if stream.lost is not None:
+                reason = explain(stream.lost)
+                self._logger.warning("the terminal, or its file, could not be written: %s", reason)
+            stream.let_go()
         for handler in self._handlers:
             logging.getLogger().removeHandler(handler)
             handler.close()
@@ -234,9 +287,10 @@ SHOWN_S = 2.0  # in a thread, until it is shown that somebody waits for it
 
 
 def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
-    """Run the work of a command to its end. The first Ctrl-C or SIGTERM cancels the work, which may
-    save before it ends; after that this raises KeyboardInterrupt. A second one is told what it
-    waits for, and a third ends the process (see Watchdog). `view` tells who holds up the loop."""
+    """Run the work of a command to its end. The first Ctrl-C, SIGTERM or SIGHUP cancels the work,
+    which may save before it ends; after that this raises KeyboardInterrupt. A second one is told
+    what it waits for, and a third ends the process (see Watchdog). `view` tells who holds up the
+    loop."""
     runner = asyncio.Runner()
     loop = runner.get_loop()
     num_signals = 0
@@ -260,7 +314,7 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
             with suppress(RuntimeError):  # the loop is closed: the command has ended
                 loop.call_soon_threadsafe(stop, this)
 
-        for number in ENDING:
+        for number in taken:
             signal.signal(number, on_signal)
         try:
             return await work
@@ -270,14 +324,16 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
 
     raise_file_limit()
     share_heap()
-    before = [signal.getsignal(number) for number in ENDING]
+    is_detached = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
+    taken = [number for number in ENDING if not (is_detached and number == signal.SIGHUP)]
+    before = [signal.getsignal(number) for number in taken]
     try:
         with Watchdog(loop, view.warn).watch(), runner:
             return runner.run(main())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     finally:
-        for number, handler in zip(ENDING, before, strict=True):
+        for number, handler in zip(taken, before, strict=True):
             signal.signal(number, handler)
 
 
