@@ -366,12 +366,12 @@ class RunDirectory:
         config: Struct,
         step: int,
         say: Callable[[str], None],
-        phase: str = "",
+        is_told: Callable[[str], bool] = bool,
         sft_step: int | None = None,
     ) -> None:
-        """Put aside what the run did after the checkpoint of `step`, evaluations of `phase` among
-        it, and say what has changed since it began. `sft_step`: within the cold start."""
-        self.forget_metrics_after(step, phase, sft_step)
+        """Put aside what the run did after the checkpoint of `step`, and say what has changed since
+        it began. The last two: see forget_metrics_after."""
+        self.forget_metrics_after(step, is_told, sft_step)
         place, after = f"step {step}", self.checkpoints.path(step)
         if sft_step is not None:
             place = f"step {sft_step} of the cold start"
@@ -409,9 +409,12 @@ class RunDirectory:
             file.write(json.dumps(row) + "\n")
         self.monitors.log(row)
 
-    def forget_metrics_after(self, step: int, phase: str = "", sft_step: int | None = None) -> None:
-        """Drop the rows that a resumed run will write again: of later steps, also of the cold
-        start, and the evaluations of `phase`."""
+    def forget_metrics_after(
+        self, step: int, is_told: Callable[[str], bool] = bool, sft_step: int | None = None
+    ) -> None:
+        """Drop the rows that a run which goes on will write again: of later steps, of later ones
+        than `sft_step` of the cold start, and of evaluations that are not told to the end:
+        `is_told` says so by their phase."""
         path = self.path / "metrics.jsonl"
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -420,7 +423,7 @@ class RunDirectory:
                 line
                 for line, row in rows
                 if row.get("step", 0) <= step
-                and not (phase and row.get("phase") == phase)
+                and ("phase" not in row or is_told(row["phase"]))
                 and not (sft_step is not None and row.get("sft/step", 0) > sft_step)
             ]
             write_whole(path, "".join(kept))

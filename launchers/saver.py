@@ -9,6 +9,7 @@ whatever ends the run is preceded by a last one.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
@@ -25,6 +26,8 @@ from agentenv.offload import in_thread
 from launchers.rundir import STEP, Checkpoints, save_state
 from launchers.terminal import View
 from learners.learner import Learner
+
+logger = logging.getLogger(__name__)
 
 LAST_S = 30.0  # until a save ends whose learner was ended
 
@@ -150,6 +153,9 @@ class Saver:
             self._fail(f"{error.filename or self.checkpoints.folder}: {explain(error)}")
         except AgentEnvError as error:
             self._fail(str(error).splitlines()[0])
+        except Exception as error:  # what ends the run stays its reason
+            logger.error("a bug while the last checkpoint is written", exc_info=error)
+            self._fail(f"{type(error).__name__}: {error}")
 
     async def amend(self) -> None:
         """Bring what the checkpoint of this step, if there is one, remembers up to date: the
@@ -194,6 +200,8 @@ class Saver:
             saving.cancel()
 
     def _fail(self, reason: str) -> None:
+        if self._exists():
+            return self._view.warn(f"{self._path().name} is saved, but then: {reason}")
         last = next(iter(self.checkpoints.finished()[::-1]), None)
         kept = f"the last checkpoint is {last}" if last else "there is no checkpoint"
         self._view.warn(f"{self._path().name} is not saved: {reason}; {kept}")

@@ -152,6 +152,7 @@ class ColdStart:
             self._losses.append(metrics["loss"])
             self.state.totals.sft_tokens += int(metrics["num_tokens"])
             self._done.step = self.step
+            self.state.line = self.state.incarnation
 
     async def _end(self) -> None:
         """From here on what is saved is of updates."""

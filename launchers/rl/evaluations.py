@@ -19,8 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
 from agentenv.actor import Actor
 from agentenv.config import to_plain
 from agentenv.deadline import uncancelled
@@ -32,10 +30,20 @@ from agentenv.types import Task
 from launchers.config import TrainConfig
 from launchers.evaluation.config import EvaluateConfig, resolve_sets
 from launchers.evaluation.run import ask_into, row_of
-from launchers.evaluation.store import FAILED, EvalRow, Saved, Store, Wanted, identity, load_saved
+from launchers.evaluation.store import (
+    FAILED,
+    EvalRow,
+    Saved,
+    Store,
+    Wanted,
+    identity,
+    load_saved,
+    read_rows,
+)
 from launchers.evaluation.subject import evaluation_of
 from launchers.rl.parts import Parts
 from launchers.rl.recorder import EVALUATIONS, PhaseClock, Recorder
+from launchers.rl.report import PHASES
 from launchers.rl.state import BriefReport, Evaluating, RunSaver, RunState, brief_report
 from launchers.rundir import REMOVED, RunDirectory
 
@@ -82,11 +90,7 @@ class Evaluator:
         one policy version is seen."""
         if not names:  # one beside the training may go on
             return {}
-        what = self._now(names, when)
-        begun = self.state.evaluating
-        if begun is not None and begun == replace(what, incarnation=begun.incarnation):
-            what = begun  # of these weights, before the run was resumed
-        self.state.evaluating = what
+        self.state.evaluating = what = self._now(names, when)
         with self.clock.phase("eval"):
             found = await self._or_gap(self._evaluate(self.parts.eval_actor, what), what)
         self.state.evaluating = None
@@ -106,8 +110,14 @@ class Evaluator:
         `due` after the last step, which it came before."""
         pending, sets = self.state.evaluating, self.config.eval.sets.keys()
         if pending is None:
-            if due and not (self._folder / self._now(due).phase).is_dir():
+            what = self._now(due)
+            if due and not self._evaluations.is_done(what):
                 await self.after_step(due)
+            elif due and self.config.checkpoint.best_metric:  # which the interruption came before
+                rows = await in_thread(read_rows, self._folder / what.phase)
+                for name in due:
+                    own = [row for row in rows if row.dataset == name]
+                    await self.saver.consider_best(what.step, brief_report(name, own))
             return
         if pending.when or not sets >= set(pending.sets):
             return
@@ -115,6 +125,15 @@ class Evaluator:
             self._begin(self.parts.overlapping, pending)
         elif pending.step == self.state.step:
             await self.after_step(pending.sets)
+
+    def is_told(self, phase: str) -> bool:
+        """Whether its rows of metrics are all there, and stay so when the run goes on."""
+        pending = self.state.evaluating
+        if pending is not None and pending.phase == phase:
+            return False
+        if phase in PHASES:
+            return phase in self.state.reports
+        return (self._folder / phase).is_dir()
 
     async def finish(self) -> None:
         """Wait for the evaluation that goes on beside the training."""
@@ -131,7 +150,7 @@ class Evaluator:
 
     def _now(self, names: list[str], when: str = "") -> Evaluating:
         state, version = self.state, self.parts.learner.policy_version
-        return Evaluating(state.step, version, names, state.incarnation, when)
+        return Evaluating(state.step, version, names, state.line, when)
 
     async def _begin_beside_training(self, names: list[str]) -> None:
         actor, learner = self.parts.overlapping, self.parts.learner
@@ -155,7 +174,7 @@ class Evaluator:
             found = await self._or_gap(self._with_weights(actor, what), what)
             for report in found.values():
                 await self.saver.consider_best(what.step, report)
-        except* AgentEnvError as errors:
+        except* (AgentEnvError, OSError) as errors:
             self._tell_gap(what, str(first_of(errors)))
         self.state.evaluating = None
         await in_thread(self._forget_weights)
@@ -236,23 +255,38 @@ class Evaluations:
         well. An evaluation of the same weights that was cut off is taken up; one of others in its
         place is removed."""
         config = self._configuration(what.sets)
+        saved = self._saved(what, config)
+        folder = self._run / EVALUATIONS / when
+        unfinished = folder.with_name(folder.name + PARTIAL)
+        opened: list[Store] = []  # also by a thread whose waiter was cancelled
+
+        def take_up() -> None:
+            if is_of(folder, saved):  # it was done, and its figures are not kept yet
+                shutil.rmtree(unfinished, ignore_errors=True)
+                folder.rename(unfinished)
+            opened.append(_take_up(unfinished, saved))
+
+        try:
+            await uncancelled(in_thread(take_up))
+            yield partial(self._ask, opened[0], config)
+        finally:
+            for store in opened:
+                store.close()
+        await in_thread(replace_folder, unfinished, folder)
+
+    def is_done(self, what: Evaluating) -> bool:
+        """Whether it is there, whole."""
+        saved = self._saved(what, self._configuration(what.sets))
+        return is_of(self._run / EVALUATIONS / what.phase, saved)
+
+    def _saved(self, what: Evaluating, config: EvaluateConfig) -> Saved:
         subject = {
             "name": self._run.name,
             "step": what.step,
             "policy_version": what.policy_version,
             "incarnation": what.incarnation,
         }
-        saved = Saved(subject=subject, run=str(self._run.absolute()), config=to_plain(config))
-        folder = self._run / EVALUATIONS / when
-        unfinished = folder.with_name(folder.name + PARTIAL)
-        opened: list[Store] = []  # also by a thread whose waiter was cancelled
-        try:
-            await uncancelled(in_thread(lambda: opened.append(_take_up(unfinished, saved))))
-            yield partial(self._ask, opened[0], config)
-        finally:
-            for store in opened:
-                store.close()
-        await in_thread(replace_folder, unfinished, folder)
+        return Saved(subject=subject, run=str(self._run.absolute()), config=to_plain(config))
 
     async def _ask(
         self, store: Store, config: EvaluateConfig, actor: Actor, name: str
@@ -284,11 +318,15 @@ class Evaluations:
         return resolve_sets(raw, "eval")
 
 
-def _take_up(path: Path, saved: Saved) -> Store:
+def is_of(path: Path, saved: Saved) -> bool:
+    """Whether the folder holds this evaluation."""
     try:
-        is_same = identity(load_saved(path)) == json.loads(json.dumps(identity(saved)))
+        return bool(identity(load_saved(path)) == json.loads(json.dumps(identity(saved))))
     except DataError:
-        is_same = False
-    if not is_same:
+        return False
+
+
+def _take_up(path: Path, saved: Saved) -> Store:
+    if not is_of(path, saved):
         shutil.rmtree(path, ignore_errors=True)
     return Store(path, saved)

@@ -3,15 +3,18 @@ how both are saved."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
+from contextlib import asynccontextmanager
 from statistics import fmean
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from agentenv.archive import Archive
-from agentenv.errors import ConfigError
+from agentenv.deadline import uncancelled, within
+from agentenv.errors import AgentEnvError
 from agentenv.journal import Journal
 from agentenv.metrics import EntropyProfile, Ledger, Metrics, wilson_interval
 from agentenv.offload import in_thread
@@ -67,9 +70,9 @@ class ParityGap(Struct):
 
 
 class Evaluating(Struct, frozen=True):
-    """An evaluation of these sets that goes on. Weights of one that overlaps the training are in
-    the run's folder until the evaluation is done: those of this step that the process of this
-    number made."""
+    """An evaluation of these sets that goes on, of the weights of this step that the process of
+    this number made. Those of one that overlaps the training are in the run's folder until the
+    evaluation is done."""
 
     step: int
     policy_version: int
@@ -145,13 +148,15 @@ def _figures(rows: Sequence[EvalRow]) -> BriefFigures:
 
 class RunState(Struct):
     """`step` updates are done; `position` trees were delivered, in start order; `incarnation` is
-    the number of the process among all that were started for the run. Reports are kept by phase
+    the number of the process among all that were started for the run, and `line` of the one that
+    made the weights; 0: they are those that the run began with. Reports are kept by phase
     (before_sft, after_sft, after_rl); `entropy` is of all delivered trees; `evaluating` is an
     evaluation that is not done, and `imitating` a cold start."""
 
     step: int = 0
     position: int = 0
     incarnation: int = 0
+    line: int = 0
     ledger: Ledger = field(default_factory=Ledger)
     totals: Totals = field(default_factory=Totals)
     parity: ParityGap = field(default_factory=ParityGap)
@@ -200,21 +205,46 @@ class RunSaver(Saver):
         self.journal = journal
         self.archive = archive
 
+    @asynccontextmanager
+    async def moving(self) -> AsyncIterator[None]:
+        async with super().moving():
+            yield
+            self.state.line = self.state.incarnation
+
     async def save(self, *, at_end: bool = False) -> None:
         """Also lets go of what no checkpoint wants of the journal. The trees of its step are in the
         archive before: nobody would write them afterwards."""
-        if self.archive is not None:
-            try:
+        if not at_end:
+            if self.archive is not None:
                 await self.archive.written()
-            except ConfigError as error:
-                if not at_end:
-                    raise
-                logger.warning("%s", error)
-        await super().save(at_end=at_end)
+            await super().save()
+            return await self._let_go()
+        # Weights and state come first, whatever becomes of the rest.
+        writing = None
+        if self.archive is not None:
+            writing = asyncio.create_task(self.archive.written())
+        try:
+            await super().save(at_end=True)
+        finally:
+            if writing is not None:
+                await self._at_last("the trees of the last step", writing)
+        await self._at_last("the journal", self._let_go())
+
+    async def _let_go(self) -> None:
+        """Of what no checkpoint wants of the journal."""
         if self.journal is not None and not self.journal.is_broken:
             newest = self.checkpoints.finished()[-self.config.keep_last :]
             places = [load_state(path, RunState).position for path in newest]
             await self.journal.rotate(min(places, default=0))
+
+    async def _at_last(self, what: str, writing: Awaitable[None]) -> None:
+        """Wait for `finish_s` at most, and only say what goes wrong."""
+        try:
+            await within(self.config.finish_s, f"writing {what}", writing)
+        except Exception as error:
+            is_ours = isinstance(error, AgentEnvError | OSError)
+            trace = None if is_ours else error
+            logger.warning("%s could not be written: %s", what, error, exc_info=trace)
 
     async def consider_best(self, step: int, report: BriefReport) -> None:
         """Keep the checkpoint of the best value of checkpoint.best_metric."""
@@ -222,8 +252,20 @@ class RunSaver(Saver):
         if report.name != name:
             return
         value: float = getattr(report.overall, figure)
-        if self.state.best is None or value > self.state.best:
-            self.state.best = value
-            if step == self.state.step:
+        if self.state.best is not None and value <= self.state.best:
+            return
+        cancelled = None
+        if step == self.state.step:
+            try:
                 await self.save()
-            await in_thread(self.checkpoints.keep_best, step)
+            except asyncio.CancelledError as error:  # it is saved all the same
+                cancelled = error
+        await uncancelled(self._keep_best(step, value))
+        if cancelled is not None:
+            raise cancelled
+
+    async def _keep_best(self, step: int, value: float) -> None:
+        """Only what is there is remembered; see Evaluator.resume."""
+        await in_thread(self.checkpoints.keep_best, step)
+        self.state.best = value
+        await self.amend()

@@ -419,18 +419,15 @@ class Training:
 
     def _announce(self) -> None:
         config, parts = self.config, self.parts
+        is_told = self.evaluator.is_told
         if self.checkpoint is None:
+            self.run.forget_metrics_after(0, is_told, 0)  # of a start that was ended early
             self.run.begin(config)
         else:
-            again, imitating = self.state.evaluating, self.state.imitating
+            imitating = self.state.imitating
             self.recorder.archive.forget_after(self.state.step)
-            self.run.go_on(
-                config,
-                self.state.step,
-                self.view.say,
-                again.phase if again else "",
-                imitating.step if imitating else None,
-            )
+            done = imitating.step if imitating else None
+            self.run.go_on(config, self.state.step, self.view.say, is_told, done)
         groups, size = config.queue.groups_per_step, config.algorithm.group_size
         steps = groups // config.learner.groups_per_minibatch * config.learner.num_epochs_per_batch
         self.view.say(
@@ -624,9 +621,22 @@ class Training:
                 metrics |= figures
                 state.position += len(delivered)
                 state.step += 1
-            if trained or metrics.get("self_critic/num_steps"):
-                with self.watch.part("publish"):
-                    await parts.publish()
+            header = StepHeader(
+                step=state.step,
+                policy_version=version,
+                incarnation=state.incarnation,
+                settings=self.settings,
+                vocab_size=parts.vocab_size,
+                num_trees=len(delivered),
+                metrics={name: float(value) for name, value in metrics.items()},
+            )
+            settled, self.accounts.settled = self.accounts.settled, []
+            try:
+                if trained or metrics.get("self_critic/num_steps"):
+                    with self.watch.part("publish"):
+                        await parts.publish()
+            finally:  # from now on a checkpoint may be of these weights, and needs their trees
+                await self.recorder.keep_trees(header, settled, told)
         if self.journal is not None:
             indices = [tree.index for tree, _ in trained]
             self.journal.append(Trained(state.step - 1, parts.learner.policy_version, indices))
@@ -636,17 +646,6 @@ class Training:
         self.queue.release(len(trees))
         state.ledger.check(in_flight=self.queue.num_waiting)
         await self._report_step(delivered, metrics)
-        header = StepHeader(
-            step=state.step,
-            policy_version=version,
-            incarnation=state.incarnation,
-            settings=self.settings,
-            vocab_size=parts.vocab_size,
-            num_trees=len(delivered),
-            metrics={name: float(value) for name, value in metrics.items()},
-        )
-        settled, self.accounts.settled = self.accounts.settled, []
-        await self.recorder.keep_trees(header, settled, told)
 
     async def _update(self, groups: list[CreditedTree]) -> Metrics:
         scale = lr_factor(self.config.learner, self.state.step, self.parts.num_steps)
