@@ -6,6 +6,8 @@
     python launchers/bench.py load [--json FILE] [--faults NAME ...] [--scale S]
     python launchers/bench.py chaos [--json FILE] [--long | --short] [--times N] [--seconds S]
     python launchers/bench.py soak [--json FILE] [--minutes M]
+    python launchers/bench.py makespan [--json FILE] [--seeds N]
+    python launchers/bench.py transport | start [--json FILE] [--repeats N]
     python launchers/bench.py simulate CONFIG [key.sub=value ...] [--trace RUN] [--steps N]
 
 `learner` measures what training trees as trees is worth, `deal` how long ranks wait for each other
@@ -13,8 +15,10 @@
 (launchers/overhead.py), `load` what sick, slow, full or lost engine servers do to a run
 (launchers/load.py; it fails if a trajectory is lost), `chaos` what is left of a run in a storm of
 faults (launchers/chaos.py; it fails if a tree is lost or trained twice), `soak` what its processes
-hold more and more of (launchers/soak.py), `simulate` what it would be like under other settings, by
-the times of a recorded one (launchers/simulation.py).
+hold more and more of (launchers/soak.py), `makespan` what a barrier costs beside no barrier, with
+tools of long tails, `transport` what a finished tree costs to send, `start` how long a command
+takes to begin (all three in launchers/benches/), `simulate` what a run would be like under other
+settings, by the times of a recorded one (launchers/simulation.py).
 `--json -` prints the figures alone.
 """
 
@@ -24,7 +28,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_soak(options, view)
         elif options.part == "simulate":
             return run_simulation(options, view)
+        elif options.part in PLAIN:
+            return run_plain(options, view)
         else:
             from launchers.layouts import run
 
@@ -112,6 +118,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     long = parts.add_parser("soak", help="memory and descriptors of a long run")
     long.add_argument("--minutes", type=float, default=30.0, metavar="M", help="default 30")
+    spans = parts.add_parser("makespan", help="rollouts with and without a barrier")
+    spans.add_argument("--seeds", type=int, default=3, metavar="N", help="medians of N; default 3")
+    sending = parts.add_parser("transport", help="bytes and time of trees that are sent")
+    starting = parts.add_parser("start", help="how long a command takes to begin")
+    for part in (sending, starting):
+        part.add_argument("--repeats", type=int, default=5, metavar="N", help="medians of N")
     other = parts.add_parser("simulate", help="a run under other settings, in virtual time")
     other.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of the run")
     other.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
@@ -120,12 +132,57 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="folder of a run with log.timings=true; default that of CONFIG",
     )  # fmt: skip
     other.add_argument("--steps", type=int, default=20, metavar="N", help="default %(default)s")
-    for part in (learner, dealing, cost, faults, storm, long, other):
+    for part in (learner, dealing, cost, faults, storm, long, spans, sending, starting, other):
         part.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     learner.add_argument("--shapes", nargs="+", metavar="NAME", help="only these; default all")
     learner.add_argument("--repeats", type=int, default=3, metavar="N", help="medians of N")
     learner.add_argument("--dense", action="store_true", help="also trees under a dense mask")
     return parser.parse_args(argv)
+
+
+def _makespan(options: argparse.Namespace) -> dict[str, Any]:
+    from launchers.benches import makespan
+
+    return makespan.run(options.seeds)
+
+
+def _transport(options: argparse.Namespace) -> dict[str, Any]:
+    from launchers.benches import transport
+
+    return transport.run(options.repeats)
+
+
+def _start(options: argparse.Namespace) -> dict[str, Any]:
+    from launchers.benches import start
+
+    return start.run(options.repeats)
+
+
+# Parts whose figures are one row each of one struct: title, first column, what measures.
+PLAIN: dict[str, tuple[str, str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
+    "makespan": ("until the last batch is there, in virtual seconds", "workload", _makespan),
+    "transport": ("a finished tree, per sampled token", "form", _transport),
+    "start": ("fresh processes", "command", _start),
+}
+
+
+def run_plain(options: argparse.Namespace, view: View) -> int:
+    """A part of PLAIN as a table, or as JSON: to a file, or alone to the output."""
+    title, column, measure = PLAIN[options.part]
+    found = {name: asdict(figures) for name, figures in measure(options).items()}
+    text = json.dumps(found, indent=1)
+    if str(options.json) == "-":
+        sys.stdout.write(text + "\n")
+        return 0
+    table = bare_table(title)
+    for name in (column, *next(iter(found.values()))):
+        table.add_column(name.replace("_", " "), justify="right")
+    for name, figures in found.items():
+        table.add_row(name, *map(str, figures.values()))
+    view.show(table)
+    if options.json:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    return 0
 
 
 K = TypeVar("K")

@@ -45,6 +45,7 @@ OURS = {
     "envs/sandbox/cells.py": "in a session, a request of the host",
     "envs/sandbox/zygote.py": "in the zygote, a request of the host",
     "envs/workers.py": "in a worker, a job of the host",
+    "launchers/benches/transport.py": "trees of ours, and a file of the package",
     "launchers/layouts.py": "a file of the package",
     "launchers/cluster.py": "a process of ours",
     "launchers/data.py": "configuration",

@@ -57,6 +57,7 @@ ALLOWED = {
     "agentenv/engines/remote.py RemoteServer._known: self._open.wait": SAME,
     "agentenv/guard.py main: server.wait": "it was killed",
     "agentenv/gym.py LoopThread.run: asyncio.run_coroutine_threadsafe": "result(timeout_s)",
+    "launchers/benches/makespan.py _queued: queue.get": HERE,
     "agentenv/journal.py Journal.commit: self._written.wait": SAME,
     "agentenv/replay.py ReplayQueue.get: self._arrived.wait": SAME,
     "agentenv/replay.py ReplayQueue.reserve: self._freed.wait": SAME,
