@@ -13,6 +13,7 @@ What an environment of your own needs can be imported from here; the rest lives 
                evaluate   questions asked with the same actor
                metrics    figures of rollouts
     tokens     renderer   messages to token ids and back: the tag protocol
+               tags       its calls: read, written, described
                native     the same by the chat template of the model
                prompt     the system prompt
                encoder    a process that tokenizes long texts

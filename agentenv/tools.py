@@ -49,8 +49,8 @@ T = TypeVar("T")
 
 
 class Tool(Protocol):
-    """One tool. `schema` is the JSON schema of its arguments; the first is the one that the tag
-    protocol fills with the text between the tags.
+    """One tool. `schema` is the JSON schema of its arguments. The tag protocol fills the only one
+    with the text between the tags; for several it wants an object of JSON there.
 
     A tool may have a method `async def prepare(self)`, awaited before each episode, that gets
     ready once what all episodes share and raises ConfigError when the tool cannot work.
@@ -170,9 +170,22 @@ async def prepare_tool(tool: Tool) -> None:
 def argument_schema(arguments: type[msgspec.Struct]) -> dict[str, Any]:
     """JSON schema of an arguments struct, without the references that msgspec adds."""
     schema = msgspec.json.schema(arguments)
-    definition = dict(schema["$defs"][arguments.__name__])
+    definitions = schema["$defs"]
+    definition: dict[str, Any] = _inlined(definitions[arguments.__name__], definitions, ())
     definition.pop("title", None)
     return definition
+
+
+def _inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]) -> Any:
+    """A schema with what its references name in their place; one that holds itself stays open."""
+    if isinstance(schema, list):
+        return [_inlined(one, definitions, within) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
+    if name in definitions:
+        return {} if name in within else _inlined(definitions[name], definitions, (*within, name))
+    return {key: _inlined(value, definitions, within) for key, value in schema.items()}
 
 
 def _arguments_struct(function: Callable[..., Any]) -> type[msgspec.Struct]:

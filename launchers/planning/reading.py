@@ -44,8 +44,15 @@ NEVER = {
     "helpers and tools",
     "number of updates",
 }
-OF_MODEL = {"model", "chat template", "prompts", "demonstrations", "sequence lengths"}
-OF_SETS = {"rows", "environments", "first episodes", "prompts"}
+OF_MODEL = {
+    "model",
+    "chat template",
+    "callable tools",
+    "prompts",
+    "demonstrations",
+    "sequence lengths",
+}
+OF_SETS = {"rows", "environments", "first episodes", "callable tools", "prompts"}
 MADE_OF = ("env", "python", "grader", "prompt")  # tables without whose files no env can be made
 
 Say = Callable[[str], None]
