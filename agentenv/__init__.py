@@ -22,6 +22,7 @@ What an environment of your own needs can be imported from here; the rest lives 
                env        the environment contract, the registry, shared resources
                gym        the environments as Gymnasium's, one or many at once
                testing    a conformance kit for environments
+               tiny       a small untrained model with words of one's own
                assist/    Tool-Star's helpers at inference time
     data/      files, rows, datasets: from files to tasks in order
     engines/   what samples: embedded, scripted, vLLM, SGLang, pools of servers; engine is the seam
@@ -45,6 +46,7 @@ from agentenv.errors import (
     LearnerError,
     ToolError,
 )
+from agentenv.tiny import tiny_model
 from agentenv.tool_env import Grade, Grader, ToolEnv
 from agentenv.tools import StatelessTool, Tool, ToolLimits, tool
 from agentenv.tree import Trajectory, TrajectoryTree
@@ -79,5 +81,6 @@ __all__ = [
     "make",
     "register",
     "shared",
+    "tiny_model",
     "tool",
 ]

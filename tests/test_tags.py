@@ -100,7 +100,7 @@ async def result(text: str) -> str:
     [
         ("<think>..</think><stock>bolts</stock>", "1240"),
         ('<order>{"item": "bolts", "count": 3}</order>', "3 bolts ordered, slow"),
-        ('<order>\n{"count": "3", "item": "nuts", "speed": "fast"}</order>', "3 nuts ordered, fast"),
+        ("<order>{\"count\": \"3\", \"item\": \"nuts\"}\n</order>", "3 nuts ordered, slow"),
         ("<weather>Lima</weather>", "Lima, 1 days"),
         ('<weather>{"city": "Lima", "days": 3}</weather>', "Lima, 3 days"),
         ('<total>{"numbers": [1, 2.5]}</total>', "3.5"),
