@@ -22,6 +22,7 @@ What an environment of your own needs can be imported from here; the rest lives 
                env        the environment contract, the registry, shared resources
                gym        the environments as Gymnasium's, one or many at once
                testing    a conformance kit for environments
+               demonstrations   what a cold start imitates, played in the environment
                tiny       a small untrained model with words of one's own
                assist/    Tool-Star's helpers at inference time
     data/      files, rows, datasets: from files to tasks in order
@@ -34,6 +35,7 @@ What an environment of your own needs can be imported from here; the rest lives 
                backoff       how long to wait before something is tried again
 """
 
+from agentenv.demonstrations import demonstrate, texts_of, write_rows
 from agentenv.env import Env, EnvWrapper, envs, make, register, shared
 from agentenv.errors import (
     AgentEnvError,
@@ -77,10 +79,13 @@ __all__ = [
     "ToolResult",
     "Trajectory",
     "TrajectoryTree",
+    "demonstrate",
     "envs",
     "make",
     "register",
     "shared",
+    "texts_of",
     "tiny_model",
     "tool",
+    "write_rows",
 ]
