@@ -30,6 +30,7 @@ Make = Callable[[Task], Env]
 Turn = Callable[[Task, Sequence[str]], str]
 
 MAX_TURNS = 100
+NUM_CONCURRENT = 16
 
 
 def demonstrate(
@@ -59,8 +60,16 @@ def demonstrate(
 async def _demonstrate(
     make: Make, tasks: Sequence[Task], turn: Turn, stage: str, seed: int
 ) -> list[dict[str, Any]]:
-    async with shared_apart():
-        return [await _demonstration(make, task, turn, stage, seed) for task in tasks]
+    places = asyncio.Semaphore(NUM_CONCURRENT)
+
+    async def one(task: Task) -> dict[str, Any]:
+        async with places:
+            return await _demonstration(make, task, turn, stage, seed)
+
+    async with shared_apart(), asyncio.TaskGroup() as group:
+        played = [group.create_task(one(task)) for task in tasks]
+        await asyncio.wait(played) if played else None
+    return [task.result() for task in played]
 
 
 async def _demonstration(

@@ -140,8 +140,16 @@ def _problem(tool: ToolSchema) -> str:
 
 
 def _properties(tool: ToolSchema) -> dict[str, Any]:
-    found = tool["parameters"].get("properties", {})
-    return found if isinstance(found, dict) else {}
+    """The schema of each parameter; those that the tool's schema defines by name are looked up."""
+    found, named = tool["parameters"].get("properties", {}), tool["parameters"].get("$defs", {})
+    if not isinstance(found, dict) or not named:
+        return found if isinstance(found, dict) else {}
+    return {
+        key: named.get(str(one.get("$ref", "")).rpartition("/")[2], one)
+        if isinstance(one, dict)
+        else one
+        for key, one in found.items()
+    }
 
 
 def _alone(tool: ToolSchema) -> str | None:
