@@ -66,10 +66,8 @@ async def _demonstrate(
         async with places:
             return await _demonstration(make, task, turn, stage, seed)
 
-    async with shared_apart(), asyncio.TaskGroup() as group:
-        played = [group.create_task(one(task)) for task in tasks]
-        await asyncio.wait(played) if played else None
-    return [task.result() for task in played]
+    async with shared_apart():
+        return await asyncio.gather(*map(one, tasks))
 
 
 async def _demonstration(
