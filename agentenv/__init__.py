@@ -13,6 +13,7 @@ What an environment of your own needs can be imported from here; the rest lives 
                evaluate   questions asked with the same actor
                metrics    figures of rollouts
     tokens     renderer   messages to token ids and back: the tag protocol
+               tags       its calls: read, written, described
                native     the same by the chat template of the model
                prompt     the system prompt
                encoder    a process that tokenizes long texts
@@ -21,6 +22,8 @@ What an environment of your own needs can be imported from here; the rest lives 
                env        the environment contract, the registry, shared resources
                gym        the environments as Gymnasium's, one or many at once
                testing    a conformance kit for environments
+               demonstrations   what a cold start imitates, played in the environment
+               tiny       a small untrained model with words of one's own
                assist/    Tool-Star's helpers at inference time
     data/      files, rows, datasets: from files to tasks in order
     engines/   what samples: embedded, scripted, vLLM, SGLang, pools of servers; engine is the seam
@@ -32,6 +35,7 @@ What an environment of your own needs can be imported from here; the rest lives 
                backoff       how long to wait before something is tried again
 """
 
+from agentenv.demonstrations import demonstrate, texts_of, write_rows
 from agentenv.env import Env, EnvWrapper, envs, make, register, shared
 from agentenv.errors import (
     AgentEnvError,
@@ -44,6 +48,7 @@ from agentenv.errors import (
     LearnerError,
     ToolError,
 )
+from agentenv.tiny import tiny_model
 from agentenv.tool_env import Grade, Grader, ToolEnv
 from agentenv.tools import StatelessTool, Tool, ToolLimits, tool
 from agentenv.tree import Trajectory, TrajectoryTree
@@ -74,9 +79,13 @@ __all__ = [
     "ToolResult",
     "Trajectory",
     "TrajectoryTree",
+    "demonstrate",
     "envs",
     "make",
     "register",
     "shared",
+    "texts_of",
+    "tiny_model",
     "tool",
+    "write_rows",
 ]

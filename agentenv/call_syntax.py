@@ -12,6 +12,8 @@
     harmony   to=functions.search<|channel|>commentary json<|message|>{"query": "Lima"}    gpt-oss
     gemma     <|tool_call>call:search{query:<|"|>Lima<|"|>}<tool_call|>                    Gemma 4
 
+The tag protocol has a form of its own (agentenv/tags.py).
+
 A parser takes the text and the schemas of the tools, which give the values a type where the form
 has none, and never raises. A call that cannot be read is a call too, to MALFORMED_CALL: the policy
 reads what is wrong. Calls within thoughts do not count.
@@ -63,7 +65,7 @@ def llama_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, .
         if tool["name"] == "python":
             argument = next(iter(tool["parameters"]["properties"]))
             return (ToolCall("python", {argument: body}),)
-    return (_malformed(f"there is no tool that runs code; {EXPECTED}"),)
+    return (malformed(f"there is no tool that runs code; {EXPECTED}"),)
 
 
 def harmony_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
@@ -74,7 +76,7 @@ def harmony_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall,
         address = re.search(r"(?:^|\s)to=(\S+?)(?=\s|<\||$)", header) if found else None
         if address is None:
             if not found and re.match(r"\s*(?:assistant\s+)?to=", header):
-                calls.append(_malformed(f"no <|message|> follows {header.strip()[:60]!r}"))
+                calls.append(malformed(f"no <|message|> follows {header.strip()[:60]!r}"))
             continue
         body = re.split(r"<\|(?:end|call|return)\|>", body, maxsplit=1)[0]
         calls += _each([(address[1], body)], _harmony_call)
@@ -243,7 +245,7 @@ _TYPES: tuple[tuple[str, type], ...] = (  # bool before the numbers that it is o
 def _typed(text: str, schema: Any) -> Any:
     """The value that a text means to a parameter of this schema: JSON of a type that it has, else
     the text itself, of which the tool says what is wrong with it."""
-    types = _schema_types(schema)
+    types = schema_types(schema)
     if types == {"string"}:
         return text
     try:
@@ -258,14 +260,14 @@ def _typed(text: str, schema: Any) -> Any:
     return value if kinds & types else text
 
 
-def _schema_types(schema: Any) -> set[str]:
-    """The JSON types that a schema allows; none if it does not say."""
+def schema_types(schema: Any) -> set[str]:
+    """The JSON types that a schema of a parameter allows; none if it does not say."""
     if not isinstance(schema, dict):
         return set()
     declared = schema.get("type") or ()
     types = {declared} if isinstance(declared, str) else set(map(str, declared))
     for choice in [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]:
-        types |= _schema_types(choice)
+        types |= schema_types(choice)
     if "enum" in schema and not types:
         types = {"string"} if all(isinstance(one, str) for one in schema["enum"]) else set()
     return types | ({"null"} if schema.get("nullable") else set())
@@ -281,7 +283,7 @@ def lfm_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...
         try:
             calls += _python_calls(block)
         except _Malformed as error:
-            calls.append(_malformed(str(error)))
+            calls.append(malformed(str(error)))
     return tuple(calls)
 
 
@@ -356,7 +358,7 @@ def _each(written: Any, read: Callable[[Any], ToolCall]) -> tuple[ToolCall, ...]
                 raise one
             calls.append(read(one.strip() if isinstance(one, str) else one))
         except _Malformed as error:
-            calls.append(_malformed(str(error)))
+            calls.append(malformed(str(error)))
     return tuple(calls)
 
 
@@ -369,7 +371,8 @@ def _unique(pairs: Any) -> dict[str, Any]:
     return arguments
 
 
-def _malformed(problem: str) -> ToolCall:
+def malformed(problem: str) -> ToolCall:
+    """A call that cannot be read; the policy reads the problem."""
     return ToolCall(MALFORMED_CALL, {"problem": problem})
 
 

@@ -16,7 +16,8 @@ import copy
 import difflib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable
+from contextlib import asynccontextmanager
 from importlib import metadata
 from typing import Any, Literal, Protocol, Self, TypeVar, cast
 
@@ -238,6 +239,18 @@ def summed_stats(resources: Iterable[Any]) -> dict[str, float]:
 def forget_shared() -> None:
     """Drop every shared resource without closing it: in a forked child they are the parent's."""
     _resources.clear()
+
+
+@asynccontextmanager
+async def shared_apart() -> AsyncIterator[None]:
+    """Resources of its own for a block that runs in an event loop of its own, closed at its end."""
+    kept = dict(_resources)
+    _resources.clear()
+    try:
+        yield
+    finally:
+        await close_shared()
+        _resources.update(kept)
 
 
 async def close_shared() -> None:

@@ -40,8 +40,9 @@ from agentenv.data.dataset import load_tasks
 from agentenv.deadline import Deadline
 from agentenv.env import Env, close_shared, forget_shared
 from agentenv.errors import AgentEnvError, ConfigError, EnvError
-from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN, tagged_call
-from agentenv.types import Info, Message, Task, ToolCall
+from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN
+from agentenv.tags import tag_calls
+from agentenv.types import Info, Message, Task
 
 T = TypeVar("T")
 Step = tuple[str, float, bool, bool, Info]
@@ -287,15 +288,6 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
             text = text[: self._max_chars]
         self._transcript += text
         return text
-
-
-def tag_calls(text: str, schemas: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
-    """The call that a text of the tag protocol ends with, if any."""
-    text = text.rstrip()
-    for schema in schemas:
-        if text.endswith(f"</{schema['name']}>"):
-            return tagged_call(text, schema)
-    return ()
 
 
 class _Protocol(NamedTuple):

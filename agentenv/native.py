@@ -34,6 +34,8 @@ Senders = tuple[tuple[str, str | None], ...]  # (role, tool) of each message of 
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
 WAY_OUT = "use renderer.name = 'tags'"
 
+_CALLED_NAME = re.compile(r"[\w.:/-]+")
+_PYTHON_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _STAND_IN = "qZ{}Zq"  # short, and changed by no template
 _SAID = "qSaidq"
 _EMPTY_THOUGHT = re.compile(r"\A<think>\s*</think>\s*")
@@ -138,6 +140,17 @@ class NativeRenderer(TextCodec):
                 f"the chat template refuses a prompt of {[turn['role'] for turn in chat]}: {error}"
             ) from error
         return self.single_bos(self.encode(text))
+
+    def check_tools(self, tools: ToolSchemas) -> None:
+        """Raises ConfigError for a tool whose name no call of this form can hold."""
+        for tool in tools:
+            name = str(tool["name"])
+            fits = _PYTHON_NAME if self.style == "lfm" else _CALLED_NAME
+            if not fits.fullmatch(name):
+                raise ConfigError(
+                    f"the form of tool calls {self.style!r} cannot call the tool {name!r}; give it "
+                    "a name of letters, digits and underscores"
+                )
 
     def stop(self, tools: ToolSchemas) -> tuple[str, ...]:
         """No strings: a turn ends with an end-of-sequence token."""

@@ -17,18 +17,18 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from agentenv.encoder import Encoder, EncoderLostError, decoder
 from agentenv.errors import ConfigError, EnvError
 from agentenv.prompt import PromptConfig
+from agentenv.tags import TAGS, Shown, check_tags, tagged_call, with_tools
 from agentenv.types import Completion, Message, ToolCall
 
 RESULT_OPEN = " <result>\n"
 RESULT_CLOSE = "\n</result>"
-TAGS = ("think", "result", "answer")
 THOUGHT_OPEN = "<think>"
 CUT_MARKER = " ... "
 MAX_CHARS_A_TOKEN = 16  # on average, in the head and in the tail of a text
@@ -47,6 +47,14 @@ logger = logging.getLogger(__name__)
 class TagsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="tags",
                  tag_field="name"):  # fmt: skip
     """The tag protocol of ARPO: <think> <search> <python> <result> <answer>."""
+
+    tools_in_prompt: Annotated[
+        Shown,
+        Meta(
+            description="tools that the prompt tells of, unless it shows their tags already: those "
+            "with several parameters, how they are written; all; none"
+        ),
+    ] = "several"
 
 
 class Renderer(Protocol):
@@ -74,6 +82,10 @@ class Renderer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, token_ids: Sequence[int]) -> str: ...
+    def check_tools(self, tools: ToolSchemas) -> None:
+        """Raises ConfigError, with what to do, for a tool that the policy could not call."""
+        ...
+
     def neutralise(self, text: str, tools: ToolSchemas) -> str:
         """Text that is not ours, unable to forge what the protocol gives a meaning."""
         ...
@@ -189,7 +201,8 @@ class TagRenderer(TextCodec):
     """The tag protocol of ARPO and Tool-Star.
 
     `tools` are the JSON schemas that an env gives in `info["tools"]`: a tool called `search`
-    owns the tags <search> and </search>, and the text between them becomes its first parameter.
+    owns the tags <search> and </search>, and the text between them becomes its first parameter,
+    or is an object of JSON (`agentenv/tags.py`).
     """
 
     def __init__(
@@ -197,9 +210,11 @@ class TagRenderer(TextCodec):
         tokenizer: Any,
         prompt: PromptConfig | None = None,
         eos_ids: Collection[int] = (),
+        tools_in_prompt: Shown = "several",
     ) -> None:
         super().__init__(tokenizer, eos_ids)
         self.prompt_config = prompt or PromptConfig()
+        self.tools_in_prompt = tools_in_prompt
         self._frame: tuple[array[int], array[int]] | None = None  # of results, encoded once
         if (
             self.prompt_config.apply_chat_template
@@ -212,6 +227,7 @@ class TagRenderer(TextCodec):
 
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
         """The prompt of the first turn, by the model's chat template or as plain text."""
+        messages = with_tools(messages, tools, self.tools_in_prompt)
         if not self.prompt_config.apply_chat_template:
             text = "\n\n".join(message.content for message in messages) + "\n"
             return list(self.tokenizer.encode(text, add_special_tokens=True))
@@ -224,6 +240,10 @@ class TagRenderer(TextCodec):
             **self.prompt_config.chat_template_kwargs,
         )
         return self.single_bos(list(encoded["input_ids"]))
+
+    def check_tools(self, tools: ToolSchemas) -> None:
+        """Raises ConfigError for a tool whose name is no tag of its own."""
+        check_tags(tools)
 
     def stop(self, tools: ToolSchemas) -> tuple[str, ...]:
         """The strings that end a turn: the closing tag of each tool."""
@@ -275,22 +295,6 @@ def bounded(text: str, max_tokens: int) -> str:
 
 def _key(text: str, tools: ToolSchemas, max_tokens: int) -> Known:
     return bounded(text, max_tokens), tuple([str(tool["name"]) for tool in tools]), max_tokens
-
-
-def tagged_call(text: str, tool: dict[str, Any]) -> tuple[ToolCall, ...]:
-    """The call that a text ends with, none if its tag was never opened."""
-    name = tool["name"]
-    body, opened = text[: text.rfind(f"</{name}>")], f"<{name}>"
-    if opened not in body:
-        return ()
-    return (ToolCall(name, first_argument(tool, body.rpartition(opened)[2].strip())),)
-
-
-def first_argument(tool: dict[str, Any], text: str) -> dict[str, Any]:
-    """The arguments of a call that is one text, which is the first parameter, if there is any."""
-    for name in tool["parameters"].get("properties", {}):
-        return {name: text}
-    return {}
 
 
 def _markers(tokenizer: Any) -> set[str]:

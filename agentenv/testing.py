@@ -1,9 +1,8 @@
 """A conformance kit for environments: run it on yours.
 
 async def test_weather() -> None:
-    call = Message("assistant", "..", (ToolCall("weather", {"city": "Lima"}),))
-    answer = Message("assistant", "<answer>sunny</answer>")
-    await check_tool_env(WeatherEnv, task, [call, call, answer])
+    call = "<weather>Lima</weather>"  # or Message("assistant", "..", (ToolCall(..),))
+    await check_tool_env(WeatherEnv, task, [call, call, "<answer>sunny</answer>"])
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import psutil
 
 from agentenv.env import Env, ForkMode
-from agentenv.errors import AgentEnvError
+from agentenv.errors import AgentEnvError, ConfigError
+from agentenv.tags import check_tags, tag_calls
 from agentenv.types import Limit, Message, Task
 
 T = TypeVar("T")
@@ -36,17 +36,29 @@ MAX_SUSPENSIONS = 200
 NUM_CONCURRENT = 8
 
 
-async def check_tool_env(make: Make, task: Task, actions: Sequence[Message]) -> None:
+async def check_tool_env(
+    make: Make,
+    task: Task,
+    actions: Sequence[Message | str],
+    *,
+    renderer: Literal["tags", "native"] = "tags",
+) -> None:
     """Raises AssertionError, with a text that says what is wrong, if the env breaks its contract.
 
-    `actions` are one whole episode, the last action being the one that ends it. They should give
-    the same observations each time, and change the state of the tools if they have any.
+    `actions` are one whole episode, the last action being the one that ends it: messages, or texts
+    in the tag protocol. They should give the same observations each time, and change the state of
+    the tools if they have any.
 
     Checked are Gymnasium's rules for reset and step, seeding, idempotent close, `finish`, that no
     step holds up the event loop, and with it every other rollout, for over HELD_S, that a
     deadline can end a step or a fork at each of its awaits and leaves nothing behind, that
-    episodes at the same time do not touch each other, and the fork law.
+    episodes at the same time do not touch each other, and the fork law; and that the policy can
+    call each tool in the form of `renderer`.
     """
+    tools = await _tools(make, task)
+    if renderer == "tags":
+        _check_callable(tools)
+    actions = [_message(action, tools) for action in actions]
     before = getstate()
     held: list[list[float]] = [[], []]
     reference = await play(make, task, actions, held[0])
@@ -71,6 +83,32 @@ async def check_tool_env(make: Make, task: Task, actions: Sequence[Message]) -> 
     if fork_mode != "none":
         await _check_forks(make, task, actions, reference)
         await _check_concurrent_forks(make, task, actions, reference)
+
+
+async def _tools(make: Make, task: Task) -> Sequence[dict[str, Any]]:
+    """The schemas of the tools, of an env that can be begun."""
+    env = make(task)
+    try:
+        outcome = await env.reset(seed=SEED)
+    finally:
+        await env.close()
+    info = outcome[1] if isinstance(outcome, tuple) and len(outcome) == 2 else {}
+    tools: Sequence[dict[str, Any]] = info.get("tools", ()) if isinstance(info, dict) else ()
+    return tools
+
+
+def _check_callable(tools: Sequence[dict[str, Any]]) -> None:
+    try:
+        check_tags(tools)
+    except ConfigError as error:
+        raise AssertionError(str(error)) from error
+
+
+def _message(action: Message | str, tools: Sequence[dict[str, Any]]) -> Message:
+    """An action; a text is read as the tag protocol reads a turn."""
+    if isinstance(action, Message):
+        return action
+    return Message("assistant", action, tag_calls(action, tools))
 
 
 async def _check_reset_and_close(make: Make, task: Task) -> None:
@@ -258,7 +296,10 @@ def check_end(outcomes: list[Outcome]) -> None:
     for number, (_, _, terminated, truncated) in enumerate(outcomes):
         ended = terminated or truncated
         if number < len(outcomes) - 1:
-            assert not ended, f"action {number} already ends the episode"
+            assert not ended, (
+                f"action {number} already ends the episode; an action that calls a tool is a "
+                "Message with tool_calls, or a text such as '<stock>bolts</stock>'"
+            )
         else:
             assert ended, "the last action does not end the episode"
 

@@ -229,9 +229,10 @@ class ToolEnv:
         self._seed, self._written, self._num_ok = seed, [], Counter()
         self._budget = CallBudget(self.max_tool_calls)
         self._closing, self._states = None, {}
-        for name, tool in self.tools.items():
+        for name, tool in self._toolbox.owners():
             own_seed = None if seed is None else Random(f"{seed}/{name}").getrandbits(31)
             self._states[name] = tool.start(own_seed)
+        self._toolbox.share(self._states)
         return self._prompt_messages(), {"tools": self._toolbox.schemas()}
 
     async def step(self, action: Message) -> StepResult:
@@ -275,8 +276,9 @@ class ToolEnv:
         other._states, other._closing = {}, None
         complete = False
         try:
-            for name, tool in self.tools.items():
+            for name, tool in self._toolbox.owners():
                 other._states[name] = await tool.fork(states[name])
+            self._toolbox.share(other._states)
             complete = True
         except InfraError as error:
             raise EnvError(f"task {self.task.id}: fork failed: {error}") from error
@@ -402,8 +404,9 @@ class ToolEnv:
                 return f"{name}: not closed within {CLOSE_TIMEOUT_S:g} s"
             return ""
 
+        owned = [(name, states[name]) for name, _ in self._toolbox.owners() if name in states]
         outcomes = await asyncio.gather(
-            *(close(name, state) for name, state in states.items() if has_close(self.tools[name])),
+            *(close(name, state) for name, state in owned if has_close(self.tools[name])),
             return_exceptions=True,
         )
         for outcome in outcomes:  # only now, so that one bad tool leaves no other one open

@@ -49,11 +49,13 @@ T = TypeVar("T")
 
 
 class Tool(Protocol):
-    """One tool. `schema` is the JSON schema of its arguments; the first is the one that the tag
-    protocol fills with the text between the tags.
+    """One tool. `schema` is the JSON schema of its arguments. The tag protocol fills the only one
+    with the text between the tags; for several it wants an object of JSON there.
 
     A tool may have a method `async def prepare(self)`, awaited before each episode, that gets
-    ready once what all episodes share and raises ConfigError when the tool cannot work.
+    ready once what all episodes share and raises ConfigError when the tool cannot work. One with an
+    attribute `state_of`, the name of another tool, is called with the state of that tool, and has
+    none of its own.
     """
 
     @property
@@ -110,6 +112,11 @@ class StatelessTool:
 
     async def close(self, state: Any) -> None:
         return None
+
+
+def state_of(tool: Tool) -> str:
+    """The tool whose state this one is called with; "" for its own."""
+    return str(getattr(tool, "state_of", ""))
 
 
 def has_close(tool: Tool) -> bool:
@@ -170,9 +177,22 @@ async def prepare_tool(tool: Tool) -> None:
 def argument_schema(arguments: type[msgspec.Struct]) -> dict[str, Any]:
     """JSON schema of an arguments struct, without the references that msgspec adds."""
     schema = msgspec.json.schema(arguments)
-    definition = dict(schema["$defs"][arguments.__name__])
+    definitions = schema["$defs"]
+    definition: dict[str, Any] = _inlined(definitions[arguments.__name__], definitions, ())
     definition.pop("title", None)
     return definition
+
+
+def _inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]) -> Any:
+    """A schema with what its references name in their place; one that holds itself stays open."""
+    if isinstance(schema, list):
+        return [_inlined(one, definitions, within) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
+    if name in definitions:
+        return {} if name in within else _inlined(definitions[name], definitions, (*within, name))
+    return {key: _inlined(value, definitions, within) for key, value in schema.items()}
 
 
 def _arguments_struct(function: Callable[..., Any]) -> type[msgspec.Struct]:
@@ -350,7 +370,23 @@ class Toolbox:
                 self.add(tool, limits)
         self._sources = []
         for tool in self.tools.values():
+            of = state_of(tool)
+            if of and (of not in self.tools or state_of(self.tools[of])):
+                raise ConfigError(
+                    f"the tool {tool.name!r} has state_of = {of!r}; expected one of the tools that "
+                    f"have a state of their own: {[name for name, _ in self.owners()]}"
+                )
             await prepare_tool(tool)
+
+    def owners(self) -> list[tuple[str, Tool]]:
+        """The tools that have a state of their own, by name."""
+        return [(name, tool) for name, tool in self.tools.items() if not state_of(tool)]
+
+    def share(self, states: dict[str, Any]) -> None:
+        """Give the other tools the states of those that they name."""
+        for name, tool in self.tools.items():
+            if of := state_of(tool):
+                states[name] = states[of]
 
     def schemas(self) -> list[dict[str, Any]]:
         """Name, description and parameters of each tool."""

@@ -349,7 +349,7 @@ def make_renderer(
     eos_ids = read_eos_ids(model, tokenizer)
     if isinstance(config, NativeConfig):
         return NativeRenderer(tokenizer, config, prompt, eos_ids)
-    return TagRenderer(tokenizer, prompt, eos_ids)
+    return TagRenderer(tokenizer, prompt, eos_ids, config.tools_in_prompt)
 
 
 def load_function(path: str, key: str) -> Callable[..., Any]:

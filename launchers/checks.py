@@ -297,6 +297,17 @@ async def environments(assembly: AskingAssembly[Any]) -> None:
         maker.check_read(tasks, all_rows=assembly.is_whole, elsewhere=anywhere)
 
 
+async def callable_tools(assembly: AskingAssembly[Any]) -> None:
+    """The policy can call each tool, as the renderer writes calls."""
+    episodes, renderers = await assembly.episodes(), await assembly.renderers()
+    for name, (_, info) in episodes.items():
+        one = assembly.sets[name]
+        try:
+            renderers[name].check_tools(info.get("tools", ()))
+        except ConfigError as error:
+            raise ConfigError(f"{one.env.id}: {error}") from error
+
+
 async def graders(assembly: AskingAssembly[Any]) -> None:
     """Each grader grades the right answers of three rows of each set."""
     if assembly.try_graders:
@@ -351,6 +362,7 @@ CHECKS: tuple[Check, ...] = (
     Check("environments", "parts", ASKING, environments),
     # the environment of each set begins an episode
     Check("first episodes", "parts", ASKING, part("episodes")),
+    Check("callable tools", "parts", ASKING, callable_tools),
     Check("graders", "parts", ASKING, graders),
     # every set has a prompt that fits
     Check("prompts", "parts", ASKING, part("questions")),

@@ -6,12 +6,12 @@ All of it is generated on the spot from a seed; nothing is downloaded.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from agentenv.tiny import tiny_model, tiny_tokenizer
 from envs.quickstart import (
     HABITS,
     KINDS,
@@ -25,17 +25,7 @@ from envs.quickstart import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-TAGS = ("think", "search", "python", "result", "answer")
-PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-# Lower-case words and signs absorb the spaces around them, so that a name is the same token
-# wherever it stands; digits go in pairs. Both shorten the traces and make copying easy to learn.
-PIECE = r"\\boxed\{| ?[a-z]+ ?| ?[A-Z][a-z]+|[0-9]{1,2}| [*+-] "
+TOOLS = ("search", "python")
 # The cold start has three stages: copying, clean demonstrations, demonstrations with habits.
 COPIES = 2000  # exercises
 CLEAN = 2500  # demonstrations of each kind, as the two below
@@ -102,90 +92,26 @@ def _demonstration_row(demo: Demonstration, stage: str) -> dict[str, Any]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Word-level where the world has words, bytes for the rest: any text survives a round trip.
-
-    The tags are ordinary tokens (they stay in decoded text), the chat markers special ones.
-    """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + [
-        "".join(piece for piece, _ in to_bytes.pre_tokenize_str(text)) for text in _pieces()
-    ]
-    vocab = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(PIECE), "isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(text, special=True) for text in (PAD, START, END)])
-    tags = [text for tag in TAGS for text in (f"<{tag}>", f"</{tag}>")]
-    backend.add_tokens([AddedToken(text, normalized=False) for text in tags])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=PAD,
-        eos_token=END,
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=1024,
-    )
+    """The tokenizer of the world's words."""
+    return tiny_tokenizer(_texts(), tools=TOOLS, words=vocabulary())
 
 
-def _pieces() -> Iterator[str]:
-    """The words of the world, which are found by writing a few hundred demonstrations."""
-    yield from vocabulary()
-    yield from (f"{number:02d}" for number in range(100))
+def build_model(path: str | Path, seed: int) -> None:
+    """Writes an untrained model of about half a million parameters that knows the world's words."""
+    tiny_model(path, _texts(), seed, tools=TOOLS, words=vocabulary())
+
+
+def _texts() -> Iterator[str]:
+    """A few hundred demonstrations, in which each word of the world is found."""
     rng = Random("vocabulary")
-    words = {"user", "assistant"}
     for kind in KINDS:
         for habit in HABITS:
             for _ in range(30):
                 demo = demonstration(rng, kind, (), habit)
-                texts = [demo.question.question]
-                texts += [text for turn in demo.turns for text in (turn.action, turn.result or "")]
-                for text in texts:
-                    words.update(re.findall(PIECE, text))
-    yield from sorted(words)
-
-
-def build_model(path: str | Path, seed: int) -> None:
-    """Writes an untrained Qwen3 of about half a million parameters as a Hugging Face directory.
-
-    Head size 64 is one that every serving engine has kernels for. The output head is a tensor of
-    its own (tied weights are not reloaded correctly by vLLM on CPU), but starts equal to the
-    embedding: copying a token then works before its output row has been trained.
-    """
-    import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    tokenizer = build_tokenizer()
-    ids: Mapping[str, int] = tokenizer.get_vocab()
-    config = Qwen3Config(
-        vocab_size=len(ids),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=1024,
-        initializer_range=0.08,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=ids[END],
-        pad_token_id=ids[PAD],
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
-    model.generation_config = GenerationConfig(eos_token_id=ids[END], pad_token_id=ids[PAD])
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+                yield demo.question.question
+                yield from (
+                    text for turn in demo.turns for text in (turn.action, turn.result or "")
+                )
 
 
 def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

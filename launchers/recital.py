@@ -18,7 +18,7 @@ from typing import Any
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from launchers.quickstart import END, START
+from agentenv.tiny import END, START
 
 NUM_CALLS, TURN_TOKENS = 4, 40  # of a trajectory, of a turn
 CAPACITY = 8  # requests that a full server holds

@@ -36,8 +36,8 @@ from agentenv.renderer import (
     TextCodec,
     ToolSchemas,
     bounded,
-    tagged_call,
 )
+from agentenv.tags import Shown, check_tags, tagged_call, with_tools
 from agentenv.types import (
     MALFORMED_CALL,
     Chunk,
@@ -101,15 +101,22 @@ class ChatRenderer:
 
     tokenizer = None
 
-    def __init__(self, pieces: Pieces, *, native: bool) -> None:
+    def __init__(self, pieces: Pieces, *, native: bool, tools_in_prompt: Shown = "several") -> None:
         self.pieces = pieces
         self.native = native
+        self.tools_in_prompt: Shown = "none" if native else tools_in_prompt
         self._codec = TextCodec(_Markers())
 
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
+        messages = with_tools(messages, tools, self.tools_in_prompt)
         text = "\n\n".join(f"{message.role}: {message.content}" for message in messages)
         piece = Piece(text=text, messages=tuple(messages), tools=tuple(map(dict, tools)))
         return self.pieces.add(piece, estimated_tokens(text))
+
+    def check_tools(self, tools: ToolSchemas) -> None:
+        """Raises ConfigError for a tool that the tag protocol cannot call."""
+        if not self.native:
+            check_tags(tools)
 
     def stop(self, tools: ToolSchemas) -> tuple[str, ...]:
         return () if self.native else tuple(f"</{tool['name']}>" for tool in tools)

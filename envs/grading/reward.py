@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from agentenv.config import ESSENTIAL, PATH, build_config
@@ -21,6 +21,7 @@ from agentenv.errors import ConfigError, CrashError, GraderError
 from agentenv.kinds import Kind
 from agentenv.tool_env import Grade, Grader, graded, start_grader
 from agentenv.types import Message, Task
+from envs.grading.combined import Combined, Weighted
 from envs.grading.custom import STOPPED, CustomGrader
 from envs.grading.exact import Exact, TokenF1
 from envs.grading.judge import JudgeConfig
@@ -121,19 +122,20 @@ if TYPE_CHECKING:
 else:
     AnyGrader = GRADERS.key
 
-GraderKind = Literal["exact", "f1", "layered", "judge", "custom", "own"]
+GraderKind = Literal["exact", "f1", "layered", "judge", "custom", "own", "combined"]
 Reward = Literal["answer", "tools"]
 
 
-class GraderConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How answers are graded."""
+class GraderKeys(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One grader."""
 
     kind: Annotated[
         GraderKind | None,
         Meta(
             description="exact match, SQuAD F1, all layers, layers then an LLM, your function, "
-            "your class; none: own with [grader.own], custom with grader.path, judge with "
-            "grader.judge, else that of the environment",
+            "your class, several graders; none: own with [grader.own], custom with grader.path, "
+            "judge with grader.judge, combined with [grader.combined.NAME], else that of the "
+            "environment",
             extra=ESSENTIAL,
         ),
     ] = None
@@ -178,7 +180,33 @@ class GraderConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     ] = 1.0
 
 
+class WeightedConfig(GraderKeys, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One of several graders; what it does not say is as the environment says."""
+
+    weight: Annotated[float, Meta(description="factor on its reward, which may be negative")] = 1.0
+    decides: Annotated[
+        bool,
+        Meta(
+            description="its verdict says whether an answer is right; of several all must; "
+            "without any: that of the first"
+        ),
+    ] = False
+
+
+class GraderConfig(GraderKeys, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How answers are graded."""
+
+    combined: Annotated[
+        dict[str, WeightedConfig],
+        Meta(
+            description="combined: graders by name, [grader.combined.NAME], whose rewards are "
+            "weighted and added up"
+        ),
+    ] = field(default_factory=dict)
+
+
 _READ_BY = {
+    "combined": ("combined",),
     "compat": ("exact", "f1", "layered", "judge"),
     "reward": ("exact", "f1", "layered", "judge"),
     "math": ("layered", "judge"),
@@ -206,7 +234,8 @@ def grader_config(
         keys = build_config(GraderConfig, dict(keys or {}), "grader")
     if keys.kind is None:
         chosen: GraderKind = "custom" if keys.path else "judge" if keys.judge is not None else kind
-        keys = replace(keys, kind="own" if keys.own is not None else chosen)
+        chosen = "own" if keys.own is not None else chosen
+        keys = replace(keys, kind="combined" if keys.combined else chosen)
     default = GraderConfig()
     for key, kinds in _READ_BY.items():
         is_off = key == "partial_credit" and not keys.partial_credit
@@ -215,7 +244,7 @@ def grader_config(
                 f"grader.{key} is read by kind {' or '.join(kinds)} only, not by "
                 f"{keys.kind!r}; take it out or change grader.kind"
             )
-    if keys.reward is None and keys.kind not in ("custom", "own"):
+    if keys.reward is None and keys.kind not in ("custom", "own", "combined"):
         keys = replace(keys, reward=reward)
     if keys.partial_credit is None:
         keys = replace(keys, partial_credit=partial_credit and keys.kind == "layered")
@@ -225,9 +254,36 @@ def grader_config(
         raise ConfigError('grader.kind = "judge" needs grader.judge.url and grader.judge.model')
     if keys.kind == "own" and keys.own is None:
         raise ConfigError('grader.kind = "own" needs [grader.own] with the name of a grader')
+    if keys.kind == "combined":
+        return _with_parts(keys, kind, reward, partial_credit)
     if keys.kind == "custom" and not keys.path:
         raise ConfigError('grader.kind = "custom" needs grader.path, a Python file')
     return keys
+
+
+def _with_parts(
+    keys: GraderConfig, kind: GraderKind, reward: Reward, partial_credit: bool
+) -> GraderConfig:
+    """The keys of several graders, each of them checked and filled up."""
+    if not keys.combined:
+        raise ConfigError(
+            'grader.kind = "combined" needs [grader.combined.NAME], a table for each grader'
+        )
+    filled = {}
+    for name, one in keys.combined.items():
+        if one.kind == "combined":
+            raise ConfigError(f"grader.combined.{name}.kind: a grader of several is one of others")
+        plain = {key: getattr(one, key) for key in GraderKeys.__struct_fields__}
+        try:
+            found = grader_config(
+                GraderConfig(**plain), kind=kind, reward=reward, partial_credit=partial_credit
+            )
+        except ConfigError as error:
+            told = str(error).replace("grader.", f"grader.combined.{name}.")
+            raise ConfigError(told) from None
+        taken = {key: getattr(found, key) for key in GraderKeys.__struct_fields__}
+        filled[name] = replace(one, **taken)
+    return replace(keys, combined=filled)
 
 
 def make_grader(
@@ -252,10 +308,26 @@ def make_grader(
         return shared(key, lambda: _custom(config))
     if config.own is not None:
         return shared(key, config.own.build)
+    if config.combined:
+        return shared(key, lambda: _combined(config))
     matcher = shared(key, lambda: MATCHERS[config.kind](config))
     if config.reward == "tools":
         return ToolReward(matcher)
     return AnswerReward(matcher)
+
+
+def _combined(config: GraderConfig) -> Grader:
+    fields = GraderKeys.__struct_fields__
+    return Combined(
+        {
+            name: Weighted(
+                make_grader(GraderConfig(**{key: getattr(one, key) for key in fields})),
+                one.weight,
+                one.decides,
+            )
+            for name, one in config.combined.items()
+        }
+    )
 
 
 def _layered(config: GraderConfig) -> Matcher:

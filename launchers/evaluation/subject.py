@@ -225,8 +225,11 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
                 "apply_chat_template and chat_template_kwargs (engine.extra_body = "
                 "{chat_template_kwargs = ...} reaches vLLM and SGLang), or give --tokenizer"
             )
-        native = isinstance(self.config.renderer, NativeConfig)
-        return ChatRenderer(self.pieces, native=native)
+        renderer = self.config.renderer
+        if isinstance(renderer, NativeConfig):
+            return ChatRenderer(self.pieces, native=True)
+        shown = renderer.tools_in_prompt
+        return ChatRenderer(self.pieces, native=False, tools_in_prompt=shown)
 
     async def read_rows(self, one: SetConfig) -> Sequence[Task]:
         name, rows = one.key.removeprefix("sets."), cast(QuestionSet, one.rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -18,7 +18,7 @@ from agentenv.env import close_shared
 from agentenv.errors import ConfigError
 from agentenv.offload import in_thread
 from agentenv.types import Task
-from envs.grading.reward import AnswerReward, GraderConfig, ToolReward, check_grader
+from envs.grading.reward import AnswerReward, GraderConfig, GraderKeys, ToolReward, check_grader
 from envs.search.bm25 import BM25Config
 from envs.search.service import SearchConfig
 from launchers.assembly import AskingAssembly, Assembly, SetConfig
@@ -44,11 +44,19 @@ NEVER = {
     "helpers and tools",
     "number of updates",
 }
-OF_MODEL = {"model", "chat template", "prompts", "demonstrations", "sequence lengths"}
-OF_SETS = {"rows", "environments", "first episodes", "prompts"}
+OF_MODEL = {
+    "model",
+    "chat template",
+    "callable tools",
+    "prompts",
+    "demonstrations",
+    "sequence lengths",
+}
+OF_SETS = {"rows", "environments", "first episodes", "callable tools", "prompts"}
 MADE_OF = ("env", "python", "grader", "prompt")  # tables without whose files no env can be made
 
 Say = Callable[[str], None]
+Grading = TypeVar("Grading", bound=GraderKeys)
 AnyRun = TrainConfig | SupervisedRunConfig | EvaluateConfig
 
 
@@ -138,9 +146,15 @@ def _local(one: SetConfig) -> SetConfig:
             snapshot_sha256="",
             on_miss="fail",
         )
-    if isinstance(grader, GraderConfig) and grader.judge is not None:
-        grader = GraderConfig(kind="layered", reward=grader.reward, math=grader.math)
+    if isinstance(grader, GraderConfig):
+        parts = {name: _by_rules(part) for name, part in grader.combined.items()}
+        grader = replace(_by_rules(grader), combined=parts)
     return replace(one, search=search, grader=grader)
+
+
+def _by_rules(grader: Grading) -> Grading:
+    """The keys of a grader that asks no judge."""
+    return grader if grader.judge is None else replace(grader, kind="layered", judge=None)
 
 
 def _lacks(absent: Collection[str], table: str) -> bool:

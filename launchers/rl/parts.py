@@ -209,11 +209,12 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         resumed = self.checkpoint
         if sft is None or not (resumed is None or resumed.name.startswith(COLD_START)):
             return None
-        renderer, (_, info) = (await self.renderers())[TRAINED], (await self.episodes())[TRAINED]
+        renderer = (await self.renderers())[TRAINED]
+        messages, info = (await self.episodes())[TRAINED]
+        tools = list(info.get("tools", ()))
+        system = next((one.content for one in messages if one.role == "system"), "")
         learned, gate = [
-            await in_thread(
-                load_demonstrations, self.resolve(path), renderer, list(info.get("tools", ()))
-            )
+            await in_thread(load_demonstrations, self.resolve(path), renderer, tools, system)
             for path in (sft.data, sft.gate)
         ]
         check_stages(sft, learned)

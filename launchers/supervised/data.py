@@ -20,6 +20,7 @@ from msgspec import Struct
 
 from agentenv.data.files import RawRow, Row, read_rows
 from agentenv.errors import DataError
+from agentenv.prompt import Instruction
 from agentenv.renderer import Renderer
 from agentenv.tree import Trajectory, TrajectoryTree
 from launchers.config import SFTConfig
@@ -342,16 +343,17 @@ Demonstrations = dict[str, dict[str, list[EncodedTree]]]  # by stage, then by ki
 
 
 def load_demonstrations(
-    path: Path, renderer: Renderer, tools: list[dict[str, Any]]
+    path: Path, renderer: Renderer, tools: list[dict[str, Any]], system: str = ""
 ) -> Demonstrations:
     """Read dialogues with the keys "kind" and "stage" beside them, encoded: rows {"question",
     "turns": [{"action", "result"}, ...]} or any other form of `launchers.supervised.dialogues`.
 
-    The stage "" holds all rows. Only what the policy writes is trained: actions and, after the
-    last, the end-of-sequence token. Raises DataError with file and row.
+    The stage "" holds all rows. Rows without a system prompt get that of the episodes.
+    Only what the policy writes is trained: actions and, after the last, the end-of-sequence token.
+    Raises DataError with file and row.
     """
     demonstrations: Demonstrations = {"": {}}
-    encoder = ChatEncoder(renderer)
+    encoder = ChatEncoder(renderer, Instruction(system))
 
     def read(raw: RawRow, form: RowFormat) -> list[tuple[Row, EncodedTree]]:
         conversation = msgspec.structs.replace(read_conversation(raw.row, form), tools=tools)

@@ -12,7 +12,6 @@ It is cut there, so that the results are the environment's and not the policy's.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -26,6 +25,7 @@ from agentenv.errors import ConfigError, DataError
 from agentenv.native import NativeRenderer
 from agentenv.prompt import Instruction
 from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN, Renderer, TagRenderer
+from agentenv.tags import written_arguments
 from agentenv.types import SYSTEM_KEY, Completion, Message, Task
 from launchers.supervised.dialogues import Conversation
 from learners.batch import EncodedTree, encode_sequence
@@ -169,9 +169,9 @@ class ChatEncoder:
         if not self.is_native:
             if len(calls) > 1:
                 raise DataError("the tag protocol has one call a turn, a message has several")
-            value = next(iter(calls[0].arguments.values()), "")
-            value = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            return f"{text}<{calls[0].name}>{value}</{calls[0].name}>"
+            (call,) = calls
+            tool = next((one for one in tools if one.get("name") == call.name), None)
+            return f"{text}<{call.name}>{written_arguments(call.arguments, tool)}</{call.name}>"
         assert isinstance(self.renderer, NativeRenderer)
         try:
             whole = self.renderer.calling(text, calls)

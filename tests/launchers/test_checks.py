@@ -62,7 +62,14 @@ async def test_what_a_check_needs_and_is_missing_fails_all_that_need_it(
 ) -> None:
     results = await found(warehouse, tmp_path, [f"model.path={tmp_path}/none"])
     wrong = [name for name, one in results.items() if one.error is not None]
-    assert wrong == ["model", "context", "chat template", "prompts", "number of updates"]
+    assert wrong == [
+        "model",
+        "context",
+        "chat template",
+        "callable tools",
+        "prompts",
+        "number of updates",
+    ]
     assert all("is not a model directory" in str(results[name].error) for name in wrong[:1])
 
 

@@ -1,0 +1,194 @@
+"""Calls of the tag protocol: how they are read, written and described, and what cannot be called.
+
+    <stock>bolts</stock>                            a tool with one parameter: its value
+    <order>{"item": "bolts", "count": 3}</order>    with more of them: an object of JSON
+
+The schema of a tool decides. An object is also the form where the only parameter is a list or an
+object. A tool that needs at most one of its parameters takes that one as text too, unless the text
+begins with a brace. An object that cannot be read is a call to MALFORMED_CALL: the policy reads
+what is wrong and how the call is written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from agentenv.call_syntax import malformed, schema_types
+from agentenv.errors import ConfigError, ForeignError
+from agentenv.foreign import decode
+from agentenv.types import Message, ToolCall
+
+TAGS = ("think", "result", "answer")
+ToolSchema = Mapping[str, Any]
+Shown = Literal["several", "all", "none"]  # tools that a prompt tells of
+
+_TEXTS = {"string", "integer", "number", "boolean", "null"}  # types that a text can be
+_NAME = re.compile(r"[^\s<>/\"']+")
+_INTRODUCTION = "You can call these tools; what a call gives follows it between <result> tags:"
+
+
+def takes_object(tool: ToolSchema) -> bool:
+    """Whether the arguments of the tool are an object of JSON, not one text."""
+    schema = tool["parameters"]
+    properties = _properties(tool)
+    if not properties:
+        return any(schema.get(key) for key in ("required", "additionalProperties", "anyOf"))
+    if len(properties) > 1:
+        return True
+    types = schema_types(next(iter(properties.values())))
+    return bool(types) and not types & _TEXTS
+
+
+def tagged_call(text: str, tool: ToolSchema) -> tuple[ToolCall, ...]:
+    """The call that a text ends with, none if its tag was never opened."""
+    name = tool["name"]
+    body, opened = text[: text.rfind(f"</{name}>")], f"<{name}>"
+    if opened not in body:
+        return ()
+    written = body.rpartition(opened)[2].strip()
+    if not takes_object(tool):
+        return (ToolCall(name, first_argument(tool, written)),)
+    alone = _alone(tool)
+    if alone is not None and not written.startswith("{"):
+        return (ToolCall(name, {alone: written} if written else {}),)
+    return (_object_call(name, written, tool),)
+
+
+def tag_calls(text: str, tools: Sequence[ToolSchema]) -> tuple[ToolCall, ...]:
+    """The call that a whole turn ends with, if any."""
+    text = text.rstrip()
+    for tool in tools:
+        if text.endswith(f"</{tool['name']}>"):
+            return tagged_call(text, tool)
+    return ()
+
+
+def first_argument(tool: ToolSchema, text: str) -> dict[str, Any]:
+    """The arguments of a call that is one text, which is the first parameter, if there is any."""
+    for name in _properties(tool):
+        return {name: text}
+    return {}
+
+
+def written_arguments(arguments: Mapping[str, Any], tool: ToolSchema | None) -> str:
+    """What stands between the tags in a call with these arguments; `tool` is its schema, if it is
+    known."""
+    if takes_object(tool) if tool is not None else len(arguments) > 1:
+        return json.dumps(dict(arguments), ensure_ascii=False)
+    value = next(iter(arguments.values()), "")
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def form(tool: ToolSchema) -> str:
+    """A call of the tool in which types stand for values."""
+    name = tool["name"]
+    if takes_object(tool):
+        needed = tool["parameters"].get("required", ())
+        parts = [
+            f'"{key}": {_told(schema)}{"" if key in needed else " (optional)"}'
+            for key, schema in _properties(tool).items()
+        ]
+        return f"<{name}>{{{', '.join(parts)}}}</{name}>"
+    return f"<{name}>{next(iter(_properties(tool)), '')}</{name}>"
+
+
+def with_tools(
+    messages: Sequence[Message], tools: Sequence[ToolSchema], shown: Shown
+) -> list[Message]:
+    """The messages of a prompt, which tell of the tools that they do not show already: at the end
+    of the system message, else before the question."""
+    told = "\n".join(message.content for message in messages)
+    lines = [
+        _line(tool)
+        for tool in tools
+        if (shown == "all" or (shown == "several" and takes_object(tool)))
+        and f"<{tool['name']}>" not in told
+    ]
+    if not lines or not messages:
+        return list(messages)
+    text = "\n".join((_INTRODUCTION, *lines))
+    first, *rest = messages
+    if first.role == "system":
+        return [Message("system", f"{first.content}\n\n{text}"), *rest]
+    return [Message(first.role, f"{text}\n\n{first.content}"), *rest]
+
+
+def check_tags(tools: Sequence[ToolSchema]) -> None:
+    """Raises ConfigError for a tool that the tag protocol cannot call."""
+    for tool in tools:
+        problem = _problem(tool)
+        if problem:
+            raise ConfigError(f"the tag protocol cannot call the tool {tool['name']!r}: {problem}")
+
+
+def _problem(tool: ToolSchema) -> str:
+    name = tool["name"]
+    if name in TAGS:
+        return (
+            f"<{name}> is a tag of the protocol itself; give the tool another name, or choose "
+            "renderer.name = 'native'"
+        )
+    if not _NAME.fullmatch(name):
+        return "its name is no tag; give it a name without blanks, quotes and brackets"
+    unknown = sorted(set(tool["parameters"].get("required", ())) - _properties(tool).keys())
+    if unknown and _properties(tool):
+        return f"its schema requires {unknown}, which it does not describe; add them to properties"
+    return ""
+
+
+def _properties(tool: ToolSchema) -> dict[str, Any]:
+    """The schema of each parameter; those that the tool's schema defines by name are looked up."""
+    found, named = tool["parameters"].get("properties", {}), tool["parameters"].get("$defs", {})
+    if not isinstance(found, dict) or not named:
+        return found if isinstance(found, dict) else {}
+    return {
+        key: named.get(str(one.get("$ref", "")).rpartition("/")[2], one)
+        if isinstance(one, dict)
+        else one
+        for key, one in found.items()
+    }
+
+
+def _alone(tool: ToolSchema) -> str | None:
+    """The parameter that may be given as text; None where several are needed, or no text can be
+    its value."""
+    needed = list(tool["parameters"].get("required", ()))
+    properties = _properties(tool)
+    if len(needed) > 1 or not properties:
+        return None
+    name = needed[0] if needed else next(iter(properties))
+    types = schema_types(properties.get(name))
+    return name if not types or types & _TEXTS else None
+
+
+def _object_call(name: str, written: str, tool: ToolSchema) -> ToolCall:
+    try:
+        arguments = decode(written)
+    except ForeignError as error:
+        return malformed(f"expected {form(tool)}; what stands between the tags is no JSON: {error}")
+    if not isinstance(arguments, dict):
+        return malformed(f"expected {form(tool)}; what stands between the tags is no object")
+    return ToolCall(name, arguments)
+
+
+def _line(tool: ToolSchema) -> str:
+    lines = [f"{form(tool)}: {tool.get('description') or 'a tool.'}"]
+    lines += _notes(tool)
+    return "\n".join(lines)
+
+
+def _notes(tool: ToolSchema) -> Iterator[str]:
+    for name, schema in _properties(tool).items():
+        told = schema.get("description") if isinstance(schema, dict) else None
+        if told:
+            yield f"  {name}: {told}"
+
+
+def _told(schema: Any) -> str:
+    """The type of a parameter in few words."""
+    if isinstance(schema, dict) and "enum" in schema:
+        return " | ".join(json.dumps(one, ensure_ascii=False) for one in schema["enum"])
+    return " | ".join(sorted(schema_types(schema) - {"null"})) or "value"

@@ -1,0 +1,1 @@
+"""Three environments of the size of one's own; each folder trains as it is."""

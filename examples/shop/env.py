@@ -1,0 +1,122 @@
+"""A shop in SQLite: each episode has a database of its own, which orders change.
+
+<find>Zorvex</find>                                   57 each, 31 left
+<order>{"item": "Zorvex", "count": 12}</order>        12 Zorvex ordered for 684
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from agentenv import (
+    Grade,
+    Message,
+    StatelessTool,
+    Task,
+    ToolEnv,
+    ToolError,
+    ToolResult,
+    register,
+)
+from agentenv.env import ForkMode
+from agentenv.tools import argument_schema, read_arguments
+from envs.grading.verdict import final_answer
+
+
+class Item(Struct, forbid_unknown_fields=True):
+    """The arguments of `find`."""
+
+    item: str
+
+
+class Wish(Struct, forbid_unknown_fields=True):
+    """The arguments of `order`."""
+
+    item: str
+    count: int
+
+
+class FindTool:
+    """Looks an item up. The database of the episode is its state, forked by a copy."""
+
+    name = "find"
+    description = "Price and stock of an item."
+    schema = argument_schema(Item)
+    fork_mode: ForkMode = "snapshot"
+
+    def __init__(self, items: Mapping[str, Sequence[int]]) -> None:
+        self.items = items
+
+    def start(self, seed: int | None) -> sqlite3.Connection:
+        shop = sqlite3.connect(":memory:")
+        shop.execute("CREATE TABLE items (name TEXT PRIMARY KEY, price INTEGER, left INTEGER)")
+        rows = [(name, price, left) for name, (price, left) in self.items.items()]
+        shop.executemany("INSERT INTO items VALUES (?, ?, ?)", rows)
+        return shop
+
+    async def call(self, arguments: dict[str, Any], state: sqlite3.Connection) -> ToolResult:
+        wanted = read_arguments(self.name, arguments, Item)
+        price, left = look_up(state, wanted.item)
+        return ToolResult(f"{price} each, {left} left")
+
+    async def fork(self, state: sqlite3.Connection) -> sqlite3.Connection:
+        other = sqlite3.connect(":memory:")
+        state.commit()
+        state.backup(other)
+        return other
+
+    async def close(self, state: sqlite3.Connection) -> None:
+        state.close()
+
+
+class OrderTool(StatelessTool):
+    """Orders from the database of `find`."""
+
+    name = "order"
+    description = "Order pieces of an item."
+    schema = argument_schema(Wish)
+    state_of = "find"
+
+    async def call(self, arguments: dict[str, Any], state: sqlite3.Connection) -> ToolResult:
+        wish = read_arguments(self.name, arguments, Wish, strict=False)
+        price, left = look_up(state, wish.item)
+        if not 1 <= wish.count <= left:
+            raise ToolError(f"There are {left} left.")
+        state.execute("UPDATE items SET left = ? WHERE name = ?", (left - wish.count, wish.item))
+        return ToolResult(f"{wish.count} {wish.item} ordered for {price * wish.count}")
+
+
+def look_up(shop: sqlite3.Connection, item: str) -> tuple[int, int]:
+    """Price and stock. Raises ToolError, which the policy reads."""
+    row = shop.execute("SELECT price, left FROM items WHERE name = ?", (item,)).fetchone()
+    if row is None:
+        raise ToolError(f"There is no {item}.")
+    return int(row[0]), int(row[1])
+
+
+class ShopGrader:
+    """1 for the right number, where something was to be ordered only if it was."""
+
+    async def grade(
+        self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
+    ) -> Grade:
+        answer = final_answer(written[-1].content) if written else ""
+        ordered = task.kind == "price" or calls.get("order", 0) == 1
+        right = answer == task.answers[0]
+        parts = {"answer": float(right), "not_ordered": -1.0 if right and not ordered else 0.0}
+        return Grade(sum(parts.values()), right and ordered, parts, f"{answer!r}, {dict(calls)}")
+
+
+class ShopEnv(ToolEnv):
+    """One customer: the row's column "items" is what the shop has, as [price, number left]."""
+
+    def __init__(self, task: Task) -> None:
+        tools = [FindTool(task.metadata["items"]), OrderTool()]
+        super().__init__(task, tools=tools, grader=ShopGrader())
+
+
+register("examples/Shop-v0", "examples.shop.env:ShopEnv")

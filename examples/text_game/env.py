@@ -1,0 +1,125 @@
+"""A text game: the policy walks through rooms and takes the gem.
+
+<look></look>            You are in the Hall. Cellar north. Pantry east.
+<go>north</go>           You are in the Cellar. Kitchen west. Hall south.
+<take></take>            You have the gem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentenv import (
+    Grade,
+    Message,
+    StatelessTool,
+    Task,
+    ToolEnv,
+    ToolError,
+    ToolResult,
+    register,
+)
+from agentenv.env import ForkMode
+
+Rooms = Mapping[str, Mapping[str, str]]  # by room, the room behind each direction
+NONE: dict[str, Any] = {"type": "object", "properties": {}}
+DIRECTION: dict[str, Any] = {
+    "type": "object",
+    "properties": {"direction": {"type": "string"}},
+    "required": ["direction"],
+}
+
+
+class Game:
+    """Where the player is. Everything follows from the moves, so a fork makes them again."""
+
+    def __init__(self, rooms: Rooms, start: str, gem: str) -> None:
+        self.rooms, self.start, self.gem = rooms, start, gem
+        self.room = start
+        self.moves: list[str] = []
+
+    def look(self) -> str:
+        doors = " ".join(f"{room} {way}." for way, room in self.rooms[self.room].items())
+        return f"You are in the {self.room}. {doors}"
+
+    def go(self, way: str) -> str:
+        if way not in self.rooms[self.room]:
+            raise ToolError(f"There is no door {way}. {self.look()}")
+        self.room = self.rooms[self.room][way]
+        self.moves.append(way)
+        return self.look()
+
+    def again(self) -> Game:
+        """A game in which the same moves were made."""
+        other = Game(self.rooms, self.start, self.gem)
+        for way in self.moves:
+            other.go(way)
+        return other
+
+
+class GoTool:
+    """Walks. The game is its state."""
+
+    name = "go"
+    description = "Go through the door in a direction."
+    schema = DIRECTION
+    fork_mode: ForkMode = "replay"
+
+    def __init__(self, rooms: Rooms, start: str, gem: str) -> None:
+        self.game = (rooms, start, gem)
+
+    def start(self, seed: int | None) -> Game:
+        return Game(*self.game)
+
+    async def call(self, arguments: dict[str, Any], state: Game) -> ToolResult:
+        return ToolResult(state.go(str(arguments.get("direction"))))
+
+    async def fork(self, state: Game) -> Game:
+        return state.again()
+
+    async def close(self, state: Game) -> None:
+        return None
+
+
+class LookTool(StatelessTool):
+    """Looks around in the game of `go`."""
+
+    name, description, schema, state_of = "look", "What is around.", NONE, "go"
+
+    async def call(self, arguments: dict[str, Any], state: Game) -> ToolResult:
+        return ToolResult(state.look())
+
+
+class TakeTool(StatelessTool):
+    """Takes the gem, where it is."""
+
+    name, description, schema, state_of = "take", "Take the gem.", NONE, "go"
+
+    async def call(self, arguments: dict[str, Any], state: Game) -> ToolResult:
+        if state.room != state.gem:
+            raise ToolError("There is no gem here.")
+        return ToolResult("You have the gem.")
+
+
+class HasGem:
+    """1 for the gem, whatever the last message says; each call costs a little."""
+
+    async def grade(
+        self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
+    ) -> Grade:
+        has_gem = calls.get("take", 0) > 0  # `take` runs without an error only where the gem is
+        parts = {"gem": float(has_gem), "calls": -0.01 * sum(calls.values())}
+        return Grade(sum(parts.values()), has_gem, parts, f"{dict(calls)}")
+
+
+class TextGameEnv(ToolEnv):
+    """One game; the row has "rooms", "start" and "gem"."""
+
+    def __init__(self, task: Task) -> None:
+        known = task.metadata
+        tools = [LookTool(), GoTool(known["rooms"], known["start"], known["gem"]), TakeTool()]
+        super().__init__(task, tools=tools, grader=HasGem())
+
+
+register("examples/TextGame-v0", "examples.text_game.env:TextGameEnv")

@@ -1,0 +1,108 @@
+"""Makes an environment of one's own to begin with: `python launchers/new.py NAME [--folder DIR]`.
+
+The folder NAME has tools, grader, questions, demonstrations, a configuration and a test. It trains
+as it is, on a laptop within minutes, and is changed from there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from agentenv.disk import replace_folder
+from agentenv.errors import ConfigError
+from launchers.help import Parser
+from launchers.terminal import View, to_its_end
+
+SUFFIX = ".txt"  # of the templates, so that nothing takes them for code
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 2 bad input."""
+    parser = Parser(
+        prog="launchers/new.py",
+        usage="launchers/new.py NAME [--folder DIR]",
+        description="Make a folder with an environment of your own, which trains as it is.",
+    )
+    parser.add_argument("name", metavar="NAME", help="of the folder and of its Python package")
+    where = "where NAME is made; default: here"
+    parser.add_argument("--folder", type=Path, default=Path(), metavar="DIR", help=where)
+    arguments = parser.parse_args(argv)
+    view = View()
+    return to_its_end(lambda: _make(arguments.name, arguments.folder, view), view, writing="NAME")
+
+
+def _make(name: str, parent: Path, view: View) -> int:
+    check_name(name)
+    folder = make_folder(name, parent)
+    view.say(f"made {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    view.say("\nnext:")
+    for line in next_commands(name, parent):
+        view.say(f"  {line}")
+    return 0
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError for a name that no package can have, or that another one has."""
+    if not NAME.fullmatch(name) or keyword.iskeyword(name):
+        near = re.sub(r"[^a-z0-9_]+", "_", name.lower()).strip("_")
+        hint = f"; did you mean {near}?" if NAME.fullmatch(near) and near != name else ""
+        raise ConfigError(
+            f"NAME {name!r}: expected a name for a Python package: lower-case letters, digits and "
+            f"underscores, a letter first{hint}"
+        )
+    found = importlib.util.find_spec(name)
+    if found is not None and found.origin is not None:
+        raise ConfigError(
+            f"NAME {name!r}: {found.origin} is imported by that name already; choose another"
+        )
+
+
+def make_folder(name: str, parent: Path) -> Path:
+    """The folder, whole or not at all. Raises ConfigError."""
+    folder = parent / name
+    if folder.exists():
+        raise ConfigError(f"{folder} is there already; choose another NAME, or remove it")
+    if not parent.is_dir():
+        raise ConfigError(f"--folder {parent}: there is no such folder")
+    title = "".join(part.capitalize() for part in name.split("_"))
+    partial = parent / f".{name}.partial"
+    partial.mkdir(exist_ok=True)
+    for template in _templates():
+        text = template.read_text(encoding="utf-8").replace("NameEnv", f"{title}Env")
+        path = partial / template.name.removesuffix(SUFFIX)
+        path.write_text(text.replace("NAME", name), encoding="utf-8")
+    replace_folder(partial, folder)
+    return folder
+
+
+def next_commands(name: str, parent: Path) -> Iterator[str]:
+    """What to type after it, from the folder that the environment lies in."""
+    if parent.resolve() != Path.cwd():
+        yield f"cd {shlex.quote(str(parent))}"
+    here = (parent / "launchers" / "train.py").is_file()
+    train = "launchers/train.py" if here else "-m launchers.train"
+    told = {
+        f"python -m pytest {name}": "the test of the environment",
+        f"python {train} {name}/train.toml --dry-run": "tries everything, starts nothing",
+        f"python {train} {name}/train.toml": "cold start, then ARPO: minutes",
+    }
+    width = max(map(len, told))
+    yield from (f"{command.ljust(width)}  # {what}" for command, what in told.items())
+
+
+def _templates() -> list[Traversable]:
+    folder = resources.files("launchers") / "templates" / "env"
+    return sorted((one for one in folder.iterdir() if one.name.endswith(SUFFIX)), key=str)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Demonstrations are played in the environment, and a tool may share the state of another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv import StatelessTool, Task, ToolEnv, ToolResult, demonstrate, texts_of, write_rows
+from agentenv.env import ForkMode, close_shared, shared
+from agentenv.errors import ConfigError, DataError
+from agentenv.testing import check_tool_env
+from envs.grading.reward import ExactMatch
+
+NONE: dict[str, Any] = {"type": "object", "properties": {}}
+THING: dict[str, Any] = {"type": "object", "properties": {"thing": {"type": "string"}}}
+
+
+class PutTool:
+    """Puts a thing into the bag, which is its state."""
+
+    name, description = "put", "Put it in."
+    schema = THING
+    fork_mode: ForkMode = "snapshot"
+
+    def start(self, seed: int | None) -> list[str]:
+        return []
+
+    async def call(self, arguments: dict[str, Any], state: list[str]) -> ToolResult:
+        state.append(arguments["thing"])
+        return ToolResult(f"{len(state)} in it")
+
+    async def fork(self, state: list[str]) -> list[str]:
+        return list(state)
+
+    async def close(self, state: list[str]) -> None:
+        state.clear()
+
+
+class CountTool(StatelessTool):
+    name, description, schema, state_of = "count", "How many are in it.", NONE, "put"
+
+    async def call(self, arguments: dict[str, Any], state: list[str]) -> ToolResult:
+        return ToolResult(str(len(state)))
+
+
+class BagEnv(ToolEnv):
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, [CountTool(), PutTool()], ExactMatch(), prompt="Be quick.")
+
+
+ROW = {"question": "Put two in and count.", "answer": 2, "kind": "two", "things": ["a", "b"]}
+
+
+def solve(task: Task, results: Sequence[str]) -> str:
+    things = task.metadata["things"]
+    if len(results) < len(things):
+        return f"<think>.</think><put>{things[len(results)]}</put>"
+    if len(results) == len(things):
+        return "<think>.</think><count></count>"
+    return f"<think>.</think><answer>{results[-1]}</answer>"
+
+
+def test_a_row_is_what_was_said_and_what_it_earned(tmp_path: Path) -> None:
+    (row,) = demonstrate(BagEnv, [ROW], solve, stage="clean")
+    assert (row["kind"], row["stage"], row["reward"], row["success"]) == ("two", "clean", 1.0, True)
+    said = [(one["role"], one["content"]) for one in row["messages"]]
+    assert said[:2] == [("system", "Be quick."), ("user", "Put two in and count.")]
+    assert [text for role, text in said if role == "tool"] == ["1 in it", "2 in it", "2"]
+    assert said[-1] == ("assistant", "<think>.</think><answer>2</answer>")
+    assert "2 in it" in texts_of([row])
+    path = write_rows(tmp_path / "data" / "sft.jsonl", [row])
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [row]
+
+
+def test_an_episode_that_does_not_end_is_refused() -> None:
+    with pytest.raises(DataError, match=r"row-1: the demonstration has not ended after 100 turns"):
+        demonstrate(BagEnv, [ROW], lambda task, results: "<count></count>")
+
+
+def test_a_row_without_an_answer_is_refused() -> None:
+    with pytest.raises(DataError, match="answer"):
+        demonstrate(BagEnv, [{"question": "?"}], solve)
+
+
+async def test_shared_tools_keep_the_contract() -> None:
+    task = Task("t", "bag", "?", ("2",))
+    await check_tool_env(BagEnv, task, ["<put>a</put>", "<count></count>", "<put>b</put>", "2"])
+
+
+async def test_a_state_that_no_tool_has_is_refused() -> None:
+    env = ToolEnv(Task("t", "bag", "?", ("2",)), [CountTool()], ExactMatch())
+    with pytest.raises(ConfigError, match=r"'count' has state_of = 'put'; expected one of"):
+        await env.reset(seed=0)
+
+
+async def test_resources_of_a_running_loop_are_left_alone() -> None:
+    kept = shared("mine", lambda: object())
+    import asyncio
+
+    await asyncio.to_thread(demonstrate, BagEnv, [ROW], solve)
+    assert shared("mine", lambda: object()) is kept
+    await close_shared()
