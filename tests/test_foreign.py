@@ -28,6 +28,7 @@ DECODERS = re.compile(
     r"|msgspec\.convert|ast\.literal_eval|(pickle|marshal|yaml)\.\w*loads?"
     r"|(response|request|reply)\.json"
 )
+IMPORTS = re.compile(r"from (json|pickle|msgspec\.json)\b")
 # What these decode was written by this program, or is the configuration, which has errors of its
 # own, or they run where agentenv is not.
 OURS = {
@@ -83,7 +84,10 @@ class Flat(Struct):
 
 def decoding(path: Path) -> list[int]:
     """Lines of a file that decode without agentenv.foreign."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    if not DECODERS.search(text) and not IMPORTS.search(text):
+        return []  # most need not be parsed
+    tree = ast.parse(text)
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     found = [call.lineno for call in calls if DECODERS.fullmatch(ast.unparse(call.func))]
     imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))

@@ -47,7 +47,10 @@ def imports(tree: ast.Module) -> set[str]:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_import_arrows(package: str) -> None:
     for path in sources(package):
-        wrong = imports(ast.parse(path.read_text())) & FORBIDDEN[package]
+        text = path.read_text()
+        if not any(name in text for name in FORBIDDEN[package]):
+            continue  # most need not be parsed
+        wrong = imports(ast.parse(text)) & FORBIDDEN[package]
         assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
 
 

@@ -67,6 +67,7 @@ def test_auto_tokenizer_is_asked_for_all_others(
     assert tokenizer_class(model_directory(tmp_path / "model", model_type, **settings)) is None
 
 
+@pytest.mark.slow
 def test_a_known_class_is_loaded_without_torch(tmp_path: Path) -> None:
     model = model_directory(tmp_path / "model", "qwen3", tokenizer_class="Qwen2Tokenizer")
     code = (

@@ -33,7 +33,10 @@ def uses(names: set[str]) -> Iterator[str]:
     """FILE: NAME of all calls, also where the function is only named."""
     for package in ("agentenv", "envs", "learners", "launchers"):
         for path in (ROOT / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = path.read_text(encoding="utf-8")
+            if not any(name in text for name in names):
+                continue  # most need not be parsed
+            for node in ast.walk(ast.parse(text)):
                 found = set()
                 if isinstance(node, ast.Attribute):
                     owner = node.value.id if isinstance(node.value, ast.Name) else ""

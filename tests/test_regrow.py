@@ -115,7 +115,10 @@ class Trained(ScriptedEngine):
         return replace(done, entropies=moved(done.entropies))
 
 
-@pytest.mark.parametrize(("name", "index"), [("forks", 2), ("arpo", 5), ("aepo", 3)])
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [("forks", 2), pytest.param("arpo", 5, marks=pytest.mark.slow), ("aepo", 3)],
+)
 @pytest.mark.parametrize("engine", [ScriptedEngine, Trained])
 def test_a_tree_that_goes_on_after_crashes_grows_again_as_it_was(
     tmp_path: Path, name: str, index: int, engine: type[ScriptedEngine]

@@ -371,6 +371,7 @@ class Storm:
             await self.leave(0)
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(

@@ -20,7 +20,7 @@ from tests.engines import contract
 from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, check_sampled
 from tests.engines.server_process import FORKING
 from tests.engines.traffic import LONG
-from tests.engines.vllm_server import PYTHON, require_vllm
+from tests.engines.vllm_server import forking_python, require_vllm
 from tests.engines.world import EngineSubject, World, prompt
 
 pytestmark = [pytest.mark.engine_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -35,7 +35,7 @@ async def test_a_pool_of_one_real_server_and_its_death(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         factory = ServerFactory(tmp_path, stack, lambda text: None)
         served = Served("vllm", world.paths[0], "policy", MAX_LENGTH, trained=True)
-        config = ServersConfig(python=str(PYTHON), env={"PYTHONPATH": FORKING})
+        config = ServersConfig(python=str(forking_python()), env={"PYTHONPATH": FORKING})
         (url,) = await factory.start(served, config, "engine.servers")
         pool = EnginePool(
             [VLLMServer(url, vocab_size=VOCAB)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.engines.reference import MAX_LENGTH
 from tests.engines.server_process import FORKING, ServerProcess
+from tests.support.nursery import nursery
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -45,7 +47,7 @@ MODULES = (
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3",
-    "vllm.model_executor.models.llama",
+    "vllm_models:inspect",  # of tests/support/forking
     # of the machine: asks a dozen programs, for 1.7 CPU seconds
     "vllm.entrypoints.serve.dev.server_info.api_router:_get_system_env_info_cached",
 )
@@ -55,6 +57,12 @@ def require_vllm() -> None:
     """Skips the test where there is no environment for vLLM."""
     if not STAMP.is_file():
         pytest.skip("no vLLM here: make it with `sh .ci/engine-vllm` (2.5 GB)")
+
+
+def forking_python() -> Path:
+    """The Python of servers that a launcher starts, in place of PYTHON; they are forks too."""
+    name = "vllm.entrypoints.openai.api_server"
+    return nursery(str(PYTHON), MODULES, os.environ | ENVIRONMENT).stand_in(name)
 
 
 class VLLMProcess(ServerProcess):

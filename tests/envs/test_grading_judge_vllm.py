@@ -23,7 +23,7 @@ from launchers.quickstart import build_model
 from launchers.serving.roles import start_roles
 from launchers.serving.servers import ServerFactory
 from tests.engines.server_process import FORKING
-from tests.engines.vllm_server import require_vllm
+from tests.engines.vllm_server import forking_python, require_vllm
 
 pytestmark = [pytest.mark.engine_vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -66,6 +66,7 @@ async def test_a_judge_that_the_run_starts(model: Path, tmp_path: Path) -> None:
         "roles": {
             "judge": {
                 "model": str(model),
+                "python": str(forking_python()),
                 "device": "cpu",
                 "dtype": "float32",
                 "env": {"PYTHONPATH": FORKING},

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.warehouse import make_workspace
+
+if TYPE_CHECKING:
+    from launchers.rl.recorder import Recorder
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -22,6 +26,23 @@ def here() -> Iterator[None]:
     from tests.support.rank_here import rank_here  # loads torch
 
     with rank_here():
+        yield
+
+
+@pytest.fixture(scope="session")
+def draw() -> Callable[[Recorder], list[str]]:
+    """The pictures of a run, as it draws them."""
+    from launchers.rl.recorder import Recorder
+
+    return Recorder.draw
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _undrawn(draw: Callable[[Recorder], list[str]]) -> Iterator[None]:
+    """Runs leave out their pictures, which are half of the CPU time of a short one; `finished`
+    has them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("launchers.rl.recorder.Recorder.draw", lambda self: [])
         yield
 
 
@@ -49,13 +70,14 @@ SETS = [
 
 
 @pytest.fixture(scope="session")
-def finished(warehouse: Path) -> Path:
-    """A finished run of four steps, "finished", which is only read: with two evaluation sets and
-    a checkpoint every step, of which the third is the best."""
+def finished(warehouse: Path, draw: Callable[[Recorder], list[str]]) -> Path:
+    """A finished run of four steps, "finished", which is only read: with two evaluation sets, a
+    checkpoint every step, of which the third is the best, and its pictures."""
     from launchers import train
     from tests.support.rank_here import rank_here
 
     overrides = [text.format(folder=warehouse.parent) for text in SETS]
-    with rank_here():
+    with rank_here(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("launchers.rl.recorder.Recorder.draw", draw)
         assert train.main([str(warehouse), "run.name=finished", *overrides]) == 0
     return warehouse.parent / "runs" / "finished"

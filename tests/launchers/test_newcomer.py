@@ -85,6 +85,7 @@ async def test_the_grader_of_the_readme_grades() -> None:
         assert (grade.reward, grade.success) == (reward, bool(reward))
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_names_the_ways_on(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

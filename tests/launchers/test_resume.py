@@ -29,6 +29,7 @@ def copied(finished: Path, name: str) -> Path:
     return shutil.copytree(finished, finished.with_name(name))
 
 
+@pytest.mark.slow
 def test_resume_goes_on_with_the_next_tree(warehouse: Path, finished: Path) -> None:
     run = copied(finished, "resumed")
     assert train.main([str(warehouse), "run.name=resumed", "train.num_steps=6", "--resume"]) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -28,8 +27,6 @@ from tests.learners.ranks import (
 )
 from tests.learners.trees import credited, random_tree
 from tests.support.forks import Command
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -128,20 +125,14 @@ async def test_ranks_of_a_launcher_connect_to_the_controller(
         ],
     }
     async with controller(model_dir, tmp_path, monkeypatch) as update:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", *options[launcher], "learners.worker"),
-            cwd=ROOT,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        try:
+        with Command(
+            *("-m", *options[launcher], "learners.worker"),
+            log=tmp_path / "launcher.log",
+            modules=("learners.worker", "deepspeed.launcher.launch"),
+        ) as process:
             await update()
-            output, _ = await asyncio.wait_for(process.communicate(), 60.0)
-            assert process.returncode == 0, output.decode()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+            said = await asyncio.to_thread(process.said)
+            assert process.returncode == 0, said
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from learners.ranks import environment
 from tests.learners.trees import tiny_model
 
 
+@pytest.mark.slow
 def test_without_a_compiler_it_is_refused_before_weights_load(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

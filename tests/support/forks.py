@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from learners import ranks
-from tests.support.nursery import POLL_S, Forked, Nursery, nursery
+from tests.support.nursery import POLL_S, PYTHON, Forked, Nursery, nursery
 
 MODULES = (
     "deepspeed",
@@ -96,16 +96,22 @@ async def start_worker(
 
 class Command(Forked):
     """A launcher as users type it: `python ARGUMENTS ...` at the top of the repository, with
-    `path` in front of its PYTHONPATH, and what it says in `log`. Killed at the end of `with`."""
+    `path` in front of its PYTHONPATH, and what it says in `log`. Killed at the end of `with`.
+    Of the processes that it starts, those of `modules` are forks too."""
 
-    def __init__(self, *arguments: str, log: Path, path: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, *arguments: str, log: Path, path: Sequence[Path] = (), modules: Sequence[str] = ()
+    ) -> None:
         self.log = log
         folders = [*map(str, path), ranks.PACKAGES]
+        chosen = {"PYTHONPATH": os.pathsep.join(folders)}
+        if modules:
+            chosen[PYTHON] = str(project().stand_in(*modules))
         with log.open("wb") as output:
             super().__init__(
                 project().fork(
                     arguments,
-                    environment=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
+                    environment=os.environ | chosen,
                     folder=Path(ranks.PACKAGES),
                     output=output.fileno(),
                 )

@@ -6,6 +6,10 @@ start over a hundred. Here each is a fork; what it then does, and how it ends, i
     nursery, one process --- minder of each: waits for it and tells how it ended --- the process
                          --- guard of launchers/serving, where it is a server ---
 
+What a test cannot start itself, since a launcher does, gets a program that stands in for Python:
+
+    launcher --- the stand-in, alive as long as the process --- minder --- the process
+
 The nursery runs in any Python, also an engine's, and needs nothing but the standard library.
 """
 
@@ -18,6 +22,8 @@ import importlib
 import json
 import os
 import runpy
+import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,6 +41,14 @@ PR_SET_PDEATHSIG = 1
 POLL_S = 0.01
 MAX_REQUEST = 1 << 20  # bytes
 TICKS = os.sysconf("SC_CLK_TCK")
+PYTHON = "AGENTENV_TESTS_PYTHON"  # in an environment: what a fork has as sys.executable
+STAND_IN = """\
+#!{python} -IS
+import sys
+sys.path.insert(0, {folder!r})
+import nursery
+nursery.stand_in({python!r}, {address!r}, {modules!r})
+"""
 
 _open: dict[tuple[str, ...], Nursery] = {}
 
@@ -73,16 +87,35 @@ class Nursery:
     "module:function" it also calls the function, which keeps what it finds out."""
 
     def __init__(self, python: str, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._python = python
         self._control, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST)
-        with inner:
+        self._folder = Path(tempfile.mkdtemp(prefix="nursery-"))
+        with inner, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(self._folder / "socket"))
+            listener.listen()
             self._process = subprocess.Popen(
-                [python, str(Path(__file__).resolve()), *modules],
+                [python, str(Path(__file__).resolve()), str(listener.fileno()), *modules],
                 stdin=inner.fileno(),
+                pass_fds=[listener.fileno()],
                 cwd="/",
                 env=dict(environment),
             )
         self.pid = self._process.pid
+
+    def stand_in(self, *modules: str) -> Path:
+        """A program in place of Python: `-m` one of `modules` is a fork, all else Python itself
+        runs. A fork ends with the program, however that ends, and the program with the fork."""
+        path = self._folder / "-".join(modules)
+        if not path.is_file():
+            address, folder = str(self._folder / "socket"), str(Path(__file__).resolve().parent)
+            path.write_text(
+                STAND_IN.format(
+                    python=self._python, folder=folder, address=address, modules=modules
+                )
+            )
+            path.chmod(0o755)
+        return path
 
     def fork(
         self,
@@ -104,16 +137,22 @@ class Nursery:
             "folder": str(folder),
             "guard": list(guard),
         }
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, open(os.devnull, "rb") as null:
-            fds = [theirs.fileno(), output, null.fileno() if stdin is None else stdin]
-            socket.send_fds(self._control, [json.dumps(request).encode()], fds)
-        return ours
+        with open(os.devnull, "rb") as null:
+            fds = [output, null.fileno() if stdin is None else stdin]
+            return ask(self._control, request, fds)
 
     def close(self) -> None:
         """Idempotent."""
         self._control.close()
         self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def ask(control: socket.socket, request: dict[str, Any], fds: list[int]) -> socket.socket:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        socket.send_fds(control, [json.dumps(request).encode()], [theirs.fileno(), *fds])
+    return ours
 
 
 class Forked:
@@ -147,6 +186,10 @@ class Forked:
         assert self.returncode is not None
         return self.returncode
 
+    def watch(self) -> None:
+        """Until something is told of it, which is that it has ended."""
+        select.select([self._minder], [], [])
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
@@ -155,10 +198,40 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+# below: in the process that stands in for Python
+
+
+def stand_in(python: str, address: str, modules: Sequence[str]) -> NoReturn:
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["-u"]:  # output is not read before the end
+        del arguments[0]
+    if arguments[:1] != ["-m"] or arguments[1] not in modules:
+        os.execv(python, [python, *sys.argv[1:]])
+    request = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "guard": [],
+    }
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as control:
+        control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST)
+        control.connect(address)
+        process = Forked(ask(control, request, [1, 0]))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: process.send_signal(number))
+    process.watch()
+    status = process.wait()
+    if status < 0:
+        with suppress(OSError):  # SIGKILL has no other meaning
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
 # below: in the nursery
 
 
-def main(modules: Sequence[str]) -> NoReturn:
+def main(listening: str, *modules: str) -> NoReturn:
     die_with_parent(os.getppid())
     del sys.path[0]  # the folder of this file
     for name in modules:
@@ -176,15 +249,22 @@ def main(modules: Sequence[str]) -> NoReturn:
                 os.close(reports.pop(pid))
 
     signal.signal(signal.SIGCHLD, reap)
-    control = socket.socket(fileno=os.dup(0))
+    control, listener = socket.socket(fileno=os.dup(0)), socket.socket(fileno=int(listening))
     while True:
-        request, fds, _, _ = socket.recv_fds(control, MAX_REQUEST, 3)
+        asks = control
+        if control not in select.select([control, listener], [], [])[0]:
+            asks, _ = listener.accept()
+        request, fds, _, _ = socket.recv_fds(asks, MAX_REQUEST, 3)
+        if asks is not control:
+            asks.close()
         if not fds:
-            os._exit(0)
+            if asks is control:
+                os._exit(0)
+            continue
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         pid = os.fork()
         if pid == 0:
-            for fd in (*reports.values(), control.fileno()):
+            for fd in (*reports.values(), control.fileno(), listener.fileno()):
                 os.close(fd)
             mind(json.loads(request), *fds)
         reports[pid] = fds[0]
@@ -211,6 +291,7 @@ def mind(request: dict[str, Any], report: int, output: int, stdin: int) -> NoRet
             minder = os.getpid()
             process = Fork(lambda: run(request, report, minder))
             os.write(report, b"%16d" % process.pid)
+            watch(process, report)
             status = process.wait()
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -219,6 +300,15 @@ def mind(request: dict[str, Any], report: int, output: int, stdin: int) -> NoRet
         with suppress(BrokenPipeError):
             os.write(report, b"%16d" % status)
         os._exit(0)
+
+
+def watch(process: Fork, report: int) -> None:
+    """Until it ends; it does so when nobody is left whom to tell."""
+    pidfd = os.pidfd_open(process.pid)
+    if pidfd not in select.select([pidfd, report], [], [])[0]:
+        for kill in (os.killpg, os.kill):  # it may not lead its group yet
+            with suppress(ProcessLookupError):
+                kill(process.pid, signal.SIGKILL)
 
 
 def guarded(request: dict[str, Any], report: int) -> int:
@@ -306,6 +396,7 @@ def become(request: dict[str, Any]) -> None:
     sys.path.insert(0, request["folder"])
     path = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [folder for folder in path if folder and folder not in sys.path]
+    sys.executable = environment.get(PYTHON, sys.executable)
     if "torch" in sys.modules:
         threads = environment.get("OMP_NUM_THREADS") or os.cpu_count()
         sys.modules["torch"].set_num_threads(int(threads))
@@ -318,4 +409,4 @@ def die_with_parent(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])
