@@ -384,7 +384,8 @@ Handler = Callable[[Any], Any]
 def main() -> None:
     """The fork server: load the handler, then fork a worker for each socket that comes."""
     _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the host, which then closes
+    for number in (signal.SIGINT, signal.SIGHUP):  # for the host, which then closes
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers leave nothing to be waited for
     control = socket.socket(fileno=os.dup(0))
     setup = msgspec.msgpack.decode(control.recv(1 << 16), type=dict[str, Any])

@@ -140,8 +140,10 @@ class Watchdog:
         self._last_signal = now
 
     def _end(self, how: str) -> None:
-        self._tell(f"ended {how}\n{self._stack()}")
-        os._exit(EXIT_INTERRUPTED)
+        try:
+            self._tell(f"ended {how}\n{self._stack()}")
+        finally:  # also where nobody can be told
+            os._exit(EXIT_INTERRUPTED)
 
     def _look(self) -> None:
         if not self._pending:
@@ -156,15 +158,19 @@ class Watchdog:
             self._told += 1
             queued = queued_s() - self._queued
             if queued > held_s / 2:  # where it stands says nothing
-                return self._tell(
+                return self._say(
                     f"the event loop has not run for {held_s:.0f} s, and waited for a core for "
                     f"{queued:.1f} s of them: other processes keep the machine busy"
                 )
-            self._tell(
+            self._say(
                 f"{self._holder()} holds up every rollout: the event loop has not run for "
                 f"{held_s:.0f} s; work that takes long belongs into a thread or a process\n"
                 f"{self._stack()}"
             )
+
+    def _say(self, text: str) -> None:
+        with suppress(OSError):  # a terminal that is gone; signals are still to be counted
+            self._tell(text)
 
     def _go_on(self) -> None:
         self._pending = False

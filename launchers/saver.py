@@ -106,7 +106,7 @@ class Saver:
         learner is ended, which ends this with its LearnerError. What hangs even then, a disk, is
         left to itself.
         """
-        task = asyncio.ensure_future(self._save())
+        task = asyncio.ensure_future(self._save(at_end=at_end))
         cancelled: asyncio.CancelledError | None = None
         timer = self._give_up_later(task) if at_end else None
         try:
@@ -166,18 +166,27 @@ class Saver:
 
     # inner workings
 
-    async def _save(self) -> None:
+    async def _before(self) -> None:
+        """What has to be on the disk before a checkpoint is, unless it is the last one."""
+
+    async def _save(self, *, at_end: bool) -> None:
         async with self._one_at_a_time:
             if not self._is_whole:
                 raise LearnerError("the weights are those of no whole step and are not saved")
             async with self._turn():
+                if not at_end:
+                    await self._before()
                 await self.checkpoints.save(
                     self._path(), self.learner, self._state(), self.config.keep_last, self._needed()
                 )
             self._last = _now()
 
     def _exists(self) -> bool:
-        return self._path() in self.checkpoints.finished()
+        return self._has(self._step())
+
+    def _has(self, step: int) -> bool:
+        """Whether the checkpoint of this step is there."""
+        return self.checkpoints.path(step, self._of) in self.checkpoints.finished()
 
     def _path(self) -> Path:
         return self.checkpoints.path(self._step(), self._of)

@@ -255,9 +255,10 @@ def to_its_end(
         traceback.print_exc()
         code = EXIT_FAILED
     if stuck := hanging():  # the interpreter would wait for them before it ends
-        sys.stdout.flush()
-        sys.stderr.write(f"ended without {', '.join(map(str, stuck))}\n")
-        sys.stderr.flush()
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.write(f"ended without {', '.join(map(str, stuck))}\n")
+            sys.stderr.flush()
         os._exit(code)
     return code
 

@@ -108,32 +108,43 @@ class Evaluator:
     async def resume(self, due: list[str]) -> None:
         """Take up the evaluation after a step that an interruption cut off, or that of the sets
         `due` after the last step, which it came before."""
-        pending, sets = self.state.evaluating, self.config.eval.sets.keys()
-        if pending is None:
-            what = self._now(due)
-            if due and not self._evaluations.is_done(what):
-                await self.after_step(due)
-            elif due and self.config.checkpoint.best_metric:  # which the interruption came before
-                rows = await in_thread(read_rows, self._folder / what.phase)
-                for name in due:
-                    own = [row for row in rows if row.dataset == name]
-                    await self.saver.consider_best(what.step, brief_report(name, own))
+        what = self.state.evaluating or self._now(due)
+        if what.when or not what.sets:
             return
-        if pending.when or not sets >= set(pending.sets):
+        beside = self.parts.overlapping
+        if not self._has_sets(what):
+            self._tell_gap(what, "eval.sets does not have them any more")
+        elif self._evaluations.is_done(what):
+            await self._consider_again(what)
+        elif beside is not None and self._weights_of(what).is_dir():
+            return self._begin(beside, what)
+        elif what.step == self.state.step:
+            return await self.after_step(what.sets)
+        else:
+            self._tell_gap(what, "its weights are gone")
+        self.state.evaluating = None
+
+    async def _consider_again(self, what: Evaluating) -> None:
+        """Keep the best checkpoint, should the interruption have come before that."""
+        if not self.config.checkpoint.best_metric:
             return
-        if self._weights_of(pending).is_dir() and self.parts.overlapping is not None:
-            self._begin(self.parts.overlapping, pending)
-        elif pending.step == self.state.step:
-            await self.after_step(pending.sets)
+        rows = await in_thread(read_rows, self._folder / what.phase)
+        for name in what.sets:
+            own = [row for row in rows if row.dataset == name]
+            await self.saver.consider_best(what.step, brief_report(name, own))
+
+    def _has_sets(self, what: Evaluating) -> bool:
+        """Whether the configuration still knows of all that is evaluated."""
+        return self.config.eval.sets.keys() >= set(what.sets)
 
     def is_told(self, phase: str) -> bool:
         """Whether its rows of metrics are all there, and stay so when the run goes on."""
-        pending = self.state.evaluating
-        if pending is not None and pending.phase == phase:
-            return False
         if phase in PHASES:
             return phase in self.state.reports
-        return (self._folder / phase).is_dir()
+        pending = self.state.evaluating
+        if pending is not None and pending.phase == phase and self._has_sets(pending):
+            return self._evaluations.is_done(pending)
+        return not (self._folder / f"{phase}{PARTIAL}").is_dir()
 
     async def finish(self) -> None:
         """Wait for the evaluation that goes on beside the training."""

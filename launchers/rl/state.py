@@ -211,12 +211,14 @@ class RunSaver(Saver):
             yield
             self.state.line = self.state.incarnation
 
+    async def _before(self) -> None:
+        """The trees of its step are in the archive: nobody would write them afterwards."""
+        if self.archive is not None:
+            await asyncio.shield(self.archive.written())  # whose disk may hang
+
     async def save(self, *, at_end: bool = False) -> None:
-        """Also lets go of what no checkpoint wants of the journal. The trees of its step are in the
-        archive before: nobody would write them afterwards."""
+        """Also lets go of what no checkpoint wants of the journal."""
         if not at_end:
-            if self.archive is not None:
-                await self.archive.written()
             await super().save()
             return await self._let_go()
         # Weights and state come first, whatever becomes of the rest.
@@ -240,7 +242,8 @@ class RunSaver(Saver):
     async def _at_last(self, what: str, writing: Awaitable[None]) -> None:
         """Wait for `finish_s` at most, and only say what goes wrong."""
         try:
-            await within(self.config.finish_s, f"writing {what}", writing)
+            shielded = asyncio.shield(writing)  # which a disk that hangs keeps from its end
+            await within(self.config.finish_s, f"writing {what}", shielded)
         except Exception as error:
             is_ours = isinstance(error, AgentEnvError | OSError)
             trace = None if is_ours else error
@@ -255,7 +258,7 @@ class RunSaver(Saver):
         if self.state.best is not None and value <= self.state.best:
             return
         cancelled = None
-        if step == self.state.step:
+        if step == self.state.step and not self._has(step):
             try:
                 await self.save()
             except asyncio.CancelledError as error:  # it is saved all the same
@@ -266,6 +269,11 @@ class RunSaver(Saver):
 
     async def _keep_best(self, step: int, value: float) -> None:
         """Only what is there is remembered; see Evaluator.resume."""
-        await in_thread(self.checkpoints.keep_best, step)
+        if self._has(step):
+            await in_thread(self.checkpoints.keep_best, step)
+        else:  # an earlier process kept it, and went on
+            best = self.checkpoints.best()
+            if best is None or load_state(best, RunState).step != step:
+                return
         self.state.best = value
         await self.amend()

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Set
 from itertools import count
 from pathlib import Path
@@ -16,13 +17,16 @@ from typing import Any
 
 import pytest
 
+from agentenv.archive import Archive, StepHeader, read_step, steps_of
 from agentenv.engines.scripted import ScriptedEngine
 from agentenv.errors import EngineDeadError, LearnerError
 from agentenv.tools import FunctionTool
 from agentenv.tree import TrajectoryTree
 from agentenv.types import ToolResult
 from launchers import saver, train
+from launchers.rl import evaluations
 from launchers.rl.recorder import Recorder
+from launchers.rl.state import RunSaver
 from launchers.rl.training import StepAccounts
 from launchers.rundir import Checkpoints
 from learners.credit import TreeCredit
@@ -77,16 +81,33 @@ def num_untrained(run: Path, step: int) -> int:
     )
 
 
-def goes_on(warehouse: Path, name: str, unwritten: Set[int] = frozenset()) -> None:
+def kept_steps(run: Path) -> list[int]:
+    """Those whose trees are kept, whole, as the step took them."""
+    found = steps_of(run / "trees")
+    for number, path in found.items():
+        step = read_step(path)
+        assert step.is_whole
+        assert step.header.step == number
+        assert [entry.tree for entry in step.entries] == [2 * number - 2, 2 * number - 1]
+    return [*found]
+
+
+def goes_on(warehouse: Path, name: str, unwritten: Set[int] = frozenset(), *overrides: str) -> None:
     """Resumed, the run ends well, and each tree was trained once; `unwritten`: steps that were
     saved before their trajectories could be written."""
-    assert train.main([*arguments(warehouse, name), "--resume"]) == 0
+    assert train.main([*arguments(warehouse, name, *overrides), "--resume"]) == 0
     run = warehouse.parent / "runs" / name
     assert last_checkpoint(run)[0] == NUM_STEPS
+    assert kept_steps(run) == [*range(1, NUM_STEPS + 1)]
     for step in {*range(1, NUM_STEPS + 1)} - unwritten:
         assert trees_of(run, step) == [2 * step - 2, 2 * step - 1]
     evaluated = sorted(path.name for path in (run / "eval").iterdir())
     assert evaluated == ["after_rl", "before_sft", "step-000002", "step-000004"]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(row["phase"] for row in rows if "eval/a/success" in row) == evaluated
+    steps = [row["step"] for row in rows if "trees/offered" in row]
+    assert len(steps) == len(set(steps))
+    assert {*range(1, NUM_STEPS + 1)} - {*steps} <= unwritten
 
 
 # Where a signal comes: the command of the learner that is at work and which of its kind, or what
@@ -99,14 +120,16 @@ POINTS = {
     "evaluation": 2,  # that of step 2, and it is taken up
     "Export 2": 2,  # of the checkpoint of step 2; the first is that of step 0
     "Save 2": 2,
+    "archive 2": 2,  # the trees of step 2 are written
     "after_rl": 4,  # the evaluation of step 4
+    "report": 4,
     "Close 1": 4,
 }
 
 
 class Signals:
-    """Sends signals to this process when a point is reached; the second as soon as the first has
-    been taken."""
+    """Sends signals to this process when a point is reached; the second of two as soon as the first
+    has been taken. `number` 0: one as of a terminal that is closed."""
 
     def __init__(self, point: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.point, self.number = point, number
@@ -127,6 +150,18 @@ class Signals:
 
         monkeypatch.setattr(ScriptedEngine, "generate", generating)
         monkeypatch.setattr(ToyRank, "at", staticmethod(self.of_learner))
+        write, finish = Archive.write, Recorder.finish
+
+        def writing(archive: Archive, header: StepHeader, trees: Any) -> None:
+            self.at(f"archive {header.step}")
+            write(archive, header, trees)
+
+        def finishing(recorder: Recorder, **keys: Any) -> None:
+            self.at("report")
+            finish(recorder, **keys)
+
+        monkeypatch.setattr(Archive, "write", writing)
+        monkeypatch.setattr(Recorder, "finish", finishing)
 
     def of_learner(self, name: str) -> float:
         self.seen[name] = self.seen.get(name, 0) + 1
@@ -137,13 +172,13 @@ class Signals:
         if point != self.point or self.sent:
             return
         self.sent = 1
-        os.kill(os.getpid(), signal.SIGTERM)
+        first = signal.SIGHUP if self.number == 0 else signal.SIGTERM
+        os.kill(os.getpid(), first)
         if self.number == 2:
-            loop = asyncio.get_running_loop()
-            loop.call_later(0.005, os.kill, os.getpid(), signal.SIGINT)
+            threading.Timer(0.005, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["hangup", "once", "twice"])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_signal_saves_wherever_it_comes(
     warehouse: Path,
@@ -163,7 +198,71 @@ def test_a_signal_saves_wherever_it_comes(
     assert "interrupted" in out
     assert ("still ending" in out) == (number == 2) or point.startswith("Close")
     assert last_checkpoint(run)[0] == POINTS[point]
+    assert kept_steps(run) == [*range(1, POINTS[point] + 1)]
     goes_on(warehouse, name)
+
+
+def best(run: Path) -> int:
+    """The step of the best checkpoint, by its weights."""
+    count = json.loads((run / "checkpoints" / "best" / COUNT).read_text())
+    return int(count["updates"])
+
+
+BEST = "checkpoint.best_metric=a/success"
+
+
+def test_the_best_checkpoint_is_kept_where_the_signal_comes_before_its_trees_are_written(
+    warehouse: Path, rank: type[ToyRank]
+) -> None:
+    """The checkpoint of an evaluation is saved then, and waits for them."""
+    saving, save, write = threading.Event(), RunSaver.save, Archive.write
+
+    async def saved(self: RunSaver, **keys: Any) -> None:
+        if self.state.step == 2:
+            saving.set()
+        await save(self, **keys)
+
+    def writing(archive: Archive, header: StepHeader, trees: Any) -> None:
+        if header.step == 2:
+            assert saving.wait(60)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)  # the signal has been taken
+        write(archive, header, trees)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunSaver, "save", saved)
+        patch.setattr(Archive, "write", writing)
+        assert train.main(arguments(warehouse, "best-late", BEST)) == 130
+    run = warehouse.parent / "runs" / "best-late"
+    assert last_checkpoint(run)[0] == 2
+    assert kept_steps(run) == [1, 2]
+    assert best(run) == 2
+    goes_on(warehouse, "best-late", frozenset(), BEST)
+
+
+def test_the_best_checkpoint_is_kept_by_the_next_process_where_the_signal_came_before(
+    warehouse: Path, rank: type[ToyRank]
+) -> None:
+    """The evaluation was done, and had not been looked at."""
+    replace = evaluations.replace_folder
+
+    def replacing(partial: Path, folder: Path) -> None:
+        replace(partial, folder)
+        if folder.name == "step-000002":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluations, "replace_folder", replacing)
+        assert train.main(arguments(warehouse, "best-next", BEST)) == 130
+    run = warehouse.parent / "runs" / "best-next"
+    assert last_checkpoint(run)[0] == 2
+    assert not (run / "checkpoints" / "best").exists()
+    before = (run / "eval" / "step-000002" / "rows.jsonl").stat()
+    goes_on(warehouse, "best-next", frozenset(), BEST)
+    after = (run / "eval" / "step-000002" / "rows.jsonl").stat()
+    assert after.st_mtime_ns == before.st_mtime_ns, "nothing is asked again"
+    assert best(run) == 2, "that of step 4 is no better"
 
 
 # What else ends a run: what is replaced, the exit code, what is said, and the step that is saved.
@@ -309,6 +408,27 @@ def test_a_checkpoint_on_a_disk_that_hangs_is_left_to_itself(
     assert "hangs; is its disk" in capsys.readouterr().err.replace("\n", " ")
     assert last_checkpoint(warehouse.parent / "runs" / "disk")[0] == 1
     goes_on(warehouse, "disk")
+
+
+def test_trees_that_cannot_be_written_hold_up_no_last_checkpoint(
+    warehouse: Path, rank: type[ToyRank]
+) -> None:
+    ended, write = threading.Event(), Archive.write
+
+    def hanging(archive: Archive, header: StepHeader, trees: Any) -> None:
+        if header.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            ended.wait(2)
+        write(archive, header, trees)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Archive, "write", hanging)
+        assert train.main(arguments(warehouse, "slow-trees", "checkpoint.finish_s=0.3")) == 130
+    run = warehouse.parent / "runs" / "slow-trees"
+    assert last_checkpoint(run)[0] == 2
+    log = (run / "run.log").read_text()
+    assert "the trees of the last step could not be written: writing" in log
+    goes_on(warehouse, "slow-trees")
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])

@@ -149,6 +149,21 @@ def test_a_third_signal_ends_at_once_what_is_saved_after_two() -> None:
     assert "third signal" in errors
 
 
+def test_a_third_signal_ends_also_what_can_tell_nobody() -> None:
+    command = [sys.executable, "-c", SAVING]
+    with (
+        open("/dev/full", "w") as full,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=full, text=True) as process,
+    ):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for number, said in ((signal.SIGHUP, "interrupted"), (signal.SIGTERM, "still ending")):
+            process.send_signal(number)
+            assert process.stdout.readline().startswith(said)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 130
+
+
 HANGING = """
 import sys, time
 from agentenv import offload

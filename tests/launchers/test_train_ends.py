@@ -20,7 +20,9 @@ from agentenv.errors import EngineDeadError, EnvError
 from agentenv.tool_env import ToolEnv
 from launchers import train
 from launchers.rl.parts import MEMORY, weights_directory
-from tests.support.forks import Command
+from learners import ranks
+from tests.support.forks import Command, project
+from tests.support.nursery import Forked
 from tests.support.runs import trees_of
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here")]
@@ -56,6 +58,46 @@ def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(warehouse: Path) -> N
     resumed = [str(warehouse), "run.name=interrupted", f"train.num_steps={steps + 1}", "--resume"]
     assert train.main(resumed) == 0
     assert trees_of(run, steps + 1) == [2 * steps, 2 * steps + 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_told", [True, False], ids=["hangup", "unnoticed"])
+def test_a_terminal_that_is_gone_costs_nothing(warehouse: Path, is_told: bool) -> None:
+    """The run ends with a checkpoint where the system says so, else at its own end."""
+    name = f"no-terminal-{is_told}".lower()
+    ours, theirs = os.openpty()
+    command = ("launchers/train.py", str(warehouse), f"run.name={name}", "train.num_steps=8")
+    folders = [str(warehouse.parent), ranks.PACKAGES]
+    process = Forked(
+        project().fork(
+            [*command, "engine.latency_s=0.05"],
+            environment=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
+            folder=Path(ranks.PACKAGES),
+            output=theirs,
+        )
+    )
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    run = warehouse.parent / "runs" / name
+    try:
+        while not (run / "trajectories" / "step-000001.jsonl").exists():
+            assert process.poll() is None
+            with suppress(BlockingIOError):  # else its terminal would be full
+                os.read(ours, 1 << 16)
+            time.sleep(0.05)
+        os.close(ours)
+        if is_told:
+            process.send_signal(signal.SIGHUP)
+        process.wait()
+    finally:
+        process.kill()
+    assert process.returncode == (130 if is_told else 0)
+    log = (run / "run.log").read_text()
+    assert ("interrupted" in log) == is_told
+    assert "the terminal, or its file, could not be written: Input/output error" in log
+    last = sorted((run / "checkpoints").glob("step-*[0-9]"))[-1]
+    assert last.name == "step-000008" or is_told
+    assert "Traceback" not in log
 
 
 @pytest.mark.slow

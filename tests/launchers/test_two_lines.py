@@ -125,7 +125,61 @@ def test_an_evaluation_beside_the_training_has_the_weights_of_its_step(tmp_path:
     state = json.loads((run / "checkpoints" / "step-000002" / "state.json").read_text())
     assert state["evaluating"]["step"] == state["step"] == 2
     assert (run / "evaluating").is_dir()
-    world = World()
-    killed(run, world, never, *keys)
-    assert len(world.evaluated) == 3, "of steps 2, 3 and 4"
+    copy = shutil.copytree(run, tmp_path / "copy" / "run")
+    shutil.rmtree(copy / "eval" / "step-000002")  # as if it had been lost
+    for folder, num in ((run, 2), (copy, 3)):
+        world = World()
+        killed(folder, world, never, *keys)
+        assert len(world.evaluated) == num, "of steps 3 and 4, and of 2 where that is not done"
     assert all(version == written for version, written in world.evaluated)
+
+
+def told(run: Path) -> list[str]:
+    """The evaluations whose rows of metrics are there."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["phase"] for row in rows if "eval/a/success" in row]
+
+
+def test_an_evaluation_that_is_done_stays_told_where_its_checkpoint_was_older(
+    tmp_path: Path,
+) -> None:
+    """The checkpoint of step 3 knows of the evaluation of step 2 as going on, which has ended."""
+    keys = ("eval.sets.a.every=2", "eval.sets.a.phases=false", "eval.sets.a.num_samples=5")
+    keys = (*keys, "checkpoint.every=1", "checkpoint.keep_last=1", "eval.concurrency=1")
+
+    def has_ended(training: Training) -> bool:
+        folder = training.run.path
+        saved = folder / "checkpoints" / "step-000003" / "state.json"
+        if training.state.step < 3 or not saved.is_file():
+            return False
+        is_known = json.loads(saved.read_text())["evaluating"] is not None
+        return is_known and training.state.evaluating is None
+
+    best = "checkpoint.best_metric=a/success"
+    run = killed(tmp_path / "run", World(), when(has_ended), *keys, best)
+    state = json.loads((run / "checkpoints" / "step-000003" / "state.json").read_text())
+    assert state["evaluating"]["step"] == 2
+    assert told(run) == ["step-000002"]
+    shutil.rmtree(run / "checkpoints" / "step-000002", ignore_errors=True)  # as if pruned since
+    done = killed(run, World(), never, *keys, best)
+    assert told(done) == ["step-000002", "step-000004"]
+    kept = json.loads((done / "checkpoints" / "best" / "state.json").read_text())
+    assert kept["step"] in (2, 4)
+
+
+def test_an_evaluation_whose_weights_are_gone_is_a_gap_that_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ("eval.sets.a.every=2", "eval.sets.a.phases=false", "checkpoint.every=1")
+
+    def knows_of_2(training: Training) -> bool:
+        saved = training.run.path / "checkpoints" / "step-000003" / "state.json"
+        return saved.is_file() and training.state.evaluating is not None
+
+    run = killed(tmp_path / "run", World(), when(knows_of_2), *keys, "eval.sets.a.num_samples=40")
+    shutil.rmtree(run / "evaluating")
+    done = killed(run, World(), never, *keys, "eval.sets.a.num_samples=40")
+    assert "there is no evaluation step-000002: its weights are gone" in caplog.text
+    assert told(done) == ["step-000004"]
+    last = json.loads((done / "checkpoints" / "step-000004" / "state.json").read_text())
+    assert last["evaluating"] is None
