@@ -8,6 +8,7 @@ comes from a page of another origin, is refused. Nothing can be changed through 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import webbrowser
 from collections.abc import Awaitable, Callable
@@ -22,6 +23,7 @@ from agentenv.offload import in_thread
 from launchers.viewing.folder import Folder
 
 HOST = "127.0.0.1"
+TOKEN_VARIABLE = "AGENTENV_VIEW_TOKEN"  # of the environment: the token that whoever starts it knows
 NAMES = (HOST, "localhost", "[::1]")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -44,6 +46,10 @@ NUM_AT_ONCE = 4  # answers that are computed beside each other
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+def address_of(port: int, token: str) -> str:
+    return f"http://{HOST}:{port}/?token={token}"
+
+
 def static(name: str) -> bytes:
     """A file of the page, as it was built."""
     return resources.files("launchers.viewing").joinpath("static", name).read_bytes()
@@ -55,13 +61,13 @@ class Server:
     def __init__(self, folder: Folder, port: int = 0) -> None:
         self.folder = folder
         self.port = port
-        self.token = secrets.token_urlsafe(24)
+        self.token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
         self._slots = asyncio.Semaphore(NUM_AT_ONCE)
         self._runner: web.AppRunner | None = None
 
     @property
     def address(self) -> str:
-        return f"http://{HOST}:{self.port}/?token={self.token}"
+        return address_of(self.port, self.token)
 
     def app(self) -> web.Application:
         """The aiohttp application."""

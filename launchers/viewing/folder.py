@@ -43,7 +43,9 @@ Figures = dict[str, Any]
 class Folder:
     """A run or an evaluation, and evaluations from elsewhere that are compared with its own."""
 
-    def __init__(self, path: Path, others: Sequence[Path] = (), *, is_awaited: bool = False) -> None:
+    def __init__(
+        self, path: Path, others: Sequence[Path] = (), *, is_awaited: bool = False
+    ) -> None:
         """`is_awaited`: a run that has just been started, of which nothing may be there yet.
         Raises DataError."""
         self.path = path
@@ -62,7 +64,7 @@ class Folder:
         self._epoch = 0  # one more whenever rows that were read are void
         self._evaluations: dict[Path, Evaluation] = {}
 
-    def answer(self, path: str, query: Mapping[str, str] = {}) -> Any:  # noqa: B006
+    def answer(self, path: str, query: Mapping[str, str] = {}) -> Any:
         """Raises DataError for what is not there."""
         parts = [part for part in path.split("/") if part]
         match parts:

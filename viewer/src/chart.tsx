@@ -88,12 +88,13 @@ export function Chart(props: Props) {
             value: (_: uPlot, v: number | null) => (v === null ? "" : num(v)),
           })),
         ],
-        hooks: { draw: [whiskers(props.series)] },
+        hooks: { draw: [whiskers(props.series)], setLegend: [(self) => self.legend.idx === null && told(self)] },
       },
       [props.x, ...props.series.map((one) => one.values)] as uPlot.AlignedData,
       box.current,
     );
     plot.current = made;
+    told(made);
     return () => {
       made.destroy();
       plot.current = null;
@@ -102,9 +103,15 @@ export function Chart(props: Props) {
 
   useEffect(() => {
     plot.current?.setData([props.x, ...props.series.map((one) => one.values)] as uPlot.AlignedData);
+    if (plot.current) told(plot.current);
   }, [props.x, props.series]);
 
   return <div class="chart" ref={box} />;
+}
+
+/** Without a cursor the legend says the last values. */
+function told(plot: uPlot): void {
+  if (plot.cursor.idx === null || plot.cursor.idx === undefined) plot.setLegend({ idx: plot.data[0].length - 1 }, false);
 }
 
 function range(low: number | null, high: number | null, from?: number, to?: number): [number, number] {

@@ -150,8 +150,8 @@ function App() {
   const holder = run.status.holder;
   const about = { running: "goes on; this page follows it", finished: "finished", stopped: "was stopped; --resume goes on", elsewhere: `runs on ${holder?.host ?? "another machine"}, as far as its lock says`, lost: "the server does not answer", exported: `as of ${run.exported?.when ?? "its export"}` }[status];
   const pages: [string, string, string][] = [
-    ...(run.is_run ? ([["run", "Run", ""], ["trees", "Trees", run.steps.length ? String(run.steps.length) : ""]] as [string, string, string][]) : []),
-    ["evaluations", "Evaluations", run.evaluations.length ? String(run.evaluations.length) : ""],
+    ...(run.is_run ? ([["run", "Run", ""], ["trees", "Trees", ""]] as [string, string, string][]) : []),
+    ["evaluations", "Evaluations", ""],
   ];
   return (
     <>

@@ -91,7 +91,7 @@ export function Table<T>(props: Props<T>) {
 
   return (
     <div class="grid" role="grid" aria-label={props.label} aria-rowcount={sorted.length + 1}>
-      <div class="grid-body" ref={body} tabIndex={0} style={{ height: props.height ?? "min(62vh, 640px)" }} onScroll={(event) => setTop(event.currentTarget.scrollTop)} onKeyDown={pressed} aria-activedescendant={active >= 0 ? `row-${active}` : undefined}>
+      <div class="grid-body" ref={body} tabIndex={0} style={{ height: `min(${props.height ?? "64vh"}, ${(sorted.length || 1) * ROW + 48}px)` }} onScroll={(event) => setTop(event.currentTarget.scrollTop)} onKeyDown={pressed} aria-activedescendant={active >= 0 ? `row-${active}` : undefined}>
         <div class="grid-head" role="row" style={{ gridTemplateColumns: template }}>
           {columns.map((column) => (
             <span key={column.key} role="columnheader" aria-sort={sort?.key === column.key ? (sort.falls ? "descending" : "ascending") : undefined} class={cx("grid-title", column.align)}>

@@ -145,8 +145,10 @@ function Turn(props: TurnProps) {
         <div class="siblings">
           {siblings.map(({ leaf, from }) => (
             <span key={from.index} class={cx("sibling", leaf.branch === props.branch && "sibling-own")}>
-              <a href={props.links(leaf.branch)}>{from.branch === node.branch ? `goes on: ${leaf.branch}` : leaf.branch}</a>{" "}
-              <span class={cx(returnOf(tree, leaf) > 0 ? "good" : "bad")}>{leaf.end === "failed" ? "failed" : num(returnOf(tree, leaf), 2)}</span>
+              <a href={props.links(leaf.branch)}>
+                {from.branch === node.branch && node.ids.length > 0 ? "goes on as" : "branch"} {leaf.branch}
+              </a>
+              <span class={cx(returnOf(tree, leaf) > 0 ? "good" : "bad")}>{leaf.end === "failed" ? "failed" : `returns ${num(returnOf(tree, leaf), 2)}`}</span>
               {leaf.branch !== props.branch && (
                 <a class="small" href={props.beside(leaf.branch)}>
                   beside
@@ -418,8 +420,8 @@ function View(props: { tree: Tree; branch: string | undefined; query: URLSearchP
         <Drawing tree={tree} scale={scale} branch={leaf?.branch ?? ""} beside={second?.branch ?? ""} color={query.get("color") ?? ""} />
       </Card>
       <div class="bar">
-        <Select label="branch" value={leaf?.branch ?? ""} options={leaves.map((one) => [one.branch, `${one.branch}   ${one.end === "failed" ? "failed" : num(returnOf(tree, one), 2)}`])} onChange={(branch) => go(address(branch))} />
-        <Select label="beside" value={second?.branch ?? ""} options={[["", "nothing"], ...leaves.filter((one) => one !== leaf).map((one) => [one.branch, `${one.branch}   ${one.end === "failed" ? "failed" : num(returnOf(tree, one), 2)}`] as [string, string])]} onChange={(beside) => go(address(leaf?.branch, { beside }), true)} />
+        <Select label="branch" value={leaf?.branch ?? ""} options={leaves.map((one) => [one.branch, `${one.branch}: ${one.end === "failed" ? "failed" : `returns ${num(returnOf(tree, one), 2)}`}`])} onChange={(branch) => go(address(branch))} />
+        <Select label="beside" value={second?.branch ?? ""} options={[["", "nothing"], ...leaves.filter((one) => one !== leaf).map((one) => [one.branch, `${one.branch}: ${one.end === "failed" ? "failed" : `returns ${num(returnOf(tree, one), 2)}`}`] as [string, string])]} onChange={(beside) => go(address(leaf?.branch, { beside }), true)} />
         <Select label="colour by" value={color} options={MODES.map(([key, name]) => [key, name])} onChange={(color) => go(address(leaf?.branch, { color }), true)} />
         <span class="legend-line small">
           {legendOf(scale).map(([name, text]) => (

@@ -21,6 +21,7 @@ export function num(value: unknown, digits = 3): string {
 
 export function seconds(value: unknown): string {
   if (typeof value !== "number" || !Number.isFinite(value)) return "–";
+  if (value === 0) return "0 s";
   if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
   if (value < 1) return `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms`;
   if (value < 120) return `${value.toFixed(value < 10 ? 1 : 0)} s`;
