@@ -20,6 +20,7 @@ train: environment
 	$(BIN)/python launchers/train.py $(CONFIG) $(ARGS)
 
 test: environment
+	@sh .ci/viewer
 	@$(MAKE) --no-print-directory -j 2 engines lint types
 	$(BIN)/python -m pytest -q -n 2 $(ARGS)
 
@@ -39,6 +40,11 @@ engines: engine-vllm engine-sglang
 
 engine-vllm engine-sglang: environment
 	@PYTHON="$(PYTHON)" sh .ci/$@
+
+# the page of launchers/view.py, from viewer/ into the package; needs npm
+.PHONY: viewer
+viewer:
+	cd viewer && npm ci --no-fund --no-audit --silent && npm run --silent build
 
 lint: environment
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ side of its connection. Only tokenizers of that library can be sent there.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import os
 import socket
 import sys
@@ -63,6 +64,35 @@ def fast_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
         return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
     pieces = _Pieces(tokenizer)
     return lambda ids: b"".join(map(pieces.__getitem__, ids)).decode("utf-8", "replace")
+
+
+def token_texts(tokenizer: Any) -> Callable[[Sequence[int]], list[str]]:
+    """Of a tokenizer of the library `tokenizers`: ids to the text of each of them, which together
+    are the text of all; of a character in several tokens the last one has it."""
+    if type(tokenizer.decoder).__name__ != "ByteLevel":
+        return lambda ids: _differences(tokenizer, ids)
+    pieces = _Pieces(tokenizer)
+
+    def texts(ids: Sequence[int]) -> list[str]:
+        read = codecs.getincrementaldecoder("utf-8")("replace").decode
+        found = [read(pieces[token]) for token in ids]
+        if found:
+            found[-1] += read(b"", True)
+        return found
+
+    return texts
+
+
+def _differences(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """What each token adds to the text of itself and the one before, which decides on spaces."""
+    found = []
+    before: list[int] = []
+    for token in ids:
+        with_it = str(tokenizer.decode([*before, token], skip_special_tokens=False))
+        known = str(tokenizer.decode(before, skip_special_tokens=False)) if before else ""
+        found.append(with_it[len(known) :] if with_it.startswith(known) else with_it)
+        before = [token]
+    return found
 
 
 class _Pieces(dict[int, bytes]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,10 +29,16 @@ Work = Callable[[Any, RunDirectory, View, str], Coroutine[Any, Any, None]]
 
 
 def make_parser(
-    prog: str, purpose: str, config_type: type[T], example: str = "", *, resumes: bool = True
+    prog: str,
+    purpose: str,
+    config_type: type[T],
+    example: str = "",
+    *,
+    resumes: bool = True,
+    views: bool = False,
 ) -> Parser:
     """CONFIG [key.sub=value ...] [--resume [WHICH]] [--dry-run], with help on tables and keys;
-    `example` is the path of a CONFIG. Not all `resumes`."""
+    `example` is the path of a CONFIG. Not all `resumes` or `views`."""
     usage = f"{prog} CONFIG [key.sub=value ...] [options]"
     parser = Parser(prog=prog, usage=usage, description=purpose)
     parser.add_argument(
@@ -44,7 +51,7 @@ def make_parser(
         metavar="key.sub=value",
         help="values that replace the file's",
     )
-    parser.set_defaults(resume="")
+    parser.set_defaults(resume="", view=False)
     if resumes:
         parser.add_argument(
             "--resume",
@@ -52,6 +59,10 @@ def make_parser(
             const=LATEST,
             metavar="latest|best|PATH",
             help="continue a stopped run from a checkpoint, by default its last one",
+        )
+    if views:
+        parser.add_argument(
+            "--view", action="store_true", help="show it in the browser while it goes on"
         )
     add_dry_run(parser)
     add_key_help(parser, config_type)
@@ -99,7 +110,8 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
         view.say(line)
     code = EXIT_FAILED
     try:
-        run_until_done(work(config, run, view, arguments.resume), view)
+        with _looked_at(run.path, view) if arguments.view else nullcontext():
+            run_until_done(work(config, run, view, arguments.resume), view)
         code = 0
     except KeyboardInterrupt:
         goes_on = "the command with --resume goes on from the last checkpoint"
@@ -111,3 +123,9 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
             run.forget_unless_begun()
         run.close()
     return code
+
+
+def _looked_at(folder: Path, view: View) -> AbstractContextManager[None]:
+    from launchers.viewing.beside import viewed  # loads a server
+
+    return viewed(folder, view.say)

@@ -1,4 +1,5 @@
-"""Trains a policy: `python launchers/train.py CONFIG [key.sub=value ...] [--resume [WHICH]]`."""
+"""Trains a policy: `python launchers/train.py CONFIG [key.sub=value ...] [--resume [WHICH]]`, with
+`--view` seen in the browser meanwhile."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Train a policy with asynchronous agentic reinforcement learning.",
         TrainConfig,
         example="configs/quickstart.toml",
+        views=True,
     )
     return run_command(parse(parser, argv), TrainConfig, reinforce)
 

@@ -113,6 +113,7 @@ ALLOWED = {
     "launchers/retriever.py serve: stop.wait": FOREVER,
     "launchers/serve.py serve: stop.wait": FOREVER,
     "launchers/serving/servers.py ServerProcess._keep: self._guard.wait": FOREVER,
+    "launchers/viewing/api.py serve: asyncio.Event().wait": FOREVER,
     "learners/broadcast.py TorchLink.start.sent: work.wait": "it is completed",
     "learners/ranks.py RankGroup._wait_for_all: arrivals.get": "asyncio.wait(timeout=..), below",
     "learners/ranks.py RankGroup._wait_for_all: process.wait": "asyncio.wait(timeout=..), below",

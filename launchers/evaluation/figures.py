@@ -479,22 +479,35 @@ async def summarise(
     await score_rows(rows, scorer, again=again)
     questions = questions_of(rows)
     await _vote(questions, scorer)
+    return summary_of(name, questions, ks, compat=scorer.compat, seed=seed), questions
+
+
+def summary_of(
+    name: str,
+    questions: Sequence[QuestionRows],
+    ks: Sequence[int] = (),
+    *,
+    compat: str = "",
+    seed: int = 0,
+) -> Summary:
+    """The same of questions whose rows have scores, and votes, as far as they are known."""
     ks = tuple(sorted(set(ks))) or default_ks(questions)
     by_group = _by_group(questions)
     groups = {
         field: {value: figures_of(own, ks, seed=seed) for value, own in values.items()}
         for field, values in by_group.items()
     }
+    rows = [row for question in questions for row in question.rows]
     versions = [version for row in rows for version in row.policy_versions]
     return Summary(
         name=name,
-        compat=scorer.compat,
+        compat=compat,
         num_samples=max((len(question.rows) for question in questions), default=0),
         policy_versions=[min(versions), max(versions)] if versions else [],
         average=_average(groups),
         overall=figures_of(questions, ks, seed=seed),
         groups=groups,
-    ), questions
+    )
 
 
 async def _vote(questions: Sequence[QuestionRows], scorer: Scorer) -> None:

@@ -1,0 +1,77 @@
+"""Shows a run, or an evaluation, in the browser: `python launchers/view.py RUN`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":  # run by its path: the repository root is what holds the packages
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+MAX_MB = 30.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
+    parser = argparse.ArgumentParser(
+        prog="launchers/view.py",
+        description="Show a run in the browser: curves, the trees of each step token by token, "
+        "evaluations. Reads the files of the run, also while it goes on; changes nothing.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run or an evaluation")
+    parser.add_argument(
+        "others", type=Path, nargs="*", metavar="DIR", help="evaluations to compare with"
+    )
+    parser.add_argument("--port", type=int, default=0, help="of 127.0.0.1; by default a free one")
+    parser.add_argument("--open", action="store_true", help="open the browser of this machine")
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="OUT",
+        help="write it down instead: OUT.html is one file that needs nothing else, OUT a folder "
+        "for any web server",
+    )
+    parser.add_argument(
+        "--max-mb",
+        type=float,
+        default=MAX_MB,
+        help=f"of an export; what does not fit is left out, and said; {MAX_MB:g} by default",
+    )
+    parser.add_argument("--awaited", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if not 0 <= arguments.port < 65536:
+        parser.error(f"--port {arguments.port}: expected 0 to 65535")
+    if arguments.max_mb <= 0:
+        parser.error(f"--max-mb {arguments.max_mb:g}: expected more than 0")
+
+    from launchers.terminal import View, to_its_end  # --help is told before
+
+    view = View()
+
+    def work() -> int:
+        from launchers.terminal import run_until_done
+        from launchers.viewing.api import serve
+        from launchers.viewing.folder import Folder
+
+        folder = Folder(arguments.run, arguments.others, is_awaited=arguments.awaited)
+        if arguments.export is not None:
+            from launchers.viewing.export import export
+
+            for line in export(folder, arguments.export, arguments.max_mb):
+                view.say(line)
+            return 0
+        try:
+            serving = serve(folder, arguments.port, view.say, opens=arguments.open)
+            run_until_done(serving, view)
+        except KeyboardInterrupt:
+            return 0  # that is how it ends
+        return 0
+
+    return to_its_end(work, view, writing=str(arguments.export or arguments.run))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

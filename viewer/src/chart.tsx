@@ -1,0 +1,124 @@
+// Curves, by uPlot: value by step, intervals as whiskers, one cursor in all of them.
+
+import { useEffect, useRef } from "preact/hooks";
+import uPlot from "uplot";
+
+import { colour, num, seriesColour, useWidth } from "./ui";
+
+export interface Series {
+  label: string;
+  values: (number | null)[];
+  low?: (number | null)[];
+  high?: (number | null)[];
+  dash?: boolean;
+  points?: boolean;
+}
+
+interface Props {
+  x: number[];
+  series: Series[];
+  height?: number;
+  from?: number;
+  to?: number;
+  theme: string;
+  xLabel?: string;
+  log2?: boolean;
+}
+
+const HEIGHT = 190;
+
+function whiskers(series: Series[]): (plot: uPlot) => void {
+  return (plot) => {
+    const { ctx } = plot;
+    ctx.save();
+    ctx.lineWidth = 1.5 * devicePixelRatio;
+    series.forEach((one, place) => {
+      if (one.low === undefined || one.high === undefined || plot.series[place + 1]?.show === false) return;
+      ctx.strokeStyle = seriesColour(place);
+      (plot.data[0] as number[]).forEach((x, i) => {
+        const low = one.low?.[i];
+        const high = one.high?.[i];
+        if (typeof low !== "number" || typeof high !== "number") return;
+        const at = plot.valToPos(x, "x", true);
+        const cap = 3 * devicePixelRatio;
+        ctx.beginPath();
+        for (const end of [low, high]) {
+          const y = plot.valToPos(end, "y", true);
+          ctx.moveTo(at - cap, y);
+          ctx.lineTo(at + cap, y);
+        }
+        ctx.moveTo(at, plot.valToPos(low, "y", true));
+        ctx.lineTo(at, plot.valToPos(high, "y", true));
+        ctx.stroke();
+      });
+    });
+    ctx.restore();
+  };
+}
+
+export function Chart(props: Props) {
+  const [box, width] = useWidth<HTMLDivElement>();
+  const plot = useRef<uPlot | null>(null);
+  const names = props.series.map((one) => one.label).join("\n");
+
+  useEffect(() => {
+    if (box.current === null || width === 0) return;
+    const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 }, font: "11px system-ui, sans-serif" };
+    const made = new uPlot(
+      {
+        width,
+        height: props.height ?? HEIGHT,
+        padding: [8, 8, 0, 0],
+        cursor: { sync: { key: props.xLabel ?? "step" }, drag: { x: true, y: false }, points: { size: 6 } },
+        legend: { live: true },
+        scales: { x: { time: false, ...(props.log2 ? { distr: 3, log: 2 } : {}) }, y: { range: (_, low, high) => range(low, high, props.from, props.to) } },
+        axes: [
+          { ...axis, size: 26, gap: 3, ...(props.log2 ? { splits: () => props.x, values: (_: uPlot, at: number[]) => at.map(String) } : { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] }) },
+          { ...axis, size: 46, gap: 3, values: (_, at) => at.map((one) => num(one, 2)) },
+        ],
+        series: [
+          { label: props.xLabel ?? "step", value: (_, v) => (v === null ? "" : num(v)) },
+          ...props.series.map((one, place) => ({
+            label: one.label,
+            stroke: seriesColour(place),
+            width: 1.6,
+            dash: one.dash ? [5, 4] : undefined,
+            spanGaps: true,
+            points: { show: one.points ?? props.x.length < 40, size: 4, fill: seriesColour(place) },
+            value: (_: uPlot, v: number | null) => (v === null ? "" : num(v)),
+          })),
+        ],
+        hooks: { draw: [whiskers(props.series)], setLegend: [(self) => self.legend.idx === null && told(self)] },
+      },
+      [props.x, ...props.series.map((one) => one.values)] as uPlot.AlignedData,
+      box.current,
+    );
+    plot.current = made;
+    told(made);
+    return () => {
+      made.destroy();
+      plot.current = null;
+    };
+  }, [width, names, props.theme, props.height]);
+
+  useEffect(() => {
+    plot.current?.setData([props.x, ...props.series.map((one) => one.values)] as uPlot.AlignedData);
+    if (plot.current) told(plot.current);
+  }, [props.x, props.series]);
+
+  return <div class="chart" ref={box} />;
+}
+
+/** Without a cursor the legend says the last values. */
+function told(plot: uPlot): void {
+  if (plot.cursor.idx === null || plot.cursor.idx === undefined) plot.setLegend({ idx: plot.data[0].length - 1 }, false);
+}
+
+function range(low: number | null, high: number | null, from?: number, to?: number): [number, number] {
+  let a = from ?? low ?? 0;
+  let b = to ?? high ?? 1;
+  if (from === undefined && a > 0 && a < 0.35 * b) a = 0;
+  if (a === b) [a, b] = [a - Math.max(0.5, Math.abs(a) * 0.1), b + Math.max(0.5, Math.abs(b) * 0.1)];
+  const gap = 0.06 * (b - a);
+  return [from ?? (a === 0 ? 0 : a - gap), to ?? b + gap];
+}

@@ -1,0 +1,251 @@
+// The run: how it stands, its curves, where its time went.
+
+import { useMemo, useState } from "preact/hooks";
+
+import { Chart, type Series } from "./chart";
+import { link } from "./route";
+import { Timeline } from "./timeline";
+import type { Row, Run } from "./types";
+import { Absent, Card, Search, Tag, Tile, num, percent, plural, seconds, useAnswer } from "./ui";
+
+interface Panel {
+  title: string;
+  about?: string;
+  keys: (string | RegExp)[];
+  from?: number;
+  to?: number;
+  dashed?: RegExp;
+}
+
+const PANELS: Panel[] = [
+  { title: "Reward and success of rollouts", keys: ["reward/mean", "reward/success"] },
+  { title: "Success by kind of question", keys: [/^by_kind\/.*\/success$/], from: 0, to: 1 },
+  { title: "Staleness, versions", about: "learner version minus oldest version of a token, when trained", keys: ["staleness/max", "staleness/trained_mean", "staleness/bound"], dashed: /bound/, from: 0 },
+  { title: "Queue: trees", keys: ["queue/ready", "trees/in_flight"], from: 0 },
+  { title: "Flow: trees since the start", about: "offered = trained + filtered + failed + in flight", keys: ["trees/offered", "trees/trained", "trees/filtered", "trees/failed"], from: 0 },
+  { title: "Failed trajectories of a step, by kind", keys: [/^failed\/by_kind\//], from: 0 },
+  { title: "Tool calls of a step; errors dashed", keys: [/^tool\/.*\/(calls|errors)$/], dashed: /errors/, from: 0 },
+  { title: "Seconds of a tool call; waiting dashed", keys: [/^tool\/.*\/(mean_s|waited_s)$/], dashed: /waited/, from: 0 },
+  { title: "Answers from caches: calls of a step", keys: [/^tool\/.*\/cache_hits$/], from: 0 },
+  { title: "Tokens of a trajectory: offered, trained", keys: ["length/offered_p50", "length/trained_p50", "length/offered_p90", "length/trained_p90"], dashed: /trained/, from: 0 },
+  { title: "Turns and calls of a trajectory", keys: ["rollout/turns", "rollout/calls_per_trajectory"], from: 0 },
+  { title: "Roots and forks of a step", keys: ["rollout/roots", "rollout/forks"], from: 0 },
+  { title: "Entropy of sampled tokens, nats", keys: ["rollout/entropy", "learner/entropy"] },
+  { title: "Engine against learner, nats", about: "the same weights and tokens", keys: ["parity/logprob_gap_mean", "parity/logprob_gap_max"], from: 0 },
+  { title: "Loss", keys: ["learner/loss"] },
+  { title: "Gradient norm", keys: ["learner/grad_norm"], from: 0 },
+  { title: "KL, nats", keys: ["learner/kl_to_proximal", "learner/kl_to_reference"] },
+  { title: "Shares of tokens clipped", keys: ["learner/clipped_high", "learner/clipped_low", "learner/importance_capped"], from: 0 },
+  { title: "Sampled tokens a second", keys: ["time/sampled_tokens_per_s"], from: 0 },
+  { title: "Prefix cache: share of prompts that was there", keys: ["prefix/turn_hits", "prefix/fork_hits"], from: 0, to: 1 },
+  { title: "Truncated trajectories, by limit", keys: [/^(rollout\/truncated|truncated\/)/], from: 0 },
+  { title: "Event loop: lag, ms", keys: ["event_loop/lag_p99_ms", "event_loop/lag_max_ms"], from: 0 },
+];
+
+/** The rows of updates; of a step that was done twice, the later. */
+export function updates(rows: Row[]): Row[] {
+  const found = new Map<number, Row>();
+  for (const row of rows) if ("trees/offered" in row) found.set(row["step"] as number, row);
+  return [...found.values()].sort((a, b) => (a["step"] as number) - (b["step"] as number));
+}
+
+function keysOf(rows: Row[]): string[] {
+  const found = new Set<string>();
+  for (const row of rows) for (const key in row) if (typeof row[key] === "number") found.add(key);
+  return [...found].sort();
+}
+
+const value = (row: Row, key: string): number | null => (typeof row[key] === "number" ? (row[key] as number) : null);
+
+/** What a person reads of a key below a title that says the rest. */
+function shortened(keys: string[]): string[] {
+  if (keys.length < 2) return keys;
+  const parts = keys.map((key) => key.split("/"));
+  let before = 0;
+  while (parts.every((part) => part.length > before + 1 && part[before] === parts[0]?.[before])) before++;
+  let behind = 0;
+  while (parts.every((part) => part.length > before + behind + 1 && part.at(-1 - behind) === parts[0]?.at(-1 - behind))) behind++;
+  return parts.map((part) => part.slice(before, part.length - behind).join(" "));
+}
+
+function Curves(props: { rows: Row[]; keys: string[]; panel: Panel; theme: string }) {
+  const { rows, keys, panel } = props;
+  const x = useMemo(() => rows.map((row) => row["step"] as number), [rows]);
+  const series = useMemo<Series[]>(() => {
+    const names = shortened(keys);
+    return keys.map((key, i) => ({ label: names[i] ?? key, values: rows.map((row) => value(row, key)), dash: panel.dashed?.test(key) }));
+  }, [rows, keys.join()]);
+  return (
+    <Card title={panel.title} class="panel">
+      <Chart x={x} series={series} from={panel.from} to={panel.to} theme={props.theme} />
+      {panel.about && <p class="muted small">{panel.about}</p>}
+    </Card>
+  );
+}
+
+/** Evaluations by update, with their intervals. */
+function Evaluations(props: { rows: Row[]; theme: string }) {
+  const [byKind, setByKind] = useState(false);
+  const found = useMemo(() => {
+    const rows = props.rows.filter((row) => Object.keys(row).some((key) => /^eval\/.*\/success$/.test(key)));
+    const keys = keysOf(rows).filter((key) => /^eval\/.*\/success$/.test(key) && (byKind || key.split("/").length === 3));
+    return { x: rows.map((row) => row["step"] as number), phases: rows.map((row) => String(row["phase"] ?? "")), keys, rows };
+  }, [props.rows, byKind]);
+  const series = useMemo<Series[]>(
+    () =>
+      found.keys.map((key) => ({
+        label: key.replace(/^eval\//, "").replace(/\/success$/, "").replace("/", " · "),
+        values: found.rows.map((row) => value(row, key)),
+        low: key.split("/").length === 3 ? found.rows.map((row) => value(row, `${key}_low`)) : undefined,
+        high: key.split("/").length === 3 ? found.rows.map((row) => value(row, `${key}_high`)) : undefined,
+        dash: key.split("/").length > 3,
+        points: true,
+      })),
+    [found],
+  );
+  if (found.rows.length === 0) return null;
+  const aside = (
+    <label class="check">
+      <input type="checkbox" checked={byKind} onChange={(event) => setByKind(event.currentTarget.checked)} /> by kind
+    </label>
+  );
+  return (
+    <Card title="Success in evaluations, 95 % interval" aside={aside} class="panel panel-wide">
+      <Chart x={found.x} series={series} from={0} to={1} theme={props.theme} height={230} />
+    </Card>
+  );
+}
+
+function last(rows: Row[], key: string): unknown {
+  for (let i = rows.length - 1; i >= 0; i--) if (typeof rows[i]?.[key] === "number") return rows[i]?.[key];
+  return undefined;
+}
+
+function path(row: Row | null, ...keys: string[]): unknown {
+  let found: unknown = row;
+  for (const key of keys) found = typeof found === "object" && found !== null ? (found as Row)[key] : undefined;
+  return found;
+}
+
+function Tiles(props: { run: Run; rows: Row[]; steps: Row[] }) {
+  const { run, rows, steps } = props;
+  const planned = path(run.config, "train", "num_steps");
+  const done = steps.at(-1)?.["step"] ?? 0;
+  const evaluated = rows.filter((row) => Object.keys(row).some((key) => /^eval\/[^/]+\/success$/.test(key)));
+  const key = Object.keys(evaluated[0] ?? {}).find((one) => /^eval\/[^/]+\/success$/.test(one)) ?? "";
+  const first = evaluated.find((row) => key in row);
+  const latest = [...evaluated].reverse().find((row) => key in row);
+  const failed = steps.reduce((sum, row) => sum + Number(row["failed/trajectories"] ?? 0), 0);
+  const trajectories = steps.reduce((sum, row) => sum + Number(row["rollout/trajectories"] ?? 0), 0);
+  const offered = Number(last(steps, "trees/offered") ?? 0);
+  return (
+    <div class="tiles">
+      <Tile name="updates" note={typeof planned === "number" ? `of ${num(planned)}` : undefined}>
+        {num(done)}
+      </Tile>
+      {latest !== undefined && (
+        <Tile name={`success, ${key.split("/")[1]}`} note={latest !== first && first !== undefined ? `from ${percent(value(first, key))}` : undefined}>
+          {percent(value(latest, key))}
+        </Tile>
+      )}
+      <Tile name="reward, last step">{num(last(steps, "reward/mean"))}</Tile>
+      <Tile name="staleness, most" note={`bound ${num(last(steps, "staleness/bound"))}`}>
+        {num(steps.reduce((most, row) => Math.max(most, Number(row["staleness/max"] ?? 0)), 0))}
+      </Tile>
+      <Tile name="trees trained" note={`of ${num(offered)}; ${num(last(steps, "trees/filtered") ?? 0)} without signal`}>
+        {num(last(steps, "trees/trained") ?? 0)}
+      </Tile>
+      <Tile name="failed trajectories" note={trajectories ? `${percent(failed / (failed + trajectories))} of all` : undefined}>
+        {num(failed)}
+      </Tile>
+      <Tile name="engine to learner" note="nats apart, mean" title="log-probs of the same tokens under the same weights">
+        {num(last(steps, "parity/logprob_gap_mean"))}
+      </Tile>
+      <Tile name="tokens a second">{num(last(steps, "time/sampled_tokens_per_s"))}</Tile>
+    </div>
+  );
+}
+
+export function RunPage(props: { run: Run; rows: Row[]; unreadable: number; theme: string; version: number }) {
+  const { run, rows, theme } = props;
+  const [wanted, setWanted] = useState("");
+  const steps = useMemo(() => updates(rows), [rows]);
+  const keys = useMemo(() => keysOf(steps), [steps]);
+  const log = useAnswer<{ text: string }>("log", {}, props.version);
+  const shown = PANELS.map((panel) => ({ panel, keys: keys.filter((key) => panel.keys.some((one) => (typeof one === "string" ? one === key : one.test(key)))) }));
+  const missing = shown.filter((one) => one.keys.length === 0).map((one) => one.panel.title);
+  const found = wanted ? keys.filter((key) => key.toLowerCase().includes(wanted.toLowerCase())) : [];
+  const sft = useMemo(() => rows.filter((row) => "sft/loss" in row && "sft/step" in row).map((row) => ({ ...row, step: row["sft/step"] }) as Row), [rows]);
+  const sftKeys = useMemo(() => keysOf(sft).filter((key) => key === "sft/loss" || key.startsWith("sft/exact_match/")), [sft]);
+
+  return (
+    <>
+      <div class="about">
+        <Tag kind="plain">{String(path(run.config, "algorithm", "name") ?? "run")}</Tag>
+        <span>{String(path(run.config, "env", "id") ?? "")}</span>
+        <span class="muted">{String(path(run.config, "model", "path") ?? "")}</span>
+        <span class="muted">{run.folder}</span>
+      </div>
+      <Tiles run={run} rows={rows} steps={steps} />
+      {rows.length === 0 && <Absent>{run.status.is === "running" ? "No step is done yet: the first curves come with the first step." : "This run has written no metrics (metrics.jsonl)."}</Absent>}
+      {props.unreadable > 0 && <Absent>{plural(props.unreadable, "row")} of metrics.jsonl could not be read.</Absent>}
+      <div class="panels">
+        <Evaluations rows={rows} theme={theme} />
+        {shown.slice(0, 1).map((one) => one.keys.length > 0 && <Curves key={one.panel.title} rows={steps} keys={one.keys} panel={one.panel} theme={theme} />)}
+      </div>
+      {steps.length > 0 && <Timeline rows={rows} theme={theme} />}
+      <div class="panels">
+        {shown.slice(1).map((one) => one.keys.length > 0 && <Curves key={one.panel.title} rows={steps} keys={one.keys} panel={one.panel} theme={theme} />)}
+        {sft.length > 0 && <Curves rows={sft} keys={sftKeys} panel={{ title: "Cold start, by its own steps", keys: [], from: 0 }} theme={theme} />}
+      </div>
+      {steps.length > 0 && (
+        <Card title="Any other metric">
+          <Search label="name" value={wanted} placeholder="engine/, queue/held_back_s, …" onChange={setWanted} note={wanted && <span class="muted">{plural(found.length, "metric")}</span>} />
+          <div class="panels">
+            {found.slice(0, 12).map((key) => (
+              <Curves key={key} rows={steps} keys={[key]} panel={{ title: key, keys: [key] }} theme={theme} />
+            ))}
+          </div>
+        </Card>
+      )}
+      {steps.length > 0 && missing.length > 0 && <Absent>This run has no figures of: {missing.join("; ")}.</Absent>}
+      {run.steps.length === 0 && rows.length > 0 && <Absent>No trees are kept: the run is older than RUN/trees, or archive.max_gb is 0. Its steps cannot be opened.</Absent>}
+      <div class="panels">
+        <Card title="Log, its end" class="panel-wide">
+          <pre class="log" tabIndex={0}>{log.value?.text.trimEnd() ?? log.error ?? ""}</pre>
+        </Card>
+        <Card title="Configuration">
+          {run.config === null ? <Absent>config.json is missing</Absent> : <Config value={run.config} />}
+          {run.checkpoints.length > 0 && <p class="muted small">checkpoints: {run.checkpoints.join(", ")}</p>}
+        </Card>
+      </div>
+      {run.steps.length > 0 && (
+        <p>
+          <a href={link(["trees", run.steps.at(-1) ?? 0])}>The trees of the last step</a>
+        </p>
+      )}
+    </>
+  );
+}
+
+function Config(props: { value: Row }) {
+  return (
+    <div class="config">
+      {Object.entries(props.value).map(([key, value]) =>
+        typeof value === "object" && value !== null && Object.keys(value).length > 0 ? (
+          <details key={key}>
+            <summary>{key}</summary>
+            <Config value={value as Row} />
+          </details>
+        ) : (
+          <div key={key} class="config-line">
+            <span>{key}</span>
+            <code>{JSON.stringify(value)}</code>
+          </div>
+        ),
+      )}
+    </div>
+  );
+}
+
+export { seconds };
