@@ -512,7 +512,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     algorithm: Annotated[AnyAlgorithm, Meta(extra=ESSENTIAL)]
     queue: QueueConfig = QueueConfig()
     cluster: Annotated[
-        ClusterConfig, Meta(description="where rollouts grow: local, or processes")
+        ClusterConfig, Meta(description="where rollouts grow, by its kind (docs/clusters.md)")
     ] = LocalCluster()
     learner: LearnerConfig = LearnerConfig()
     resources: ResourcesConfig = ResourcesConfig()

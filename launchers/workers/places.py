@@ -8,7 +8,7 @@ import asyncio
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from msgspec import Struct
 
@@ -51,6 +51,11 @@ class Places(Protocol):
         ...
 
 
+def opened(log: str) -> BinaryIO:
+    """To append to."""
+    return Path(log).open("ab")
+
+
 class Here:
     """This machine. Each process runs below a guard, which ends with this process."""
 
@@ -61,7 +66,7 @@ class Here:
         self._guards: dict[str, asyncio.subprocess.Process] = {}
 
     async def start(self, launch: Launch) -> None:
-        with Path(launch.log).open("ab") as log:
+        with opened(launch.log) as log:
             self._guards[launch.name] = await start_process(
                 *guarded(launch.command, GRACE_S),
                 stdin=asyncio.subprocess.PIPE,

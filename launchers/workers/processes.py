@@ -188,9 +188,7 @@ class WorkerProcesses:
         try:
             async with asyncio.timeout(patience_s):
                 while len(starting) - len(waiting) < kind.least:
-                    done, waiting = await asyncio.wait(
-                        waiting, return_when=asyncio.FIRST_COMPLETED
-                    )
+                    done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                     for task in done:
                         task.result()
         except TimeoutError as error:
