@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import os
 import re
-import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct, field
 
 from agentenv.config import ESSENTIAL
+from agentenv.engine import EngineConfig
+from agentenv.engines.server_config import LaunchConfig, RoleConfig
 from agentenv.errors import ConfigError
 from launchers.workers.processes import TOKEN_VARIABLE, Kind
 
@@ -65,10 +66,6 @@ class SpreadCluster(
             "cluster",
         )
 
-    def lines(self) -> Iterator[str]:
-        """For people: what runs where."""
-        yield f"{self.workers} rollout workers on this machine"
-
 
 class ProcessesCluster(SpreadCluster, frozen=True, kw_only=True, tag="processes"):
     """Rollout workers are processes of this machine."""
@@ -112,6 +109,15 @@ class WideCluster(SpreadCluster, frozen=True, kw_only=True, tag="-wide"):
         """Workers that the run begins with."""
         return self.min_workers or self.workers
 
+    @property
+    def is_far(self) -> bool:
+        """Whether there may be workers on other machines."""
+        return True
+
+    def lines(self, config: Any) -> Iterator[str]:
+        """For people: what runs where; `config` is that of the run."""
+        raise NotImplementedError
+
     def processes(self) -> Kind:
         return (
             super()
@@ -136,6 +142,9 @@ class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
     learner: Annotated[bool, Meta(description="Ray places the ranks of the learner too")] = False
     cpus_per_engine: Annotated[int, Meta(ge=1, description="cores of an engine server")] = 1
     cpus_per_rank: Annotated[int, Meta(ge=1, description="cores of a rank of the learner")] = 1
+    gpus_per_rank: Annotated[
+        int, Meta(ge=0, le=1, description="GPUs of a rank of the learner; 0: it runs on the CPU")
+    ] = 1
     wait_for_nodes_s: Annotated[
         float,
         Meta(
@@ -155,23 +164,46 @@ class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
         int, Meta(ge=80, description="memory of Ray's for objects, where it is started for the run")
     ] = 80
 
-    def needs(self) -> dict[str, float]:
-        """What a worker takes of a node."""
+    @property
+    def is_far(self) -> bool:
+        return bool(self.address)
+
+    def of_worker(self) -> dict[str, float]:
+        """What a rollout worker takes of a node."""
         return {"CPU": float(self.cpus_per_worker)}
+
+    def of_engine(self, launched: LaunchConfig) -> dict[str, float]:
+        """An engine server."""
+        each = launched.tensor_parallel_size * launched.data_parallel_size
+        gpus = 0 if launched.device == "cpu" else each
+        return {"CPU": float(self.cpus_per_engine), "GPU": float(gpus)}
+
+    def of_rank(self) -> dict[str, float]:
+        """A rank of the learner."""
+        return {"CPU": float(self.cpus_per_rank), "GPU": float(self.gpus_per_rank)}
 
     def processes(self) -> Kind:
         return (
-            super().processes()._replace(env=self.env, resources=self.needs(), python=self.python)
+            super()
+            .processes()
+            ._replace(env=self.env, resources=self.of_worker(), python=self.python)
         )
 
-    def lines(self) -> Iterator[str]:
-        cluster = self.address or "of this machine, started for the run"
-        yield f"Ray cluster: {cluster}"
-        some = f"at least {self.least} to begin with, " if self.least < self.workers else ""
-        yield (
-            f"  worker-0 to worker-{self.workers - 1}: {some}a placement group of "
-            f"{self.cpus_per_worker} CPU each, on the node with the fewest"
-        )
+    def lines(self, config: Any) -> Iterator[str]:
+        yield f"Ray cluster {self.address or 'of this machine, started for the run'}:"
+        launched: LaunchConfig | None = config.engine.launched
+        if self.learner:
+            yield _bundles("rank", config.learner.num_ranks, self.of_rank())
+        if self.engines and launched is not None:
+            yield _bundles("engine", launched.count, self.of_engine(launched))
+        some = f"; the run begins with {self.least}" if self.least < self.workers else ""
+        yield _bundles("worker", self.workers, self.of_worker()) + some
+
+
+def _bundles(name: str, num: int, each: dict[str, float]) -> str:
+    names = f"{name}-0" if num == 1 else f"{name}-0 to {name}-{num - 1}"
+    much = ", ".join(f"{count:g} {what}" for what, count in each.items() if count)
+    return f"  {names}: a placement group each with {much}, on the node that has the fewest of ours"
 
 
 class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
@@ -180,7 +212,7 @@ class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
 
     def where(self) -> str:
         """The address to listen on."""
-        return self.host or socket.gethostbyname(socket.gethostname())
+        return self.host or "0.0.0.0"
 
     def token(self) -> str:
         """What workers say to be let in. Raises ConfigError where there is none."""
@@ -193,10 +225,11 @@ class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
             )
         return found
 
-    def lines(self) -> Iterator[str]:
+    def lines(self, config: Any) -> Iterator[str]:
+        some = f"{self.least} to " if self.least < self.workers else ""
         yield (
-            f"{self.least} to {self.workers} rollout workers, started by somebody else, which "
-            f"connect to port {self.port or 'of the controller'}"
+            f"{some}{self.workers} rollout workers, started by somebody else, connect to port "
+            f"{self.port or '(any, which the run tells)'} of the controller"
         )
 
 
@@ -212,6 +245,9 @@ class SlurmCluster(ExternalCluster, frozen=True, kw_only=True, tag="slurm"):
     gpus: Annotated[int, Meta(ge=0, description="GPUs of each node; 0: none")] = 0
     time: Annotated[str, Meta(description="limit of the job as sbatch has it, 1-12:00:00")] = (
         "24:00:00"
+    )
+    script: Annotated[str, Meta(description="file that --dry-run writes; empty: it is printed")] = (
+        ""
     )
     options: Annotated[
         list[str], Meta(description="more options of sbatch, as --partition=long")
@@ -231,8 +267,10 @@ class KubernetesCluster(ExternalCluster, frozen=True, kw_only=True, tag="kuberne
     """Jobs of Kubernetes: one of the controller with its engine and learner, one of rollout
     workers. --dry-run prints the manifests for kubectl apply."""
 
-    host: Annotated[str, Meta(description="address to listen on")] = "0.0.0.0"
     port: Annotated[int, Meta(ge=1, le=65535, description="port of the controller")] = 29700
+    script: Annotated[str, Meta(description="file that --dry-run writes; empty: it is printed")] = (
+        ""
+    )
     image: Annotated[
         str, Meta(description="image with the project in its working directory", extra=ESSENTIAL)
     ] = ""
@@ -241,10 +279,10 @@ class KubernetesCluster(ExternalCluster, frozen=True, kw_only=True, tag="kuberne
         str,
         Meta(
             description="PersistentVolumeClaim (ReadWriteMany) with configuration, model, data and "
-            "runs, mounted at `mount`"
+            "runs, seen at `mount`"
         ),
     ] = ""
-    mount: Annotated[str, Meta(description="where, and from where paths are meant")] = "/work"
+    mount: Annotated[str, Meta(description="where the claim is seen")] = "/work"
     gpus: Annotated[int, Meta(ge=0, description="GPUs of the controller; 0: none")] = 0
     memory: Annotated[str, Meta(description="of the controller and of each worker")] = "8Gi"
     cpus: Annotated[int, Meta(ge=1, description="of the controller")] = 4
@@ -278,6 +316,26 @@ ClusterConfig = (
     | SlurmCluster
     | KubernetesCluster
 )
+
+
+def check_reachable(
+    cluster: LocalCluster | SpreadCluster, engine: EngineConfig, roles: Mapping[str, RoleConfig]
+) -> None:
+    """Raises ConfigError for servers of this machine that workers on other machines cannot ask."""
+    if not isinstance(cluster, WideCluster) or not cluster.is_far:
+        return
+    started: dict[str, LaunchConfig] = {
+        f"roles.{name}": role for name, role in roles.items() if not role.url
+    }
+    if engine.launched is not None and not getattr(cluster, "engines", False):
+        started["engine.servers"] = engine.launched
+    for key, launched in started.items():
+        if launched.host in ("127.0.0.1", "localhost", "::1"):
+            raise ConfigError(
+                f"{key}.host = {launched.host}: rollout workers on other machines ask this server "
+                f"themselves; set {key}.host = 0.0.0.0, which opens it to the networks of this "
+                "machine, or an address of this machine that they reach"
+            )
 
 
 class Setup(Struct, array_like=True, frozen=True):

@@ -104,6 +104,16 @@ class StreamLink:
         self._is_closed = False
         self.max_bytes: int | None = None  # of a frame; a longer one is the end
 
+    @property
+    def peer(self) -> str:
+        """Address of the machine at the other end."""
+        return str(self._writer.get_extra_info("peername")[0])
+
+    @property
+    def own(self) -> str:
+        """Address of this machine, as the other end sees it."""
+        return str(self._writer.get_extra_info("sockname")[0])
+
     def send(self, frame: bytes) -> None:
         if self._is_closed:
             return

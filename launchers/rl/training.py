@@ -72,7 +72,6 @@ from launchers.timings import TimedEngine, Timings
 from launchers.waits import watched
 from launchers.workers.places import Elsewhere, Places
 from launchers.workers.processes import WorkerProcesses
-from launchers.workers.ray_places import RayPlaces, RaySetup
 from learners.credit import CreditedTree, TreeCredit, counted_leaves
 from learners.entropies import forget_entropies
 from learners.learner import Agreement, Metrics, lr_factor, optimizer_of
@@ -281,7 +280,6 @@ class Training:
         self.journal: Journal | None = None
         self.timings: Timings | None = None
         self.workers: RolloutWorkers | None = None
-        self.ray: RayPlaces | None = None
         self.parts: Parts
         self.recorder: Recorder
         self.saver: RunSaver
@@ -291,7 +289,6 @@ class Training:
         """The whole run. Cancelling it stops cleanly, with a checkpoint if RL has begun."""
         async with AsyncExitStack() as stack:
             with self.clock.phase("setup"), self.view.doing("the start of the run"):
-                await self._open_ray(stack)
                 await self._set_up(stack)
                 await self._start_workers(stack)
                 self._announce()
@@ -415,38 +412,21 @@ class Training:
             incarnation=self.state.incarnation,
         )
         folder = self.run.path / FOLDER
+        kind, tell = cluster.processes(), self.view.warn
         places: Places | None = None
         token = None
         if isinstance(cluster, ExternalCluster):
             places, token = Elsewhere(cluster.where()), cluster.token()
         elif isinstance(cluster, RayCluster):
-            assert self.ray is not None
-            self.ray.leave = workers.leave
-            places = self.ray
-        kind, tell = cluster.processes(), self.view.warn
+            assert parts.ray is not None
+            parts.ray.follow(kind.name, workers.leave)
+            places = parts.ray
         processes = WorkerProcesses(kind, workers, setup, folder, tell, places, token)
         stack.push_async_callback(processes.close)
         with self.view.doing("the start of the rollout workers"):
             await processes.start()
-        self.view.say(f"{cluster.workers} rollout workers, logs in {folder}")
-
-    async def _open_ray(self, stack: AsyncExitStack) -> None:
-        """The Ray cluster, if the run has one: what does not fit there is told before all else."""
-        cluster = self.config.cluster
-        if not isinstance(cluster, RayCluster):
-            return
-        needed = [("cluster.workers", cluster.needs())] * cluster.least
-        setup = RaySetup(
-            cluster.address,
-            cluster.object_store_mb << 20,
-            cluster.host,
-            needed,
-            cluster.wait_for_nodes_s,
-        )
-        self.ray = RayPlaces(setup, self.run.path / FOLDER, self.view.say)
-        stack.push_async_callback(self.ray.shut)
-        with self.view.doing("the connection to Ray"):
-            await self.ray.open()
+        at = f" at {processes.address}" if isinstance(cluster, ExternalCluster) else ""
+        self.view.say(f"{cluster.workers} rollout workers{at}, logs in {folder}")
 
     def _announce(self) -> None:
         config, parts = self.config, self.parts

@@ -138,14 +138,17 @@ class _Placed:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
 
+Leave = Callable[[str, float], None]
+
+
 class RayPlaces:
-    """See Places. `leave` is told which process is to be drained, and within how long."""
+    """See Places."""
 
     is_patient = True
 
     def __init__(self, setup: RaySetup, folder: Path, tell: Callable[[str], None]) -> None:
         self.num_lost = 0
-        self.leave: Callable[[str, float], None] = lambda name, within_s: None
+        self._leave: dict[str, Leave] = {}  # by the names before their numbers
         self.placed: dict[str, Started] = {}
         self._tell = tell
         self._link: Link | None = None
@@ -176,6 +179,10 @@ class RayPlaces:
     async def shut(self) -> None:
         """Let go of the cluster. Idempotent."""
         await self._driver.close()
+
+    def follow(self, kind: str, leave: Leave) -> None:
+        """Tell from now on which processes of this kind are to be drained, and within how long."""
+        self._leave[kind] = leave
 
     # Places
 
@@ -238,7 +245,9 @@ class RayPlaces:
             if placed is not None and not placed.ended.done():
                 placed.ended.set_result(told.how)
         elif isinstance(told, Leaves):
-            self.leave(told.name, told.within_s)
+            leave = self._leave.get(told.name.rpartition("-")[0])
+            if leave is not None:
+                leave(told.name, told.within_s)
         elif isinstance(told, Say):
             self._tell(f"Ray: {told.text}")
 
