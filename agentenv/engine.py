@@ -97,6 +97,10 @@ class ServerStarter(Protocol):
         ConfigError and EngineError."""
         ...
 
+    def follow(self, added: Callable[[str], None], removed: Callable[[str], None]) -> None:
+        """Tell from now on which URLs come and go, of servers that may move."""
+        ...
+
 
 class EngineStart(Struct, frozen=True, kw_only=True):
     """What an engine is started with: the engine serves `model` as `policy_version`, `stack` closes

@@ -2,6 +2,7 @@
 
     python -I -S guard.py GRACE_S COMMAND ...
     python -I -S guard.py --stdin GRACE_S COMMAND ...      the command reads the standard input
+    python -I -S guard.py --alone GRACE_S COMMAND ...      only SIGTERM, or its own end, ends it
 
 It stops the server when its standard input ends, which happens however the process at the other
 end dies, when the process that started it dies, and when it is told to (SIGTERM). First it asks,
@@ -34,17 +35,20 @@ SHARED = (" /dev/shm/sglang_loads_", " /dev/shm/sem.mp-", " /dev/shm/psm_")
 GUARD = Path(__file__).resolve()
 
 
-def guarded(command: Sequence[str], grace_s: float, *, stdin: bool = False) -> list[str]:
+def guarded(
+    command: Sequence[str], grace_s: float, *, stdin: bool = False, alone: bool = False
+) -> list[str]:
     """The command of a guard that runs this one; see above."""
-    mode = ["--stdin"] if stdin else []
+    mode = ["--stdin"] if stdin else ["--alone"] if alone else []
     return [sys.executable, "-I", "-S", str(GUARD), *mode, str(grace_s), *command]
 
 
 def main(argv: list[str]) -> int:
-    passes_on = argv[0] == "--stdin"
-    grace_s, *command = argv[1:] if passes_on else argv
+    passes_on, is_alone = argv[0] == "--stdin", argv[0] == "--alone"
+    grace_s, *command = argv[1:] if passes_on or is_alone else argv
     parent = os.getppid()
-    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if not is_alone:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     told = False
 
@@ -54,7 +58,7 @@ def main(argv: list[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, tell)
-    if os.getppid() != parent:  # gone before the first prctl
+    if os.getppid() != parent and not is_alone:  # gone before the first prctl
         return 1
     # what torch compiles is kept from start to start, as it would be without a folder of its own
     compiled = f"{tempfile.gettempdir()}/torchinductor_{os.environ.get('USER') or os.getuid()}"
@@ -73,7 +77,7 @@ def main(argv: list[str]) -> int:
         if time.monotonic() > look:  # before it can be killed
             shared |= _shared_memory()
             look = time.monotonic() + LOOK_EVERY_S
-        if passes_on:
+        if passes_on or is_alone:
             _await(server, INTERVAL_S)
             continue
         ended, _, _ = select.select([sys.stdin], [], [], INTERVAL_S)

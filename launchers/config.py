@@ -31,7 +31,7 @@ from agentenv.types import Limits, SamplingParams
 from envs.code_interpreter import PythonConfig
 from envs.grading.reward import GraderConfig
 from envs.search.service import SearchConfig
-from launchers.cluster import ClusterConfig, LocalCluster
+from launchers.cluster import ClusterConfig, LocalCluster, check_reachable
 from launchers.monitors import RolloutMonitorConfig
 from launchers.saver import SavingConfig
 from learners.aepo import AEPO
@@ -512,7 +512,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     algorithm: Annotated[AnyAlgorithm, Meta(extra=ESSENTIAL)]
     queue: QueueConfig = QueueConfig()
     cluster: Annotated[
-        ClusterConfig, Meta(description="where rollouts grow: local, or processes")
+        ClusterConfig, Meta(description="where rollouts grow, by its kind (docs/clusters.md)")
     ] = LocalCluster()
     learner: LearnerConfig = LearnerConfig()
     resources: ResourcesConfig = ResourcesConfig()
@@ -533,6 +533,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             from reference.algorithms import released
 
             force_setattr(self, "algorithm", released(self.algorithm))
+        check_reachable(self.cluster, self.engine, self.roles)
         for key, part in (("sft", self.sft), ("self_critic", self.self_critic)):
             if part is not None:
                 self.learner.check_optimizer(part.optimizer, f"{key}.optimizer.optimizer")

@@ -72,7 +72,7 @@ from agentenv.virtual_clock import run_virtual
 from envs.code_interpreter import python_config
 from envs.search.upstream import BURST, TokenBucket
 from envs.web_search import search_config
-from launchers.cluster import ProcessesCluster
+from launchers.cluster import SpreadCluster
 from launchers.config import EvalConfig, LogConfig, TrainConfig
 from launchers.rl.parts import NUM_PROBE_PROMPTS, Parts
 from launchers.rl.publishing import DirectoryPublisher, ParityProbe
@@ -793,7 +793,7 @@ def tool_bounds(config: TrainConfig) -> dict[str, tuple[int, float]]:
 
 def num_workers(config: TrainConfig) -> int:
     """Processes in which rollouts grow."""
-    return config.cluster.workers if isinstance(config.cluster, ProcessesCluster) else 1
+    return config.cluster.workers if isinstance(config.cluster, SpreadCluster) else 1
 
 
 def recorded(trace: Trace) -> Figures:

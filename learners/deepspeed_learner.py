@@ -37,7 +37,7 @@ from learners.learner import (
     optimizer_of,
 )
 from learners.lora import check_installed
-from learners.ranks import RankGroup
+from learners.ranks import RankGroup, RankPlaces
 
 MAX_SAVED = 20  # skipped steps of a run
 
@@ -98,9 +98,14 @@ def _not_finite(tree: EncodedTree) -> list[str]:
     return [name for name in names if not np.isfinite(tree.floats(name)).all()]
 
 
-async def start_ranks(config: LearnerConfig, log_path: Path, gpus: Sequence[str] = ()) -> RankGroup:
+async def start_ranks(
+    config: LearnerConfig,
+    log_path: Path,
+    gpus: Sequence[str] = (),
+    places: RankPlaces | None = None,
+) -> RankGroup:
     """The ranks, with nothing in them yet; see `DeepSpeedLearner.start`."""
-    ranks = RankGroup(config, log_path, gpus)
+    ranks = RankGroup(config, log_path, gpus, places)
     await ranks.start(config.start_timeout_s)
     return ranks
 

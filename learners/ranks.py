@@ -23,7 +23,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, Protocol
 
 import msgspec
 import psutil
@@ -450,6 +450,27 @@ STACK_S = 0.3  # for a rank to write its stack
 LOST = (OSError, EOFError)  # IncompleteReadError is an EOFError
 
 
+class RankPlaces(Protocol):
+    """Other machines, on which ranks are started."""
+
+    @property
+    def host(self) -> str:
+        """Address of this process for them."""
+        ...
+
+    async def start(self, rank: int, log_path: Path, env: dict[str, str]) -> None:
+        """Returns when it runs."""
+        ...
+
+    async def ended(self, rank: int) -> str:
+        """Returns when it has ended, with how."""
+        ...
+
+    async def stop(self, rank: int) -> None:
+        """See to it that it has ended."""
+        ...
+
+
 class RankGroup:
     """`start`, then `call` any number of times, then `close`.
 
@@ -459,8 +480,15 @@ class RankGroup:
     refuses leaves them running.
     """
 
-    def __init__(self, config: LearnerConfig, log_path: Path, gpus: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        config: LearnerConfig,
+        log_path: Path,
+        gpus: Sequence[str] = (),
+        places: RankPlaces | None = None,
+    ) -> None:
         self.config = config
+        self.places = places  # None: this machine, or whoever starts the ranks
         self.log_path = log_path
         self.gpus = gpus
         self._lock = asyncio.Lock()
@@ -486,7 +514,8 @@ class RankGroup:
                 f"learner.launch = external: set {TOKEN_VARIABLE} to a secret of your own, "
                 "the same for this process and for the ranks"
             )
-        host, port = ("127.0.0.1", "0") if local else self.config.address.rsplit(":", 1)
+        own = "127.0.0.1" if self.places is None else self.places.host
+        host, port = (own, "0") if local else self.config.address.rsplit(":", 1)
         arrivals: asyncio.Queue[RankLink | LearnerError] = asyncio.Queue()
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -502,7 +531,7 @@ class RankGroup:
         try:
             if local:
                 port = str(server.sockets[0].getsockname()[1])
-                await self._spawn(f"127.0.0.1:{port}", token)
+                await self._spawn(f"{host}:{port}", token)
             await self._wait_for_all(arrivals, timeout_s)
         except BaseException:
             await self.close()
@@ -522,9 +551,17 @@ class RankGroup:
         if self._processes:
             link.process = self._processes[hello.rank]
             link.log_path = self._log_of(hello.rank)
+        if self.places is not None:
+            link.log_path = self._log_of(hello.rank)
         return link
 
     async def _spawn(self, address: str, token: str) -> None:
+        if self.places is not None:
+            async with asyncio.TaskGroup() as group:
+                for rank in range(self.config.num_ranks):
+                    env = self._far_environment(rank, address, token)
+                    group.create_task(self.places.start(rank, self._log_of(rank), env))
+            return
         for rank in range(self.config.num_ranks):
             config, log_path = self.config, self._log_of(rank)
             self._processes.append(
@@ -540,6 +577,15 @@ class RankGroup:
                 )
             )
 
+    def _far_environment(self, rank: int, address: str, token: str) -> dict[str, str]:
+        """Variables of a rank on top of those of its machine, of whose GPUs it sees its own."""
+        config = self.config
+        whole = environment(rank, config.num_ranks, config.num_threads, address, token)
+        path = {"PYTHONPATH": whole["PYTHONPATH"], "LOCAL_RANK": "0"}
+        names = (ADDRESS_VARIABLE, TOKEN_VARIABLE, "RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+        found = {name: whole[name] for name in (*names, "OMP_WAIT_POLICY")} | path
+        return found | ({"PYTORCH_ALLOC_CONF": config.allocator} if config.allocator else {})
+
     def _log_of(self, rank: int) -> Path:
         path = self.log_path
         return path.with_name(f"{path.stem}-{rank}{path.suffix}") if rank else path
@@ -547,7 +593,12 @@ class RankGroup:
     async def _wait_for_all(
         self, arrivals: asyncio.Queue[RankLink | LearnerError], timeout_s: float
     ) -> None:
-        ended = [asyncio.ensure_future(process.wait()) for process in self._processes]
+        ended: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(process.wait()) for process in self._processes
+        ]
+        if self.places is not None:
+            ranks = range(self.config.num_ranks)
+            ended = [asyncio.ensure_future(self.places.ended(rank)) for rank in ranks]
         deadline = asyncio.get_running_loop().time() + timeout_s
         links: dict[int, RankLink] = {}
         try:
@@ -584,13 +635,16 @@ class RankGroup:
                 )
 
     def _start_failure(
-        self, ended: Sequence[asyncio.Future[int]], links: dict[int, RankLink], timeout_s: float
+        self, ended: Sequence[asyncio.Future[Any]], links: dict[int, RankLink], timeout_s: float
     ) -> LearnerError:
         for rank, process in enumerate(ended):
             if process.done():
-                return self._error(rank, how(process.result()), self._log_of(rank))
+                result = process.result()
+                told = how(result) if isinstance(result, int) else str(result)
+                return self._error(rank, told, self._log_of(rank))
         missing = sorted(set(range(self.config.num_ranks)) - set(links))
-        log_path = self._log_of(missing[0]) if self._processes else None
+        has_log = self._processes or self.places is not None
+        log_path = self._log_of(missing[0]) if has_log else None
         return self._error(missing[0], f"did not connect in {timeout_s:.0f} s", log_path)
 
     async def call(self, commands: Sequence[Message], timeout_s: float) -> list[Done]:
@@ -679,6 +733,8 @@ class RankGroup:
         idle = not self._lock.locked()
         await asyncio.gather(*(link.close(idle=idle) for link in links))
         await asyncio.gather(*(kill(process) for process in processes))
+        if self.places is not None:
+            await asyncio.gather(*(self.places.stop(link.rank) for link in links))
 
     def _error(self, rank: int, what: str, log_path: Path | None) -> LearnerError:
         who = f"the learner's rank {rank}" if self.config.num_ranks > 1 else "the learner"

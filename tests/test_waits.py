@@ -97,7 +97,7 @@ ALLOWED = {
     "launchers/chaos.py Servers.revive: self._processes[port].communicate": BENCH,
     "launchers/chaos.py end_tree: process.wait": BENCH,
     "launchers/chaos.py run_storm: process.wait": BENCH,
-    "launchers/workers/processes.py WorkerProcesses._start: guard.wait": "start_timeout_s, below",
+    "launchers/workers/places.py Here.ended: self._guards[name].wait": CALLER + "_bounds_it",
     "launchers/event_loop.py Watchdog._run: self._signals.recv": "settimeout(BEAT_S)",
     "launchers/monitors.py Monitors._run: self._calls.get": HERE,
     "launchers/overhead.py _measure: stage.wait": BENCH,

@@ -8,11 +8,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import deque
 from typing import Protocol
 
 PREFIX_BYTES = 8
 READ_BYTES = 1 << 18
+GONE_S = 60.0  # after which a machine that does not answer is taken for gone
 LAST_S = 5.0  # in which the other end reads what was sent before a close
 
 
@@ -79,6 +81,17 @@ def linked() -> tuple[Link, Link]:
     return _End(first, second), _End(second, first)
 
 
+def keep_alive(writer: asyncio.StreamWriter) -> None:
+    """Let a connection to a machine that is gone break within `GONE_S`, also when nothing is
+    sent."""
+    connection: socket.socket = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_USER_TIMEOUT": int(GONE_S * 1000)}
+    for name, value in options.items():
+        if hasattr(socket, name):  # Linux
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 class StreamLink:
     """An end of a connection. What is sent within one turn of the event loop is written at once."""
 
@@ -89,6 +102,17 @@ class StreamLink:
         self._rest = b""  # of what was read, the beginning of a frame
         self._missing = 0  # bytes of that frame, as far as they are known
         self._is_closed = False
+        self.max_bytes: int | None = None  # of a frame; a longer one is the end
+
+    @property
+    def peer(self) -> str:
+        """Address of the machine at the other end."""
+        return str(self._writer.get_extra_info("peername")[0])
+
+    @property
+    def own(self) -> str:
+        """Address of this machine, as the other end sees it."""
+        return str(self._writer.get_extra_info("sockname")[0])
 
     def send(self, frame: bytes) -> None:
         if self._is_closed:
@@ -122,6 +146,8 @@ class StreamLink:
         while size - start >= PREFIX_BYTES:
             begin = start + PREFIX_BYTES
             end = begin + int.from_bytes(data[start:begin], "little")
+            if self.max_bytes is not None and end - begin > self.max_bytes:
+                raise EOFError(f"a frame of {end - begin} bytes came before its sender was known")
             if end > size:
                 self._missing = end - size
                 break

@@ -17,6 +17,7 @@
                                   <-----  Quit     nobody wants that place or turn any more
                                   <-----  Alive    every BEAT_S, with figures
                                   <-----  Say      something for people
+                                  <-----  Leaving  its machine is going to end
 
 `number` names a tree, a place or a turn on one link: a tree that is asked for again has another
 one.
@@ -231,7 +232,13 @@ class Leave(Struct, array_like=True, frozen=True, tag=9):
     retry_after_s: float = 0.0
 
 
-Answer = Told | Lost | Sample | Quit | Alive | Say | Seek | Heard | Leave
+class Leaving(Struct, array_like=True, frozen=True, tag=10):
+    """The worker ends within so many seconds, and wants no more trees."""
+
+    within_s: float
+
+
+Answer = Told | Lost | Sample | Quit | Alive | Say | Seek | Heard | Leave | Leaving
 
 pack = packed
 read_asked = msgspec.msgpack.Decoder(Asked).decode

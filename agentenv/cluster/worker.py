@@ -17,6 +17,7 @@ from agentenv.cluster.messages import (
     Drop,
     Figures,
     Grow,
+    Leaving,
     Lost,
     Say,
     Told,
@@ -104,6 +105,10 @@ class RolloutWorker:
     def say(self, text: str) -> None:
         """To people, by the controller."""
         self._link.send(pack(Say(text)))
+
+    def leave(self, within_s: float) -> None:
+        """Want no more trees: this process ends within the time."""
+        self._link.send(pack(Leaving(within_s)))
 
     async def _grow(self, asked: Grow) -> None:
         recorded = None

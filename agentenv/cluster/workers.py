@@ -7,7 +7,8 @@ on when one is lost.
             a worker is lost: its trees go on elsewhere, from the last frame that came
 
 Feeder, queue, journal and the bound on staleness stay with the controller. A worker is lost when
-its link is, or when it says nothing for `silence_s`.
+its link is, or when it says nothing for `silence_s`. One whose machine is going to end is drained:
+it gets no more trees, and ends those that it has as far as there is time.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from agentenv.cluster.messages import (
     Grow,
     Heard,
     Leave,
+    Leaving,
     Lost,
     Quit,
     Sample,
@@ -83,14 +85,18 @@ class _Worker:
         self.heard = asyncio.get_running_loop().time()
         self.is_hanging = False
         self.num_ended = 0
+        self.idle = asyncio.Event()  # it has no trees
+        self.draining: asyncio.Task[None] | None = None
 
 
 class Left(NamedTuple):
-    """A worker is gone: why, how much it has ended, and what becomes of the rest."""
+    """A worker is gone: why, how much it has ended, and what becomes of the rest; whether that was
+    known before."""
 
     why: str
     num_ended: int
     rest: str
+    is_drained: bool = False
 
 
 def _rest(worker: _Worker) -> str:
@@ -154,10 +160,11 @@ class RolloutWorkers:
         """Give the tree to the worker with the fewest."""
         if self._reason:
             raise WorkerError(self._reason)
-        if not self._workers:
+        staying = [one for one in self._workers.values() if one.draining is None]
+        if not staying:
             self._homeless.append(growing)
             return
-        worker = min(self._workers.values(), key=lambda one: len(one.trees))
+        worker = min(staying, key=lambda one: len(one.trees))
         recorded = growing.recorded
         growing.number, growing.worker = next(self._numbers), worker
         worker.trees[growing.number] = growing
@@ -178,6 +185,7 @@ class RolloutWorkers:
         worker = growing.worker
         if worker is not None and worker.trees.pop(growing.number, None) is not None:
             worker.link.send(pack(Drop(growing.number)))
+            self._has_less(worker)
 
     # workers
 
@@ -197,9 +205,13 @@ class RolloutWorkers:
                 why = f"it said what cannot be read ({error})"
             elif worker.is_hanging:
                 why = f"it has said nothing for {self._silence_s:g} s (cluster.silence_s)"
-            return Left(why, worker.num_ended, _rest(worker))
+            if is_drained := worker.draining is not None and not worker.is_hanging:
+                why = "its machine is going to end"
+            return Left(why, worker.num_ended, _rest(worker), is_drained)
         finally:
             listening.cancel()
+            if worker.draining is not None:
+                worker.draining.cancel()
             link.abort()
             del self._workers[name]
             await worker.turns.close()
@@ -224,12 +236,15 @@ class RolloutWorkers:
                     worker.leases.quit(told.number)
             case Lost():
                 growing = worker.trees.pop(told.number, None)
+                self._has_less(worker)
                 if growing is not None and not growing.ended.done():
                     growing.ended.set_exception(raised(told.kind, told.text))
             case Alive():
                 worker.figures = told.figures
                 self._actor.prefixes.merge(told.figures.hits)
                 self._actor.probes.merge(told.figures.probe_waits_s)
+            case Leaving():
+                self.leave(worker.name, told.within_s)
             case Say():
                 self._tell(f"{worker.name}: {told.text}")
 
@@ -243,6 +258,7 @@ class RolloutWorkers:
         if growing.frames.is_finished:
             del worker.trees[told.number]
             worker.num_ended += 1
+            self._has_less(worker)
             if not growing.ended.done():
                 growing.ended.set_result(None)
 
@@ -270,6 +286,26 @@ class RolloutWorkers:
             if was_late and is_late:
                 worker.is_hanging = True
                 worker.link.abort()
+
+    def leave(self, name: str, within_s: float) -> None:
+        """Drain this worker: no more trees, and its link is closed when it has none, or at the end
+        of the time; then what is left goes on elsewhere."""
+        worker = self._workers.get(name)
+        if worker is not None and worker.draining is None:
+            worker.draining = asyncio.create_task(self._drain(worker, within_s))
+
+    async def _drain(self, worker: _Worker, within_s: float) -> None:
+        num = len(worker.trees)
+        self._tell(f"{worker.name} leaves within {within_s:.0f} s; trees that end there: {num}")
+        self._has_less(worker)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, within_s)):
+                await worker.idle.wait()
+        worker.link.close()
+
+    def _has_less(self, worker: _Worker) -> None:
+        if not worker.trees and worker.draining is not None:
+            worker.idle.set()
 
     def end(self, reason: str) -> None:
         """No worker will come any more: trees that have none raise WorkerError."""

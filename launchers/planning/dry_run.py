@@ -25,11 +25,13 @@ from envs.search.providers import PROVIDERS, WebConfig
 from envs.search.service import SearchConfig
 from launchers.assembly import Assembly
 from launchers.checks import refuse
+from launchers.cluster import WideCluster
 from launchers.config import ServeConfig, TrainConfig
 from launchers.evaluation.benchmarks import benchmark
 from launchers.evaluation.config import EvaluateConfig
 from launchers.help import values_of
 from launchers.planning.idle import expected_idle
+from launchers.planning.jobs import job_of
 from launchers.planning.memory import GIB
 from launchers.planning.plan import AnyRun, Machine, Plan, Process, make_plan, wanted_by
 from launchers.rundir import find_checkpoint
@@ -309,12 +311,29 @@ def dry_run(
     show_plan(plan, view)
     if plan.problems:
         raise ConfigError("; ".join(dict.fromkeys(plan.problems)))
+    if isinstance(config, TrainConfig):
+        show_cluster(config, arguments, view, run)
     fits = "it fits" if plan.is_whole else NOT_ALL
     view.say(f"dry run: nothing was started; by this estimate {fits}")
     if not plan.missing:
         return 0
     view.say(f"what is missing is listed above (exit code {EXIT_MISSING}); see docs/reproduce.md")
     return EXIT_MISSING
+
+
+def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View, run: Path) -> None:
+    """Which machines the processes are on, and what starts them there."""
+    if not isinstance(config.cluster, WideCluster):
+        return
+    for line in config.cluster.lines(config):
+        view.say(line)
+    script = getattr(config.cluster, "script", "")
+    job = job_of(config, arguments.config, arguments.overrides, run)
+    if script:
+        Path(script).write_text(job, encoding="utf-8")
+        view.say(f"written to {script}")
+    elif job:
+        view.say(f"\n{job}")
 
 
 def _model_of(config: AnyRun, path: str, resolve: Resolve, plan: Plan) -> Path | None:

@@ -12,6 +12,7 @@ from agentenv.engine import EngineConfig, LocalModel
 from agentenv.engines.server_config import LaunchConfig, RoleConfig
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.types import Limits
+from launchers.cluster import WideCluster
 from launchers.config import ResourcesConfig, ServeConfig, TrainConfig
 from launchers.evaluation.config import EvaluateConfig
 from launchers.planning.memory import (
@@ -128,6 +129,9 @@ NO_SHAPE = (
 AnyRun = TrainConfig | SupervisedRunConfig | EvaluateConfig | ServeConfig
 
 
+HERE = "on this machine"
+
+
 class Wanted(Struct, frozen=True, kw_only=True):
     """What a command asks of a machine. `path`: of the policy's model, "" where an endpoint has
     it; `setup` makes that model if it is not here; `path_tokens`: most tokens of prompt and
@@ -143,6 +147,7 @@ class Wanted(Struct, frozen=True, kw_only=True):
     row_tokens: int = 0
     num_workers: int = 0
     num_env_workers: int = 0
+    workers_on: str = HERE
     learner: LearnerConfig | None = None
     has_reference: bool = False
     finish_s: float = 0.0  # for the last checkpoint of a run that is interrupted
@@ -177,6 +182,9 @@ def wanted_by(config: AnyRun, model: str = "") -> Wanted:
             * config.algorithm.group_size,
             num_workers=getattr(config.cluster, "workers", 0),
             num_env_workers=config.env.workers,
+            workers_on=(
+                "on nodes of the cluster" if isinstance(config.cluster, WideCluster) else HERE
+            ),
             learner=config.learner,
             has_reference=config.algorithm.needs_reference,
             finish_s=saving.finish_s,
@@ -305,11 +313,12 @@ class _Planner:
         own = "queue, journal, evaluations" if num_workers else work
         self.plan.processes.append(Process("controller", 1, memory=memory, note=own))
         if num_workers:
-            note = f"{work}; on this machine"
+            note = f"{work}; {self.wanted.workers_on}"
             self.plan.processes.append(Process("rollout worker", num_workers, note=note))
         if num_envs:  # also of the controller, whose evaluations need them
             number = num_envs * (1 + num_workers)
-            note = "tools, graders; on this machine"
+            where = self.wanted.workers_on if num_workers else HERE
+            note = f"tools, graders; {where}"
             self.plan.processes.append(Process("environments", number, note=note))
 
     def _add_learner(self, learner: LearnerConfig, ranks: list[str]) -> None:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from agentenv.actor import Actor
 from agentenv.disk import own_folder
 from agentenv.encoder import encode_beside
-from agentenv.engine import Engine, EngineStart
+from agentenv.engine import Engine, EngineStart, ServerStarter
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.env import Env
@@ -38,8 +38,10 @@ from launchers.assembly import (
     training_set,
 )
 from launchers.checks import refuse
+from launchers.cluster import RayCluster
 from launchers.config import DataConfig, EvalSet, Sampling, TrainConfig
 from launchers.data import Say, load_set, load_training, try_env
+from launchers.rl.far import RayRanks, far_servers, open_ray
 from launchers.rl.publishing import (
     AdapterPublisher,
     BroadcastPublisher,
@@ -52,10 +54,11 @@ from launchers.rl.publishing import (
 from launchers.rundir import COLD_START, RunDirectory, link_model
 from launchers.serving.gpus import learner_gpus
 from launchers.supervised.data import Demonstrations, check_stages, load_demonstrations
+from launchers.workers.ray_places import RayPlaces
 from learners.deepspeed_learner import DeepSpeedLearner, LearnerSender, start_ranks
 from learners.learner import read_saved
 from learners.lora import ADAPTER_FOLDER, frozen_model
-from learners.ranks import RankGroup
+from learners.ranks import RankGroup, RankPlaces
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +89,7 @@ class Parts:
     vocab_size: int = 0  # of the plan
     model: Path = Path()  # where weights, or the tokenizer of a rollout worker, are read from
     urls: dict[str, str] = field(default_factory=dict)  # of roles
+    ray: RayPlaces | None = None
 
     async def publish(self) -> None:
         """New weights into the engine while rollouts are running, and a probe of them begun."""
@@ -108,6 +112,14 @@ async def build_parts(
     """Check and build everything; `stack` closes it. Raises ConfigError or DataError for the
     user's mistakes. With a checkpoint, engine and learner start from it and no set-up is run."""
     assembly = TrainingAssembly(config, run.path, checkpoint, stack, say)
+    cluster = config.cluster
+    if isinstance(cluster, RayCluster):
+        await refuse(assembly, "configuration")
+        ray = assembly.ray = await open_ray(config, cluster, run.path, stack, say)
+        if cluster.engines:
+            assembly.engine_servers = far_servers(cluster, ray, run.path, stack, say)
+        if cluster.learner:
+            assembly.ranks = RayRanks(cluster, ray)
     if checkpoint is not None:  # it has been found in order before
         assembly.begin_ranks()
     await refuse(assembly)
@@ -146,6 +158,9 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             checkpoint,
             sets=sets,
         )
+        self.ray: RayPlaces | None = None
+        self.engine_servers: ServerStarter = self.servers
+        self.ranks: RankPlaces | None = None  # where ranks are, unless here
 
     @once
     async def model(self) -> Path:
@@ -177,6 +192,8 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
     async def gpus(self) -> list[str]:
         """Those of the learner's ranks."""
         config = self.config
+        if isinstance(config.cluster, RayCluster) and config.cluster.learner:
+            return []  # theirs are their nodes'
         return learner_gpus(config.resources, config.engine, config.learner, self.servers.gpus)
 
     @once
@@ -233,12 +250,15 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         self.stack.push_async_callback(close)
 
     async def _start_ranks(self) -> RankGroup:
-        return await start_ranks(self.config.learner, self.folder / LEARNER_LOG, await self.gpus())
+        config, log = self.config.learner, self.folder / LEARNER_LOG
+        return await start_ranks(config, log, await self.gpus(), self.ranks)
 
     @once
     async def learner(self) -> DeepSpeedLearner:
         """At the version of the checkpoint; asleep where it shares its GPUs."""
         config, gpus = self.config, await self.gpus()
+        if self.ranks is not None and self._starting is None:
+            self.begin_ranks()
         learner = await DeepSpeedLearner.start(
             config.learner,
             config.algorithm,
@@ -270,7 +290,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
                 ),
                 limits=config.limits,
                 stack=self.stack,
-                servers=self.servers,
+                servers=self.engine_servers,
                 seed=config.run.seed,
                 colocated=config.resources.colocated,
                 lora_rank=rank,
@@ -295,7 +315,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         config = self.config
         questions, prompts = await self.questions(), await self.probe_prompts()
         learner, engine = await self.learner_and_engine()
-        weights = self.stack.enter_context(weights_directory(MEMORY))
+        weights = self.stack.enter_context(weights_directory(self._between()))
         probe = ParityProbe(engine, learner, prompts)
         self.stack.push_async_callback(probe.close)
         colocation = None
@@ -323,7 +343,14 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             vocab_size=num_words,
             model=await self.model(),
             urls=await self.urls(),
+            ray=self.ray,
         )
+
+    def _between(self) -> Path:
+        """Where weights pass from learner to engine: what all machines see that have one."""
+        cluster = self.config.cluster
+        is_far = isinstance(cluster, RayCluster) and (cluster.engines or cluster.learner)
+        return self.folder if is_far else MEMORY
 
     def _actor(
         self,

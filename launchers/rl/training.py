@@ -46,7 +46,7 @@ from agentenv.offload import in_thread
 from agentenv.replay import ReplayQueue
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limit, Task
-from launchers.cluster import FOLDER, ProcessesCluster, Setup
+from launchers.cluster import FOLDER, ExternalCluster, RayCluster, Setup, SpreadCluster
 from launchers.config import WHERE, TrainConfig
 from launchers.event_loop import rolling_out
 from launchers.rl import report
@@ -70,6 +70,7 @@ from launchers.terminal import View
 from launchers.timings import FILE as TIMINGS
 from launchers.timings import TimedEngine, Timings
 from launchers.waits import watched
+from launchers.workers.places import Elsewhere, Places
 from launchers.workers.processes import WorkerProcesses
 from learners.credit import CreditedTree, TreeCredit, counted_leaves
 from learners.entropies import forget_entropies
@@ -387,11 +388,12 @@ class Training:
     async def _start_workers(self, stack: AsyncExitStack) -> None:
         """The rollout workers, unless rollouts grow in this process."""
         config, parts = self.config, self.parts
-        if not isinstance(config.cluster, ProcessesCluster):
+        cluster = config.cluster
+        if not isinstance(cluster, SpreadCluster):
             return
         workers = self.workers = RolloutWorkers(
             parts.actor,
-            silence_s=config.cluster.silence_s,
+            silence_s=cluster.silence_s,
             tell=self.view.warn,
             journal=self.journal,
         )
@@ -410,12 +412,21 @@ class Training:
             incarnation=self.state.incarnation,
         )
         folder = self.run.path / FOLDER
-        kind = config.cluster.processes()
-        processes = WorkerProcesses(kind, workers, setup, folder, self.view.warn)
+        kind, tell = cluster.processes(), self.view.warn
+        places: Places | None = None
+        token = None
+        if isinstance(cluster, ExternalCluster):
+            places, token = Elsewhere(cluster.where()), cluster.token()
+        elif isinstance(cluster, RayCluster):
+            assert parts.ray is not None
+            parts.ray.follow(kind.name, workers.leave)
+            places = parts.ray
+        processes = WorkerProcesses(kind, workers, setup, folder, tell, places, token)
         stack.push_async_callback(processes.close)
         with self.view.doing("the start of the rollout workers"):
             await processes.start()
-        self.view.say(f"{config.cluster.workers} rollout workers, logs in {folder}")
+        at = f" at {processes.address}" if isinstance(cluster, ExternalCluster) else ""
+        self.view.say(f"{cluster.workers} rollout workers{at}, logs in {folder}")
 
     def _announce(self) -> None:
         config, parts = self.config, self.parts

@@ -236,6 +236,9 @@ class ServerFactory:
                 group.create_task(process.start())
         return [spec.url for spec in specs]
 
+    def follow(self, added: Callable[[str], None], removed: Callable[[str], None]) -> None:
+        """They stay where they are."""
+
     def _specs(
         self,
         wanted: Served,

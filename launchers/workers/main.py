@@ -7,13 +7,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, Protocol
 
-from agentenv.cluster.link import StreamLink
+from agentenv.cluster.link import StreamLink, keep_alive
 from agentenv.cluster.messages import Lost, named, pack
-from agentenv.errors import AgentEnvError
+from agentenv.errors import AgentEnvError, ConfigError, WorkerError
 from launchers.data import Say
 from launchers.event_loop import rolling_out
 from launchers.terminal import View, run_until_done, to_its_end
@@ -37,6 +38,13 @@ class Worker(Protocol):
         """To people, by the other end."""
         ...
 
+
+# Variables for workers that somebody else starts, in seconds: how long to try to reach the
+# controller, and how long SIGTERM lets trees come to their end.
+WAIT_VARIABLE, DRAIN_VARIABLE = "AGENTENV_WORKER_WAIT_S", "AGENTENV_WORKER_DRAIN_S"
+# Which of the workers this one is, as whoever started it has it.
+NUMBERS = (NUMBER_VARIABLE, "SLURM_PROCID", "JOB_COMPLETION_INDEX")
+RETRY_S = 2.0
 
 # makes it of the frame that sets it up, its link, what closes its parts, and its number
 Build = Callable[[bytes, StreamLink, AsyncExitStack, Say, int], Coroutine[Any, Any, Worker]]
@@ -66,13 +74,46 @@ class WorkerView(View):
         self.tell(text)
 
 
-async def work(address: str, hello: Hello, view: WorkerView, build: Build) -> None:
+async def connect(address: str, hello: Hello, wait_s: float) -> tuple[StreamLink, bytes]:
+    """A link to the controller, and what that has this process built from. Tries for `wait_s` to
+    find one that wants it."""
+    host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
+    end = loop.time() + wait_s
+    while True:
+        try:
+            async with asyncio.timeout(HELLO_S):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                keep_alive(writer)
+                link = StreamLink(reader, writer)
+                link.send(pack(hello))
+                return link, await link.receive()
+        except (OSError, EOFError, TimeoutError) as error:
+            if loop.time() >= end:
+                raise WorkerError(
+                    f"the controller at {address} ({ADDRESS_VARIABLE}) does not take this one: "
+                    f"{error or 'no answer'}; does it run, are there fewer than cluster.workers, "
+                    f"and has it the same {TOKEN_VARIABLE}?"
+                ) from error
+        await asyncio.sleep(RETRY_S)
+
+
+def drain_on_signal(leave: Callable[[float], None], drain_s: float) -> None:
+    """Let the first SIGTERM tell the controller; the second one ends this process."""
+    loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGTERM)
+
+    def on_signal(*_: object) -> None:
+        signal.signal(signal.SIGTERM, before)
+        loop.call_soon_threadsafe(leave, drain_s)
+
+    signal.signal(signal.SIGTERM, on_signal)
+
+
+async def work(
+    address: str, hello: Hello, view: WorkerView, build: Build, wait_s: float, drain_s: float
+) -> None:
     """Connect, be set up, and work until the other end is gone."""
-    host, port = address.rsplit(":", 1)
-    async with asyncio.timeout(HELLO_S):
-        link = StreamLink(*await asyncio.open_connection(host, int(port)))
-        link.send(pack(hello))
-        setup = await link.receive()
+    link, setup = await connect(address, hello, wait_s)
     async with AsyncExitStack() as stack:
         stack.callback(link.close)
         try:
@@ -86,6 +127,9 @@ async def work(address: str, hello: Hello, view: WorkerView, build: Build) -> No
             loop.call_soon_threadsafe(worker.say, text)
 
         view.tell = tell
+        leave: Callable[[float], None] | None = getattr(worker, "leave", None)
+        if drain_s and leave is not None:
+            drain_on_signal(leave, drain_s)
         with rolling_out():
             await worker.serve()
 
@@ -93,11 +137,19 @@ async def work(address: str, hello: Hello, view: WorkerView, build: Build) -> No
 def main(build: Build) -> int:
     """Returns the exit code, as other commands do."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
-    taken = [os.environ.pop(name) for name in (ADDRESS_VARIABLE, TOKEN_VARIABLE, NUMBER_VARIABLE)]
-    address, token, number = taken
     view = WorkerView()
     logging.getLogger().addHandler(Errors(view))
-    hello = Hello(token, int(number), os.getpid())
-    return to_its_end(
-        lambda: run_until_done(work(address, hello, view, build), view), view, writing="its log"
-    )
+
+    def begin() -> Coroutine[Any, Any, None]:
+        missing = {ADDRESS_VARIABLE, TOKEN_VARIABLE} - set(os.environ)
+        if missing:
+            raise ConfigError(
+                f"{' and '.join(sorted(missing))} not set: host:port of the controller, and the "
+                "secret that it was given (docs/clusters.md)"
+            )
+        address, token = os.environ.pop(ADDRESS_VARIABLE), os.environ.pop(TOKEN_VARIABLE)
+        number = next((os.environ[name] for name in NUMBERS if name in os.environ), os.getpid())
+        seconds = [float(os.environ.get(name, 0)) for name in (WAIT_VARIABLE, DRAIN_VARIABLE)]
+        return work(address, Hello(token, int(number), os.getpid()), view, build, *seconds)
+
+    return to_its_end(lambda: run_until_done(begin(), view), view, writing="its log")

@@ -1,12 +1,14 @@
-"""Processes that work for this one: each is started below a guard, and again when it is lost.
+"""Processes that work for this one: each is started where `Places` has it, and again when it is
+lost.
 
-    WorkerProcesses --starts--> guard --> python -m launchers.workers.rollout_worker, for instance
+    WorkerProcesses --Places.start--> python -m launchers.workers.rollout_worker, for instance
           |                                    |
           | Setup   <------ Hello, token ------+     TCP, as agentenv/cluster/link.py has it
           +--> Members.join, until it is lost; then it is started again, after a break
 
 One that died `max_restarts` times in a row without having ended anything is given up; the members
-are told when it was the last.
+are told when it was the last. Of those that somebody else starts, and of those that wait for room
+on a cluster, some may come late, or never: `Kind.least` of them are waited for at the start.
 """
 
 from __future__ import annotations
@@ -16,21 +18,20 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Struct
 
 from agentenv.backoff import backoff_s
-from agentenv.cluster.link import Link, StreamLink
+from agentenv.cluster.link import Link, StreamLink, keep_alive
 from agentenv.cluster.messages import Lost, raised, read_answer
 from agentenv.cluster.workers import Left
-from agentenv.errors import WorkerError
-from agentenv.guard import guarded
-from agentenv.offload import kill, start_process
+from agentenv.errors import ConfigError, WorkerError
+from launchers.workers.places import Elsewhere, Here, Launch, Places
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +40,10 @@ TOKEN_VARIABLE = "AGENTENV_WORKER_TOKEN"
 NUMBER_VARIABLE = "AGENTENV_WORKER_NUMBER"
 PACKAGES = str(Path(__file__).resolve().parents[2])
 HELLO_S = 30.0  # for who connects to say who it is
-GRACE_S = 10.0  # from SIGTERM to SIGKILL
+HELLO_BYTES = 4096  # of a frame, until its sender is known
 FIRST_BREAK_S, MAX_BREAK_S = 1.0, 60.0
 LOG_TAIL_BYTES = 2000
+LOOK_S, TELL_S = 1.0, 5.0  # whether any is there
 
 
 class Hello(Struct, array_like=True, frozen=True):
@@ -57,8 +59,10 @@ read_hello = msgspec.msgpack.Decoder(Hello).decode
 
 class Kind(NamedTuple):
     """What the processes are: the module that each runs, its name before its number, what people
-    call one, and how many there are; last the table of the configuration that has the bounds, if
-    one has."""
+    call one, and how many there are; the table of the configuration that has the bounds, if one
+    has. The rest is for places that are waited for: how many have to be there at the start, for how
+    long there may be none, at which port this process is found (0: any), variables of this process
+    that they get, what each takes of a machine, and the interpreter there."""
 
     module: str
     name: str
@@ -67,6 +71,17 @@ class Kind(NamedTuple):
     start_timeout_s: float
     max_restarts: int
     table: str = ""
+    min_num: int | None = None
+    max_outage_s: float = 0.0
+    port: int = 0
+    env: Sequence[str] = ()
+    resources: Mapping[str, float] = {}
+    python: str = ""
+
+    @property
+    def least(self) -> int:
+        """How many have to be there at the start."""
+        return self.num if self.min_num is None else self.min_num
 
     def key(self, name: str) -> str:
         """For messages, which key it is."""
@@ -93,7 +108,7 @@ class Members(Protocol):
 
 class WorkerProcesses:
     """Processes of one kind, which take part in `members`, each after it was sent `setup`; their
-    logs go to `folder`."""
+    logs go to `folder`. `token` is what they say to be let in, None: one of its own."""
 
     def __init__(
         self,
@@ -102,68 +117,107 @@ class WorkerProcesses:
         setup: Struct,
         folder: Path,
         tell: Callable[[str], None],
+        places: Places | None = None,
+        token: str | None = None,
     ) -> None:
         self._kind, self._members, self._tell = kind, members, tell
         self._setup = msgspec.msgpack.encode(setup)
         self._folder = folder
-        self._token = secrets.token_hex(16)
+        self._places: Places = Here() if places is None else places
+        self._token = token or secrets.token_hex(16)
         self._server: asyncio.Server | None = None
         self._arriving: dict[int, asyncio.Future[StreamLink]] = {}
         self._links: set[StreamLink] = set()  # of workers that are being set up
-        self._guards: dict[int, asyncio.subprocess.Process] = {}
-        self._keepers: list[asyncio.Task[None]] = []
+        self._kept: set[int] = set()  # those that are not given up
+        self._joined: set[int] = set()
+        self._tasks: list[asyncio.Task[None]] = []
         self._is_closing = False
 
     async def start(self) -> None:
-        """Returns when all are there. Raises WorkerError for one that does not come up, and what
-        it finds wrong."""
+        """Returns when all that are needed are there. Raises WorkerError for one that does not come
+        up, and what it finds wrong."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        numbers = range(self._kind.num)
-        async with asyncio.TaskGroup() as group:
-            starting = [group.create_task(self._start(number)) for number in numbers]
-        for number, started in enumerate(starting):
-            keeper = asyncio.create_task(self._keep(number, started.result()))
-            keeper.add_done_callback(self._kept)
-            self._keepers.append(keeper)
+        port = self._kind.port
+        try:
+            self._server = await asyncio.start_server(self._accept, self._places.host, port)
+        except OSError as error:
+            where = f"{self._places.host}:{port}"
+            raise ConfigError(
+                f"{self._kind.table}.host and port: nothing can listen on {where} here: {error}"
+            ) from error
+        self._kept = set(range(self._kind.num))
+        starting = [asyncio.create_task(self._start(number)) for number in self._kept]
+        try:
+            await self._enough(starting)
+        except BaseException:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+            raise
+        for number, task in enumerate(starting):
+            self._begin(self._keep(number, task))
+        if self._kind.max_outage_s:
+            self._begin(self._look_out())
 
     async def close(self) -> None:
         """Let all end, and see to it that they have. Idempotent."""
         self._is_closing = True
         await self._members.close()
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._server is not None:
             self._server.close()
         for link in self._links:
             link.abort()
-        await asyncio.gather(*map(self._stop, list(self._guards)))
+        await asyncio.gather(*map(self._places.stop, map(self.name_of, self._kept)))
 
     def name_of(self, number: int) -> str:
         return f"{self._kind.name}-{number}"
 
-    def pids(self) -> list[int]:
-        """Of the guards, each of which has a worker below it."""
-        return [guard.pid for guard in self._guards.values()]
+    @property
+    def address(self) -> str:
+        """host:port of this process for those that it starts."""
+        assert self._server is not None
+        return f"{self._places.host}:{self._server.sockets[0].getsockname()[1]}"
+
+    async def _enough(self, starting: Sequence[asyncio.Task[StreamLink]]) -> None:
+        """Returns when the least number are there; raises what the first one raises."""
+        kind, waiting = self._kind, set(starting)
+        patience_s = kind.start_timeout_s if self._places.is_patient else None
+        try:
+            async with asyncio.timeout(patience_s):
+                while len(starting) - len(waiting) < kind.least:
+                    done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        task.result()
+        except TimeoutError as error:
+            raise WorkerError(
+                f"{len(starting) - len(waiting)} of at least {kind.least} came within "
+                f"{kind.start_timeout_s:g} s{kind.key('start_timeout_s')}, each a {kind.one} that "
+                f"connects to {self.address}; start more{kind.key('min_workers')}"
+            ) from error
 
     # one worker
 
     async def _start(self, number: int) -> StreamLink:
         """Its link, once it has been set up."""
         arriving = self._arriving[number] = asyncio.get_running_loop().create_future()
-        guard = await self._spawn(number)
-        ended = asyncio.ensure_future(guard.wait())
+        name, places = self.name_of(number), self._places
+        await places.start(self._launch(number))
+        ended = asyncio.ensure_future(places.ended(name))
+        deadline_s = None if isinstance(places, Elsewhere) else self._kind.start_timeout_s
         try:
-            async with asyncio.timeout(self._kind.start_timeout_s):
+            async with asyncio.timeout(deadline_s):
                 await asyncio.wait({arriving, ended}, return_when=asyncio.FIRST_COMPLETED)
                 if not arriving.done():
-                    raise self._failure(number, f"ended with status {guard.returncode}")
+                    raise self._failure(number, ended.result())
                 link: StreamLink = arriving.result()
                 link.send(self._setup)
+            async with asyncio.timeout(self._kind.start_timeout_s):
                 first = read_answer(await link.receive())
         except TimeoutError as error:
-            await self._stop(number)
+            await places.stop(name)
             late = f"did not come up within {self._kind.start_timeout_s:g} s"
             raise self._failure(number, late + self._kind.key("start_timeout_s")) from error
         except EOFError as error:
@@ -175,107 +229,131 @@ class WorkerProcesses:
         self._links.discard(link)  # whoever joins with it closes it
         return link
 
-    async def _spawn(self, number: int) -> asyncio.subprocess.Process:
-        assert self._server is not None
-        port = self._server.sockets[0].getsockname()[1]
+    def _launch(self, number: int) -> Launch:
+        kind = self._kind
         path = os.pathsep.join(filter(None, [PACKAGES, os.environ.get("PYTHONPATH")]))
-        chosen = {
-            ADDRESS_VARIABLE: f"127.0.0.1:{port}",
+        env = {name: os.environ[name] for name in kind.env if name in os.environ}
+        env |= {
+            ADDRESS_VARIABLE: self.address,
             TOKEN_VARIABLE: self._token,
             NUMBER_VARIABLE: str(number),
             "PYTHONPATH": path,
         }
-        command = [sys.executable, "-m", self._kind.module]
-        with self._log(number).open("ab") as log:
-            guard = await start_process(
-                *guarded(command, GRACE_S),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=os.environ | chosen,
-                start_new_session=True,
-            )
-        self._guards[number] = guard
-        return guard
+        command = [kind.python or sys.executable, "-m", kind.module]
+        log = str(self._log(number).absolute())
+        return Launch(self.name_of(number), command, env, log, dict(kind.resources))
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        keep_alive(writer)
         link = StreamLink(reader, writer)
+        link.max_bytes = HELLO_BYTES
         with suppress(EOFError, TimeoutError, msgspec.DecodeError):
             async with asyncio.timeout(HELLO_S):
                 hello = read_hello(await link.receive())
-            arriving = self._arriving.get(hello.number)
-            is_ours = secrets.compare_digest(hello.token, self._token)
-            if is_ours and arriving is not None and not arriving.done():
-                arriving.set_result(link)
-                self._links.add(link)
-                return
+            if secrets.compare_digest(hello.token.encode(), self._token.encode()):
+                arriving = self._expected(hello)
+                if arriving is not None:
+                    link.max_bytes = None
+                    arriving.set_result(link)
+                    self._links.add(link)
+                    return
         link.abort()
 
-    async def _keep(self, number: int, link: StreamLink | None) -> None:
+    def _expected(self, hello: Hello) -> asyncio.Future[StreamLink] | None:
+        """Whose place it takes: of those that somebody else starts the number is a wish."""
+        open_ones = {number: one for number, one in self._arriving.items() if not one.done()}
+        if hello.number in open_ones or not isinstance(self._places, Elsewhere):
+            return open_ones.get(hello.number)
+        return next(iter(open_ones.values()), None)
+
+    async def _keep(self, number: int, starting: asyncio.Task[StreamLink]) -> None:
         """Let it take part, and start it again when it is lost."""
-        name, num_losses = self.name_of(number), 0
+        name, num_losses, is_late = self.name_of(number), 0, not starting.done()
         while True:
-            if link is not None:
-                left = await self._members.join(name, link)
+            try:
+                link = await starting
+            except Exception as error:
+                num_losses += 1
+                why = f"{name} does not start: {error}"
+            else:
+                if is_late:
+                    self._tell(f"{name} is there{' again' if num_losses else ''}")
+                self._joined.add(number)
+                try:
+                    left = await self._members.join(name, link)
+                finally:
+                    self._joined.discard(number)
                 if self._is_closing:
                     return
+                num_losses = 1 if left.num_ended or left.is_drained else num_losses + 1
+                self._members.num_lost += not left.is_drained
                 why = await self._how_it_ended(number, left)
-                self._members.num_lost += 1
-                num_losses = 1 if left.num_ended else num_losses + 1
-                self._tell(why)
-            else:
-                num_losses += 1
-            await self._stop(number)
+            self._tell(why)
+            await self._places.stop(name)
             if num_losses > self._kind.max_restarts:
                 break
             key = f"{name}/{self._token}"
             await asyncio.sleep(
                 backoff_s(num_losses - 1, key, first_s=FIRST_BREAK_S, max_s=MAX_BREAK_S)
             )
-            link = None
-            try:
-                link = await self._start(number)
-                self._tell(f"{name} is there again")
-            except Exception as error:
-                self._tell(f"{name} does not start: {error}")
+            starting, is_late = asyncio.create_task(self._start(number)), True
         self._tell(f"{name} is not started again{self._kind.key('max_restarts')}")
-        del self._guards[number]
-        if not self._guards:
+        self._kept.discard(number)
+        if not self._kept:
             self._members.end(
                 f"no {self._kind.one} is left: each of them died more than "
                 f"{self._kind.max_restarts} times in a row{self._kind.key('max_restarts')}; the "
                 f"last of them: {why}"
             )
 
-    def _kept(self, keeper: asyncio.Task[None]) -> None:
-        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+    async def _look_out(self) -> None:
+        """Tell when none is there, and end the members when none has come for too long."""
+        loop, kind = asyncio.get_running_loop(), self._kind
+        since, is_told = loop.time(), False
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._joined:
+                since, is_told = loop.time(), False
+            elif loop.time() - since > kind.max_outage_s:
+                return self._members.end(
+                    f"no {kind.one} was there for {kind.max_outage_s:g} s{kind.key('max_outage_s')}"
+                )
+            elif not is_told and loop.time() - since > TELL_S:
+                is_told = True
+                self._tell(
+                    f"no {kind.one} is there; the run waits {kind.max_outage_s:g} s"
+                    f"{kind.key('max_outage_s')} for one that connects to {self.address}"
+                )
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._done)
+        self._tasks.append(task)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a keeper of processes failed", exc_info=error)
             self._members.end(f"what keeps each {self._kind.one} failed: {error!r}")
 
     async def _how_it_ended(self, number: int, left: Left) -> str:
         """Of a worker whose link broke."""
-        guard, why = self._guards[number], left.why
+        name, why = self.name_of(number), left.why
+        if left.is_drained:
+            return f"{name} has left: {why}; {left.rest}"
         with suppress(TimeoutError):
             async with asyncio.timeout(1.0):
-                why = f"it ended with status {await guard.wait()}"
+                why = f"it {await self._places.ended(name)}"
         return str(self._failure(number, f"is lost: {why}; {left.rest}"))
-
-    async def _stop(self, number: int) -> None:
-        guard = self._guards[number]
-        if guard.stdin is not None:
-            guard.stdin.close()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_S + 5.0):
-                await guard.wait()
-        await kill(guard)
 
     def _log(self, number: int) -> Path:
         return self._folder / f"{self.name_of(number)}.log"
 
     def _failure(self, number: int, what: str) -> WorkerError:
-        tail = ""
-        with suppress(OSError), self._log(number).open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
-            tail = log.read().decode(errors="replace").strip()
+        tail, log = "", self._log(number)
+        if isinstance(self._places, Elsewhere):
+            return WorkerError(f"{self.name_of(number)} {what}; its log is where it was started")
+        with suppress(OSError), log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+            tail = file.read().decode(errors="replace").strip()
         end = f"\n{tail}" if tail else ""
-        return WorkerError(f"{self.name_of(number)} {what}; log {self._log(number)}{end}")
+        return WorkerError(f"{self.name_of(number)} {what}; log {log}{end}")

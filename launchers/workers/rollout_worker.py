@@ -5,6 +5,7 @@ launchers/workers/processes.py starts.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import sys
 from contextlib import AsyncExitStack
@@ -33,15 +34,26 @@ from launchers.workers.main import main
 class WorkerAssembly(AskingAssembly[TrainConfig]):
     """The parts of a rollout worker: set-up, model and servers of roles are there."""
 
-    def __init__(self, config: TrainConfig, setup: Setup, stack: AsyncExitStack, say: Say) -> None:
+    def __init__(
+        self, config: TrainConfig, setup: Setup, stack: AsyncExitStack, say: Say, peer: str
+    ) -> None:
         super().__init__(
             config, Path(setup.folder), stack, say, sets={TRAINED: training_set(config)}
         )
         self._model = Path(setup.model)
-        self.built |= {"urls": setup.urls, "set_up": None}
+        urls = {name: seen_from_here(url, peer) for name, url in setup.urls.items()}
+        self.built |= {"urls": urls, "set_up": None}
 
     async def model(self) -> Path:
         return self._model
+
+
+LOOPBACK = re.compile(r"(?<=//)(127\.0\.0\.1|localhost)(?=[:/]|$)")
+
+
+def seen_from_here(url: str, controller: str) -> str:
+    """A URL as the controller has it: its loopback is its address."""
+    return LOOPBACK.sub(controller, url)
 
 
 async def make_engine(
@@ -53,9 +65,10 @@ async def make_engine(
         return LinkedEngine(link)
     assert isinstance(config, PooledEngineConfig)
     model = await assembly.model()
+    make = config.server_maker(setup.vocab_size)
     return LeasedEngine(
         link,
-        config.server_maker(setup.vocab_size),
+        lambda url: make(seen_from_here(url, link.peer)),
         model,
         vocab_size=setup.vocab_size,
         eos_ids=read_eos_ids(model, await assembly.tokenizer()),
@@ -72,7 +85,7 @@ async def build(
     """The worker of this number; `stack` closes what it is made of."""
     setup = read_setup(frame)
     config = build_config(TrainConfig, setup.config, "the controller")
-    assembly = WorkerAssembly(config, setup, stack, say)
+    assembly = WorkerAssembly(config, setup, stack, say, link.peer)
     assembly.logs = assembly.folder / FOLDER / f"of-worker-{number}"
     stack.push_async_callback(close_shared)
     renderer = (await assembly.renderers())[TRAINED]

@@ -14,7 +14,7 @@ from launchers.evaluation.store import read_rows
 from launchers.rl.recorder import Recorder
 from launchers.rl.training import Training
 from launchers.terminal import first_reason
-from launchers.workers import processes as worker_processes
+from launchers.workers import places
 from tests.launchers.evaluating import runner
 from tests.launchers.test_rollout_workers import log_of, run, start_worker, taken, trees, until
 from tests.launchers.test_rollout_workers import workers as processes
@@ -59,7 +59,7 @@ PLAIN = ["eval.sets={}", "queue.max_staleness=1", "train.num_steps=4"]
 def _light(warehouse: Path) -> Iterator[None]:
     (warehouse.parent / "computing_env.py").write_text(MODULE.format(here=psutil.Process().pid))
     with toy_ranks(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_processes, "start_process", start_worker)
+        patch.setattr(places, "start_process", start_worker)
         patch.setattr(Recorder, "draw", lambda self: [])
         patch.setenv("PYTHONPATH", str(warehouse.parent))
         yield

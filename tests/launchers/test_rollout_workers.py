@@ -40,7 +40,7 @@ from launchers.rl.recorder import Recorder
 from launchers.rl.training import Training
 from launchers.rundir import RunDirectory
 from launchers.terminal import EXIT_INTERRUPTED, View, first_reason
-from launchers.workers import processes as worker_processes
+from launchers.workers import places
 from launchers.workers.processes import NUMBER_VARIABLE
 from tests.support import forks
 from tests.support.runs import rows_of
@@ -59,7 +59,7 @@ SLOW = ["engine.latency_s=0.3", "train.num_steps=8"]
 def _light(warehouse: Path) -> Iterator[None]:
     """Nothing is learned and nothing drawn; workers find the environment."""
     with toy_ranks(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_processes, "start_process", start_worker)
+        patch.setattr(places, "start_process", start_worker)
         patch.setattr(Recorder, "draw", lambda self: [])
         patch.setenv("PYTHONPATH", str(warehouse.parent))
         yield

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, field
 
 from agentenv.config import ESSENTIAL, PATH
-from agentenv.engine import EngineConfig, EngineStart, check_context
+from agentenv.engine import EngineConfig, EngineStart, ServerStarter, check_context
 from agentenv.engines.client import why_unreachable
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.server import Server
@@ -224,6 +224,8 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             pool.require("broadcast")
         if pool.max_model_len:
             check_context(given.limits, pool.max_model_len)
+        if launched is not None:
+            follow(given.servers, pool, make)
         if self.urls_file:
             watching = asyncio.create_task(watch_urls(Path(self.urls_file), pool, make))
             given.stack.callback(watching.cancel)
@@ -250,6 +252,13 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
 
     def _positions(self, model_config: dict[str, Any]) -> int:
         return num_stretched_positions(model_config)
+
+
+def follow(servers: ServerStarter, pool: EnginePool, make: Callable[[str], Server]) -> None:
+    """Add and take away servers that move to another machine."""
+    servers.follow(
+        lambda url: pool.add_server(make(url)), lambda url: pool.remove_server(make(url).name)
+    )
 
 
 async def watch_urls(path: Path, pool: EnginePool, make: Callable[[str], Server]) -> None:

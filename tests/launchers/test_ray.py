@@ -1,0 +1,186 @@
+"""Runs whose rollout workers are placed by Ray, on its own test cluster of several nodes on this
+machine: they end as calm ones do, whatever becomes of nodes, and of Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agentenv.errors import ConfigError
+from launchers.rl.recorder import Recorder
+from launchers.rl.training import Training
+from launchers.terminal import first_reason
+from launchers.workers.ray_places import Leaves, RayPlaces, in_words, left_over
+from tests.launchers.test_rollout_workers import SLOW, log_of, run, taken, trees, until
+from tests.support.runs import rows_of
+from tests.support.toy_rank import toy_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STORE_BYTES = 80 << 20
+RAY = ["cluster.kind=ray", "eval.sets={}", "queue.max_staleness=1"]
+ALONE = "eval.sets={}", "queue.max_staleness=1"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _light(warehouse: Path) -> Iterator[None]:
+    """Nothing is learned and nothing drawn; processes on nodes find the environment."""
+    pytest.importorskip("ray")
+    with toy_ranks(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "draw", lambda self: [])
+        patch.setenv("PYTHONPATH", str(warehouse.parent))
+        patch.setenv("RAY_DISABLE_IMPORT_WARNING", "1")
+        yield
+
+
+class Nodes:
+    """A Ray cluster whose nodes are processes of this machine."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.nodes: dict[str, Any] = {}
+
+    @property
+    def address(self) -> str:
+        return str(self.cluster.address)
+
+    def add(self, num_cpus: int = 1) -> str:
+        """The id of a new node."""
+        node = self.cluster.add_node(num_cpus=num_cpus, object_store_memory=STORE_BYTES)
+        self.nodes[node.node_id] = node
+        return str(node.node_id)
+
+    def kill(self, training: Training, node: str) -> list[str]:
+        """As when its machine loses its power; the names of ours that were on it."""
+        killed = []
+        for name, started in ray_of(training).placed.items():
+            if started.node == node:
+                killed.append(name)
+                kill_tree(started.pid)
+        self.cluster.remove_node(self.nodes.pop(node), allow_graceful=False)
+        return killed
+
+    def close(self) -> None:
+        self.cluster.shutdown()
+
+
+def kill_tree(pid: int) -> None:
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for one in [process, *process.children(recursive=True)]:
+            with suppress(psutil.Error):
+                one.kill()
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    found = Nodes()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def calm(warehouse: Path) -> Path:
+    """A run in one process, and of as many steps."""
+    return run(warehouse, "calm-beside-ray", *ALONE, *SLOW)
+
+
+def on(nodes: Nodes, *overrides: str) -> list[str]:
+    return [*RAY, *SLOW, f"cluster.address={nodes.address}", "cluster.host=127.0.0.1", *overrides]
+
+
+def ray_of(training: Training) -> RayPlaces:
+    found = training.parts.ray
+    assert found is not None
+    return found
+
+
+def placed(training: Training) -> dict[str, str]:
+    """The node of each process."""
+    return {name: one.node for name, one in ray_of(training).placed.items()}
+
+
+def test_a_node_that_is_killed_costs_no_tree_and_one_that_joins_is_used(
+    warehouse: Path, calm: Path, nodes: Nodes
+) -> None:
+    first, second = nodes.add(), nodes.add()
+    met: list[str] = []
+
+    async def storm(training: Training) -> None:
+        await until(lambda: training.state.step >= 2)
+        assert set(placed(training).values()) == {first, second}  # spread
+        met.extend(nodes.kill(training, second))
+        await until(lambda: training.workers is not None and training.workers.num_lost == 1)
+        third = nodes.add()
+        await until(lambda: placed(training).get(met[0]) == third)
+        await until(lambda: training.workers.stats()["up"] == 2)
+        met.append("joined")
+
+    found = run(warehouse, "ray-killed", *on(nodes, "train.num_steps=30"), beside=storm)
+    assert met == ["worker-1", "joined"] or met == ["worker-0", "joined"]
+    assert taken(found)[: len(taken(calm))] == taken(calm)  # 0 lost, 0 duplicated, in order
+    assert len(set(taken(found))) == len(taken(found))
+    both = trees(found)  # which asserts the bound
+    assert {index: both[index] for index in trees(calm)} == trees(calm)
+    assert rows_of(found)[-1]["workers/lost"] == 1
+
+
+def test_without_its_head_a_cluster_ends_and_the_run_goes_on(
+    warehouse: Path, calm: Path, nodes: Nodes
+) -> None:
+    nodes.add(2)
+
+    async def behead(training: Training) -> None:
+        await until(lambda: training.state.step >= 1)
+        for kind in list(nodes.cluster.head_node.all_processes.values()):
+            for info in kind:
+                kill_tree(info.process.pid)
+        for node in nodes.nodes.values():
+            node.kill_all_processes(check_alive=False)
+
+    found = run(warehouse, "ray-headless", *on(nodes), beside=behead)
+    assert trees(found) == trees(calm)
+    assert rows_of(found)[-1]["workers/lost"] == 0
+
+
+def test_a_node_that_is_drained_ends_its_trees_first(
+    warehouse: Path, calm: Path, nodes: Nodes
+) -> None:
+    nodes.add(), nodes.add()
+
+    async def drain(training: Training) -> None:
+        await until(lambda: training.state.step >= 1)
+        ray_of(training)._take(Leaves("worker-0", 30.0))  # as Ray says it of a node
+
+    found = run(warehouse, "ray-drained", *on(nodes), beside=drain)
+    assert trees(found) == trees(calm)
+    assert "worker-0 leaves within 30 s" in log_of(found)
+    last = [row for row in rows_of(found) if "workers/up" in row][-1]
+    assert last["workers/lost"] == last["workers/trees_moved"] == 0
+
+
+def test_what_does_not_fit_is_told_before_all_else(warehouse: Path, nodes: Nodes) -> None:
+    nodes.add(1), nodes.add(1)
+    with pytest.raises((BaseExceptionGroup, ConfigError)) as ended:
+        run(warehouse, "ray-large", *on(nodes, "cluster.workers=3"))
+    text = str(first_reason(ended.value))
+    assert "has no room for 1 of 3 processes. Asked for: cluster.workers: 3 x 1 CPU." in text
+    assert "a node with 1 CPU" in text
+    assert "cluster.min_workers" in text
+
+
+def test_bundles_are_dealt_to_nodes() -> None:
+    two = [{"CPU": 2.0}, {"CPU": 2.0, "GPU": 1.0}]
+    assert left_over([{"CPU": 1.0}] * 4, two) == []
+    assert left_over([{"CPU": 1.0}] * 5, two) == [4]
+    assert left_over([{"CPU": 3.0}], two) == [0]  # four are free, but not on one node
+    assert left_over([{"CPU": 1.0}, {"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0}], two) == []
+    assert in_words({"CPU": 2.0, "GPU": 1.0}) == "2 CPUs and 1 GPU"
