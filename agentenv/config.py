@@ -114,7 +114,8 @@ def blaming(source: str, overrides: Sequence[str]) -> Iterator[None]:
         key = re.sub(r"^sets\.[^.]+\.", "", re.split(r": | = ", told, maxsplit=1)[0])
         for override in overrides if told != str(error) else ():
             name = override.partition("=")[0].strip()
-            if key == name or key.startswith((f"{name}.", f"{name}[")):
+            is_below = name.startswith(f"{key}.") and f"{key}: unknown key" in told
+            if key == name or is_below or key.startswith((f"{name}.", f"{name}[")):
                 raise ConfigError(f"{override!r} on the command line: {told}") from error
         raise
 
@@ -298,7 +299,7 @@ def _hint(kind: mi.Type, path: str, key: str, struct: mi.StructType) -> str:
     kinds = struct_types(_type_at(kind, path)) if path else []
     having = [repr(one.tag) for one in kinds if key in {part.encode_name for part in one.fields}]
     if having:
-        return f"it is one for {field} = {' or '.join(having)}"
+        return f"it is one for {field} = {' or '.join(having)}; choose that too, or take this out"
     known = [part.encode_name for part in struct.fields]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if near:
@@ -413,8 +414,11 @@ def unwrap(kind: mi.Type) -> mi.Type:
 
 
 def _lookup(raw: Any, key: str) -> Any:
-    for part in key.split("."):
-        raw = raw.get(part) if isinstance(raw, dict) else None
+    for part in re.findall(r"[^.\[\]]+", key):
+        if isinstance(raw, list) and part.isdecimal() and int(part) < len(raw):
+            raw = raw[int(part)]
+        else:
+            raw = raw.get(part) if isinstance(raw, dict) else None
     return raw
 
 

@@ -65,7 +65,8 @@ class Kind(Generic[T]):
             near = difflib.get_close_matches(str(name), known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             got = "which is missing" if name is None else f"got {name!r}{hint}"
-            raise ConfigError(f"expected one of {known} or 'module:Class', {got}")
+            one_of = f"one of {known} or " if known else ""
+            raise ConfigError(f"expected {one_of}'module:Class', {got}")
         return self._parts[name]
 
     def names(self) -> list[str]:

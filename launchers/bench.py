@@ -41,12 +41,9 @@ if __name__ == "__main__":  # run by its path: the repository root is what holds
 import msgspec
 from msgspec.structs import asdict
 
-from agentenv.config import load_config
 from agentenv.errors import AgentEnvError, ConfigError
-from launchers.config import TrainConfig
 from launchers.tables import bare_table
 from launchers.terminal import View
-from launchers.timings import read_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.json and not options.json.absolute().parent.is_dir():
             raise ConfigError(f"--json {options.json}: there is no such folder")
         if options.part == "deal":
-            from launchers.layouts import run_deal  # loads torch, which --help does not
+            from launchers.layouts import run_deal  # loads torch
 
             figures = run_deal(view)
         elif options.part == "overhead":
@@ -308,7 +305,10 @@ def run_soak(options: argparse.Namespace, view: View) -> int:
 
 def run_simulation(options: argparse.Namespace, view: View) -> int:
     """What the settings of a run, and others beside them, would give; likewise."""
+    from agentenv.config import load_config
+    from launchers.config import TrainConfig  # slow to load, as --help need not be
     from launchers.simulation import advice, fitted, recorded, simulate, variants
+    from launchers.timings import read_trace
 
     config = load_config(TrainConfig, options.config, options.overrides)
     folder = Path(config.run.dir) / (config.run.name or options.config.stem)

@@ -26,7 +26,7 @@ from agentenv.native import NativeConfig
 from envs.grading.reward import grader_config
 from launchers.assembly import AskingAssembly, Assembly, load_function
 from launchers.config import TABLES, TrainConfig
-from launchers.data import EnvMaker, check_graders, tables_of
+from launchers.data import EnvMaker, check_graders, tables_of, try_env
 from launchers.evaluation.config import EvaluateConfig
 from launchers.planning.idle import check_idle
 from launchers.rundir import check_writable
@@ -270,6 +270,26 @@ async def rows_here(assembly: AskingAssembly[Any]) -> None:
             await assembly.tasks_of(name)
 
 
+async def graders_here(assembly: AskingAssembly[Any]) -> None:
+    """Environments that need nothing of the set-up begin an episode and grade right answers, and
+    where all of them are such, every table is read by one."""
+    if not assembly.run.setup or assembly.config.roles:
+        return
+    here = {
+        name: one
+        for name, one in assembly.sets.items()
+        if not assembly.makes((one.rows, one.env, tables_of(one), one.prompt))
+    }
+    if len(here) == len(assembly.sets):
+        await environments(assembly)
+    for name, one in here.items():
+        await assembly.urls()  # of none; what the environments share is closed in the end
+        maker = EnvMaker(one.env, tables_of(one), assembly.resolve, one.limits, one.prompt)
+        tasks = await assembly.tasks_of(name)
+        await try_env(maker, tasks[0])
+        await check_graders(maker, tasks)
+
+
 # The model.
 
 
@@ -349,6 +369,7 @@ CHECKS: tuple[Check, ...] = (
     Check("GPUs", "files", TRAIN, part("gpus")),
     Check("servers", "files", ASKING, servers),
     Check("rows that are here", "files", TRAIN, rows_here),
+    Check("graders of rows that are here", "files", TRAIN, graders_here),
     # the directory has configuration, tokenizer and weights; the endpoint answers
     Check("model", "model", ALL, part("tokenizer")),
     Check("context", "model", ASKING, context),

@@ -197,7 +197,9 @@ class HelpKeys(argparse.Action):
         found = select(keys, prefix)
         if not found:
             tables = sorted({key.name.partition(".")[0] for key in keys})
-            near = difflib.get_close_matches(prefix, [*tables, *(key.name for key in keys)], n=1)
+            kinds = [f"{key.name.rpartition('.')[0]}.{kind}" for key in keys for kind in key.kinds]
+            known = [*tables, *kinds, *(key.name for key in keys)]
+            near = difflib.get_close_matches(prefix, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"tables: {', '.join(tables)}"
             parser.error(f"--help-keys: no key begins with {prefix!r}; {hint}")
         sys.stdout.write(key_list(found) + "\n")
@@ -261,7 +263,8 @@ def _line(start: str, width: int, default: str, meaning: str) -> str:
 
 
 def select(keys: Sequence[Key], prefix: str) -> list[Key]:
-    """Those of a table, of table.kind or table[kind], or of a single key."""
+    """Those of a table, of table.kind or table[kind], or of a single key; without any, those whose
+    names begin so."""
     plain = prefix.strip().replace("[", ".").replace("]", "").rstrip(".")
     if not plain:
         return list(keys)
@@ -271,7 +274,8 @@ def select(keys: Sequence[Key], prefix: str) -> list[Key]:
     table, _, kind = plain.rpartition(".")
     of_table = [key for key in keys if table and key.name.startswith(f"{table}.")]
     has_kind = any(kind in key.kinds for key in of_table)
-    return [key for key in of_table if kind in key.kinds or (has_kind and not key.kinds)]
+    found = [key for key in of_table if kind in key.kinds or (has_kind and not key.kinds)]
+    return found or [key for key in keys if key.name.startswith(plain)]
 
 
 def key_list(keys: Sequence[Key]) -> str:

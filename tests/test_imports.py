@@ -65,6 +65,18 @@ def test_importing_loads_nothing_heavy(modules: str) -> None:
     assert result.stdout.strip() == ""
 
 
+@pytest.mark.parametrize("command", ["bench", "export", "retriever", "snapshot"])
+def test_the_help_of_a_command_without_keys_does_not_wait_for_them(command: str) -> None:
+    code = (
+        f"import launchers.{command}, sys; "
+        "print('launchers.config' in sys.modules, 'launchers.rl.training' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert result.stdout.split() == ["False", "False"]
+
+
 @pytest.mark.slow
 def test_the_core_takes_time_from_the_loop_and_randomness_from_keys() -> None:
     """So that the same scheduler can run under a virtual clock, bit for bit."""

@@ -82,17 +82,18 @@ class MalformedReplyError(EngineError):
     """A reply with status 200 that is not what was asked for."""
 
 
-def base_url(url: str) -> URL:
-    """The URL of a server, parsed. Raises ConfigError."""
+def base_url(url: str, key: str = "engine URL") -> URL:
+    """The URL of a server, parsed. Raises ConfigError, which names the `key` that it is from."""
     base = URL(url.rstrip("/"))
     if base.scheme not in ("http", "https") or not base.host:
-        raise ConfigError(f"engine URL {url!r}: expected http://HOST:PORT or https://HOST")
+        raise ConfigError(f"{key}: {url!r}: expected http://HOST:PORT or https://HOST")
     return base
 
 
-async def why_unreachable(url: str) -> str:
-    """Why nothing can be connected to at this URL; empty: something can. Raises ConfigError."""
-    base = base_url(url)
+async def why_unreachable(url: str, key: str) -> str:
+    """Why nothing can be connected to at this URL of `key`; empty: something can. Raises
+    ConfigError."""
+    base = base_url(url, key)
     try:
         async with asyncio.timeout(CONNECT_S):
             _, writer = await asyncio.open_connection(base.host, base.port)

@@ -15,6 +15,7 @@ from agentenv.disk import write_whole
 from agentenv.env import close_shared
 from agentenv.errors import DataError
 from launchers.evaluation.figures import (
+    MAX_GROUPS,
     SCORES,
     QuestionRows,
     bootstrap,
@@ -40,6 +41,10 @@ class QuestionPair(Struct, frozen=True):
     @property
     def dataset(self) -> str:
         return self.first.rows[0].dataset
+
+    @property
+    def kind(self) -> str:
+        return self.first.rows[0].kind
 
     @property
     def change(self) -> float:
@@ -113,13 +118,18 @@ def success(question: QuestionRows) -> float:
     return ratios(question, ())["success"][0]
 
 
-def by_dataset(pairing: Pairing) -> list[tuple[str, Difference]]:
-    """The difference in success of each dataset, and of all questions last."""
-    names = list(dict.fromkeys(pair.dataset for pair in pairing.pairs))
-    found = []
-    for name in names if len(names) > 1 else ():
-        own = [pair for pair in pairing.pairs if pair.dataset == name]
-        found.append((name, _in_success(own)))
+def by_group(pairing: Pairing) -> list[tuple[str, Difference]]:
+    """The difference in success of each dataset and of each kind of question, as reports have
+    them, and of all questions last."""
+    datasets: dict[str, list[QuestionPair]] = {}
+    kinds: dict[str, list[QuestionPair]] = {}
+    for pair in pairing.pairs:
+        datasets.setdefault(pair.dataset, []).append(pair)
+        kinds.setdefault(pair.kind, []).append(pair)
+    groups = list(datasets.items()) if len(datasets) > 1 else []
+    if 1 < len(kinds) <= MAX_GROUPS and list(kinds.values()) != list(datasets.values()):
+        groups += sorted(kinds.items())
+    found = [(name, _in_success(own)) for name, own in groups]
     return [*found, ("all", _in_success(pairing.pairs))]
 
 
@@ -240,7 +250,7 @@ def paired_line(pairing: Pairing) -> str:
 
 def tables_of(pairing: Pairing, max_listed: int) -> tuple[list[Table], int]:
     """Success, the other figures, the questions that changed; and how many of those are left."""
-    success = [_row(name, one) for name, one in by_dataset(pairing)]
+    success = [_row(name, one) for name, one in by_group(pairing)]
     other = [_row(one.name, one) for one in other_differences(pairing)]
     columns = ["questions", "n", "A", "B", "B - A [95 %]", "p", "test"]
     note = "95 % intervals by bootstrap over questions; p-values are two-sided and paired."

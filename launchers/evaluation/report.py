@@ -10,7 +10,7 @@ import asyncio
 import base64
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -32,7 +32,7 @@ from launchers.terminal import View, to_its_end
 
 # The plots of a report, as PNG.
 
-MAX_BARS = 40
+MIN_BARS, MAX_BARS = 10, 40
 MAX_LABEL = 32
 RIGHT, WRONG, LINE = "#2a7f62", "#c8553d", "#33658a"
 
@@ -44,9 +44,11 @@ def plots_of(summary: Summary, questions: Sequence[QuestionRows]) -> dict[str, b
         plots["pass_at_k"] = _pass_at_k(summary)
     if done := [row for question in questions for row in question.done]:
         plots["tool_calls"] = _histogram(
-            done, "tool calls", lambda row: len(row.tool_calls), by_one=True
+            done, "tool calls", lambda row: len(row.tool_calls), whole=True
         )
-        plots["tokens"] = _histogram(done, "sampled tokens", lambda row: row.action_tokens)
+        plots["tokens"] = _histogram(
+            done, "sampled tokens", lambda row: row.action_tokens, whole=True
+        )
         plots["seconds"] = _histogram(done, "seconds", lambda row: row.seconds)
     return plots
 
@@ -100,22 +102,30 @@ def _pass_at_k(summary: Summary) -> bytes:
 
 
 def _histogram(
-    done: Sequence[EvalRow], unit: str, of: Callable[[EvalRow], float], *, by_one: bool = False
+    done: Sequence[EvalRow], unit: str, of: Callable[[EvalRow], float], *, whole: bool = False
 ) -> bytes:
-    """`by_one`: a bar for each whole number, where there are not too many."""
+    """`whole`: what is counted are whole numbers."""
     values = [[of(row) for row in done if row.success is right] for right in (True, False)]
     labels = [f"{name} ({len(own)})" for name, own in zip(("right", "wrong"), values, strict=True)]
-    most = max(map(of, done))
-    by_one = by_one and most <= MAX_BARS
-    bins = (np.arange(most + 2) - 0.5).tolist() if by_one else MAX_BARS
+    least, most = min(map(of, done)), max(map(of, done))
+    bins = whole_bins(int(least), int(most)) if whole else MAX_BARS
     figure, axes = _figure()
     axes.hist(values, bins=bins, stacked=True, color=[RIGHT, WRONG], label=labels)
     for percent, label, style in ((50, "median", "-"), (95, "95th percentile", ":")):
         place = float(np.percentile([of(row) for row in done], percent))
         axes.axvline(place, color="black", linestyle=style, linewidth=1.2, label=label)
-    axes.xaxis.get_major_locator().set_params(integer=by_one)
+    axes.xaxis.get_major_locator().set_params(integer=whole)
+    axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel=unit, ylabel="trajectories", title=f"{unit} of a trajectory")
     return png(figure)
+
+
+def whole_bins(least: int, most: int) -> list[float]:
+    """Edges of at most MAX_BARS bars, each of equally many whole numbers, from 0 where one of each
+    fits; some lie below the least, so that a single number is no bar of the whole width."""
+    least = 0 if most < MAX_BARS else min(least, most - MIN_BARS + 1)
+    width = -(-(most - least + 1) // MAX_BARS)
+    return [edge - 0.5 for edge in range(least, most + width + 1, width)]
 
 
 def _bounds(estimate: Estimate) -> tuple[float, float, float]:
@@ -245,28 +255,41 @@ async def report_rows(
     ks: Sequence[int] = (),
 ) -> Summary:
     """Report these rows in `folder`."""
-    name = f"{folder.name}: {load_saved(folder).subject.get('name', '')}".rstrip(": ")
+    subject = load_saved(folder).subject
+    name = f"{folder.name}: {subject.get('name', '')}".rstrip(": ")
     again = bool(scorer.compat)  # stored scores are those without it
     summary, questions = await summarise(name, rows, scorer, ks=ks, again=again)
     tables = tables_of(summary)
     for table in terminal_tables_of(summary):
         view.show(table)
-    await in_thread(_write, folder, summary, questions, tables)
+    await in_thread(_write, folder, summary, _weights_of(subject), questions, tables)
     view.say(f"written to {folder}: {SUMMARY_FILE}, {MARKDOWN_FILE}, {HTML_FILE}, {PLOTS}/")
     return summary
 
 
+def _weights_of(subject: Mapping[str, Any]) -> str:
+    """Which weights of a run were asked; those of a model directory are named by it alone."""
+    if "step" not in subject:
+        return ""
+    return f", after step {subject['step']} (policy version {subject['policy_version']})"
+
+
 def _write(
-    folder: Path, summary: Summary, questions: Sequence[QuestionRows], tables: Sequence[Table]
+    folder: Path,
+    summary: Summary,
+    weights: str,
+    questions: Sequence[QuestionRows],
+    tables: Sequence[Table],
 ) -> None:
     plots = plots_of(summary, questions)
     (folder / PLOTS).mkdir(exist_ok=True)
     for name, data in plots.items():
         write_whole(folder / PLOTS / f"{name}.png", data)
-    text = f"# {markdown(summary.name)}\n\n{markdown(_subtitle(summary))}\n\n{lines_of(tables)}\n"
+    head = f"# {markdown(summary.name)}\n\n{markdown(_subtitle(summary) + weights)}"
+    text = f"{head}\n\n{lines_of(tables)}\n"
     text += "## Plots\n\n" + "".join(f"![{name}]({PLOTS}/{name}.png)\n\n" for name in plots)
     write_whole(folder / MARKDOWN_FILE, text.encode("utf-8", "replace"))
-    page = _page(summary, questions, tables, plots)
+    page = _page(summary, weights, questions, tables, plots)
     write_whole(folder / HTML_FILE, page.encode("utf-8", "replace"))
     encoded = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     write_whole(folder / SUMMARY_FILE, encoded + b"\n")
@@ -274,6 +297,7 @@ def _write(
 
 def _page(
     summary: Summary,
+    weights: str,
     questions: Sequence[QuestionRows],
     tables: Sequence[Table],
     plots: dict[str, bytes],
@@ -284,7 +308,7 @@ def _page(
     environment.filters |= {"cut": cut, "as_json": as_json}
     return environment.from_string(source).render(
         title=f"Evaluation {summary.name}",
-        subtitle=_subtitle(summary),
+        subtitle=_subtitle(summary) + weights,
         tiles=_tiles(summary),
         tables=tables,
         plots=[
@@ -296,13 +320,9 @@ def _page(
 
 def _subtitle(summary: Summary) -> str:
     overall = summary.overall
-    versions = ""
-    if summary.policy_versions:
-        low, high = summary.policy_versions
-        versions = f", policy version {low}" + (f" to {high}" if high != low else "")
     return (
         f"{overall.num_questions} questions, {overall.num_trajectories} graded trajectories, "
-        f"{overall.num_failed} failed{versions}"
+        f"{overall.num_failed} failed"
     )
 
 

@@ -396,7 +396,7 @@ def given_keys(
 ) -> tuple[Tree, str]:
     """The keys of the subject, over them those of the file, over both the command line; and what
     messages call them. Raises ConfigError."""
-    raw, source = subject.raw, str(arguments.subject)
+    raw, source = of_env(subject.raw, arguments.env, say), str(arguments.subject)
     if arguments.config is not None:
         source = str(arguments.config)
         given = read_toml(arguments.config)
@@ -411,6 +411,18 @@ def given_keys(
     override_kinds(config_type, raw, arguments.overrides, say)
     refuse_verl_keys(raw, source)
     return raw, source
+
+
+def of_env(raw: Tree, env_id: str, say: Say) -> Tree:
+    """The keys of a run, without those that mean nothing to another environment than its own;
+    `say` is told which."""
+    env = raw.get("env", {})
+    left = [key for key in ("kwargs", "tools") if env.get(key)]
+    if not left or env_id in ("", env["id"]):
+        return raw
+    told = " and ".join(f"env.{key}" for key in left)
+    say(f"{told} of the run left out: they are of {env['id']}, not of {env_id}")
+    return {**raw, "env": {key: value for key, value in env.items() if key not in left}}
 
 
 def _of_endpoint(raw: Tree) -> Tree:

@@ -9,6 +9,7 @@ stage may go on until teacher-forced exact match on clean demonstrations about u
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -53,6 +54,15 @@ class Sampler:
         return self._left[kind].pop()
 
 
+def why_lower(stages: Sequence[SFTStage]) -> str:
+    """Why exact match on the gate may fall by the last stage: its rows are none of those that went
+    on until the gate was passed. Empty where it should not fall."""
+    gated = [stage.rows for stage in stages if stage.until_gate]
+    if not gated or stages[-1].rows in gated:
+        return ""
+    return f"; this stage imitates other rows than the gate asks for ({gated[-1]}): it may be lower"
+
+
 class ColdStart:
     """The cold start as a phase of a training run, with an optimizer of its own; that of
     reinforcement learning begins anew after it, with the weights published."""
@@ -79,6 +89,7 @@ class ColdStart:
         self.recorder = recorder
         self.demonstrations, self.gate = parts.demonstrations
         self.step = 0
+        self._place = ""  # the stage, as a person reads it
         self._num_measured = 0
         self._losses: list[float] = []
         self._checkpoint = checkpoint
@@ -117,8 +128,11 @@ class ColdStart:
             await learner.reset_optimizer(config.optimizer)
             if self._checkpoint is not None:
                 await learner.load(self._checkpoint / "trainer")  # with the optimizer's state
-            passed = [await self._stage(stage, samplers[stage.rows]) for stage in config.stages]
-            exact = await self._measure()
+            passed = []
+            for number, stage in enumerate(config.stages, 1):
+                self._place = f"stage {number} of {len(config.stages)} ({stage.rows})"
+                passed.append(await self._stage(stage, samplers[stage.rows]))
+            exact = await self._measure(why_lower(config.stages))
             if not all(passed):
                 logger.warning("the cold start ended without passing its gate: %s", exact)
             await uncancelled(self._end())
@@ -160,8 +174,9 @@ class ColdStart:
             await self.parts.learner.reset_optimizer(optimizer_of(self.learner_config))
             self.state.imitating = None
 
-    async def _measure(self) -> dict[str, float]:
-        """By kind, the share of gate sequences of which every trained token is the likeliest."""
+    async def _measure(self, note: str = "") -> dict[str, float]:
+        """By kind, the share of gate sequences of which every trained token is the likeliest. The
+        line that says it ends with the `note`."""
         self._num_measured += 1
         if self._num_measured <= len(self._done.measured):
             return self._done.measured[self._num_measured - 1]
@@ -172,7 +187,10 @@ class ColdStart:
         loss = sum(self._losses) / max(1, len(self._losses))
         self._losses = []
         kinds = "  ".join(f"{kind} {share:.2f}" for kind, share in exact.items())
-        self.view.say(f"cold start step {self.step}: loss {loss:.3f}, exact match {kinds}")
+        self.view.say(
+            f"cold start step {self.step}, {self._place}: loss {loss:.3f}, exact match on the gate "
+            f"{kinds}{note}"
+        )
         self.view.advance(self.step)
         row = {f"sft/exact_match/{kind}": share for kind, share in exact.items()}
         self.recorder.log({"step": 0, "sft/step": self.step, "sft/loss": loss, **row})

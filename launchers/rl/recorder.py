@@ -165,10 +165,10 @@ class Recorder:
         if shown := done[: self.run.monitors.num_wanted(name)]:
             self.run.monitors.trajectories(name, [msgspec.structs.asdict(row) for row in shown])
         self.log({"step": step, "phase": when, **report.report_metrics(result)})
-        self.view.say(report.report_line(result, when))
+        title = report.phase_title(when, cold_start=self.config.sft is not None)
+        self.view.say(report.report_line(result, title))
         if when in report.PHASES and result.name == self.report_set:
             path, append = self.run.path / "samples.txt", when != "before_sft"
-            title = report.phase_title(when, cold_start=self.config.sft is not None)
             report.write_samples(path, title, done, append=append)
 
     def finish(

@@ -175,15 +175,19 @@ def write_plots(metrics: Path, folder: Path, name: str) -> list[str]:
         return []
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     (folder / "curve.png").write_bytes(png(learning_curve(rows, name)))
-    return ["curve.png", *_training(_steps(rows), folder / "training.png", name)]
+    if not _steps(rows):
+        return ["curve.png"]
+    (folder / "training.png").write_bytes(png(training_figures(rows, name), dpi=100))
+    return ["curve.png", "training.png"]
 
 
 def learning_curve(rows: Sequence[Row], name: str) -> Any:
     """A figure of training reward and success by step, and of the evaluations."""
     steps = _steps(rows)
     figure, (left, right) = panels(1, 2, (11, 5), name)
-    for key, label in (("reward/success", "success"), ("reward/mean", "reward")):
-        left.plot([r["step"] for r in steps], [r.get(key) for r in steps], label=label)
+    # Often equal, so that the one must not cover the other.
+    for key, label, style in (("reward/success", "success", "-"), ("reward/mean", "reward", "--")):
+        left.plot([r["step"] for r in steps], [r.get(key) for r in steps], style, label=label)
     left.set(title="training rollouts (sampled)", xlabel="update", ylim=(-1.05, 1.15))
     for key, style in _eval_keys(rows):
         points = [(row["step"], row[key]) for row in rows if key in row]
@@ -207,18 +211,16 @@ def _eval_keys(rows: Sequence[Row]) -> list[tuple[str, str]]:
     return [(key, "o-" if key.count("/") == 2 else ".:") for key in keys]
 
 
-def _training(steps: Sequence[Row], target: Path, name: str) -> list[str]:
-    """Everything beside the reward, by step: queue, lengths, tools, learner, seconds."""
-    if not steps:
-        return []
+def training_figures(rows: Sequence[Row], name: str) -> Any:
+    """A figure of all beside the reward, by step: queue, lengths, tools, learner, seconds."""
+    steps = _steps(rows)
     figure, axes = panels(3, 3, (13, 10.5), f"{name}: by update")
     places = iter(axes)
     calls = sorted({key for row in steps for key in row if _is_tool(key, ("calls", "errors"))})
     for title, keys in (*PANELS, ("tool calls a step", calls)):
         _panel(next(places), title, steps, keys)
     _seconds(next(places), steps)
-    target.write_bytes(png(figure, dpi=100))
-    return [target.name]
+    return figure
 
 
 def _panel(axes: Any, title: str, steps: Sequence[Row], keys: Sequence[str]) -> None:
@@ -242,6 +244,7 @@ def _seconds(axes: Any, steps: Sequence[Row]) -> None:
     if parts:
         axes.stackplot([row["step"] for row in steps], values, labels=labels)
     axes.set_title("seconds of a step, by part", fontsize="medium")
+    axes.locator_params(axis="x", integer=True)
 
 
 def _is_tool(key: str, figures: Sequence[str]) -> bool:
@@ -261,9 +264,12 @@ TITLES = {
 }
 
 
-def phase_title(phase: str, *, cold_start: bool) -> str:
-    """What a person reads of a phase; without a cold start its two are one."""
-    return TITLES[phase] if cold_start or phase == "after_rl" else "before RL"
+def phase_title(when: str, *, cold_start: bool) -> str:
+    """What a person reads of a phase, or of a step ("step-000040"); without a cold start the
+    phases before and after it are one."""
+    if when not in PHASES:
+        return f"after {when.partition('-')[0]} {int(when.rpartition('-')[2])}"
+    return TITLES[when] if cold_start or when == "after_rl" else "before RL"
 
 
 NUM_SAMPLES = 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -101,6 +102,32 @@ def test_a_report_leaves_the_rows_as_they_are(tmp_path):
     assert json.loads((folder / "summary.json").read_text())["compat"] == "reference"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("subject", "told"),
+    [
+        ({"name": "run-step-000020"}, "0 failed\n"),  # its engine served nothing else: no version
+        ({"name": "run", "step": 20, "policy_version": 21}, "0 failed, after step 20 (policy"),
+    ],
+)
+def test_a_report_names_the_weights_that_were_asked(tmp_path, subject, told):
+    folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"]}), QUICK)
+    saved = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**saved, "subject": subject}))
+    assert report.main([str(folder)]) == 0
+    assert told in (folder / "report.md").read_text()
+
+
+@pytest.mark.parametrize(("least", "most"), [(0, 0), (20, 23), (300, 300), (0, 40), (100, 900)])
+def test_a_bar_stands_for_whole_numbers(least: int, most: int) -> None:
+    edges = report.whole_bins(least, most)
+    assert {edge % 1 for edge in edges} == {0.5}
+    assert len({b - a for a, b in pairwise(edges)}) <= 1
+    assert edges[0] < least <= most < edges[-1]
+    assert len(edges) - 1 <= report.MAX_BARS
+    assert edges[-2] < most or len(edges) == 2, "no bar is empty beyond the most"
+
+
 # compare
 
 
@@ -118,6 +145,22 @@ def test_two_evaluations_are_compared_question_by_question(tmp_path, capsys):
     assert "| all | 10 | 0.400 | 0.900 | +0.500" in text
     assert "| 0.125 | McNemar |" in text  # 1 against 6: 2 * (1 + 7) / 128
     assert "| tool calls | 10 | 2.000 | 2.000 |" in text
+
+
+def test_kinds_of_questions_are_compared_as_reports_have_them(tmp_path, capsys):
+    def rows(of_hop: str) -> list[EvalRow]:
+        found = rows_of({str(i): ["Paris"] for i in range(4)}, kind="calc")
+        return found + rows_of({str(i): [of_hop] for i in range(4, 6)}, kind="hop")
+
+    folders = [
+        write_evaluation(tmp_path / name, rows(of_hop), QUICK)
+        for name, of_hop in (("a", "Rome"), ("b", "Paris"))
+    ]
+    assert compare.main([*map(str, folders)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"calc +4 +1.000 +1.000 ", said)
+    assert re.search(r"hop +2 +0.000 +1.000 ", said)
+    assert re.search(r"all +6 +0.667 +1.000 ", said)
 
 
 def test_several_samples_are_compared_as_rates(tmp_path, capsys):

@@ -90,6 +90,7 @@ def test_no_key_is_shown_twice_with_one_default() -> None:
         ("algorithm[gspo]", "algorithm.group_size", "beam_size"),
         ("engine", "engine[embedded].device", "learner"),
         ("run.seed", "run.seed", "run.dir"),
+        ("learner.learning", "learner.learning_rate", "muon_learning_rate"),
     ],
 )
 def test_a_prefix_chooses(
@@ -101,11 +102,16 @@ def test_a_prefix_chooses(
     assert f".{absent}" not in text
 
 
-def test_an_unknown_prefix_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("prefix", "near"), [("learnr", "learner"), ("algorithm.arp", "algorithm.arpo")]
+)
+def test_an_unknown_prefix_names_the_nearest(
+    prefix: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as exit_:
-        train.main(["--help-keys", "learnr"])
+        train.main(["--help-keys", prefix])
     assert exit_.value.code == 2
-    assert "did you mean learner?" in capsys.readouterr().err
+    assert f"did you mean {near}?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", COMMANDS.split(", "))

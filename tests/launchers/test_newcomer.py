@@ -19,6 +19,7 @@ from launchers import evaluate, train
 from launchers.config import TrainConfig
 from launchers.evaluation.figures import agreement_of
 from launchers.evaluation.report import write_report
+from launchers.evaluation.subject import of_env
 from launchers.terminal import View
 from tests.support.stored_evaluation import row, write_evaluation
 from tests.support.warehouse import ROOT
@@ -109,6 +110,18 @@ def test_a_negative_number_of_questions_is_refused(
     arguments = [str(tmp_path), "--env", "agentenv/QAGrader-v0", "data=q.jsonl", "--n", "-1"]
     assert evaluate.main(arguments) == 2
     assert "--n -1: expected a number of questions, or 0 for all" in capsys.readouterr().err
+
+
+def test_keys_of_a_runs_environment_mean_nothing_to_another() -> None:
+    env = {"id": "a/Own-v0", "module": "own", "kwargs": {"corpus": "kb.jsonl"}, "workers": 0}
+    run = {"env": env, "seed": 3}
+    told: list[str] = []
+    assert of_env(run, "", told.append) == of_env(run, "a/Own-v0", told.append) == run
+    assert of_env({}, "b/Other-v0", told.append) == {}
+    assert not told
+    other = {"env": {"id": "a/Own-v0", "module": "own", "workers": 0}, "seed": 3}
+    assert of_env(run, "b/Other-v0", told.append) == other
+    assert told == ["env.kwargs of the run left out: they are of a/Own-v0, not of b/Other-v0"]
 
 
 @pytest.mark.parametrize(

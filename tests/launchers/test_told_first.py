@@ -127,6 +127,45 @@ def test_what_is_not_here_is_told_before_the_set_up(
     assert not runs.exists()
 
 
+A_GRADER = """
+from agentenv import ToolEnv
+class Wrong:
+    async def grade(self, task): return 1.0
+class Mine(ToolEnv):
+    def __init__(self, task):
+        super().__init__(task, tools=[], grader=Wrong())
+"""
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ([], "the grader fails on row rows-1, given its own gold '1': the grader Wrong raised "
+         "TypeError: "),
+        (["python.timeout_s=3"], "[python]: not read by graded_first:Mine; take the table out"),
+    ],
+)  # fmt: skip
+def test_an_environment_of_ones_own_that_needs_nothing_of_the_set_up_is_tried_before_it(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    keys: list[str],
+    told: str,
+    more: list[str],
+) -> None:
+    (tmp_path / "graded_first.py").write_text(A_GRADER)
+    (tmp_path / "rows.jsonl").write_text('{"question": "?", "answer": 1}\n' * 16)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    runs, rows = tmp_path / "runs", tmp_path / "rows.jsonl"
+    arguments = [QUICKSTART, f"run.dir={runs}", "env={id='graded_first:Mine'}"]
+    arguments += [f"data.train={rows}", f"eval.sets={{heldout={{path='{rows}'}}}}"]
+    arguments += ["checkpoint.best_metric=''", *keys, *more]
+    assert told in refused(capsys, train.main(arguments))
+    assert not runs.exists()
+
+
 def test_what_only_the_set_up_shows_is_refused_after_it_and_leaves_no_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,10 +17,11 @@ from agentenv.model_files import load_tokenizer
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 from launchers import evaluate, train
-from launchers.config import TrainConfig, TrainingConfig
+from launchers.config import SFTStage, TrainConfig, TrainingConfig
 from launchers.plots import panels, png
+from launchers.rl.cold_start import why_lower
 from launchers.rl.recorder import Recorder
-from launchers.rl.report import learning_curve
+from launchers.rl.report import learning_curve, phase_title, training_figures
 from launchers.rl.state import RunState
 from launchers.rundir import RunDirectory
 from launchers.tables import Table
@@ -102,6 +103,9 @@ def test_the_end_names_what_is_there_and_no_phase_that_was_not(finished: Path) -
         assert "before RL" in text
         assert "after RL" in text
         assert "cold start" not in text
+    assert "evaluation a before RL: success" in log
+    assert "evaluation a after step 1: success" in log
+    assert "before_sft" not in log
 
 
 def test_a_table_has_no_colours_in_the_log(tmp_path: Path) -> None:
@@ -136,6 +140,35 @@ def test_evaluations_are_joined_only_where_some_lie_between() -> None:
     assert drawn["b"].get_linestyle() == "-"
     points = [point for line in right.get_lines() for point in line.get_xydata().tolist()]
     assert [0.0, 0.0] in points
+
+
+def test_updates_are_counted_in_whole_numbers() -> None:
+    keys = ("reward/success", "reward/mean", "time/wait_s", "eval/a/success", "rollout/turns")
+    rows = [{"step": n, "trees/offered": 4, **dict.fromkeys(keys, 0.5)} for n in range(1, 5)]
+    for figure in (learning_curve(rows, "run"), training_figures(rows, "run")):
+        drawn = [axes for axes in figure.axes if axes.has_data()]
+        assert len(drawn) == 2
+        for axes in drawn:
+            assert all(tick % 1 == 0 for tick in axes.get_xticks())
+
+
+def test_a_phase_that_did_not_exist_is_not_named() -> None:
+    assert phase_title("before_sft", cold_start=True) == "before cold start"
+    assert phase_title("before_sft", cold_start=False) == "before RL"
+    assert phase_title("after_sft", cold_start=False) == "before RL"
+    assert phase_title("step-000040", cold_start=False) == "after step 40"
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"), [(["clean", "mixed"], "other rows than the gate asks for (clean)"),
+                       (["copy", "clean", "clean"], ""), (["copy"], "")]
+)  # fmt: skip
+def test_a_last_stage_of_the_cold_start_that_is_not_the_gates_is_told(
+    rows: list[str], told: str
+) -> None:
+    stages = [SFTStage(rows=one, num_steps=1, until_gate=one == "clean") for one in rows]
+    assert told in why_lower(stages)
+    assert bool(told) == bool(why_lower(stages))
 
 
 def test_trajectories_are_written_as_readable_rows(finished: Path) -> None:

@@ -14,7 +14,7 @@ from msgspec import Meta, field
 
 from agentenv.config import ESSENTIAL, PATH
 from agentenv.engine import EngineConfig, EngineStart, ServerStarter, check_context
-from agentenv.engines.client import why_unreachable
+from agentenv.engines.client import base_url, why_unreachable
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.server import Server
 from agentenv.engines.server_config import PoolConfig, Served, ServersConfig
@@ -109,6 +109,8 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         given = [name for name in ("urls", "urls_file", "servers") if getattr(self, name)]
         if len(given) > 1:
             raise ConfigError(f"engine: give only one of urls, urls_file and servers, not {given}")
+        for url in self.urls:
+            base_url(url, "engine.urls")
         if self.lora == "adapter" and self.weights == "broadcast":
             raise ConfigError(
                 'engine.lora = "adapter" goes through a directory; remove engine.weights'
@@ -172,14 +174,14 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             )
 
     async def check_reachable(self, key: str = "engine") -> None:
-        urls = self.urls
+        urls, key = self.urls, f"{key}.{'urls_file' if self.urls_file else 'urls'}"
         if self.urls_file:
             urls = await in_thread(read_urls, Path(self.urls_file))
-        found = await asyncio.gather(*map(why_unreachable, urls))
+        found = await asyncio.gather(*(why_unreachable(url, key) for url in urls))
         if urls and all(found):  # a run begins without some of them
             raise ConfigError(
-                f"{key}.{'urls_file' if self.urls_file else 'urls'}: no engine server answers at "
-                f"{urls[0]} ({found[0]}); is it running, and reachable from here?"
+                f"{key}: no engine server answers at {urls[0]} ({found[0]}); is it running, and "
+                "reachable from here?"
             )
 
     async def start(self, given: EngineStart) -> EnginePool:
