@@ -296,6 +296,9 @@ class _Renderer(Renderer):
     def stop(self, tools: ToolSchemas) -> tuple[str, ...]:
         return ()
 
+    def check_tools(self, tools: ToolSchemas) -> None:
+        pass
+
     def parse(
         self, completion: Completion, tools: ToolSchemas, prefix_ids: Sequence[int] = ()
     ) -> Message:

@@ -13,7 +13,7 @@ import msgspec
 
 from agentenv.errors import DataError, ForeignError
 from agentenv.foreign import decode, decode_loose
-from launchers.evaluation.compare import by_dataset, changed, other_differences, pair_up
+from launchers.evaluation.compare import by_group, changed, other_differences, pair_up
 from launchers.evaluation.figures import QuestionRows, failure_kind, questions_of, summary_of
 from launchers.evaluation.scores import Votes
 from launchers.evaluation.store import CONFIG_FILE, ROWS_FILE, EvalRow
@@ -156,7 +156,7 @@ def compare(first: Evaluation, second: Evaluation) -> Figures:
             "only_first": pairing.only_first,
             "only_second": pairing.only_second,
             "failed": pairing.failed,
-            "success": by_dataset(pairing),
+            "success": by_group(pairing),
             "others": other_differences(pairing),
             "num_changed": len(pairs),
             "changed": [
