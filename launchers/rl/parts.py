@@ -175,7 +175,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
 
     @once
     async def gpus(self) -> list[str]:
-        """Those of the learner's ranks."""
+        """The GPUs of the learner's ranks; the engine's servers get others."""
         config = self.config
         return learner_gpus(config.resources, config.engine, config.learner, self.servers.gpus)
 
@@ -187,7 +187,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
 
     @once
     async def num_steps(self) -> int:
-        """Updates of the run."""
+        """Number of updates of the run."""
         num_tasks = len((await self.questions())[TRAINED].tasks)
         return self.config.train.count_steps(num_tasks, self.config.queue.groups_per_step)
 
@@ -236,7 +236,8 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
 
     @once
     async def learner(self) -> DeepSpeedLearner:
-        """At the version of the checkpoint; asleep where it shares its GPUs."""
+        """The learner, started, at the policy version of the checkpoint; asleep where it shares its
+        GPUs with the engine."""
         config, gpus = self.config, await self.gpus()
         learner = await DeepSpeedLearner.start(
             config.learner,
@@ -256,7 +257,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
 
     @once
     async def engine(self) -> Engine:
-        """At the version of the checkpoint too."""
+        """The engine, started, at the policy version of the checkpoint."""
         config, checkpoint, model = self.config, self.checkpoint, await self.model()
         rank = adapter_rank(config)
         await self.gpus()
@@ -290,7 +291,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             await asyncio.wait((first, second))
 
     async def parts(self) -> Parts:
-        """Everything, started."""
+        """All parts, started."""
         config = self.config
         questions, prompts = await self.questions(), await self.probe_prompts()
         learner, engine = await self.learner_and_engine()

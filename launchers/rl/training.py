@@ -418,6 +418,7 @@ class Training:
         self.view.say(f"{config.cluster.workers} rollout workers, logs in {folder}")
 
     def _announce(self) -> None:
+        """The run has begun, or goes on: from here on its folder stays. Say what it will do."""
         config, parts = self.config, self.parts
         is_told = self.evaluator.is_told
         if self.checkpoint is None:
