@@ -180,7 +180,8 @@ class ProbeWaits:
 
 
 class Awaited(NamedTuple):
-    """Of a branch of a tree (of the tree itself: ""), since which time of the loop."""
+    """What a branch awaits, and since when (time of the loop, seconds); `branch` is "" where the
+    tree itself awaits that."""
 
     task_id: str
     tree: int
@@ -281,6 +282,7 @@ class Rollout:
     # starting branches
 
     def _go_on(self, recorded: Recorded) -> None:
+        """Start the branches that were live when the tree was recorded."""
         for one in recorded.branches:
             cursor = self.tree.nodes[one.cursor]
             branch = Branch(one.name, cursor, WorkClock(one.seconds, self.clock))
@@ -288,6 +290,7 @@ class Rollout:
             self._group.create_task(self._grow(branch, opening), context=self._context.copy())
 
     def _start_roots(self, number: int) -> None:
+        """Start branches from scratch, unless the tree is out of time."""
         for _ in range(0 if self._is_over else number):
             branch = Branch(str(self._next_root), self.tree.root, WorkClock(outer=self.clock))
             self._next_root += 1
@@ -421,6 +424,8 @@ class Rollout:
             self._group.create_task(_raise(error))
 
     async def _open_fork(self, sibling: Branch, branch: Branch, held: asyncio.Event) -> None:
+        """Give a sibling its copy of the branch's env; `held` is set once it has that, or failed to
+        get it."""
         assert branch.env is not None
         try:
             sibling.env = await self.actor.envs.fork(branch.env)
@@ -438,6 +443,7 @@ class Rollout:
     # one branch from opening to end
 
     async def _grow(self, branch: Branch, opening: Opening) -> None:
+        """Grow one branch from its opening to its end, and close its env, whatever the end is."""
         self.branches.add(branch)
         try:
             cut = await self._in_time(branch, opening)
@@ -645,6 +651,7 @@ class Rollout:
     # ends
 
     async def _truncate(self, branch: Branch, limit: Limit, action: Message | None) -> None:
+        """End the branch by a limit; its env, if it has one, grades what there is."""
         leaf = branch.leaf(self.tree, "truncated")
         leaf.limit = limit
         if branch.env is not None:

@@ -67,6 +67,7 @@ class Branch:
 
     @property
     def num_response_tokens(self) -> int:
+        """Tokens behind the prompt, sampled and observed: what max_response_tokens bounds."""
         return len(self.prefix_ids) - self.num_prompt_tokens
 
     def add_action(self, tree: TrajectoryTree, completion: Completion) -> Node:

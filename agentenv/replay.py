@@ -98,4 +98,5 @@ class ReplayQueue:
 
     @property
     def num_ready(self) -> int:
+        """Rollouts that have ended and wait to be delivered."""
         return sum(rollout.done() for rollout in self._rollouts)

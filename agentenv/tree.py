@@ -60,7 +60,7 @@ class Prefix(Sequence[int]):
         self._size = sum(map(len, parts))
 
     def plus(self, ids: Ids) -> Prefix:
-        """With these tokens behind it."""
+        """This prefix with the tokens `ids` behind it."""
         longer = Prefix.__new__(Prefix)
         longer.parts = (*self.parts, ids)
         longer._size = self._size + len(ids)
@@ -154,6 +154,7 @@ class Trajectory:
 
     @property
     def success(self) -> bool:
+        """Whether the grader found the answer right."""
         return bool(self.leaf.info.get("success", False))
 
     @cached_property
@@ -265,6 +266,7 @@ class TrajectoryTree(Struct):
                 yield Trajectory(self.path(leaf))
 
     def failures(self) -> list[Node]:
+        """The leaves that infrastructure ended: they are no trajectories and get no reward."""
         return [node for node in self.nodes if node.end == "failed"]
 
     @property
@@ -279,6 +281,7 @@ class TrajectoryTree(Struct):
 
     @property
     def num_forks(self) -> int:
+        """Siblings that the plan started, over all fork points."""
         return sum(node.num_forks or 0 for node in self.nodes)
 
     def oldest_version(self) -> int:

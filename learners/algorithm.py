@@ -163,7 +163,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         ),
     ] = 0.0
     kl_kind: Annotated[
-        KLKind, Meta(description="its estimator: k1 d, abs |d|, k2 d^2/2, k3 exp(-d) + d - 1")
+        KLKind, Meta(description="estimator of the KL: k1 d, abs |d|, k2 d^2/2, k3 exp(-d) + d - 1")
     ] = "k3"
     kl_reward: Annotated[
         float,

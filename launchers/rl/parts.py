@@ -190,7 +190,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
 
     @once
     async def gpus(self) -> list[str]:
-        """Those of the learner's ranks."""
+        """The GPUs of the learner's ranks; the engine's servers get others."""
         config = self.config
         if isinstance(config.cluster, RayCluster) and config.cluster.learner:
             return []  # theirs are their nodes'
@@ -204,7 +204,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
 
     @once
     async def num_steps(self) -> int:
-        """Updates of the run."""
+        """Number of updates of the run."""
         num_tasks = len((await self.questions())[TRAINED].tasks)
         return self.config.train.count_steps(num_tasks, self.config.queue.groups_per_step)
 
@@ -255,7 +255,8 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
 
     @once
     async def learner(self) -> DeepSpeedLearner:
-        """At the version of the checkpoint; asleep where it shares its GPUs."""
+        """The learner, started, at the policy version of the checkpoint; asleep where it shares its
+        GPUs with the engine."""
         config, gpus = self.config, await self.gpus()
         if self.ranks is not None and self._starting is None:
             self.begin_ranks()
@@ -277,7 +278,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
 
     @once
     async def engine(self) -> Engine:
-        """At the version of the checkpoint too."""
+        """The engine, started, at the policy version of the checkpoint."""
         config, checkpoint, model = self.config, self.checkpoint, await self.model()
         rank = adapter_rank(config)
         await self.gpus()
@@ -311,7 +312,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             await asyncio.wait((first, second))
 
     async def parts(self) -> Parts:
-        """Everything, started."""
+        """All parts, started."""
         config = self.config
         questions, prompts = await self.questions(), await self.probe_prompts()
         learner, engine = await self.learner_and_engine()

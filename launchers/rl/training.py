@@ -429,6 +429,7 @@ class Training:
         self.view.say(f"{cluster.workers} rollout workers{at}, logs in {folder}")
 
     def _announce(self) -> None:
+        """The run has begun, or goes on: from here on its folder stays. Say what it will do."""
         config, parts = self.config, self.parts
         is_told = self.evaluator.is_told
         if self.checkpoint is None:

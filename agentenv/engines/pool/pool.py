@@ -108,11 +108,11 @@ class EnginePool:
         return min((m.max_model_len for m in self.fleet.members if m.max_model_len), default=0)
 
     def add_server(self, server: Server) -> None:
-        """Let one more take part; it serves once it holds the current weights."""
+        """Add a server, which serves once it holds the current weights."""
         self.fleet.add(server)
 
     def remove_server(self, name: str) -> None:
-        """Take one out for good; what runs on it ends there."""
+        """Take the server of this name out for good; what runs on it ends there."""
         self.fleet.remove(name)
 
     # turns
@@ -187,7 +187,7 @@ class EnginePool:
         await self.fleet.sleep()
 
     async def wake(self) -> None:
-        """Let all serve again with the weights that they had."""
+        """Let all servers serve again, with the weights that they had."""
         await self.fleet.wake()
 
     def require(self, feature: Literal["adapters", "broadcast", "sleep"]) -> None:
@@ -225,7 +225,7 @@ class EnginePool:
         return found
 
     def account(self) -> dict[str, Any]:
-        """What befell its servers since the start, for a summary: counters, figures of each that
+        """What befell the servers since the start, for a summary: counters, figures of each that
         takes part, and `told`, sentences for a person."""
         accounts = [member.account for member in self.fleet.members]
         lines = told(accounts)
