@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from agentenv.errors import ConfigError, LearnerError
 from learners.batch import MicroBatch, encode_sequence, pack
@@ -146,8 +147,24 @@ def device_of_rank() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
+class InFloat32(TorchFunctionMode):
+    """On the CPU, what asks for bfloat16 gets float32.
+
+    Muon multiplies in bfloat16 for the sake of GPUs. Most CPUs have no such arithmetic and take ten
+    times as long for it as for float32, which is also more exact.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.bfloat16 and args[0].device.type == "cpu":
+            return args[0].to(torch.float32, copy=True)
+        return func(*args, **(kwargs or {}))
+
+
 class MuonAdamW(torch.optim.Optimizer):
-    """torch.optim.Muon and torch.optim.AdamW behind one optimizer, equal to both step for step.
+    """torch.optim.Muon and torch.optim.AdamW behind one optimizer, equal to both step for step,
+    but for `InFloat32`.
 
     Muon (Jordan 2024) orthogonalises the momentum of 2-D matrices; embeddings, head, norms and
     biases go to AdamW. DeepSpeed wants one client optimizer whose `param_groups` and `state` it
@@ -173,7 +190,8 @@ class MuonAdamW(torch.optim.Optimizer):
         for number, part in enumerate(self._parts):
             part.param_groups = [g for g in self.param_groups if g["part"] == number]
             part.state = self.state
-            part.step()
+            with InFloat32():
+                part.step()
 
 
 def build_optimizer(

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 
+from tests.support import undrawn
 from tests.support.warehouse import make_workspace
-
-if TYPE_CHECKING:
-    from launchers.rl.recorder import Recorder
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -30,20 +28,17 @@ def here() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def draw() -> Callable[[Recorder], list[str]]:
-    """The pictures of a run, as it draws them."""
-    from launchers.rl.recorder import Recorder
-
-    return Recorder.draw
+def drawing() -> dict[str, Any]:
+    """What draws the pictures of a run, by its name."""
+    return undrawn.drawing()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _undrawn(draw: Callable[[Recorder], list[str]]) -> Iterator[None]:
-    """Runs leave out their pictures, which are half of the CPU time of a short one; `finished`
-    has them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("launchers.rl.recorder.Recorder.draw", lambda self: [])
-        yield
+def _undrawn(drawing: dict[str, Any]) -> Iterator[None]:
+    """Only `finished` has pictures."""
+    patch = undrawn.leave_out()
+    yield
+    patch.undo()
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +65,7 @@ SETS = [
 
 
 @pytest.fixture(scope="session")
-def finished(warehouse: Path, draw: Callable[[Recorder], list[str]]) -> Path:
+def finished(warehouse: Path, drawing: dict[str, Any]) -> Path:
     """A finished run of four steps, "finished", which is only read: with two evaluation sets, a
     checkpoint every step, of which the third is the best, and its pictures."""
     from launchers import train
@@ -78,6 +73,7 @@ def finished(warehouse: Path, draw: Callable[[Recorder], list[str]]) -> Path:
 
     overrides = [text.format(folder=warehouse.parent) for text in SETS]
     with rank_here(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("launchers.rl.recorder.Recorder.draw", draw)
+        for name, draw in drawing.items():
+            patch.setattr(name, draw)
         assert train.main([str(warehouse), "run.name=finished", *overrides]) == 0
     return warehouse.parent / "runs" / "finished"

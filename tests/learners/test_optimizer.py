@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 from random import Random
 
@@ -7,7 +8,13 @@ import pytest
 import torch
 
 from agentenv.errors import ConfigError
-from learners.backend import MuonAdamW, build_optimizer, scale_learning_rates, set_hyperparameters
+from learners.backend import (
+    InFloat32,
+    MuonAdamW,
+    build_optimizer,
+    scale_learning_rates,
+    set_hyperparameters,
+)
 from learners.learner import OptimizerConfig, ScheduleConfig, lr_factor
 from tests.learners.trees import VOCABULARY, tiny_model
 
@@ -42,10 +49,25 @@ def test_equal_to_both_torch_optimizers_step_for_step() -> None:
         add_gradients(ours, step)
         add_gradients(theirs, step)
         optimizer.step()
-        muon.step()
+        with InFloat32():
+            muon.step()
         adamw.step()
         for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(mine, other)
+
+
+def test_on_the_cpu_muon_differs_from_torch_by_rounding_to_bfloat16() -> None:
+    updates = []
+    for context in (contextlib.nullcontext(), InFloat32()):
+        torch.manual_seed(0)
+        matrix = torch.nn.Parameter(torch.zeros(48, 96))
+        matrix.grad = torch.randn(48, 96)
+        with context:
+            torch.optim.Muon([matrix], 0.02).step()
+        assert matrix.grad.dtype == torch.float32
+        updates.append(matrix.detach())
+    theirs, ours = updates
+    assert 0 < (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
 @pytest.mark.parametrize("kind", ["muon_adamw", "adamw"])

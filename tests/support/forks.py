@@ -26,6 +26,7 @@ MODULES = (
     "launchers.workers.env_worker",
     "launchers.workers.rollout_worker",
     "launchers.evaluation.report",
+    "tests.support.undrawn:leave_out",
 )
 
 
