@@ -125,8 +125,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     other.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of the run")
     other.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
     other.add_argument(
-        "--trace", type=Path, metavar="RUN",
-        help="folder of a run with log.timings=true; default that of CONFIG",
+        "--trace", type=Path, metavar="RUN", action="append",
+        help="folder of a run with log.timings=true, by default that of CONFIG; given again: "
+        "another run, with other settings, whose times count as well",
     )  # fmt: skip
     other.add_argument("--steps", type=int, default=20, metavar="N", help="default %(default)s")
     for part in (learner, dealing, cost, faults, storm, long, spans, sending, starting, other):
@@ -307,17 +308,18 @@ def run_simulation(options: argparse.Namespace, view: View) -> int:
     """What the settings of a run, and others beside them, would give; likewise."""
     from agentenv.config import load_config
     from launchers.config import TrainConfig  # slow to load, as --help need not be
-    from launchers.simulation import advice, fitted, recorded, simulate, variants
+    from launchers.simulation import advice, fitted, recorded, simulate, together, variants
     from launchers.timings import read_trace
 
     config = load_config(TrainConfig, options.config, options.overrides)
     folder = Path(config.run.dir) / (config.run.name or options.config.stem)
-    trace = read_trace(options.trace or folder)
-    found = {"recorded": recorded(trace)}
+    traces = [read_trace(run) for run in options.trace or [folder]]
+    trace, model = together(traces), fitted(*traces)
+    found = {"recorded": recorded(traces[0])}
     for variant in variants(config, trace):
-        found[variant.name] = simulate(config, trace, variant, options.steps)
+        found[variant.name] = simulate(config, trace, variant, options.steps, model)
     text = json.dumps(
-        {"model": asdict(fitted(trace)), **{name: asdict(one) for name, one in found.items()}},
+        {"model": asdict(model), **{name: asdict(one) for name, one in found.items()}},
         indent=1,
     )
     if str(options.json) == "-":

@@ -29,6 +29,7 @@ import asyncio
 import heapq
 import math
 import os
+import shutil
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -79,6 +80,7 @@ from launchers.rl.publishing import DirectoryPublisher, ParityProbe
 from launchers.rl.training import Training
 from launchers.rundir import RunDirectory
 from launchers.terminal import View
+from launchers.timings import FILE as TIMINGS
 from launchers.timings import Shape, StepTimes, Trace
 from learners.batch import EncodedTree, encoded_nodes
 from learners.credit import CreditedTree
@@ -111,9 +113,12 @@ class ServiceModel(Struct, frozen=True, kw_only=True):
     tree_s: float
 
 
-def fitted(trace: Trace) -> ServiceModel:
-    """Least squares, without negative times, over the turns and the steps of a trace."""
-    turns = [turn for step in trace.steps for turn in step.turns if turn.num_sampled]
+def fitted(*traces: Trace) -> ServiceModel:
+    """Least squares, without negative times, over the turns and the steps of traces. Those of runs
+    with unlike settings tell apart what one of steps that are all alike cannot: what grows with the
+    work, and what does not."""
+    steps = [step for trace in traces for step in trace.steps]
+    turns = [turn for step in steps for turn in step.turns if turn.num_sampled]
     if not turns:
         raise DataError("the trace has no turns")
     decode_s, running_s, prefill_s, slower_s = _least_squares(
@@ -125,12 +130,13 @@ def fitted(trace: Trace) -> ServiceModel:
     )
     mean_running = fmean(turn.running for turn in turns)
     decoded_s = decode_s + running_s * mean_running
-    trained = [step for step in trace.steps if step.num_tokens]
+    trained = [step for step in steps if step.num_tokens]
     update_s, token_s, shared = _of_updates(trained)
-    rest = trace.steps[1:]  # of the first one the beginning is not known
+    rest = [step for trace in traces for step in trace.steps[1:]]  # when the first began is unknown
     score_s = [step.parity_s for step in rest if step.parity_s]  # nor has it a probe
     nodes = [shape for step in rest for tree in step.trees for shape in tree]
     num_turns = max(1, sum(shape.num_sampled > 0 for shape in nodes))
+    num_measured = max(1, sum(len(step.turns) for step in rest))  # also of trees that no step took
     tools_s = sum(sum(seconds) for shape in nodes for _, *seconds in shape.tools)
     return ServiceModel(
         decode_s=decode_s,
@@ -141,7 +147,7 @@ def fitted(trace: Trace) -> ServiceModel:
         token_s=token_s,
         shared=shared,
         publish_s=fmean(step.publish_s for step in trained) if trained else 0.0,
-        turn_s=sum(step.loop_s for step in rest) / num_turns,
+        turn_s=sum(step.loop_s for step in rest) / num_measured,
         env_s=max(0.0, sum(step.branch_s for step in rest) - tools_s) / num_turns,
         score_s=min(score_s, default=0.0),  # others waited for the engine's part, too
         tree_s=sum(step.rest_s for step in rest) / sum(len(step.trees) for step in rest),
@@ -178,6 +184,11 @@ def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> 
 
     found, _ = nnls(np.asarray(rows, np.float64), np.asarray(values, np.float64))
     return [float(value) for value in found]
+
+
+def together(traces: Sequence[Trace]) -> Trace:
+    """The work of several runs: trees and tools of all of them, the settings of the first."""
+    return replace(traces[0], steps=[step for trace in traces for step in trace.steps])
 
 
 class Durations:
@@ -575,7 +586,12 @@ class SimulatedLearner:
             for machine in self.machines:
                 stack.enter_context(machine.learning())
             await self.work(self.model.update_s * num_steps + self.model.token_s * passes)
-        counts = {"tokens": num_tokens, "proximal_tokens": num_proximal, "trained": len(groups)}
+        counts = {
+            "steps": num_steps,
+            "tokens": num_tokens,
+            "proximal_tokens": num_proximal,
+            "trained": len(groups),
+        }
         return {f"num_{name}": float(value) for name, value in counts.items()}
 
     async def work(self, seconds: float) -> None:
@@ -669,10 +685,13 @@ class SimulatedTraining(Training):
         now_s = asyncio.get_running_loop().time()
         nodes = (node for tree in trees for node in tree.nodes)
         waits = [call["waited_s"] for node in nodes for call in node.info.get("tool_calls", ())]
+        taken = self.watch.take()
+        if self.timings is not None:
+            self.timings.write(self.timings.row(trees, metrics | taken))
         self.rows.append(
             {
                 "step_s": now_s - self._row_s,
-                "wait_s": self.watch.take().get("time/wait_s", 0.0),
+                "wait_s": taken.get("time/wait_s", 0.0),
                 "staleness": metrics["staleness/mean"],
                 "sampled": metrics["rollout/sampled_tokens"],
                 "branches": float(self.parts.actor.envs.count),
@@ -683,9 +702,17 @@ class SimulatedTraining(Training):
         self._row_s = now_s
 
 
-def simulate(config: TrainConfig, trace: Trace, variant: Variant, num_steps: int) -> Figures:
-    """The figures of so many steps with a full queue. Raises ConfigError for what cannot be
-    simulated."""
+def simulate(
+    config: TrainConfig,
+    trace: Trace,
+    variant: Variant,
+    num_steps: int,
+    model: ServiceModel | None = None,
+    timings: Path | None = None,
+) -> Figures:
+    """The figures of so many steps with a full queue. `trace` gives the work; `model`: how long it
+    takes, fitted to the trace by default. The simulated run writes its own times to `timings`.
+    Raises ConfigError for what cannot be simulated."""
     if config.resources.colocated:
         raise ConfigError("resources.colocated: engines that sleep are not simulated")
     queue = config.queue
@@ -699,11 +726,12 @@ def simulate(config: TrainConfig, trace: Trace, variant: Variant, num_steps: int
         self_critic=None,
         eval=EvalConfig(),
         journal=JournalConfig(enabled=False),
-        log=LogConfig(trajectories=False),
+        log=LogConfig(trajectories=False, timings=timings is not None),
         train=replace(config.train, num_steps=_warm(bound) + num_steps + bound, num_epochs=None),
         checkpoint=replace(config.checkpoint, every=0, minutes=0.0, best_metric=""),
     )
-    model, work = fitted(trace), Work(trace)
+    work = Work(trace)
+    model = model or fitted(trace)
     slots = getattr(config.engine, "max_num_seqs", DEFAULT_SLOTS)
 
     async def build(
@@ -724,6 +752,8 @@ def simulate(config: TrainConfig, trace: Trace, variant: Variant, num_steps: int
         training.tree_s, training.commit_s = model.tree_s, commit_s
         run_virtual(training.simulate())
         run.close()
+        if timings is not None:
+            shutil.copyfile(run.path / TIMINGS, timings)
     return figures(training.rows, bound)
 
 
@@ -767,6 +797,7 @@ def _parts(
         publisher=DirectoryPublisher(engine, learner, folder / "weights"),
         overlapping=None,
         demonstrations=None,
+        vocab_size=trace.vocab_size,
     )
 
 

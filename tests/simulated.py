@@ -1,9 +1,10 @@
 """Simulations against real runs: `python -m tests.simulated`, a part of `make long`.
 
 The quick start's model, behind its cold start, is trained a few steps on the CPU by the real
-command, with the embedded engine, real tools and a real learner. One run gives the trace; two
-others, with settings that it did not have, are compared with what a simulation says of them from
-that trace alone, beside the cores that others used meanwhile, sessions of the sandbox among them:
+command, with the embedded engine, real tools and a real learner. Two runs, of a light and of a full
+load, give the traces: steps of one alone are too much alike to tell what grows with the work. Two
+others, with settings that these did not have, are compared with what a simulation says of them from
+the traces alone, beside the cores that others used meanwhile, sessions of the sandbox among them:
 where these are not the same for all runs, a difference says little. Exit status: 1 if seconds a
 step, the share of the time in which the learner works, or staleness are over 15 % off.
 """
@@ -20,7 +21,15 @@ from pathlib import Path
 
 from agentenv.config import load_config
 from launchers.config import TrainConfig
-from launchers.simulation import Figures, Variant, recorded, simulate
+from launchers.simulation import (
+    Figures,
+    ServiceModel,
+    Variant,
+    fitted,
+    recorded,
+    simulate,
+    together,
+)
 from launchers.timings import Trace, read_trace
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +41,10 @@ BASE = (
     # A policy that learns has ever fewer groups with signal, in each run at another step.
     *("learner.learning_rate=1e-12", "learner.muon_learning_rate=1e-12"),
 )
+TRACED = {
+    "full load": (),
+    "light load": ("queue.groups_per_step=4", "learner.groups_per_minibatch=4"),
+}
 OTHERS = {
     "no staleness, more trees": ("queue.max_staleness=0", "queue.groups_per_step=32"),
     "deeper queue, smaller groups": ("queue.max_staleness=3", "algorithm.group_size=4"),
@@ -70,15 +83,22 @@ def main() -> int:
             whole, "cold", "train.num_steps=1", "eval.sets={}", 'checkpoint.best_metric=""'
         )
         keys = (*BASE, f"model.path={cold}/checkpoints/step-000000", f"train.num_steps={NUM_STEPS}")
-        run, others = train(plain, "trace", *keys)
-        trace = read_trace(run)
         names = ("s a step", "learner works", "staleness", "others")
         say(f"{'':32}" + "".join(f" {name:>16}" for name in names))
-        show("the trace itself", recorded(trace), of(plain, keys, trace), others)
+        traced = {
+            name: train(plain, name.replace(" ", "-"), *keys, *overrides)
+            for name, overrides in TRACED.items()
+        }
+        traces = {name: read_trace(run) for name, (run, _) in traced.items()}
+        model, work = fitted(*traces.values()), together([*traces.values()])
+        for name, overrides in TRACED.items():
+            said = of(plain, (*keys, *overrides), work, model)
+            show(f"traced: {name}", recorded(traces[name]), said, traced[name][1])
         worst = 0.0
         for name, overrides in OTHERS.items():
             run, others = train(plain, name.replace(" ", "-"), *keys, *overrides)
-            found, said = recorded(read_trace(run)), of(plain, (*keys, *overrides), trace)
+            found = recorded(read_trace(run))
+            said = of(plain, (*keys, *overrides), work, model)
             worst = max(worst, show(name, found, said, others))
     say(f"at most {worst:.0%} off, allowed are {ALLOWED:.0%}")
     return int(worst > ALLOWED)
@@ -89,10 +109,10 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def of(config: Path, keys: tuple[str, ...], trace: Trace) -> Figures:
+def of(config: Path, keys: tuple[str, ...], work: Trace, model: ServiceModel) -> Figures:
     """What the simulation says."""
     loaded = load_config(TrainConfig, config, list(keys))
-    return simulate(loaded, trace, Variant(name="as configured"), 2 * NUM_STEPS)
+    return simulate(loaded, work, Variant(name="as configured"), 2 * NUM_STEPS, model)
 
 
 def show(name: str, real: Figures, simulated: Figures, others: float) -> float:

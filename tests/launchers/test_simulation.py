@@ -122,6 +122,52 @@ def test_the_fit_finds_what_made_the_times() -> None:
     assert (found.publish_s, found.score_s, found.tree_s) == pytest.approx((0.5, 0.1, 0.05))
 
 
+TRUE = ServiceModel(
+    decode_s=0.01, running_s=0.0008, prefill_s=5e-5, beside=1.4,
+    update_s=3.0, token_s=4e-3, shared=1.3, publish_s=0.5, score_s=0.2, turn_s=0.002,
+    env_s=0.05, tree_s=0.02,
+)  # fmt: skip
+FEW = ("queue.groups_per_step=2", "learner.groups_per_minibatch=2", "queue.max_staleness=1")
+MANY = ("queue.groups_per_step=8", "learner.groups_per_minibatch=4", "queue.max_staleness=1")
+OTHERS = {
+    "no staleness": ("queue.groups_per_step=6", "learner.groups_per_minibatch=3",
+                     "queue.max_staleness=0"),
+    "deeper queue, smaller groups": ("queue.groups_per_step=4", "learner.groups_per_minibatch=4",
+                                     "queue.max_staleness=3", "algorithm.group_size=3"),
+}  # fmt: skip
+
+
+def test_two_runs_of_a_known_machine_tell_of_others(
+    trace: tuple[TrainConfig, Trace], tmp_path: Path
+) -> None:
+    """Runs are simulated on a machine whose times are known, and write theirs: what is fitted to
+    them says of settings that they did not have what that machine does. The work is the same: of
+    tools with so long a tail two runs see others."""
+    _, work = trace
+    same = Variant(name="same")
+
+    def on_true(name: str, keys: tuple[str, ...]) -> Trace:
+        config = toy_config(tmp_path, *keys, "train.num_steps=16")
+        (tmp_path / name).mkdir()
+        simulate(config, work, same, 12, TRUE, timings=tmp_path / name / FILE)
+        found = read_trace(tmp_path / name)
+        # what the loop computes is of this process, whose clock is not the simulated one
+        steps = [replace(one, loop_s=TRUE.turn_s * len(one.turns)) for one in found.steps]
+        return replace(found, steps=steps)
+
+    model = fitted(on_true("few", FEW), on_true("many", MANY))
+    for name, keys in OTHERS.items():
+        config = toy_config(tmp_path, *keys, "train.num_steps=16")
+        was = simulate(config, work, same, 16, TRUE)
+        said = simulate(config, work, same, 16, model)
+        assert said.step_s == pytest.approx(was.step_s, rel=0.15), name
+        assert 1 - said.idle_share == pytest.approx(1 - was.idle_share, rel=0.15), name
+        assert said.staleness == pytest.approx(was.staleness, rel=0.15), name
+    assert model.update_s == pytest.approx(TRUE.update_s, rel=0.15)
+    assert model.token_s == pytest.approx(TRUE.token_s, rel=0.15)
+    assert model.turn_s == pytest.approx(TRUE.turn_s)
+
+
 def step(num_tokens: float, busy: float, *, fresh: bool = False) -> StepTimes:
     """Two optimizer steps of 2 s, a millisecond a token, which stale ones take a third longer; half
     as long again beside turns."""
@@ -238,4 +284,9 @@ def test_the_command_compares_settings(
     assert names < found.keys()
     assert all(name in shown for name in names)
     assert "concurrency" in shown
+    twice = [*given, "--trace", str(run), "--json", "-"]
+    capsys.readouterr()
+    assert bench.main(twice) == 0
+    model = json.loads(capsys.readouterr().out)["model"]
+    assert model["decode_s"] == pytest.approx(found["model"]["decode_s"]), "the same run again"
     assert bench.main(["simulate", str(toml), "--trace", str(tmp_path)]) == 2
