@@ -128,4 +128,5 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
 def _looked_at(folder: Path, view: View) -> AbstractContextManager[None]:
     from launchers.viewing.beside import viewed  # loads a server
 
-    return viewed(folder, view.say)
+    # the address holds a token, which belongs into no log
+    return viewed(folder, lambda text: view.console.print(text, soft_wrap=True, markup=False))

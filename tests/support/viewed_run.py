@@ -77,7 +77,7 @@ class ViewedRun:
         asked = self.turn(tree, root, "0", f"look {HOSTILE}", version, num_forks=1)
         asked.observation_ids, asked.info = self.ids(RESULT), {"tool_calls": [call]}
         self.end(tree, self.turn(tree, asked, "0", "it is seven", version), 1.0)
-        right = self.turn(tree, asked, "0.1+1", "it is eight", version)
+        right = self.turn(tree, asked, "0.1+1", "it is 8", version)
         self.end(tree, right, 1.0 if kind == "filtered" else -1.0)
         other = self.turn(tree, root, "1", "no idea", version)
         if kind == "failed":

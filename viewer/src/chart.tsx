@@ -74,7 +74,7 @@ export function Chart(props: Props) {
         scales: { x: { time: false, ...(props.log2 ? { distr: 3, log: 2 } : {}) }, y: { range: (_, low, high) => range(low, high, props.from, props.to) } },
         axes: [
           { ...axis, size: 26, gap: 3, ...(props.log2 ? { splits: () => props.x, values: (_: uPlot, at: number[]) => at.map(String) } : { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] }) },
-          { ...axis, size: 46, gap: 3, values: (_, at) => at.map((one) => num(one, 2)) },
+          { ...axis, size: 46, gap: 3, values: (_, at) => at.map(tick) },
         ],
         series: [
           { label: props.xLabel ?? "step", value: (_, v) => (v === null ? "" : num(v)) },
@@ -107,6 +107,10 @@ export function Chart(props: Props) {
   }, [props.x, props.series]);
 
   return <div class="chart" ref={box} />;
+}
+
+function tick(value: number): string {
+  return value !== 0 && Math.abs(value) < 0.01 ? value.toPrecision(1) : num(value, 2);
 }
 
 /** Without a cursor the legend says the last values. */

@@ -6,7 +6,7 @@ import { Chart, type Series } from "./chart";
 import { link } from "./route";
 import { Timeline } from "./timeline";
 import type { Row, Run } from "./types";
-import { Absent, Card, Search, Tag, Tile, num, percent, plural, seconds, useAnswer } from "./ui";
+import { Absent, Card, Search, Tag, Tile, cx, num, percent, plural, useAnswer } from "./ui";
 
 interface Panel {
   title: string;
@@ -68,7 +68,7 @@ function shortened(keys: string[]): string[] {
   return parts.map((part) => part.slice(before, part.length - behind).join(" "));
 }
 
-function Curves(props: { rows: Row[]; keys: string[]; panel: Panel; theme: string }) {
+function Curves(props: { rows: Row[]; keys: string[]; panel: Panel; theme: string; wide?: boolean }) {
   const { rows, keys, panel } = props;
   const x = useMemo(() => rows.map((row) => row["step"] as number), [rows]);
   const series = useMemo<Series[]>(() => {
@@ -76,7 +76,7 @@ function Curves(props: { rows: Row[]; keys: string[]; panel: Panel; theme: strin
     return keys.map((key, i) => ({ label: names[i] ?? key, values: rows.map((row) => value(row, key)), dash: panel.dashed?.test(key) }));
   }, [rows, keys.join()]);
   return (
-    <Card title={panel.title} class="panel">
+    <Card title={panel.title} class={cx("panel", props.wide && "panel-wide")}>
       <Chart x={x} series={series} from={panel.from} to={panel.to} theme={props.theme} />
       {panel.about && <p class="muted small">{panel.about}</p>}
     </Card>
@@ -191,7 +191,7 @@ export function RunPage(props: { run: Run; rows: Row[]; unreadable: number; them
       {props.unreadable > 0 && <Absent>{plural(props.unreadable, "row")} of metrics.jsonl could not be read.</Absent>}
       <div class="panels">
         <Evaluations rows={rows} theme={theme} />
-        {shown.slice(0, 1).map((one) => one.keys.length > 0 && <Curves key={one.panel.title} rows={steps} keys={one.keys} panel={one.panel} theme={theme} />)}
+        {shown.slice(0, 1).map((one) => one.keys.length > 0 && <Curves key={one.panel.title} rows={steps} keys={one.keys} panel={one.panel} theme={theme} wide={!rows.some((row) => "phase" in row)} />)}
       </div>
       {steps.length > 0 && <Timeline rows={rows} theme={theme} />}
       <div class="panels">
@@ -247,5 +247,3 @@ function Config(props: { value: Row }) {
     </div>
   );
 }
-
-export { seconds };

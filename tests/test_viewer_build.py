@@ -1,0 +1,48 @@
+"""The page in the package is what its source builds: npm installs, esbuild bundles, bytes agree."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "viewer"
+BUILT = ROOT / "launchers" / "viewing" / "static"
+MAX_BYTES = 1 << 20
+
+
+def test_it_is_small() -> None:
+    assert sum(path.stat().st_size for path in BUILT.iterdir()) < MAX_BYTES
+
+
+def test_the_lock_names_no_host_and_every_checksum() -> None:
+    text = (SOURCE / "package-lock.json").read_text(encoding="utf-8")
+    packages = json.loads(text)["packages"]
+    del packages[""]
+    assert packages
+    assert not [name for name, one in packages.items() if "resolved" in one]
+    assert not [name for name, one in packages.items() if "integrity" not in one]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("npm") is None, reason="no npm: apt-get install npm")
+def test_it_is_built_from_its_source(tmp_path: Path) -> None:
+    copy = tmp_path / "viewer"
+    shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("node_modules"))
+
+    def run(*command: str) -> None:
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    run("npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts")
+    run("npx", "--no-install", "tsc", "--noEmit")
+    run("node", "build.mjs", str(tmp_path / "out"))
+    found = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert found == {path.name: path.read_bytes() for path in BUILT.iterdir()}, (
+        "launchers/viewing/static is not what viewer/ builds; run: make viewer"
+    )
