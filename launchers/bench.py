@@ -3,6 +3,7 @@
     python launchers/bench.py learner [--json FILE] [--shapes NAME ...] [--repeats N] [--dense]
     python launchers/bench.py deal [--json FILE]
     python launchers/bench.py overhead [--json FILE] [--sizes N ...] [--workers N]
+    python launchers/bench.py workers [--json FILE] [--kind processes | ray] [--most N] [--steps N]
     python launchers/bench.py load [--json FILE] [--faults NAME ...] [--scale S]
     python launchers/bench.py chaos [--json FILE] [--long | --short] [--times N] [--seconds S]
     python launchers/bench.py soak [--json FILE] [--minutes M]
@@ -12,7 +13,8 @@
 
 `learner` measures what training trees as trees is worth, `deal` how long ranks wait for each other
 (launchers/layouts.py); `overhead` what the controller costs at thousands of rollouts
-(launchers/overhead.py), `load` what sick, slow, full or lost engine servers do to a run
+(launchers/overhead.py), `workers` how much faster rollouts grow in two rollout workers than in one
+(launchers/scaling.py), `load` what sick, slow, full or lost engine servers do to a run
 (launchers/load.py; it fails if a trajectory is lost), `chaos` what is left of a run in a storm of
 faults (launchers/chaos.py; it fails if a tree is lost or trained twice), `soak` what its processes
 hold more and more of (launchers/soak.py), `makespan` what a barrier costs beside no barrier, with
@@ -59,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             figures = run_deal(view)
         elif options.part == "overhead":
             return run_overhead(options, view)
+        elif options.part == "workers":
+            return run_workers(options, view)
         elif options.part == "load":
             return run_load(options, view)
         elif options.part == "chaos":
@@ -99,6 +103,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--workers", type=int, default=0, metavar="N",
         help="rollout workers; default 0: rollouts grow in the controller",
     )  # fmt: skip
+    scaling = parts.add_parser("workers", help="two rollout workers beside one, and more simulated")
+    scaling.add_argument(
+        "--kind", choices=("processes", "ray"), default="processes", help="default %(default)s"
+    )
+    scaling.add_argument("--most", type=int, default=8, metavar="N", help="default %(default)s")
+    scaling.add_argument("--steps", type=int, default=14, metavar="N", help="default %(default)s")
+    scaling.add_argument("--prompts", type=int, default=8, metavar="N", help="default %(default)s")
     faults.add_argument(
         "--faults", nargs="+", metavar="NAME", help="those in launchers/load.py; default all"
     )
@@ -130,7 +141,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "another run, with other settings, whose times count as well",
     )  # fmt: skip
     other.add_argument("--steps", type=int, default=20, metavar="N", help="default %(default)s")
-    for part in (learner, dealing, cost, faults, storm, long, spans, sending, starting, other):
+    measured = (learner, dealing, cost, scaling, faults, storm, long, spans, sending, starting)
+    for part in (*measured, other):
         part.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     learner.add_argument("--shapes", nargs="+", metavar="NAME", help="only these; default all")
     learner.add_argument("--repeats", type=int, default=3, metavar="N", help="medians of N")
@@ -209,6 +221,28 @@ def run_overhead(options: argparse.Namespace, view: View) -> int:
         table.add_column(name, justify="right", no_wrap=True)
     for size, figures in found.items():
         table.add_row(size, *map(str, figures.values()))
+    view.show(table)
+    if options.json:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def run_workers(options: argparse.Namespace, view: View) -> int:
+    """Seconds a step by number of workers, likewise."""
+    from launchers import scaling
+
+    alone = str(options.json) == "-"
+    say = (lambda text: None) if alone else view.say
+    found = scaling.run(options.kind, options.most, options.steps, options.prompts, say)
+    text = json.dumps(list(map(asdict, found)), indent=1)
+    if alone:
+        sys.stdout.write(text + "\n")
+        return 0
+    table = bare_table("seconds a step, and how many times as fast as with one worker")
+    for name in scaling.Figures.__struct_fields__:
+        table.add_column(name.replace("_", " "), justify="right")
+    for one in found:
+        table.add_row(*("" if value is None else f"{value:g}" for value in asdict(one).values()))
     view.show(table)
     if options.json:
         options.json.write_text(text + "\n", encoding="utf-8")

@@ -85,10 +85,12 @@ class RayRanks:
         return self._places.host
 
     async def start(self, rank: int, log_path: Path, env: dict[str, str]) -> None:
+        await self._places.start(self._launch(rank, log_path, env))
+
+    def _launch(self, rank: int, log_path: Path, env: dict[str, str]) -> Launch:
         command = [self._cluster.python or sys.executable, "-m", "learners.worker"]
-        log = str(log_path.absolute())  # noqa: ASYNC240 - asks no disk
-        needs = self._cluster.of_rank()
-        await self._places.start(Launch(f"rank-{rank}", command, env, log, needs))
+        log, needs = str(log_path.absolute()), self._cluster.of_rank()
+        return Launch(f"rank-{rank}", command, env, log, needs)
 
     async def ended(self, rank: int) -> str:
         return await self._places.ended(f"rank-{rank}")

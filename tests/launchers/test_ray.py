@@ -3,15 +3,19 @@ machine: they end as calm ones do, whatever becomes of nodes, and of Ray."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from agentenv.errors import ConfigError
+from launchers.chaos import CONFIG, MAX_STALENESS, SHORT, make_model, write_workspace
 from launchers.rl.recorder import Recorder
 from launchers.rl.training import Training
 from launchers.terminal import first_reason
@@ -19,6 +23,7 @@ from launchers.workers.ray_places import Leaves, RayPlaces, in_words, left_over
 from tests.launchers.test_rollout_workers import SLOW, log_of, run, taken, trees, until
 from tests.support.runs import rows_of
 from tests.support.toy_rank import toy_ranks
+from tests.support.warehouse import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -38,6 +43,14 @@ def _light(warehouse: Path) -> Iterator[None]:
         yield
 
 
+def patiently(begin: Callable[[], Any]) -> Any:
+    """Ray gives a node half a minute to come up, which a busy machine may not have."""
+    for _ in range(2):
+        with suppress(Exception):
+            return begin()
+    return begin()
+
+
 class Nodes:
     """A Ray cluster whose nodes are processes of this machine."""
 
@@ -45,7 +58,7 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
-        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
         self.nodes: dict[str, Any] = {}
 
     @property
@@ -54,7 +67,8 @@ class Nodes:
 
     def add(self, num_cpus: int = 1) -> str:
         """The id of a new node."""
-        node = self.cluster.add_node(num_cpus=num_cpus, object_store_memory=STORE_BYTES)
+        keys = {"num_cpus": num_cpus, "object_store_memory": STORE_BYTES}
+        node = patiently(lambda: self.cluster.add_node(**keys))
         self.nodes[node.node_id] = node
         return str(node.node_id)
 
@@ -184,3 +198,72 @@ def test_bundles_are_dealt_to_nodes() -> None:
     assert left_over([{"CPU": 3.0}], two) == [0]  # four are free, but not on one node
     assert left_over([{"CPU": 1.0}, {"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0}], two) == []
     assert in_words({"CPU": 2.0, "GPU": 1.0}) == "2 CPUs and 1 GPU"
+
+
+# Engine servers on nodes.
+
+SIZE = replace(SHORT, num_servers=2, token_s=0.01)
+# In place of the interpreter of vLLM's environment: a server that recites.
+PYTHON = f"""#!{sys.executable}
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from launchers.recital import TOKEN_S, Recital, RecitingServer
+value = dict(zip(sys.argv, sys.argv[1:]))
+
+async def main():
+    model = Path(value["--model"])
+    scale = {SIZE.token_s} / TOKEN_S
+    server = RecitingServer("", int(value["--port"]), Recital(model), model, scale)
+    await server.open()
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def recited(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration whose engine servers recite."""
+    folder = tmp_path_factory.mktemp("recited")
+    make_model(folder)
+    write_workspace(folder, SIZE, [1, 2])
+    text = (folder / CONFIG).read_text()
+    python = folder / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    servers = f'[engine.servers]\nnum_servers = 2\ndevice = "cpu"\npython = "{python}"\n'
+    text = re.sub(r"(?m)^urls = .*\n", "", text)
+    (folder / CONFIG).write_text(text + servers)
+    return folder / CONFIG
+
+
+def test_an_engine_node_that_is_killed_costs_no_tree(recited: Path, nodes: Nodes) -> None:
+    keys = ["train.num_steps=6", "checkpoint.minutes=60", "eval.sets={}"]
+    calm = run(recited, "calm-on-servers", *keys)
+    for _ in range(4):
+        nodes.add()
+    told: list[str] = []
+
+    async def kill(training: Training) -> None:
+        await until(lambda: training.state.step >= 2)
+        before = placed(training)
+        assert len(set(before.values())) == 4
+        assert nodes.kill(training, before["engine-1"]) == ["engine-1"]
+        nodes.add()
+        await until(lambda: placed(training).get("engine-1") not in (None, before["engine-1"]))
+        told.append("moved")
+
+    ray = ["cluster.kind=ray", "cluster.engines=true", f"cluster.address={nodes.address}"]
+    more = ["cluster.host=127.0.0.1", "train.num_steps=40"]
+    found = run(recited, "engine-killed", *keys, *ray, *more, beside=kill)
+    assert told == ["moved"]
+    expected, both = tasks(calm), tasks(found)
+    assert {index: both[index] for index in expected} == expected  # 0 lost
+    assert len(set(taken(found))) == len(taken(found))  # 0 duplicated
+    assert "engine-1 is lost" in log_of(found)
+    assert "engine-1 is there again" in log_of(found)
+
+
+def tasks(run: Path) -> dict[int, str]:
+    return {index: task for index, (task, _) in trees(run, MAX_STALENESS).items()}

@@ -36,8 +36,14 @@ class ToyRank(RankGroup):
     at: Callable[[str], float | None] = staticmethod(lambda name: None)
     alive: list[ToyRank] = []  # noqa: RUF012 - of all
 
-    def __init__(self, config: LearnerConfig, log_path: Path, gpus: Sequence[str] = ()) -> None:
-        super().__init__(config, log_path, gpus)
+    def __init__(
+        self,
+        config: LearnerConfig,
+        log_path: Path,
+        gpus: Sequence[str] = (),
+        places: wire.RankPlaces | None = None,
+    ) -> None:
+        super().__init__(config, log_path, gpus, places)
         self.count = {"updates": 0, "imitations": 0}
         self.version = 0
         self.source = Path()

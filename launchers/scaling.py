@@ -1,0 +1,206 @@
+"""How much faster rollouts grow in more rollout workers, where tools compute.
+
+    launchers/bench.py workers [--kind processes | ray] [--most N] [--json FILE]
+
+The workload of `overhead` on a policy that answers soon, and with a tool that computes for
+about COMPUTE_S on the loop of its worker, one call at a time. It is measured with one worker and
+with two; the times of the run with one are what `bench.py simulate` has for two, which is held
+against the measurement, and for more.
+
+The controller is a process too: on two cores two workers and it share them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import asdict, replace
+
+from agentenv.config import load_config
+from agentenv.disk import write_whole
+from agentenv.env import register
+from agentenv.tool_env import ToolEnv
+from agentenv.tools import StatelessTool
+from agentenv.types import Task, ToolResult
+from launchers import overhead
+from launchers.cluster import SpreadCluster
+from launchers.config import TrainConfig
+from launchers.overhead import CONFIG, FIGURES, LuckGrader, measured, serve_rank
+from launchers.rl.training import Training
+from launchers.rundir import RunDirectory
+from launchers.simulation import Variant, recorded, simulate
+from launchers.terminal import View, run_until_done
+from launchers.timings import read_trace
+from learners import ranks as wire
+
+COMPUTE_S = 0.02
+SECRET_BYTES, MAX_ROUNDS = 32, 10_000_000
+NUM_PROMPTS, GROUP_SIZE, NUM_STEPS = 8, 4, 14
+TURN_SHARE = 0.01  # of what a turn takes in `overhead`
+SIMULATED = (1, 2, 4, 8, 16)
+ROUNDS_VARIABLE = "AGENTENV_SCALING_ROUNDS"  # by which workers compute alike
+
+
+class Figures(Struct):
+    """With so many workers. Seconds a step of the measured and of the simulated run, and how many
+    times as fast as one worker that is; `steps` are those that the queue was full in."""
+
+    workers: int
+    measured_s: float | None
+    measured_times: float | None
+    simulated_s: float
+    simulated_times: float
+
+
+def rounds() -> int:
+    """Of a hash, which take COMPUTE_S on this machine when nothing else runs."""
+    begin, num = time.process_time(), 100_000
+    hashlib.pbkdf2_hmac("sha256", b"agentenv", b"scaling", num, SECRET_BYTES)
+    spent = max(1e-4, time.process_time() - begin)
+    return min(MAX_ROUNDS, max(1, int(num * COMPUTE_S / spent)))
+
+
+class Compute(StatelessTool):
+    """Computes on the loop, and gives a text of a few words."""
+
+    name = "search"
+    description = "Search."
+    schema = overhead.LookUp.schema
+
+    async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
+        num = int(os.environ[ROUNDS_VARIABLE])
+        found = hashlib.pbkdf2_hmac("sha256", b"agentenv", os.urandom(8), num, SECRET_BYTES)
+        return ToolResult(f"the year {int.from_bytes(found[:2], 'little')}")
+
+
+class ComputingEnv(ToolEnv):
+    def __init__(self, task: Task, **keys: Any) -> None:
+        super().__init__(task, tools=[Compute()], grader=LuckGrader(), **keys)
+
+
+register("bench/Scaling-v0", "launchers.scaling:ComputingEnv")
+
+
+def run(
+    kind: str, most: int, steps: int, prompts: int, say: Callable[[str], None]
+) -> list[Figures]:
+    """The figures by number of workers: one and two are measured."""
+    os.environ[ROUNDS_VARIABLE] = str(rounds())
+    with tempfile.TemporaryDirectory(prefix="agentenv-") as name:
+        took: dict[int, float] = {}
+        for num in (1, 2):
+            folder = Path(name) / str(num)
+            folder.mkdir()
+            say(f"{num} worker{'s' * (num > 1)}, {steps} steps")
+            options = [kind, str(num), str(steps), str(prompts)]
+            took[num] = json.loads(measured("launchers.scaling", options, folder))["step_s"]
+        folder = Path(name) / "1"
+        config, trace = load_config(TrainConfig, folder / CONFIG, []), read_trace(folder / "run")
+        assert isinstance(config.cluster, SpreadCluster)
+        simulated: dict[int, float] = {}
+        for num in (one for one in SIMULATED if one <= most):
+            more = replace(config, cluster=replace(config.cluster, workers=num))
+            simulated[num] = simulate(more, trace, Variant(name=f"{num}"), steps).step_s
+    return [
+        Figures(
+            num,
+            took.get(num),
+            round(took[1] / took[num], 2) if num in took else None,
+            round(step_s, 3),
+            round(simulated[1] / step_s, 2),
+        )
+        for num, step_s in simulated.items()
+    ]
+
+
+def _write_workspace(
+    folder: Path, kind: str, num_workers: int, steps: int, prompts: int, address: str
+) -> None:
+    """Model, questions and configuration."""
+    from launchers.quickstart import build_model
+
+    build_model(folder / "model", seed=0)
+    rows = [{"question": f"Which one is it? ({n})", "answer": "it"} for n in range(16 * prompts)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = f'env = ["{ROUNDS_VARIABLE}", "{overhead.SCALE_VARIABLE}"]' if kind == "ray" else ""
+    config = f"""
+[run]
+dir = "{folder}/runs"
+[model]
+path = "{folder}/model"
+[env]
+id = "bench/Scaling-v0"
+module = "launchers.scaling"
+[[env.tools]]
+name = "search"
+max_concurrency = 1
+[data]
+train = "{folder}/train.jsonl"
+[limits]
+max_prompt_tokens = 256
+max_response_tokens = 3800
+max_turn_tokens = 256
+[algorithm]
+name = "arpo"
+group_size = {GROUP_SIZE}
+entropy_window = {overhead.WINDOW}
+[queue]
+groups_per_step = {prompts}
+max_staleness = 1
+[learner]
+groups_per_minibatch = {prompts}
+launch = "external"
+address = "{address}"
+[engine]
+name = "launchers.overhead:WaitingConfig"
+max_model_len = 4096
+[cluster]
+kind = "{kind}"
+workers = {num_workers}
+{more}
+[log]
+timings = true
+[train]
+num_steps = {steps}
+max_logprob_gap = 1e9
+"""
+    write_whole(folder / CONFIG, config)  # whoever waits for it reads it at once
+
+
+def measure(folder: Path) -> None:
+    """One number of workers, in this process; seconds a step go to a file in the folder."""
+    overhead.set_scale(TURN_SHARE)
+    config = load_config(TrainConfig, folder / CONFIG, [])
+    run = RunDirectory(folder / "run", resume=False, monitor=config.monitor, settings={})
+    training = Training(config, run, View(), resume="")
+    run_until_done(training.run_all(), training.view)
+    found = recorded(read_trace(folder / "run"))
+    (folder / FIGURES).write_text(json.dumps(asdict(found)))
+
+
+def main(part: str, arguments: Sequence[str]) -> None:
+    """One of the two processes of a measurement."""
+    kind, num_workers, steps, prompts, folder, address = arguments
+    if part == "measure":
+        return measure(Path(folder))
+    _write_workspace(Path(folder), kind, int(num_workers), int(steps), int(prompts), address)
+    while True:  # the controller listens as soon as its set-up is that far
+        try:
+            return asyncio.run(serve_rank(address, os.environ[wire.TOKEN_VARIABLE]))
+        except ConnectionRefusedError:
+            time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    sys.modules["launchers.scaling"] = sys.modules["__main__"]
+    main(sys.argv[1], sys.argv[2:])
