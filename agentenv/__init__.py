@@ -31,6 +31,7 @@ What an environment of your own needs can be imported from here; the rest lives 
                kinds      parts chosen by name, also from a package of the user's own
                old_keys   keys of earlier configurations: why they went, what replaces them
     files      model_files   what a model directory says
+               hub           models and datasets by their ids on the Hugging Face hub
                disk          files that are whole whenever somebody reads them
                backoff       how long to wait before something is tried again
 """

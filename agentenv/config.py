@@ -23,6 +23,7 @@ import msgspec
 from msgspec import inspect as mi
 
 from agentenv.errors import ConfigError
+from agentenv.hub import place_of
 from agentenv.kinds import Kind, PartKey, decode_part
 from agentenv.old_keys import dropped_keys, moved_values, refused_values
 
@@ -157,8 +158,9 @@ def upgrade(config_type: type[T], raw: Tree) -> Tree:
 
 
 def resolver(run: Path | str) -> Resolve:
-    """What makes a path of a text in a configuration; {run} is the directory of the run."""
-    return lambda text: Path(text.replace(RUN, str(run)))
+    """What makes a path of a text in a configuration; {run} is the directory of the run, and an id
+    of the hub that was found (agentenv/hub.py) the place in its cache."""
+    return lambda text: place_of(text) or Path(text.replace(RUN, str(run)))
 
 
 def substituted(value: Any, resolve: Resolve) -> Any:

@@ -10,23 +10,25 @@ engine find as they start is at the end of the list, for those who want to know 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from glob import glob
 from operator import methodcaller
 from typing import Any, Literal, NamedTuple, get_args
 
 from msgspec import Struct
 
+from agentenv import hub
 from agentenv.config import paths_of
 from agentenv.data.files import find_files
 from agentenv.engine import check_context
 from agentenv.errors import AgentEnvError, ConfigError, DataError
 from agentenv.model_files import num_positions, read_model_config
 from agentenv.native import NativeConfig
+from agentenv.offload import in_thread
 from envs.grading.reward import grader_config
 from launchers.assembly import AskingAssembly, Assembly, load_function
-from launchers.config import TABLES, TrainConfig
-from launchers.data import EnvMaker, check_graders, tables_of, try_env
+from launchers.config import TABLES, ModelConfig, TrainConfig
+from launchers.data import EnvMaker, check_graders, said, tables_of, try_env
 from launchers.evaluation.config import EvaluateConfig
 from launchers.planning.idle import check_idle
 from launchers.rundir import check_writable
@@ -41,6 +43,21 @@ ASKING = (TrainConfig, EvaluateConfig)
 SUPERVISED = (SupervisedRunConfig,)
 RUNS = (*TRAIN, *SUPERVISED)
 ALL = (*ASKING, *SUPERVISED)
+
+
+def hub_keys(config: Any) -> Iterator[tuple[str, str, hub.Kind]]:
+    """The keys that may name something on the hub, what they say, and of which kind it is."""
+    model = getattr(config, "model", None)
+    if isinstance(model, ModelConfig):
+        yield "model.path", model.path, "model"
+    for name, role in getattr(config, "roles", {}).items():
+        yield f"roles.{name}.model", role.model, "model"
+    dialogues = isinstance(config, SupervisedRunConfig)
+    if dialogues and config.data.dataset_info:
+        return  # which gives the names in data.train their files
+    for key, path, is_rows in paths_of(config):
+        if is_rows or (dialogues and key in ("data.train", "data.eval")):
+            yield key, path, "dataset"
 
 
 class Check(NamedTuple):
@@ -205,6 +222,17 @@ async def disk(assembly: Assembly[Any]) -> None:
     check_writable(assembly.folder)
 
 
+async def of_the_hub(assembly: Assembly[Any]) -> None:
+    """Models and datasets that are named by their ids on the hub are in its cache, or fetched."""
+    for key, text, kind in hub_keys(assembly.config):
+        if assembly.checkpoint is not None and key == "model.path":
+            continue  # a resumed run has its weights
+        try:
+            await in_thread(hub.fetch, text, kind, said(assembly.say, key))
+        except DataError as error:
+            raise DataError(f"{key}: {error}") from error
+
+
 async def files(assembly: Assembly[Any]) -> None:
     """What paths name is there, but for what the set-up makes, or a registry of datasets names; a
     resumed run has its cold start behind it."""
@@ -362,6 +390,7 @@ CHECKS: tuple[Check, ...] = (
     Check("helpers", "configuration", EVALUATE, helpers),
     Check("roles", "configuration", ASKING, roles),
     Check("disk", "files", RUNS, disk),
+    Check("hub", "files", ALL, of_the_hub),
     Check("files", "files", RUNS, files),
     Check("set-up", "files", RUNS, set_up),
     Check("classes of environments", "files", TRAIN, environment_classes),

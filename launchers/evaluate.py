@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from agentenv import hub
 from agentenv.config import blaming, to_plain
 from agentenv.errors import ConfigError
 from launchers.evaluation.config import EvaluateConfig, resolve_sets
@@ -35,7 +36,7 @@ from launchers.evaluation.subject import (
     given_keys,
     weights_digest,
 )
-from launchers.evaluation.watched import SET, ask_one
+from launchers.evaluation.watched import SET, Asked, ask_one
 from launchers.help import Parser
 from launchers.planning.dry_run import add_dry_run, check_arguments, dry_run
 from launchers.rundir import BEST
@@ -66,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, view: View) -> int:
     names = [name for name in arguments.set.split(",") if name]
+    _find_on_hub(arguments, view)
     subject = find_subject(
         arguments.subject,
         sets=[] if arguments.config else names,
@@ -83,9 +85,8 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     if arguments.dry_run:
         return dry_run(config, arguments, view, subject.run, str(subject.model or ""))
     if arguments.question:
-        return run_until_done(
-            ask_one(config, subject, arguments.question, arguments.answer, view), view
-        )
+        asked = Asked(arguments.question, tuple(arguments.answer))
+        return run_until_done(ask_one(config, subject, asked, view), view)
     out = arguments.out or Path(FOLDER) / _name(config, subject)
     num_failed = run_until_done(run_evaluation(config, subject, out, view), view)
     if num_failed:
@@ -94,11 +95,20 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     return 0
 
 
+def _find_on_hub(arguments: argparse.Namespace, view: View) -> None:
+    """A model that is named by its id on the hub; of a dry run only from the cache."""
+    if arguments.subject.startswith(("http://", "https://")):
+        return
+    if arguments.dry_run:
+        hub.find(arguments.subject, "model")
+    else:
+        hub.fetch(arguments.subject, "model", view.say)
+
+
 def _configuration(arguments: argparse.Namespace, subject: Subject, view: View) -> EvaluateConfig:
     raw, source = given_keys(arguments, subject, EvaluateConfig, view.say)
-    if arguments.question:  # instead of those that the rest of the command names
-        raw = {key: value for key, value in raw.items() if key != "data"}
-        raw["sets"] = {SET: {"path": "-"}}
+    if arguments.question and not (raw.get("data") or raw.get("sets")):
+        raw = {**raw, "sets": {SET: {"path": "-"}}}  # no row of it is asked
     with blaming(source, arguments.overrides):
         return resolve_sets(raw, source)
 
@@ -143,9 +153,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--checkpoint", choices=(LAST, BEST, START), default=LAST,
         help="which one of a run; start: the model that it began with"
     )  # fmt: skip
-    parser.add_argument("--question", default="", help="stream one rollout of this question")
     parser.add_argument(
-        "--answer", action="append", default=[], help="its right answer, so that it is graded"
+        "--question", default="", metavar="TEXT", help="stream one rollout of this question; '#17' "
+        "or the id of a row: that of the set; {...}: a row as JSON"
+    )  # fmt: skip
+    parser.add_argument(
+        "--answer",
+        action="append",
+        default=[],
+        help="its right answer, so that it is graded; of a row: its own",
     )
     arguments = parser.parse_intermixed_args(argv)
     check_arguments(parser, arguments)

@@ -26,6 +26,7 @@ from agentenv.engine import Engine, EngineStart
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces
 from agentenv.engines.openai import OpenAIConfig, TokensEngine
 from agentenv.errors import ConfigError, DataError
+from agentenv.hub import find, place_of
 from agentenv.native import NativeConfig
 from agentenv.offload import in_thread
 from agentenv.prompt import PromptConfig
@@ -72,21 +73,22 @@ def find_subject(
         return Subject(model or text.partition("://")[2], {"engine": engine}, Path(), None)
     if model or tokenizer:
         raise ConfigError(f"--model and --tokenizer belong to a URL; {text} is none")
-    path = Path(text)
+    path = place_of(text) or Path(text)
     for run in (path, *list(path.absolute().parents)[:2]):
         if (run / CONFIG_FILE).is_file() and (run / "checkpoints").is_dir():
             break
     else:
         if (path / "checkpoints").is_dir():
             raise DataError(f"{path}: the run in it has not begun; is its start still under way?")
-        return Subject(path.absolute().name, {}, path, path)
+        return Subject(Path(text).absolute().name, {}, path, path)
     raw, name = of_run(run, sets), run.absolute().name
     if path == run / "checkpoints":
         path = run
     if path != run and raw:
         return Subject(f"{name}-{path.name}", raw, run, path)
     if checkpoint == START:
-        return Subject(f"{name}-{START}", raw, run, resolver(run)(_saved(run)["model"]["path"]))
+        began = _saved(run)["model"]["path"]
+        return Subject(f"{name}-{START}", raw, run, find(began, "model") or resolver(run)(began))
     try:
         found = find_checkpoint(path, best=checkpoint == BEST)
     except DataError as error:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
+from agentenv.data.files import RawRow
+from agentenv.data.rows import RowReader
 from agentenv.engine import Engine
 from agentenv.env import Env, EnvWrapper, StepResult
+from agentenv.errors import ConfigError, ForeignError
+from agentenv.foreign import decode
 from agentenv.plan import Independent
 from agentenv.renderer import Renderer
 from agentenv.tree import Trajectory, TrajectoryTree
 from agentenv.types import Chunk, Completion, Info, Message, SamplingParams, Task
+from launchers.assembly import SetConfig
 from launchers.checks import refuse
 from launchers.evaluation.config import EvaluateConfig
-from launchers.evaluation.subject import EvaluationAssembly, Subject, as_asked
+from launchers.evaluation.subject import EvaluationAssembly, Subject
 from launchers.terminal import EXIT_FAILED, View
 
 SET = "question"
@@ -136,24 +143,82 @@ class WatchedEnv(EnvWrapper):
         return outcome
 
 
-async def ask_one(
-    config: EvaluateConfig, subject: Subject, question: str, answers: Sequence[str], view: View
-) -> int:
-    """Show one rollout; the exit code."""
+class Asked(NamedTuple):
+    """What --question says: a text, a row of the set as "#17" or by its id, or a row as JSON; and
+    what --answer says, which comes before the answers of the row."""
+
+    text: str
+    answers: tuple[str, ...] = ()
+
+    async def task(self, assembly: EvaluationAssembly, name: str) -> tuple[Task, bool]:
+        """The task of the set `name`, and whether it has answers. Raises ConfigError and
+        DataError."""
+        found = await self._row(assembly, name)
+        if found is None:
+            env_id = assembly.sets[name].env.id
+            answers = self.answers or ("",)
+            return Task("question-1", env_id, self.text, answers), bool(self.answers)
+        return replace(found, answers=self.answers or found.answers), True
+
+    async def _row(self, assembly: EvaluationAssembly, name: str) -> Task | None:
+        one, text = assembly.sets[name], self.text.strip()
+        if text.startswith("{"):
+            return self._read(one)
+        number = re.fullmatch(r"#(\d+)", text)
+        if name == SET:
+            if number is not None:
+                raise ConfigError(f"--question {text!r}: there is no set with rows; give data=FILE")
+            return None
+        if number is None and len(text.split()) > 1:
+            return None
+        tasks = await assembly.read_rows(one)
+        if number is not None:
+            place = int(number[1])
+            if not 1 <= place <= len(tasks):
+                raise ConfigError(
+                    f"--question {text!r}: the set {name} has the rows #1 to #{len(tasks)}"
+                )
+            return tasks[place - 1]
+        return next((task for task in tasks if task.id == text), None)
+
+    def _read(self, one: SetConfig) -> Task:
+        try:
+            row = decode(self.text)
+        except ForeignError as error:
+            raise ConfigError(f"--question: expected a row as JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ConfigError("--question: expected a row as JSON, which is an object")
+        if self.answers:
+            row.setdefault("answer", list(self.answers))
+        return RowReader(one.rows, one.env.id).task(RawRow(Path("--question"), 1, row))
+
+
+async def ask_one(config: EvaluateConfig, subject: Subject, asked: Asked, view: View) -> int:
+    """Show one rollout of the first set; the exit code."""
     stage = Stage(view.console)
+    name = next(iter(config.sets))
+    config = replace(config, sets={name: config.sets[name]})
     async with AsyncExitStack() as stack:
-        env_id = as_asked(SET, config.sets[SET]).env.id
-        task = Task("question-1", env_id, question, tuple(answers) or ("",))
-        assembly = EvaluationAssembly(config, subject, stack, view.say, {SET: [task]})
+        rows = EvaluationAssembly(config, subject, stack, view.say)
+        task, graded = await asked.task(rows, name)
+        assembly = EvaluationAssembly(config, subject, stack, view.say, {name: [task]})
         assembly.try_graders = False
-        await refuse(assembly)
-        renderer = (await assembly.questions())[SET].renderer
+        try:
+            await refuse(assembly)
+        except ConfigError as error:
+            if task.metadata or "KeyError" not in str(error):
+                raise
+            raise ConfigError(
+                f"{error}; where the environment reads more of a row than its question, give "
+                "--question '#17', the id of a row of the set, or the row as JSON: '{...}'"
+            ) from error
+        renderer = (await assembly.questions())[name].renderer
         engine = WatchedEngine(await assembly.engine(), stage, renderer)
-        actor = await assembly.actor(SET, engine)
+        actor = await assembly.actor(name, engine)
         make_env = actor.make_env
         actor.make_env = lambda task: WatchedEnv(make_env(task), stage)
         tree = await actor.rollout(task, Independent(1), session=task.id, max_failures=0)
-    return _conclude(tree, bool(answers), stage, view)
+    return _conclude(tree, graded, stage, view)
 
 
 def _conclude(tree: TrajectoryTree, graded: bool, stage: Stage, view: View) -> int:

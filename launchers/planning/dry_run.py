@@ -16,6 +16,7 @@ from typing import NamedTuple
 from rich.box import SIMPLE
 from rich.table import Table
 
+from agentenv import hub
 from agentenv.config import RUN, paths_of, resolver
 from agentenv.engine import EngineConfig
 from agentenv.engines.openai import OpenAIConfig
@@ -24,7 +25,7 @@ from agentenv.errors import AgentEnvError, ConfigError
 from envs.search.providers import PROVIDERS, WebConfig
 from envs.search.service import SearchConfig
 from launchers.assembly import Assembly
-from launchers.checks import refuse
+from launchers.checks import hub_keys, refuse
 from launchers.cluster import WideCluster
 from launchers.config import ServeConfig, TrainConfig
 from launchers.evaluation.benchmarks import benchmark
@@ -94,6 +95,14 @@ def _to_fetch(config: AnyRun, absent: Absent) -> str:
         known = config.sets[name].benchmark
         return f"{line}: {benchmark(known).how_to_get}" if known else line
     return line
+
+
+def _not_cached(config: AnyRun) -> Iterator[str]:
+    """What is named by an id of the hub and not in its cache; what is there, is found from now
+    on."""
+    for key, text, kind in hub_keys(config):
+        if hub.find(text, kind) is None and hub.hub_id(text) is not None:
+            yield f"{key} = {text}: no such path; the run looks for this {kind} on the hub"
 
 
 def _missing_parts(config: AnyRun) -> Iterator[str]:
@@ -296,7 +305,9 @@ def dry_run(
     resolve = resolver(run)
 
     asyncio.run(refuse(Assembly(config, run, AsyncExitStack(), view.say), "configuration"))
+    to_fetch = [*_not_cached(config)]
     plan = make_plan(wanted_by(config, model), machine, resolve)
+    plan.missing += to_fetch
     absent = [*missing_files(config, resolve)]
     plan.missing += (_to_fetch(config, one) for one in absent)
     plan.missing += _missing_parts(config)

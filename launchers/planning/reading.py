@@ -35,6 +35,7 @@ ENDS = 1000  # rows of each end of a file
 NOWHERE = "http://127.0.0.1:9"  # in place of the servers of roles
 NEVER = {
     "disk",
+    "hub",  # only its cache is looked into
     "files",
     "classes of environments",  # looked at below, of all sets
     "graders of rows that are here",  # looked at below, whether the set-up makes them or not

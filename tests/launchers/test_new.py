@@ -81,8 +81,9 @@ def test_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: None) 
     monkeypatch.syspath_prepend(str(tmp_path))
     assert train.main(["dice_trained/train.toml", *SMALL, "--dry-run"]) == 0
     assert train.main(["dice_trained/train.toml", *SMALL]) == 0
-    summary = json.loads((tmp_path / "runs" / "dice_trained" / "summary.json").read_text())
-    assert summary["steps"] == 2
+    run = tmp_path / "runs" / "dice_trained"
+    assert json.loads((run / "summary.json").read_text())["algorithm"] == "arpo"
+    assert (run / "checkpoints" / "step-000002").is_dir()
 
 
 def test_the_templates_are_installed() -> None:

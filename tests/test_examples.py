@@ -1,0 +1,114 @@
+"""examples/: each environment keeps its contract, its demonstrations are right, and it trains."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from agentenv import Task, demonstrate
+from agentenv.env import close_shared
+from agentenv.testing import check_tool_env
+from launchers import train
+from tests.support.warehouse import ROOT
+
+ENVS = {"shop": "ShopEnv", "text_game": "TextGameEnv", "mcp_maths": "MathsEnv"}
+# as it is, but for sizes; actions come from a script, so that some are right and some are not
+SMALL = ["train.num_steps=2", "queue.groups_per_step=2", "learner.groups_per_minibatch=2"]
+SMALL += ["algorithm.group_size=4", "eval.sets.heldout.max_tasks=3", "sft.gate_every=2"]
+SMALL += ['sft.stages=[{rows="clean", num_steps=2, until_gate=true}]', "engine.name=scripted"]
+SMALL += ["engine.script=tests.test_examples:guess", "train.max_logprob_gap=1e9"]
+CALLS = {
+    "shop": ('<order>{"item": "Zorvex", "count": 1}</order>', "<find>Zorvex</find>"),
+    "text_game": ("<look></look>", "<go>north</go>", "<go>east</go>", "<take></take>"),
+    "mcp_maths": ('<multiply>{"a": 3, "b": 4}</multiply>', '<add>{"a": 3}</add>'),
+}
+
+
+def guess(prompt: str, rng: Random) -> str:
+    """A turn of a policy that knows the forms of all examples, and what results say."""
+    results = prompt.split("<result>\n")[1:]
+    if results and rng.random() < 0.5:
+        number = [word for word in results[-1].partition("\n")[0].split() if word.isdigit()]
+        return f"<think>so</think><answer>{number[-1] if number else 'gem'}</answer>"
+    question = prompt.partition("user\n")[2].partition("<|im_end|>")[0]
+    words = question.replace("?", "").replace(".", "").split()
+    if "gem" in words:
+        return f"<think>go</think>{rng.choice(CALLS['text_game'])}"
+    if "*" in words:
+        a, b = words[2], words[4]
+        return f'<think>so</think><multiply>{{"a": {a}, "b": {b}}}</multiply>'
+    item = next((word for word in words[1:] if word[0].isupper() and word != "What"), "Zorvex")
+    return f"<think>look</think><find>{item}</find>"
+
+
+def parts(name: str) -> tuple[Any, Any]:
+    """The class of the environment, and the module of its world."""
+    env = getattr(importlib.import_module(f"examples.{name}.env"), ENVS[name])
+    return env, importlib.import_module(f"examples.{name}.world")
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_demonstrations_are_right_and_giving_up_earns_nothing(name: str) -> None:
+    env, world = parts(name)
+    rows = [world.question(Random(f"{kind} {n}"), kind) for kind in world.KINDS for n in range(5)]
+    solved = demonstrate(env, rows, world.solve)
+    assert all(row["success"] and row["reward"] > 0.9 for row in solved)
+    assert all(row["reward"] == 0 for row in demonstrate(env, rows, world.give_up))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENVS)
+async def test_the_environment_keeps_its_contract(name: str) -> None:
+    env, world = parts(name)
+    row = world.question(Random(1), world.KINDS[-1])
+    task = Task("t", "e", row["question"], (str(row["answer"]),), row["kind"], row)
+    await check_tool_env(env, task, [*CALLS[name], "<answer>unknown</answer>"])
+    await close_shared()
+
+
+async def test_an_order_in_a_fork_leaves_the_shop_of_its_parent() -> None:
+    from agentenv import Message
+    from agentenv.tags import tag_calls
+
+    env_class, _ = parts("shop")
+    task = Task("t", "e", "?", ("1",), "some", {"items": {"Zorvex": [57, 10]}})
+    env = env_class(task)
+    _, info = await env.reset(seed=0)
+    child = await env.fork()
+
+    async def say(to: Any, text: str) -> str:
+        messages, *_ = await to.step(Message("assistant", text, tag_calls(text, info["tools"])))
+        return str(messages[0].content)
+
+    assert await say(child, '<order>{"item": "Zorvex", "count": 4}</order>') == (
+        "4 Zorvex ordered for 228"
+    )
+    assert await say(child, "<find>Zorvex</find>") == "57 each, 6 left"
+    assert await say(env, "<find>Zorvex</find>") == "57 each, 10 left"
+    assert await say(env, '<order>{"item": "Zorvex", "count": 11}</order>') == "There are 10 left."
+    assert "<order>" in await say(env, "<order>Zorvex</order>")
+    await child.close()
+    await env.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ENVS)
+def test_it_trains(name: str, tmp_path: Path, forked_ranks: None) -> None:
+    from tests.support.rank_here import rank_here  # loads torch
+
+    config = str(ROOT / "examples" / name / "train.toml")
+    with rank_here():
+        assert train.main([config, *SMALL, f"run.dir={tmp_path}"]) == 0
+    run = tmp_path / name
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    updates = [row for row in rows if "queue/num_trained" in row or row.get("step", 0) > 0]
+    assert {row["step"] for row in updates} >= {1, 2}
+    assert (run / "checkpoints" / "step-000002").is_dir()
+    readme = (ROOT / "examples" / name / "README.md").read_text()
+    assert f"examples/{name}/train.toml" in readme
