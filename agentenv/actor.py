@@ -29,6 +29,7 @@ from itertools import count
 from random import Random
 from typing import NamedTuple, TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.backoff import backoff_s
@@ -45,6 +46,7 @@ from agentenv.errors import (
     EngineDeadError,
     EngineError,
     EnvError,
+    GivenUpError,
     GraderError,
     InfraError,
     OutageError,
@@ -53,14 +55,25 @@ from agentenv.errors import (
 from agentenv.journal import Recorded, TreeRecord
 from agentenv.plan import RolloutPlan
 from agentenv.renderer import Renderer
-from agentenv.tree import Node, Prefix, TrajectoryTree, packed_ids
-from agentenv.types import Chunk, Completion, Info, Limit, Limits, Message, SamplingParams, Task
+from agentenv.tree import CANCELLED, Node, Prefix, TrajectoryTree, packed_ids
+from agentenv.types import (
+    TIMES,
+    Chunk,
+    Completion,
+    Info,
+    Limit,
+    Limits,
+    Message,
+    SamplingParams,
+    Task,
+)
 
 logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S, MAX_RETRY_S = 0.5, 20.0  # before a turn or a step is taken again
 
 TURN, STEP = "a turn of the engine", "the environment's step"
+HELD = "the run, which is paused, to go on"
 
 T = TypeVar("T")
 Opening = Callable[[], Awaitable[None]]  # gives a branch its env and its tokens
@@ -190,6 +203,19 @@ class Awaited(NamedTuple):
     since: float
 
 
+class BranchNow(Struct, array_like=True, frozen=True):
+    """Of a live branch of a tree (of the tree itself: ""): what it awaits and for how many seconds,
+    what it has taken so far, and the seconds that it was worked for."""
+
+    branch: str
+    what: str
+    for_s: float
+    num_turns: int = 0
+    num_response_tokens: int = 0
+    num_tool_calls: int = 0
+    worked_s: float = 0.0
+
+
 class _OutOfTimeError(Exception):
     """A branch has reached its limit of seconds."""
 
@@ -232,6 +258,8 @@ class Rollout:
         self.clock = WorkClock()  # runs while that of any branch does
         self.branches: set[Branch] = set()  # that are not over
         self._is_over = False  # the tree has no time left: nothing begins any more
+        self._given_up = ""  # why a person did; empty: nobody has
+        self._alarm: Alarm | None = None  # of the time of the tree, while it grows
         self._growing: dict[Deadline, None] = {}  # of branches that are not at their end, in order
         self._guide = actor.make_guide(self)
         self._group = asyncio.TaskGroup()
@@ -247,6 +275,7 @@ class Rollout:
         self._next_root = first_root
         alarm = Alarm(self.limits.seconds_of_tree, self.clock, self._run_out)
         alarm.set()
+        self._alarm = alarm
         self.actor.rollouts.add(self)
         try:
             async with self._group:
@@ -272,6 +301,36 @@ class Rollout:
         for name, clock in clocks:
             if clock.doing:
                 yield Awaited(task, index, name, clock.doing, clock.since)
+
+    def now(self) -> list[BranchNow]:
+        """What becomes of each live branch, or of the tree when all have ended."""
+        now = asyncio.get_running_loop().time()
+        found = []
+        for one in self.branches:
+            waited_s = now - one.clock.since if one.clock.doing else 0.0
+            counts = one.num_turns, one.num_response_tokens, one.num_tool_calls
+            found.append(BranchNow(one.name, one.clock.doing, waited_s, *counts, one.clock()))
+        if not found and self.clock.doing:
+            worked_s = self.clock()
+            found = [BranchNow("", self.clock.doing, now - self.clock.since, worked_s=worked_s)]
+        return found
+
+    def give_up(self, reason: str) -> int:
+        """A person wants no more of the tree: its live branches fail, as cancelled, and none is
+        replaced. Returns how many; one that is ending already does so as it would have."""
+        self._given_up = reason
+        number = len(self._growing)
+        self._run_out()
+        return number
+
+    def set_times(self, limits: Limits) -> None:
+        """Live branches and those to come have these limits of time."""
+        own = self.limits
+        self.limits = replace(own, **{name: getattr(limits, name) for name in TIMES})
+        for deadline in self._growing:
+            deadline.move(limits.max_seconds)
+        if self._alarm is not None:
+            self._alarm.move(limits.seconds_of_tree)
 
     def _run_out(self) -> None:
         """The time of the tree is over: its live branches end by their limit of seconds."""
@@ -483,6 +542,8 @@ class Rollout:
                 branch.is_open = True
                 return await self._turns(branch)
         except _OutOfTimeError:
+            if self._given_up:
+                raise GivenUpError(self._given_up) from None
             return Limit.SECONDS, None
         finally:
             self._growing.pop(deadline, None)
@@ -527,6 +588,8 @@ class Rollout:
         """Sample the next turn, once more with the same seed where the engine failed."""
         branch.was_asked, branch.holding, attempt = False, [], 0
         while True:
+            if self.actor.held is not None:
+                await self.actor.until_let_go()
             branch.clock.now(TURN)
             marks = branch.clock.marks(branch.clock.since)
             try:
@@ -663,7 +726,8 @@ class Rollout:
     def _fail(self, branch: Branch, error: AgentEnvError) -> None:
         """Record the failure; its place in the group goes to a fresh root while retries last."""
         leaf = branch.leaf(self.tree, "failed")
-        leaf.error = f"{type(error).__name__}: {error}"
+        kind = CANCELLED if isinstance(error, GivenUpError) else type(error).__name__
+        leaf.error = f"{kind}: {error}"
         self._complete(leaf, branch)
         self.actor.crashes.add(error, self.tree.task.id)
         if self._is_over or self.tree.num_retries >= self.limits.max_failures:
@@ -730,6 +794,7 @@ class Actor:
         self.prefixes = PrefixHits()
         self.probes = ProbeWaits()
         self.rollouts: set[Rollout] = set()  # that go on
+        self.held: asyncio.Event | None = None  # set, when turns that are held back go on
         self.crashes = Crashes(limits.max_crashed_share, strict=limits.strict)
         self._draws = Random()  # one for all turns, since making it costs as much as its draw
 
@@ -785,6 +850,33 @@ class Actor:
     def awaited(self) -> list[Awaited]:
         """What every branch of every rollout awaits now."""
         return [one for rollout in self.rollouts for one in rollout.awaited()]
+
+    def growing(self, index: int) -> Rollout | None:
+        """The rollout of the tree with this index, while it goes on."""
+        return next((one for one in self.rollouts if one.tree.index == index), None)
+
+    def hold(self) -> None:
+        """No turn begins from now on; what is under way comes to its end."""
+        self.held = self.held or asyncio.Event()
+
+    def let_go(self) -> None:
+        """Turns begin again."""
+        held, self.held = self.held, None
+        if held is not None:
+            held.set()
+
+    async def until_let_go(self) -> None:
+        """Wait while turns are held back; nobody works for the rollout meanwhile."""
+        with waiting(HELD):
+            while self.held is not None:
+                await self.held.wait()
+
+    def set_times(self, limits: Limits) -> None:
+        """These limits of time hold from now on, also for rollouts that go on."""
+        self.limits = replace(self.limits, **{name: getattr(limits, name) for name in TIMES})
+        self.envs.timeout_s = limits.env_timeout_s
+        for rollout in self.rollouts:
+            rollout.set_times(limits)
 
     async def _go_on(
         self,

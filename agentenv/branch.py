@@ -191,7 +191,7 @@ class OpenEnvs:
 
     def __init__(self, timeout_s: float) -> None:
         self.count = 0
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
 
     async def reset(self, env: Env, seed: int) -> tuple[list[Message], Info]:
         """Begin the episode of a new env. The env is open from now on, even if this fails."""
@@ -235,4 +235,4 @@ class OpenEnvs:
             self.count -= 1
 
     def _deadline(self, call: str) -> Deadline:
-        return Deadline.after(self._timeout_s, f"env.{call}", EnvError)
+        return Deadline.after(self.timeout_s, f"env.{call}", EnvError)

@@ -12,6 +12,7 @@
     +-- EngineError    an engine could not generate or load weights
     |   +-- EngineDeadError   no engine is left; the run ends with the reason
     +-- GraderError    a grader could not give a verdict
+    +-- GivenUpError   a person has given the rollout up
     +-- LearnerError   the learner process failed or died
     +-- WorkerError    no rollout worker is left, or one cannot start; the run ends with the reason
     +-- StallError     a disk, or what else a thread waits for, gave no answer
@@ -90,6 +91,10 @@ class EngineDeadError(EngineError):
 
 class GraderError(AgentEnvError):
     """A grader could not reach a verdict; the leaf ends as failed."""
+
+
+class GivenUpError(AgentEnvError):
+    """A person has given the rollout up; its tree is in no group, whatever else ended well."""
 
 
 class LearnerError(AgentEnvError):

@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from agentenv.offload import look_again
-from agentenv.tree import Node, Trajectory, TrajectoryTree
+from agentenv.tree import CANCELLED, Node, Trajectory, TrajectoryTree
 from agentenv.types import Info
 
 Metrics = dict[str, float]
@@ -125,7 +125,7 @@ class _Seen:
                 self._calls.setdefault(call["name"], []).append(call)
                 num_calls += 1
             if node.end == "failed":
-                self._kinds[_kind(node)] += 1
+                self._kinds[failure_kind_of(node)] += 1
         self._staleness.append(self._version - (tree.policy_version if oldest is None else oldest))
         counts["roots"] += tree.num_roots
         counts["tool_calls"] += num_calls
@@ -262,14 +262,17 @@ class Ledger(Struct):
 def failure_kind(tree: TrajectoryTree) -> str:
     """Why a group stayed too short: the commonest kind of failure in it, e.g. "EnvError", else the
     commonest limit that ended its trajectories, as "seconds (masked)"."""
-    failures = Counter(map(_kind, tree.failures()))
+    if tree.is_cancelled:
+        return CANCELLED
+    failures = Counter(map(failure_kind_of, tree.failures()))
     if failures:
         return failures.most_common(1)[0][0]
     limits = Counter(str(t.leaf.limit) for t in tree.trajectories() if t.leaf.limit)
     return f"{limits.most_common(1)[0][0]} (masked)" if limits else "none"
 
 
-def _kind(leaf: Node) -> str:
+def failure_kind_of(leaf: Node) -> str:
+    """Why a leaf failed, e.g. "EnvError"."""
     return (leaf.error or "unknown").partition(":")[0]
 
 

@@ -26,6 +26,7 @@ from agentenv.foreign import packed
 from agentenv.types import Info, Limit, Task, VersionSpan
 
 End = Literal["terminated", "truncated", "failed"]
+CANCELLED = "cancelled"  # the kind of failure of what a person has given up
 
 if TYPE_CHECKING:
     Ids = array[int]
@@ -268,6 +269,11 @@ class TrajectoryTree(Struct):
     def failures(self) -> list[Node]:
         """The leaves that infrastructure ended: they are no trajectories and get no reward."""
         return [node for node in self.nodes if node.end == "failed"]
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether a person has given it up while it grew."""
+        return any((leaf.error or "").startswith(f"{CANCELLED}:") for leaf in self.failures())
 
     @property
     def num_tokens(self) -> int:

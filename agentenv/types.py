@@ -103,6 +103,8 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return 4 * self.max_seconds if self.max_tree_seconds is None else self.max_tree_seconds
 
 
+TIMES = ("max_seconds", "max_tree_seconds", "env_timeout_s", "outage_s")  # keys of Limits
+
 Role = Literal["system", "user", "assistant", "tool"]
 Info = dict[str, Any]
 

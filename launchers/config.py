@@ -6,7 +6,7 @@ queue, learner; then the phases of a run, and what is kept of it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr
@@ -274,6 +274,14 @@ class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         bool,
         Meta(description="replace trees whose returns are all equal by later ones (DAPO)"),
     ] = False
+    max_rollouts: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="trees that grow at a time; 0: as many as max_staleness allows, which is "
+            "groups_per_step x (max_staleness + 1)",
+        ),
+    ] = 0
 
 
 class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -488,6 +496,10 @@ class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "`launchers/bench.py simulate` tells what other settings would give"
         ),
     ] = False
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="what of the parts' own messages goes into run.log, and what is graver"),
+    ] = "warning"
 
 
 class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,6 +13,8 @@ runs/NAME/config.json  run.log  servers/*.log  metrics.jsonl  summary.json  curv
           checkpoints/best/                      the best by `checkpoint.best_metric`
           skipped/                               batches whose step was not finite
           lock                                   who trains in it now
+          ctl/                                   the socket of launchers/ctl.py, while it lives
+          steering.jsonl                         what launchers/ctl.py has changed
           starts                                 how many processes have begun or gone on with it
           resumed/                               the model that a resumed run began with
 """
@@ -271,7 +273,7 @@ LOGS = ("learner.log", "servers", "workers")  # of what was started
 OURS = {
     "timings.jsonl",
     *("checkpoints", "data", "eval", "model", LOG_FILE, *LOGS),
-    *(JOURNAL, ARCHIVE, STARTS, "trajectories"),
+    *(JOURNAL, ARCHIVE, STARTS, "trajectories", "ctl", "steering.jsonl"),
     *("metrics.jsonl", "skipped", "pairs", "reference.npz", "tensorboard", "wandb", "wandb.json"),
 }
 Row = dict[str, Any]

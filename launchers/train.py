@@ -34,9 +34,12 @@ def reinforce(
     config: TrainConfig, run: RunDirectory, view: View, resume: str
 ) -> Coroutine[Any, Any, None]:
     """The run of the configuration."""
-    from launchers.rl.training import Training  # slow to load: mistakes are told before
+    from launchers.rl.steered import run_steered, with_settings  # slow to load
+    from launchers.rl.training import Training  # mistakes are told before
 
-    return Training(config, run, view, resume=resume).run_all()
+    if resume:
+        config = with_settings(config, run, view)
+    return run_steered(Training(config, run, view, resume=resume))
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ is said helps to find out why.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 
-from agentenv.actor import TURN, Actor, Awaited
+from agentenv.actor import HELD, TURN, Actor, Awaited
 from agentenv.offload import look_again
 from launchers.terminal import View
 
@@ -28,6 +29,8 @@ _OLDEST = attrgetter("since", "tree", "branch")
 
 def expected_s(what: str) -> float:
     """How long a rollout may wait for this before it is told of."""
+    if what == HELD:  # by a person, who knows
+        return math.inf
     return LONG_S if what == TURN or what.startswith("a place") else EXPECTED_S
 
 

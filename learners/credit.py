@@ -99,16 +99,17 @@ def tree_credit(
 ) -> TreeCredit | None:
     """Credit of every node, or None when the group is too short to be normalised.
 
-    Failed leaves are in no group. A truncated leaf counts with its return ("score"), with return
-    0 ("zero") or not at all ("mask"), by its limit; limits not in the mapping are scored. What is
-    left must be at least MIN_GROUP_FRACTION of group_size. `penalty` is added to each return.
+    Failed leaves are in no group, and what a person has given up is none. A truncated leaf counts
+    with its return ("score"), with return 0 ("zero") or not at all ("mask"), by its limit; limits
+    not in the mapping are scored. What is left must be at least MIN_GROUP_FRACTION of group_size.
+    `penalty` is added to each return.
     `estimator` makes advantages of returns. Soft sharing gives a token each leaf's own
     advantage, hard sharing the mean over the leaves below it, counted as often (ARPO, Dong 2025,
     section 3.2).
     """
     modes = truncated or {}
     leaves = [leaf for leaf in tree.leaves() if _is_counted(leaf, modes)]
-    if not leaves or len(leaves) < MIN_GROUP_FRACTION * group_size:
+    if not leaves or len(leaves) < MIN_GROUP_FRACTION * group_size or tree.is_cancelled:
         return None
     trajectories = [Trajectory(tree.path(leaf)) for leaf in leaves]
     returns = np.array(

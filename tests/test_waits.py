@@ -41,10 +41,12 @@ SAME = "an event of the same loop; who sets it has a deadline"
 SESSION = CALLER + "Sandbox._ask, fork, spawn and the self-test"
 INDEX = CALLER + "the tool's limit; building an index takes its time and says so"
 BENCH = "a bench that somebody watches"
+PERSON = "until a person says so, who can see it, or the run ends"
 FOREVER = "until a signal, or as long as what it looks after lives"
 
 HERE = "a queue or a lock in this process"
 ALLOWED = {
+    "agentenv/actor.py Actor.until_let_go: self.held.wait": PERSON,
     "agentenv/branch.py Branch.held: event.wait": SAME,
     "agentenv/cluster/envs.py EnvWorkers.place: self._changed.wait": "until one is up or none will",
     "agentenv/cluster/link.py StreamLink.receive: self._reader.readexactly": BEATS,
@@ -111,9 +113,12 @@ ALLOWED = {
     "launchers/recital.py serve: asyncio.Event().wait": FOREVER,
     "launchers/recital.py serve: sys.stdin.readline": FOREVER,
     "launchers/retriever.py serve: stop.wait": FOREVER,
+    "launchers/rl/flights.py Orders.until: self._came.wait": PERSON,
     "launchers/serve.py serve: stop.wait": FOREVER,
     "launchers/serving/servers.py ServerProcess._keep: self._guard.wait": FOREVER,
     "launchers/viewing/api.py serve: asyncio.Event().wait": FOREVER,
+    "launchers/steering.py _received: connection.recv": CALLER + "settimeout in ask",
+    "launchers/steering.py ask: connection.sendall": "settimeout, above",
     "learners/broadcast.py TorchLink.start.sent: work.wait": "it is completed",
     "learners/ranks.py RankGroup._wait_for_all: arrivals.get": "asyncio.wait(timeout=..), below",
     "learners/ranks.py RankGroup._wait_for_all: process.wait": "asyncio.wait(timeout=..), below",

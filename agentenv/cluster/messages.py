@@ -15,6 +15,11 @@
                                   <-----  Sample   a turn, of an engine that is no pool
     Tokens, Stand, Turn, Refused  ----->           what becomes of it
                                   <-----  Quit     nobody wants that place or turn any more
+    Steer                         ----->           what a person wants of all rollouts: to be held
+                                                   back or let go, other limits of time
+    GiveUp(number, reason)        ----->           a person wants no more of that tree
+    Look(number)                  ----->           what do its branches await?
+                                  <-----  Looked
                                   <-----  Alive    every BEAT_S, with figures
                                   <-----  Say      something for people
                                   <-----  Leaving  its machine is going to end
@@ -32,9 +37,10 @@ import msgspec
 from msgspec import Struct
 
 from agentenv import errors
+from agentenv.actor import BranchNow
 from agentenv.errors import AgentEnvError
 from agentenv.foreign import packed
-from agentenv.types import Chunk, Completion, SamplingParams, Task
+from agentenv.types import Chunk, Completion, Limits, SamplingParams, Task
 
 BEAT_S = 1.0
 
@@ -132,9 +138,29 @@ class Settled(Struct, array_like=True, frozen=True, tag=11):
     problem: str
 
 
+class Steer(Struct, array_like=True, frozen=True, tag=12):
+    """What a person wants of all rollouts, from now on."""
+
+    holds: bool
+    limits: Limits
+
+
+class GiveUp(Struct, array_like=True, frozen=True, tag=13):
+    """The live branches of the tree fail, as cancelled; not answered."""
+
+    number: int
+    reason: str
+
+
+class Look(Struct, array_like=True, frozen=True, tag=14):
+    """Asks for Looked; not answered when the tree does not grow."""
+
+    number: int
+
+
 OfTurn = Tokens | Stand | Turn | Refused
 OfPlace = Serves | Seated | Standing | BreakOff | Settled | Refused
-Asked = Grow | Drop | OfTurn | OfPlace
+Asked = Grow | Drop | Steer | GiveUp | Look | OfTurn | OfPlace
 
 
 class Told(Struct, array_like=True, frozen=True, tag=1):
@@ -238,7 +264,14 @@ class Leaving(Struct, array_like=True, frozen=True, tag=10):
     within_s: float
 
 
-Answer = Told | Lost | Sample | Quit | Alive | Say | Seek | Heard | Leave | Leaving
+class Looked(Struct, array_like=True, frozen=True, tag=11):
+    """What the live branches of a tree await."""
+
+    number: int
+    branches: list[BranchNow]
+
+
+Answer = Told | Lost | Sample | Quit | Alive | Say | Seek | Heard | Leave | Leaving | Looked
 
 pack = packed
 read_asked = msgspec.msgpack.Decoder(Asked).decode

@@ -16,10 +16,14 @@ from agentenv.cluster.messages import (
     Alive,
     Drop,
     Figures,
+    GiveUp,
     Grow,
     Leaving,
+    Look,
+    Looked,
     Lost,
     Say,
+    Steer,
     Told,
     named,
     pack,
@@ -28,6 +32,8 @@ from agentenv.cluster.messages import (
 from agentenv.frames import framed
 from agentenv.journal import Frame, TreeRecord, unpack_recorded
 from agentenv.plan import RolloutPlan
+
+SOON_S = 0.1  # until it is looked again whether a tree that was asked for has begun
 
 
 class Frames:
@@ -80,6 +86,7 @@ class RolloutWorker:
         self._settings, self._incarnation = settings, incarnation
         self._look = look
         self._rollouts: dict[int, asyncio.Task[None]] = {}
+        self._indices: dict[int, int] = {}  # of their trees
 
     async def serve(self) -> None:
         """Until the other end is gone; then the rollouts that are left are cancelled."""
@@ -91,10 +98,15 @@ class RolloutWorker:
                     if isinstance(asked, Grow):
                         self._engine.policy_version = asked.policy_version
                         task = self._rollouts[asked.number] = group.create_task(self._grow(asked))
+                        self._indices[asked.number] = asked.index
                         task.add_done_callback(partial(self._forget, asked.number))
                     elif isinstance(asked, Drop):
                         if asked.number in self._rollouts:
                             self._rollouts[asked.number].cancel()
+                    elif isinstance(asked, Steer):
+                        self._steer(asked)
+                    elif isinstance(asked, GiveUp | Look):
+                        self._of_tree(asked)
                     else:
                         self._engine.hear(asked)
             except EOFError:
@@ -109,6 +121,25 @@ class RolloutWorker:
     def leave(self, within_s: float) -> None:
         """Want no more trees: this process ends within the time."""
         self._link.send(pack(Leaving(within_s)))
+
+    def _steer(self, asked: Steer) -> None:
+        if asked.holds:
+            self._actor.hold()
+        else:
+            self._actor.let_go()
+        self._actor.set_times(asked.limits)
+
+    def _of_tree(self, asked: GiveUp | Look) -> None:
+        """As soon as the tree has begun to grow, which a new one does at once."""
+        index = self._indices.get(asked.number)
+        rollout = None if index is None else self._actor.growing(index)
+        if rollout is None:
+            if index is not None and asked.number in self._rollouts:
+                asyncio.get_running_loop().call_later(SOON_S, self._of_tree, asked)
+        elif isinstance(asked, Look):
+            self._link.send(pack(Looked(asked.number, rollout.now())))
+        else:
+            rollout.give_up(asked.reason)
 
     async def _grow(self, asked: Grow) -> None:
         recorded = None
@@ -128,7 +159,7 @@ class RolloutWorker:
             self._link.send(pack(Lost(asked.number, *named(error))))
 
     def _forget(self, number: int, task: object) -> None:
-        del self._rollouts[number]
+        del self._rollouts[number], self._indices[number]
 
     async def _beat(self) -> None:
         while True:

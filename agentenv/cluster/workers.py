@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from agentenv.actor import Actor
+from agentenv.actor import Actor, BranchNow
 from agentenv.cluster.engine import Turns
 from agentenv.cluster.leases import Leases
 from agentenv.cluster.link import Link
@@ -31,15 +31,19 @@ from agentenv.cluster.messages import (
     Answer,
     Drop,
     Figures,
+    GiveUp,
     Grow,
     Heard,
     Leave,
     Leaving,
+    Look,
+    Looked,
     Lost,
     Quit,
     Sample,
     Say,
     Seek,
+    Steer,
     Told,
     pack,
     raised,
@@ -53,6 +57,7 @@ from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 
 LAST_S = 20.0  # in which workers end after a close: envs are being closed
+LOOK_S = 5.0  # in which a worker says what the branches of a tree await
 NUM_SHOWN = 8  # trees of a worker that was lost, one of which may be what kills workers
 
 
@@ -64,7 +69,11 @@ class _Growing:
         self.task, self.index, self.session = task, index, session
         self.recorded = recorded  # from where it goes on
         self.frames = TreeFrames()  # since it has the worker
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self.looked: asyncio.Future[list[BranchNow]] | None = None  # while it is looked at
+        self.given_up = ""  # why a person did; empty: nobody has
+        self.since = loop.time()
         self.number = -1
         self.worker: _Worker | None = None
 
@@ -97,6 +106,14 @@ class Left(NamedTuple):
     num_ended: int
     rest: str
     is_drained: bool = False
+
+
+class Placed(NamedTuple):
+    """A tree grows on this worker (empty: it waits for one), and is wanted since this time of the
+    loop."""
+
+    worker: str
+    since: float
 
 
 def _rest(worker: _Worker) -> str:
@@ -177,6 +194,8 @@ class RolloutWorkers:
             None if recorded is None else pack_recorded(recorded),
         )
         worker.link.send(pack(grow))
+        if growing.given_up:
+            worker.link.send(pack(GiveUp(growing.number, growing.given_up)))
 
     def _let_go(self, growing: _Growing) -> None:
         """It is not wanted any more, or it has ended."""
@@ -192,6 +211,7 @@ class RolloutWorkers:
     async def join(self, name: str, link: Link) -> Left:
         """Let a worker take part until it is gone; its trees go on elsewhere."""
         worker = self._workers[name] = _Worker(name, link, self._actor.engine)
+        self._tell_steered(worker)
         listening = asyncio.create_task(self._listen(worker))
         waiting, self._homeless = self._homeless, []
         for growing in waiting:
@@ -247,6 +267,10 @@ class RolloutWorkers:
                 self.leave(worker.name, told.within_s)
             case Say():
                 self._tell(f"{worker.name}: {told.text}")
+            case Looked():
+                looked = worker.trees.get(told.number)
+                if looked is not None and looked.looked is not None and not looked.looked.done():
+                    looked.looked.set_result(told.branches)
 
     def _frame(self, worker: _Worker, told: Told) -> None:
         growing = worker.trees.get(told.number)
@@ -325,6 +349,52 @@ class RolloutWorkers:
                 while self._workers:
                     self._left.clear()
                     await self._left.wait()
+
+    # what a person wants
+
+    def steer(self) -> None:
+        """Rollouts of workers are held back, or let go, as those of the controller's actor are, and
+        have its limits of time."""
+        for worker in self._workers.values():
+            self._tell_steered(worker)
+
+    def _tell_steered(self, worker: _Worker) -> None:
+        actor = self._actor
+        worker.link.send(pack(Steer(actor.held is not None, actor.limits)))
+
+    def give_up(self, index: int, reason: str) -> bool:
+        """A person wants no more of that tree, wherever it grows. False: it does not."""
+        growing = self._growing(index)
+        if growing is None:
+            return False
+        growing.given_up = reason
+        if growing.worker is not None:
+            growing.worker.link.send(pack(GiveUp(growing.number, reason)))
+        return True
+
+    async def look(self, index: int) -> list[BranchNow] | None:
+        """What the branches of that tree await; None: it does not grow, or its worker says nothing
+        for LOOK_S."""
+        growing = self._growing(index)
+        if growing is None or growing.worker is None:
+            return None
+        if growing.looked is None or growing.looked.done():
+            growing.looked = asyncio.get_running_loop().create_future()
+            growing.worker.link.send(pack(Look(growing.number)))
+        done, _ = await asyncio.wait({growing.looked}, timeout=LOOK_S)
+        return growing.looked.result() if done else None
+
+    def _growing(self, index: int) -> _Growing | None:
+        placed = (one for worker in self._workers.values() for one in worker.trees.values())
+        return next((one for one in [*placed, *self._homeless] if one.index == index), None)
+
+    def places(self) -> dict[int, Placed]:
+        """Where each tree grows, by its index."""
+        found = {one.index: Placed("", one.since) for one in self._homeless}
+        for worker in self._workers.values():
+            for one in worker.trees.values():
+                found[one.index] = Placed(worker.name, one.since)
+        return found
 
     # figures
 

@@ -18,7 +18,7 @@ from agentenv.env import shared_stats
 from agentenv.errors import EnvError
 from agentenv.evaluate import Answer, Question, ask
 from agentenv.metrics import Throughput
-from agentenv.renderer import Renderer
+from agentenv.renderer import Renderer, TextCodec
 from agentenv.tree import Node, Trajectory
 from envs.grading.verdict import final_answer
 from launchers.assembly import Questions
@@ -86,7 +86,7 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
     task, renderer = question.task, question.actor.renderer
     (leaf,) = tree.leaves()
     trajectory = Trajectory(tree.history(leaf))
-    segments = _segments(trajectory.path, renderer)
+    segments = segments_of(trajectory.path, renderer)
     said = [segment["policy"] for segment in segments if "policy" in segment]
     failed = leaf.end == "failed"
     prompt_tokens, tool_tokens = _counts(trajectory, renderer)
@@ -131,7 +131,7 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
     )
 
 
-def _segments(path: list[Node], renderer: Renderer) -> list[dict[str, str]]:
+def segments_of(path: list[Node], renderer: Renderer | TextCodec) -> list[dict[str, str]]:
     """The text in order with who wrote it; an end-of-sequence token apart."""
     segments: list[dict[str, str]] = []
     eos_ids: Any = getattr(renderer, "eos_ids", ())

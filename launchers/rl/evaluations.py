@@ -16,6 +16,7 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from agentenv.errors import AgentEnvError, DataError, EnvError
 from agentenv.evaluate import Answer
 from agentenv.offload import in_thread
 from agentenv.types import Task
-from launchers.config import TrainConfig
+from launchers.config import EvalConfig, TrainConfig
 from launchers.evaluation.config import EvaluateConfig, resolve_sets
 from launchers.evaluation.run import ask_into, row_of
 from launchers.evaluation.store import (
@@ -78,6 +79,11 @@ class Evaluator:
         self._folder = run.path / EVALUATIONS
         self._weights = run.path / "evaluating"
         self._evaluations = Evaluations(config, run.path, parts.eval_tasks)
+        self.timeout_s = config.eval.timeout_s
+
+    def set(self, config: EvalConfig) -> None:
+        """What holds for evaluations that begin from now on."""
+        self.timeout_s, self._evaluations.concurrency = config.timeout_s, config.concurrency
 
     async def around(self, phase: str) -> None:
         """Evaluate the sets that are reported before and after the phase, and keep their reports
@@ -104,6 +110,17 @@ class Evaluator:
             return
         for report in (await self.evaluate(names)).values():
             await self.saver.consider_best(step, report)
+
+    async def asked(self, names: list[str]) -> tuple[str, dict[str, BriefReport]]:
+        """Evaluate these sets now, which a person asked for, and where that is stored: beside what
+        is due. What is there already is not asked again."""
+        await self.finish()  # one beside the training
+        for number in count(1):
+            when = f"asked-{self.state.step:06d}" + (f"-{number}" if number > 1 else "")
+            what = self._now(names, when)
+            if not (self._folder / when).exists() or self._evaluations.is_done(what):
+                break
+        return when, await self.evaluate(names, when)
 
     async def resume(self, due: list[str]) -> None:
         """Take up the evaluation after a step that an interruption cut off, or that of the sets
@@ -211,7 +228,7 @@ class Evaluator:
         self, evaluation: Coroutine[Any, Any, dict[str, BriefReport]], what: Evaluating
     ) -> dict[str, BriefReport]:
         """What it finds, or nothing where it takes longer than `eval.timeout_s`."""
-        limit_s = self.config.eval.timeout_s
+        limit_s = self.timeout_s
         deadline = asyncio.timeout(limit_s)
         try:
             async with deadline:
@@ -259,6 +276,7 @@ class Evaluations:
 
     def __init__(self, config: TrainConfig, run: Path, tasks: Mapping[str, Sequence[Task]]) -> None:
         self._config, self._run, self._tasks = config, run, tasks
+        self.concurrency = config.eval.concurrency  # of those that begin from now on
 
     @asynccontextmanager
     async def begin(self, what: Evaluating, when: str) -> AsyncIterator[Ask]:
@@ -315,7 +333,7 @@ class Evaluations:
 
         samples = range(own.num_samples)
         wanted = [Wanted(name, task, sample) for task in self._tasks[name] for sample in samples]
-        missing, many = store.missing(wanted), config.concurrency
+        missing, many = store.missing(wanted), self.concurrency
         await ask_into(store, missing, {name: asking}, make_row, concurrency=many)
         return [store.rows[one.key] for one in wanted]
 

@@ -33,7 +33,7 @@ from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.env import shared_stats
 from agentenv.errors import EnvError, LearnerError
-from agentenv.journal import Journal, Leased, Trained
+from agentenv.journal import Journal, Leased, Recorded, Trained
 from agentenv.metrics import (
     LoopLag,
     Throughput,
@@ -45,13 +45,14 @@ from agentenv.metrics import (
 from agentenv.offload import in_thread
 from agentenv.replay import ReplayQueue
 from agentenv.tree import TrajectoryTree
-from agentenv.types import Limit, Task
+from agentenv.types import TIMES, Limit, Task
 from launchers.cluster import FOLDER, ExternalCluster, RayCluster, Setup, SpreadCluster
 from launchers.config import WHERE, TrainConfig
 from launchers.event_loop import rolling_out
 from launchers.rl import report
 from launchers.rl.cold_start import ColdStart
 from launchers.rl.evaluations import Evaluator
+from launchers.rl.flights import Flight, Orders
 from launchers.rl.parts import Build, Parts, build_parts
 from launchers.rl.recorder import (
     PhaseClock,
@@ -224,8 +225,9 @@ def engine_account(engine: Engine) -> dict[str, Any]:
 
 
 def refuse_total_failure(trees: list[TrajectoryTree]) -> None:
-    """Stop when not one trajectory of a step succeeded: something is broken, not unlucky."""
-    failures = [leaf for tree in trees for leaf in tree.failures()]
+    """Stop when not one trajectory of a step succeeded: something is broken, not unlucky. What a
+    person has given up says nothing."""
+    failures = [leaf for tree in trees if not tree.is_cancelled for leaf in tree.failures()]
     if failures and not any(True for tree in trees for _ in tree.trajectories()):
         raise EnvError(
             f"all {len(failures)} trajectories of a step failed; the first: {failures[0].error}"
@@ -233,11 +235,12 @@ def refuse_total_failure(trees: list[TrajectoryTree]) -> None:
 
 
 def rollout_settings(config: TrainConfig) -> str:
-    """Names what trees depend on, but for weights: one that was begun under other settings is not
-    gone on with."""
+    """Names what trees depend on, but for weights and limits of time: one that was begun under
+    other settings is not gone on with."""
     tables = ("model", "data", "env", "python", "search", "grader", "prompt", "renderer", "limits")
     plain = to_plain(config)
     plain["env"] = {key: value for key, value in plain["env"].items() if key not in WHERE}
+    plain["limits"] = {key: value for key, value in plain["limits"].items() if key not in TIMES}
     chosen = {name: plain.get(name) for name in (*tables, "sampling", "algorithm")}
     return blake2b(json.dumps(chosen, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -277,6 +280,12 @@ class Training:
         self.throughput = Throughput()
         self.held_back = {"s": 0.0}  # seconds in which trees were
         self.watch = Stopwatch()
+        self.phase = "set-up"  # cold start, RL, end
+        self.is_paused = False  # by a person
+        self.flights: dict[int, Flight] = {}  # trees that have a slot, by their place
+        self.orders = Orders()
+        self._getting: asyncio.Task[list[TrajectoryTree]] | None = None  # of the next step
+        self.was_set: dict[str, float] = {}  # figures that a person has changed, for the metrics
         self.journal: Journal | None = None
         self.timings: Timings | None = None
         self.workers: RolloutWorkers | None = None
@@ -297,10 +306,14 @@ class Training:
             stack.enter_context(watched(self._actors, self.view))
             if self.workers is not None:
                 self.view.behind = partial(self._behind, self.view.behind, self.workers)
+            stack.callback(self.orders.close, "the run is at its end")
             with rolling_out():
                 if "after_sft" not in self.state.reports:
+                    self.phase = "cold start"
                     await self._begin()
+                self.phase = "RL"
                 await self._run_rl()
+                self.phase = "end"
                 if "after_rl" not in self.state.reports:
                     await self._saved_at_end(self.evaluator.around("after_rl"))
                     await self.saver.amend()
@@ -408,7 +421,7 @@ class Training:
                 and config.engine.is_shared
                 and isinstance(parts.actor.engine, EnginePool)
             ),
-            settings=rollout_settings(config),
+            settings=self.settings,
             incarnation=self.state.incarnation,
         )
         folder = self.run.path / FOLDER
@@ -519,9 +532,12 @@ class Training:
         feeder = rollouts.create_task(self._feed(rollouts))
         showing = rollouts.create_task(self.live.run())
         while self.state.step < self.parts.num_steps:
+            await self.orders.carry_out()
             with self.clock.phase("rl"):
                 with self.watch.part("wait"):
-                    trees = await self.queue.get(self._keep)
+                    trees = await self._next_trees()
+                if trees is None:
+                    continue
                 critic = self._due_critic()
                 answers = [] if critic is None else await critic.sample(self.state.step)
                 with self.view.doing(f"step {self.state.step + 1}"):
@@ -534,6 +550,39 @@ class Training:
         showing.cancel()
         for rollout in self.queue.drain():
             rollout.cancel()
+
+    async def _next_trees(self) -> list[TrajectoryTree] | None:
+        """The trees of the next step, once there are enough of them and the run is not paused;
+        None: an order came before."""
+        self._getting = self._getting or asyncio.ensure_future(self.queue.get(self._keep))
+        getting = self._getting
+        try:
+            while self.is_paused or not getting.done():
+                if self.orders.are_waiting:
+                    return None
+                await self.orders.until(*([] if getting.done() else [getting]))
+        except BaseException:
+            if not getting.done():  # what it has taken goes back
+                getting.cancel()
+                await asyncio.wait({getting})
+            raise
+        self._getting = None
+        return getting.result()
+
+    def pause(self) -> None:
+        """No tree, no turn and no update begins until `go_on`; evaluations do."""
+        self.is_paused = True
+        self.parts.actor.hold()
+        if self.workers is not None:
+            self.workers.steer()
+
+    def go_on(self) -> None:
+        """After a pause."""
+        self.is_paused = False
+        self.parts.actor.let_go()
+        if self.workers is not None:
+            self.workers.steer()
+        self.orders.look()
 
     def _due_evaluations(self) -> list[str]:
         """The evaluation sets that are due after this step."""
@@ -549,11 +598,23 @@ class Training:
             if needed is not None and position >= needed:
                 break
             await self.queue.reserve()
+            await self._until_allowed()
             await self._until_room()
             self.state.ledger.offered += 1
-            self.queue.put(rollouts.create_task(self._roll_out(task, position)))
+            flight = self.flights[position] = Flight(task)
+            flight.growing = rollouts.create_task(self._roll_out(task, position))
+            self.queue.put(flight.growing)
             await asyncio.sleep(0)  # so that not all of them begin in one go
         self.queue.finish()
+
+    async def _until_allowed(self) -> None:
+        """Hold the next tree back while the run is paused, or queue.max_rollouts trees grow."""
+        while self.is_paused or self._grows_enough():  # noqa: ASYNC110 (many things change it)
+            await asyncio.sleep(ROOM_S)
+
+    def _grows_enough(self) -> bool:
+        allowed = self.config.queue.max_rollouts
+        return bool(allowed) and self.queue.num_waiting - self.queue.num_ready >= allowed
 
     async def _until_room(self) -> None:
         """Hold the next tree back while the engine has more than it can do, or more than its caches
@@ -575,13 +636,25 @@ class Training:
 
     async def _roll_out(self, task: Task, position: int) -> TrajectoryTree:
         """The tree of this place: from the journal if an earlier process finished it, gone on with
-        if one began it, else grown."""
+        if one began it, else grown; anew each time that it is requeued."""
+        recorded, journal, flight = None, self.journal, self.flights[position]
+        while True:
+            try:
+                flight.begins()
+                await asyncio.sleep(0)  # what was dropped writes the last of it before
+                if journal is not None and journal.knows(position):
+                    recorded = await in_thread(journal.read, position, task)
+                if recorded is not None and recorded.is_finished:
+                    return recorded.tree
+                return await self._grow(task, position, recorded)
+            except asyncio.CancelledError:
+                if not flight.begins_again():
+                    raise
+            recorded, journal = None, None
+
+    async def _grow(self, task: Task, position: int, recorded: Recorded | None) -> TrajectoryTree:
+        """In a worker, or here."""
         parts, journal, workers = self.parts, self.journal, self.workers
-        recorded = None
-        if journal is not None and journal.knows(position):
-            recorded = await in_thread(journal.read, position, task)
-        if recorded is not None and recorded.is_finished:
-            return recorded.tree
         if workers is not None:
             return await workers.rollout(task, index=position, recorded=recorded)
         return await parts.actor.rollout(
@@ -656,6 +729,8 @@ class Training:
             name = f"self-critic-{state.step - 1:06d}"
             await self.recorder.write_trajectories(name, answers)
         self.queue.release(len(trees))
+        for tree in delivered:
+            self.flights.pop(tree.index, None)
         state.ledger.check(in_flight=self.queue.num_waiting)
         await self._report_step(delivered, metrics)
 
@@ -732,6 +807,7 @@ class Training:
             "time/sampled_tokens_per_s": self.throughput.rate(engine),
             **self.watch.take(),
             **{f"event_loop/{name}": value for name, value in self.lag.figures().items()},
+            **{f"steering/{key}": value for key, value in self.was_set.items()},
         }
         self.recorder.log(row)
         if self.timings is not None:

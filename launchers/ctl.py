@@ -1,0 +1,304 @@
+"""Steers a run that goes on: `python launchers/ctl.py RUN [COMMAND ...]`, see docs/steering.md.
+
+The process that trains in RUN answers over a socket that only its owner can open. What is told is
+metadata, and nothing that a policy, a page or a dataset wrote, unless --text asks for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from agentenv.errors import ConfigError, ForeignError
+from agentenv.foreign import decode
+from launchers import steering as ask
+from launchers.steering import Reply, Request, UnreachableError
+from launchers.tables import Table
+from launchers.terminal import EXIT_FAILED, View, to_its_end
+
+EPILOG = """commands:
+  status                  phase, step, trees, queue, engine, who waits longest (the default)
+  rollouts [--max N]      trees that are under way, and what each awaits since when
+  why [TREE]              what holds rollouts up: all, by what they await, or one tree in detail
+  cancel TREE ...         give trees up: they fail, of kind `cancelled`, and are not trained
+  requeue TREE ...        let trees begin again, in their place
+  pause, resume           no tree, no turn and no update begins, until they go on
+  checkpoint              write one before the next update
+  evaluate [SET ...]      evaluate before the next update (default: all sets)
+  set [KEY=VALUE ...]     change keys in flight; without any: which can be changed, and their values
+
+exit codes: 0 done, 1 no process trains in RUN, or it gives no answer, 2 refused or bad arguments"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 1 nobody answers, 2 refused or bad arguments."""
+    arguments = make_parser().parse_args(argv)
+    view = View()
+    return to_its_end(lambda: _run(arguments, view), view, writing=str(arguments.run))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="the reply as JSON")
+    texts = argparse.ArgumentParser(add_help=False)
+    texts.add_argument("--text", action="store_true", help="questions, and what was written, too")
+    parser = argparse.ArgumentParser(
+        prog="launchers/ctl.py",
+        usage="launchers/ctl.py RUN [COMMAND ...] [--json]",
+        description="Steer a run that goes on.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="its folder, e.g. runs/quickstart")
+    parser.set_defaults(command="status", json=False, text=False)
+    commands = parser.add_subparsers(metavar="COMMAND", prog="launchers/ctl.py RUN")
+
+    def add(name: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, parents=[common, *parents])
+        command.set_defaults(command=name)
+        return command
+
+    add("status")
+    rollouts = add("rollouts", texts)
+    rollouts.add_argument(
+        "--max", type=_count, default=50, metavar="N", help="rows to show (default: 50)"
+    )
+    add("why", texts).add_argument("tree", type=int, nargs="?", metavar="TREE")
+    for name in ("cancel", "requeue"):
+        add(name).add_argument("trees", type=int, nargs="+", metavar="TREE")
+    add("pause")
+    add("resume")
+    add("checkpoint")
+    add("evaluate").add_argument("sets", nargs="*", metavar="SET")
+    add("set").add_argument("values", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--json", action="store_true", help="the reply as JSON")
+    return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if not 1 <= number <= ask.MAX_ROWS:
+        raise argparse.ArgumentTypeError(f"expected 1 to {ask.MAX_ROWS}")
+    return number
+
+
+def _request(arguments: argparse.Namespace) -> Request:
+    match arguments.command:
+        case "rollouts":
+            return ask.AskRollouts(arguments.max, arguments.text)
+        case "why":
+            return ask.AskWhy(arguments.tree, arguments.text)
+        case "cancel":
+            return ask.Cancel(arguments.trees)
+        case "requeue":
+            return ask.Requeue(arguments.trees)
+        case "pause":
+            return ask.Pause()
+        case "resume":
+            return ask.Resume()
+        case "checkpoint":
+            return ask.Checkpoint()
+        case "evaluate":
+            return ask.Evaluate(arguments.sets)
+        case "set":
+            return ask.Set(arguments.values)
+        case _:
+            return ask.AskStatus()
+
+
+def _run(arguments: argparse.Namespace, view: View) -> int:
+    run = arguments.run
+    if not run.is_dir():
+        raise ConfigError(f"{run}: there is no such folder; expected the folder of a run")
+    try:
+        reply = ask.ask(run, _request(arguments))
+    except UnreachableError as error:
+        view.fail(f"{_who(run)}: {error}")
+        return EXIT_FAILED
+    if arguments.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(reply), indent=2).decode() + "\n")
+    else:
+        show(reply, view)
+    return 0
+
+
+class _Holder(msgspec.Struct):
+    pid: int
+    host: str
+    since: str = ""
+
+
+def _who(run: Path) -> str:
+    """Who trains there, as far as the folder says."""
+    try:
+        holder = decode((run / "lock").read_bytes() or b"null", _Holder | None)
+    except (OSError, ForeignError):
+        holder = None
+    if holder is None:
+        if not (run / "config.json").is_file():
+            return f"{run} holds no run"
+        return f"no process trains in {run} now (start it again with --resume)"
+    if holder.host != socket.gethostname():
+        return (
+            f"{run} is trained by process {holder.pid} on {holder.host}, which can be steered from "
+            "there only"
+        )
+    if not os.path.exists(f"/proc/{holder.pid}"):
+        return f"the process that trained in {run} was killed (start it again with --resume)"
+    return f"process {holder.pid} trains in {run} since {holder.since}, but cannot be asked"
+
+
+# For people.
+
+
+def show(reply: Reply, view: View) -> None:
+    """The reply in the terminal."""
+    match reply:
+        case ask.Status():
+            _show_status(reply, view)
+        case ask.Rollouts():
+            _show_rollouts(reply, view)
+        case ask.Waits():
+            _show_waits(reply, view)
+        case ask.Why():
+            _show_why(reply, view)
+        case ask.Knobs():
+            rows = [
+                [one.key, _value(one.value), _value(one.configured), one.meaning, one.reach]
+                for one in reply.knobs
+            ]
+            columns = ["key", "now", "configured", "meaning", "reaches"]
+            title = "what can be changed in flight"
+            view.show(Table(title=title, columns=columns, rows=rows, left=[0, 3, 4]))
+        case ask.Done():
+            for line in reply.lines:
+                view.say(line)
+        case ask.Refused():
+            view.fail(reply.why)
+
+
+def _value(value: object) -> str:
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+
+
+def _show_status(one: ask.Status, view: View) -> None:
+    paused = ", paused" if one.is_paused else ""
+    view.say(f"{one.run}: process {one.pid} on {one.host} since {one.since}")
+    of = f" of {one.num_steps}, policy version {one.policy_version}" if one.num_steps else ""
+    view.say(f"phase {one.phase}{paused}, step {one.step}{of}")
+    for title, text in (
+        ("doing", one.doing),
+        ("evaluation", one.evaluating),
+        ("trees", _figures(one.trees)),
+        ("queue", _figures(one.queue)),
+        ("open environments", str(one.num_open_envs)),
+        ("engine", _figures(one.engine)),
+        ("event loop", _figures(one.loop)),
+        ("workers", _figures(one.workers)),
+        ("longest wait", one.longest_wait),
+        ("set in flight", _figures(one.set)),
+    ):
+        if text:
+            view.say(f"  {title:<18} {text}")
+
+
+def _figures(figures: dict[str, int] | dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in figures.items())
+
+
+def _show_rollouts(reply: ask.Rollouts, view: View) -> None:
+    if not reply.rows:
+        return view.say("no rollout is under way")
+    rows = [
+        [
+            str(one.tree),
+            one.task,
+            "evaluation" if one.of == "evaluation" else one.state,
+            f"{one.what} ({one.branch})" if one.branch else one.what or one.worker,
+            one.since,
+            _seconds(one.for_s) if one.what else "",
+            _seconds(one.age_s) if one.age_s else "",
+            str(one.num_branches or ""),
+        ]
+        for one in reply.rows
+    ]
+    columns = ["tree", "task", "state", "awaits", "since", "for", "age", "branches"]
+    title = f"{len(rows) + reply.num_left_out} rollouts under way"
+    notes = [f"{reply.num_left_out} more (--max)"] if reply.num_left_out else []
+    note = "; ".join([*notes, *([reply.note] if reply.note else [])])
+    view.show(Table(title=title, columns=columns, rows=rows, left=[0, 1, 2, 3], note=note))
+    for one in reply.rows:
+        if one.question is not None:
+            view.say(f"tree {one.tree}: {one.question}")
+
+
+def _show_waits(reply: ask.Waits, view: View) -> None:
+    rows = []
+    for one in reply.waits:
+        first = f"tree {one.tree}" + (f", {one.branch}" if one.branch else "")
+        longest = _seconds(one.longest_s) + (" !" if one.is_long else "")
+        rows.append([one.what, str(one.num_branches), one.since, longest, first])
+    if rows:
+        columns = ["awaited", "branches", "since", "for", "first"]
+        title, note = "what rollouts await", "!: longer than expected"
+        view.show(Table(title=title, columns=columns, rows=rows, left=[0, 4], note=note))
+        _say_advice(((one.what, one.advice) for one in reply.waits), view)
+    else:
+        view.say("no rollout awaits anything in this process")
+    for line in reply.lines:
+        view.say(line)
+
+
+def _say_advice(waits: Iterable[tuple[str, str]], view: View) -> None:
+    """What each wait may mean, once."""
+    for what, advice in dict(waits).items():
+        if advice:
+            view.say(f"{what}: {advice}")
+
+
+def _show_why(reply: ask.Why, view: View) -> None:
+    one = reply.row
+    worker = f", in {one.worker}" if one.worker else ""
+    view.say(f"tree {one.tree}, task {one.task}: {one.state}{worker}, {_seconds(one.age_s)} old")
+    if one.question is not None:
+        view.say(f"question: {one.question}")
+    rows = [
+        [
+            branch.branch or "(tree)",
+            branch.what or "only begins",
+            branch.since,
+            _seconds(branch.for_s),
+            f"{branch.worked_s:.1f} of {branch.limit_s:g} s",
+            str(branch.num_turns),
+            str(branch.num_response_tokens),
+            str(branch.num_tool_calls),
+        ]
+        for branch in reply.branches
+    ]
+    if rows:
+        columns = ["branch", "awaits", "since", "for", "worked", "turns", "tokens", "calls"]
+        view.show(Table(title="live branches", columns=columns, rows=rows, left=[0, 1]))
+        _say_advice(((branch.what, branch.advice) for branch in reply.branches), view)
+    if reply.ends:
+        view.say(f"ended: {_figures(reply.ends)}")
+    if reply.failures:
+        view.say(f"failed, and replaced where limits allow: {_figures(reply.failures)}")
+    for line in reply.lines:
+        view.say(line)
+    for branch in reply.branches:
+        if branch.text is not None:
+            view.say(f"--- {branch.branch}, last turn ---\n{branch.text}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

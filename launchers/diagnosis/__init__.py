@@ -1,0 +1,1 @@
+"""Diagnosis: what `launchers/doctor.py` is composed of."""

@@ -1,0 +1,332 @@
+"""The audit of a run's rewards: `launchers/doctor.py audit RUN`.
+
+    graded again      the archived trajectories, by the grader of the configuration: equal rewards
+    changed golds     what was right must be wrong, once the gold is another
+    jumps of reward   steps whose rewards are far from those before, with trajectories behind it
+
+A reward that jumps from one step to the next is a policy that has found something: the task, or a
+hole in its grader. Which of them, the samples show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from statistics import fmean, variance
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from agentenv.archive import ARCHIVE, Entry, KeptTree, Step, read_step, steps_of
+from agentenv.config import build_config, resolver, upgrade
+from agentenv.crashes import guarded
+from agentenv.env import close_shared
+from agentenv.errors import ConfigError, CrashError, DataError, ForeignError, GraderError
+from agentenv.foreign import decode
+from agentenv.model_files import load_tokenizer, read_eos_ids
+from agentenv.offload import in_thread
+from agentenv.renderer import TextCodec
+from agentenv.tool_env import Grade, Grader, graded, start_grader
+from agentenv.tree import Trajectory
+from agentenv.types import Task
+from envs.grading.numbers import as_number
+from launchers.config import TrainConfig
+from launchers.data import EnvMaker, tables_of
+from launchers.diagnosis.verdicts import Verdict
+from launchers.evaluation.run import segments_of
+from launchers.evaluation.store import EvalRow, calls_that_ran, written
+from launchers.rundir import find_checkpoint
+from launchers.terminal import EXIT_FAILED, View, run_until_done, to_its_end
+from launchers.trajectories import readable, trajectory_rows
+
+NUM_BEFORE = 4  # steps that one is compared with
+LEAST_BEFORE = 2
+FAR = 5.0  # standard errors, beyond which a difference is a jump
+LEAST_SHARE = 0.15  # of the range of rewards, which a jump has at least
+NUM_SHOWN = 2  # samples of a jump, and examples of what is wrong
+MAX_TEXT = 1500
+TOLERANCE = 1e-6
+
+
+class Graded(NamedTuple):
+    """A trajectory that was graded again."""
+
+    step: int
+    tree: int
+    branch: str
+    task: Task
+    was_right: bool
+    reward: float
+    again: Grade | None
+    problem: str
+    row: EvalRow
+
+
+class Jump(NamedTuple):
+    """A step whose mean reward is `z` standard errors from that of the steps before."""
+
+    step: int
+    before: float
+    mean: float
+    z: float
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 nothing failed, 1 something did, 2 bad arguments."""
+    parser = argparse.ArgumentParser(
+        prog="launchers/doctor.py audit",
+        description="Grade the archived trajectories of a training run again, against their golds "
+        "and against changed ones, and look for jumps of reward.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="its folder, with trees/")
+    parser.add_argument(
+        "--max-trees", type=int, default=100, metavar="N", help="trees to grade (default: 100)"
+    )
+    parser.add_argument("--json", action="store_true", help="the verdicts as JSON")
+    arguments = parser.parse_args(argv)
+    if arguments.max_trees < 1:
+        parser.error("--max-trees is at least 1")
+    view = View()
+    return to_its_end(
+        lambda: run_until_done(_run(arguments, view), view), view, writing="the audit"
+    )
+
+
+async def _run(arguments: argparse.Namespace, view: View) -> int:
+    from launchers.doctor import tell
+
+    verdicts, samples = await audit(arguments.run, arguments.max_trees)
+    if arguments.json:
+        found = {"verdicts": verdicts, "samples": samples}
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
+    else:
+        for verdict in verdicts:
+            tell(verdict, view)
+        for text in samples:
+            view.console.print("")
+            view.console.print(text, markup=False, soft_wrap=True)
+    return EXIT_FAILED if any(one.state == "failed" for one in verdicts) else 0
+
+
+async def audit(run: Path, max_trees: int) -> tuple[list[Verdict], list[str]]:
+    """Verdicts, and the texts of trajectories behind them. Raises DataError for what is no run."""
+    config, steps = read_config(run), [read_step(path) for path in steps_of(run / ARCHIVE).values()]
+    if not any(step.entries for step in steps):
+        raise DataError(
+            f"{run / ARCHIVE} holds no trees; archive.max_gb = 0 keeps none, and runs of older "
+            "versions have none"
+        )
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(close_shared)
+        regrader = await Regrader.of(config, run)
+        again = [
+            one
+            for step, entry in spread(steps, max_trees)
+            for one in await regrader.grade(step, entry)
+        ]
+        verdicts = [regrade_verdict(again), await regrader.changed_golds(again)]
+    jumps = list(find_jumps(steps))
+    verdicts.append(jump_verdict(jumps, steps))
+    samples = [text for jump in jumps for text in samples_of(jump, steps, regrader.codec)]
+    return verdicts, samples
+
+
+def read_config(run: Path) -> TrainConfig:
+    """The configuration that the run began with. Raises DataError."""
+    path = run / "config.json"
+    try:
+        plain = decode(path.read_bytes())
+    except (OSError, ForeignError) as error:
+        raise DataError(f"{path} cannot be read: {error}; expected the folder of a run") from error
+    return build_config(TrainConfig, upgrade(TrainConfig, plain), str(path))
+
+
+def spread(steps: Sequence[Step], max_trees: int) -> Iterator[tuple[Step, Entry]]:
+    """So many trees of all steps, evenly."""
+    every = [(step, entry) for step in steps for entry in step.entries]
+    number = min(max_trees, len(every))
+    for place in range(number):
+        yield every[place * len(every) // number]
+
+
+class Regrader:
+    """Grades archived trajectories by the graders of a configuration."""
+
+    def __init__(self, maker: EnvMaker, codec: TextCodec) -> None:
+        self.codec = codec
+        self._maker = maker
+        self._graders: dict[str, Grader] = {}  # by the environment
+
+    @classmethod
+    async def of(cls, config: TrainConfig, run: Path) -> Regrader:
+        """Of the run in this folder."""
+        if config.roles:
+            raise ConfigError(
+                "roles: the graders of this run ask models that it has started; start them with "
+                "launchers/serve.py and give their URLs, or audit without a judge"
+            )
+        resolve = resolver(run)
+        model = find_checkpoint(run)
+        tokenizer = await in_thread(load_tokenizer, model, False)
+        codec = TextCodec(tokenizer, read_eos_ids(model, tokenizer))
+        maker = EnvMaker(config.env, tables_of(config), resolve, config.limits, config.prompt)
+        return cls(maker, codec)
+
+    async def grader(self, task: Task) -> Grader:
+        """Started. Raises ConfigError where there is none."""
+        if task.env_id not in self._graders:
+            grader: Grader | None = getattr(self._maker(task), "grader", None)
+            if grader is None:
+                raise ConfigError(
+                    f"{task.env_id} has no attribute grader, so that its rewards cannot be graded "
+                    "again"
+                )
+            await guarded(start_grader(grader), "the start of the grader")
+            self._graders[task.env_id] = grader
+        return self._graders[task.env_id]
+
+    async def grade(self, step: Step, entry: Entry) -> list[Graded]:
+        """Every trajectory of a tree that did not fail."""
+        kept = await in_thread(step.tree, entry)
+        return [
+            await self._grade(step.header.step, kept, path) for path in kept.tree.trajectories()
+        ]
+
+    async def _grade(self, step: int, kept: KeptTree, path: Trajectory) -> Graded:
+        task = kept.tree.task
+        calls = [call for node in path.path for call in node.info.get("tool_calls", ())]
+        row = EvalRow(
+            dataset="train",
+            task=task.id,
+            sample=0,
+            segments=segments_of(path.path, self.codec),
+            tool_calls=calls,
+            limit=None if path.leaf.limit is None else str(path.leaf.limit),
+        )
+        again, problem = await self.verdict(task, row)
+        leaf = path.leaf
+        return Graded(
+            step, kept.tree.index, leaf.branch, task, path.success, path.reward, again, problem, row
+        )
+
+    async def verdict(self, task: Task, row: EvalRow) -> tuple[Grade | None, str]:
+        """The grade of a row against the answers of `task`, or what was wrong."""
+        try:
+            grader = await self.grader(task)
+            return await graded(grader, task, written(row), calls_that_ran(row)), ""
+        except (GraderError, CrashError) as error:
+            return None, str(error)
+
+    async def changed_golds(self, again: Sequence[Graded]) -> Verdict:
+        """What was right is wrong against another gold."""
+        name = "changed golds"
+        right = [one for one in again if one.again is not None and one.again.success]
+        if not right:
+            return Verdict(name, "skipped", "no trajectory is right")
+        golds = list(dict.fromkeys(one.task.answers[0] for one in again if one.task.answers))
+        still = []
+        for one in right:
+            task = replace(one.task, answers=(mutated(one.task, golds),))
+            grade, _ = await self.verdict(task, one.row)
+            if grade is not None and grade.success:
+                still.append(f"tree {one.tree}, branch {one.branch}: {task.answers[0]!r}")
+        if still:
+            shown = ", ".join(still[:NUM_SHOWN])
+            return Verdict(
+                name,
+                "failed",
+                f"{len(still)} of {len(right)} right trajectories are right against another gold "
+                f"too ({shown})",
+                "the grader rewards what does not depend on the gold: choose a stricter one",
+            )
+        return Verdict(name, "passed", f"{len(right)} right trajectories are wrong against others")
+
+
+def mutated(task: Task, golds: Sequence[str]) -> str:
+    """Another gold: of a number the next one, else that of another task, else its denial."""
+    gold = task.answers[0]
+    number = as_number(gold)
+    if number is not None:
+        return f"{float(number + 1):g}" if abs(number) < 1e6 else str(int(number) + 1)
+    known = {one.strip().lower() for one in task.answers}
+    return next((one for one in golds if one.strip().lower() not in known), f"not {gold}")
+
+
+def regrade_verdict(again: Sequence[Graded]) -> Verdict:
+    """Whether the rewards are the same."""
+    name = "graded again"
+    if not again:
+        return Verdict(name, "skipped", "no trajectory was graded")
+    wrong = []
+    for one in again:
+        place = f"step {one.step}, tree {one.tree}, branch {one.branch}"
+        if one.again is None:
+            wrong.append(f"{place}: {one.problem}")
+        elif abs(one.again.reward - one.reward) > TOLERANCE and one.row.limit is None:
+            wrong.append(f"{place}: {one.reward:g} then, {one.again.reward:g} now")
+    if wrong:
+        return Verdict(
+            name,
+            "failed",
+            f"{len(wrong)} of {len(again)} rewards differ ({', '.join(wrong[:NUM_SHOWN])})",
+            "the grader, its keys or what it asks have changed since, or it does not give equal "
+            "answers equal rewards",
+        )
+    return Verdict(name, "passed", f"{len(again)} trajectories have the rewards that they had")
+
+
+# Jumps.
+
+
+def find_jumps(steps: Sequence[Step]) -> Iterator[Jump]:
+    """Steps whose rewards are far from those of the steps before; trees count once."""
+    means = [[fmean(one.rewards) for one in step.entries if one.rewards] for step in steps]
+    every = [value for one in means for value in one]
+    span = max(every, default=0.0) - min(every, default=0.0)
+    for place, now in enumerate(means):
+        before = [value for one in means[max(0, place - NUM_BEFORE) : place] for value in one]
+        if place < LEAST_BEFORE or len(now) < 2 or len(before) < 2:
+            continue
+        apart = fmean(now) - fmean(before)
+        error = math.sqrt(variance(now) / len(now) + variance(before) / len(before))
+        error = max(error, 0.02 * span, 1e-9)
+        if abs(apart) > FAR * error and abs(apart) > LEAST_SHARE * span:
+            yield Jump(steps[place].header.step, fmean(before), fmean(now), apart / error)
+
+
+def jump_verdict(jumps: Sequence[Jump], steps: Sequence[Step]) -> Verdict:
+    name = "jumps of reward"
+    if len(steps) <= LEAST_BEFORE:
+        return Verdict(name, "skipped", f"{len(steps)} steps are too few")
+    if not jumps:
+        return Verdict(name, "passed", f"{len(steps)} steps, none far from those before it")
+    told = ", ".join(f"step {one.step}: {one.before:.3g} -> {one.mean:.3g}" for one in jumps)
+    return Verdict(
+        name,
+        "failed",
+        told,
+        "read the samples below: has the policy found the task, or a hole in its grader? The rest "
+        "is in trajectories/",
+    )
+
+
+def samples_of(jump: Jump, steps: Sequence[Step], codec: TextCodec) -> Iterator[str]:
+    """Trajectories behind a jump: the best of one upwards, the worst of one downwards."""
+    (step,) = [one for one in steps if one.header.step == jump.step]
+    up = jump.mean > jump.before
+    entries = sorted(
+        (one for one in step.entries if one.rewards),
+        key=lambda one: fmean(one.rewards),
+        reverse=up,
+    )
+    for entry in entries[:NUM_SHOWN]:
+        rows: list[dict[str, Any]] = list(trajectory_rows(step.tree(entry).tree, codec.decode))
+        row = (max if up else min)(rows, key=lambda one: one["reward"])
+        parts = ", ".join(f"{name} {value:g}" for name, value in row["parts"].items())
+        head = f"=== step {jump.step}, tree {entry.tree}: reward {row['reward']:g} ({parts})"
+        yield f"{head}\n{readable(row)[:MAX_TEXT]}"

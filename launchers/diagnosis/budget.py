@@ -1,0 +1,135 @@
+"""Whether a configuration fits this machine and itself: disk, memory, descriptors, time-outs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from agentenv.errors import ConfigError
+from agentenv.model_files import read_model_config
+from launchers.config import TrainConfig
+from launchers.diagnosis.machine import GIB, allowed_files, existing
+from launchers.diagnosis.patient import Patient
+from launchers.diagnosis.verdicts import Probe, Skip
+from launchers.planning.dry_run import find_machine
+from launchers.planning.memory import checkpoint_bytes, shape_of
+from launchers.planning.plan import make_plan, wanted_by
+
+SPARE_FILES = 512  # of the command itself: logs, workers, learner, libraries
+FILES_A_TRAJECTORY = 2  # its request, and a tool's
+
+
+async def disk(patient: Patient) -> str:
+    """Checkpoints, trees and trajectories fit on the disk of the run's folder."""
+    config, model = patient.config, await patient.assembly.model()
+    try:
+        shape = shape_of(read_model_config(model), model)
+    except ConfigError as error:
+        raise Skip(f"the size of a checkpoint is not known: {error}") from error
+    wanted = wanted_by(config)
+    one = checkpoint_bytes(shape, config.learner, has_reference=wanted.has_reference)
+    needed = one * wanted.num_checkpoints
+    bounds = sum(wanted.files.values())
+    place = existing(Path(config.run.dir))
+    free = shutil.disk_usage(place).free
+    told = (
+        f"{wanted.num_checkpoints} checkpoints take {needed / GIB:.2g} GiB, trees and trajectories "
+        f"at most {bounds / GIB:.2g}; {free / GIB:.3g} are free at {place}"
+    )
+    if needed > free:
+        raise ConfigError(
+            f"{told}; free some, lower checkpoint.keep_last, or choose another place with "
+            "run.dir=DIR"
+        )
+    if needed + bounds > free:
+        told += ": lower archive.max_gb and log.max_trajectory_mb for a long run"
+    return told
+
+
+async def memory(patient: Patient) -> str:
+    """Every process fits its GPU, and all of them the main memory, by the dry run's estimate."""
+    plan = make_plan(wanted_by(patient.config), find_machine(None, None), patient.assembly.resolve)
+    if plan.problems:
+        raise ConfigError("; ".join(plan.problems))
+    needed = sum(process.main_bytes for process in plan.processes)
+    parts = [f"{needed / GIB:.2g} GiB of main memory"] if needed else []
+    parts += [f"GPU {gpu}: {size / GIB:.1f} GiB" for gpu, size in plan.gpu_bytes.items()]
+    return ", ".join(parts) or "not estimated for this model"
+
+
+async def descriptors(patient: Patient) -> str:
+    """All rollouts that may be under way can be connected."""
+    config = patient.config
+    queue, size = config.queue, config.algorithm.group_size
+    trees = queue.groups_per_step * (queue.max_staleness + 1)
+    trees = min(trees, queue.max_rollouts or trees)
+    needed = max(trees * size, config.eval.concurrency if config.eval.sets else 0)
+    needed = needed * FILES_A_TRAJECTORY + SPARE_FILES
+    allowed = allowed_files()
+    told = f"about {needed} files and connections of {allowed}"
+    if needed > allowed:
+        raise ConfigError(
+            f"{told}; raise the hard limit (ulimit -Hn), or lower queue.max_rollouts and "
+            "eval.concurrency"
+        )
+    return told
+
+
+async def time_outs(patient: Patient) -> str:
+    """No deadline is longer than one that it is inside of."""
+    problems = list(contradictions(patient.config))
+    if problems:
+        raise ConfigError(f"{' | '.join(problems)}; an outer deadline must be the longer one")
+    return "each deadline is inside the next"
+
+
+def contradictions(config: TrainConfig) -> Iterator[str]:
+    """Pairs of keys that contradict each other, in words."""
+    limits = config.limits
+    whole = f"limits.max_seconds = {limits.max_seconds:g}"
+    if limits.seconds_of_tree < limits.max_seconds:
+        yield (
+            f"limits.max_tree_seconds = {limits.seconds_of_tree:g} ends trees before {whole} can "
+            "end a trajectory"
+        )
+    for key, seconds in _timeouts("", {name: getattr(config, name) for name in _OF_TOOLS}):
+        if seconds > limits.max_seconds:
+            yield f"{key} = {seconds:g} lets one call take longer than {whole}"
+    if config.eval.sets and config.eval.timeout_s < limits.max_seconds:
+        yield f"eval.timeout_s = {config.eval.timeout_s:g} ends evaluations before {whole}"
+    if config.env.workers and config.env.held_s < limits.env_timeout_s:
+        yield (
+            f"env.held_s = {config.env.held_s:g} kills a process before limits.env_timeout_s = "
+            f"{limits.env_timeout_s:g} ends the call"
+        )
+
+
+_OF_TOOLS = ("python", "search", "grader", "env")
+
+
+def _timeouts(path: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Every key `timeout_s` below these tables."""
+    if isinstance(value, Struct):
+        value = {name: getattr(value, name) for name in value.__struct_fields__}
+    elif isinstance(value, list):
+        value = {str(number): one for number, one in enumerate(value)}
+    if not isinstance(value, dict):
+        return
+    for name, one in value.items():
+        key = f"{path}.{name}" if path else str(name)
+        if name == "timeout_s" and isinstance(one, int | float):
+            yield key, float(one)
+        else:
+            yield from _timeouts(key, one)
+
+
+BUDGET = (
+    Probe("time-outs", time_outs),
+    Probe("room for rollouts", descriptors),
+    Probe("room on the disk", disk),
+    Probe("room in memory", memory),
+)

@@ -1,0 +1,105 @@
+"""Looks whether a machine and a configuration are in order: `python launchers/doctor.py`, see
+docs/doctor.md.
+
+    doctor.py                          the machine alone
+    doctor.py --config X [key=value]   and what a run of X would need
+    doctor.py audit RUN                the rewards of a run, graded again
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from launchers.terminal import EXIT_FAILED, View, run_until_done, to_its_end
+
+if TYPE_CHECKING:
+    from launchers.diagnosis.verdicts import Verdict
+
+EPILOG = """exit codes: 0 every check passed or was skipped, 1 one failed, 2 bad arguments
+
+audit: python launchers/doctor.py audit RUN [--help]"""
+MARKS = {"passed": "[green]pass[/]", "failed": "[bold red]FAIL[/]", "skipped": "[dim]skip[/]"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 nothing failed, 1 something did, 2 bad arguments, 130 stopped."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["audit"]:
+        from launchers.diagnosis.audit import main as audit
+
+        return audit(given[1:])
+    arguments = make_parser().parse_intermixed_args(given)
+    view = View()
+    return to_its_end(
+        lambda: run_until_done(_run(arguments, view), view), view, writing="the checks"
+    )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="launchers/doctor.py",
+        usage="launchers/doctor.py [--config CONFIG [key.sub=value ...]] [options]",
+        description="Look whether this machine, and a configuration of training, are in order.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--config", type=Path, help="of launchers/train.py; none: the machine alone"
+    )
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
+    parser.add_argument("--json", action="store_true", help="the verdicts as JSON")
+    parser.add_argument("--offline", action="store_true", help="ask nothing outside this machine")
+    parser.add_argument("--quick", action="store_true", help="start neither learner nor engine")
+    return parser
+
+
+async def _run(arguments: argparse.Namespace, view: View) -> int:
+    from launchers.diagnosis.examination import examine  # slow to load
+
+    verdicts: list[Verdict] = []
+    async for verdict in examine(
+        arguments.config,
+        arguments.overrides,
+        is_offline=arguments.offline,
+        is_quick=arguments.quick,
+        say=lambda text: None if arguments.json else view.console.print(f"[dim]{escape(text)}[/]"),
+    ):
+        verdicts.append(verdict)
+        if not arguments.json:
+            tell(verdict, view)
+    states = [one.state for one in verdicts]
+    if arguments.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(verdicts)).decode() + "\n")
+    else:
+        view.console.print(
+            f"\n{states.count('passed')} passed, {states.count('failed')} failed, "
+            f"{states.count('skipped')} skipped"
+        )
+    return EXIT_FAILED if "failed" in states else 0
+
+
+def tell(verdict: Verdict, view: View) -> None:
+    """A line, or a few, in the terminal."""
+    grid = RichTable.grid(padding=(0, 1))
+    grid.add_column(width=4, no_wrap=True)
+    grid.add_column(width=32, no_wrap=True)
+    grid.add_column(overflow="fold")
+    told = escape(verdict.told)
+    if verdict.state == "skipped":
+        told = f"[dim]{told}[/]"
+    grid.add_row(MARKS[verdict.state], verdict.name, told)
+    if verdict.remedy:
+        grid.add_row("", "", f"[bold]remedy:[/] {escape(verdict.remedy)}")
+    view.console.print(grid)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
