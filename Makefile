@@ -9,7 +9,7 @@ CONFIG ?= configs/quickstart.toml
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test check long engines engine-vllm engine-sglang lint types environment clean
+.PHONY: train test check long engines engine-vllm engine-sglang inspect lint types environment clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -20,11 +20,11 @@ train: environment
 	$(BIN)/python launchers/train.py $(CONFIG) $(ARGS)
 
 test: environment
-	@$(MAKE) --no-print-directory -j 2 engines lint types
+	@$(MAKE) --no-print-directory -j 2 engines inspect lint types
 	$(BIN)/python -m pytest -q -n 2 $(ARGS)
 
 check: environment lint types
-	$(BIN)/python -m pytest -q -n 2 -m "not slow and not engine_vllm and not engine_sglang" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not engine_vllm and not engine_sglang and not inspect" $(ARGS)
 
 # what takes longer; writes docs/long-run.md
 long: environment
@@ -34,6 +34,10 @@ long: environment
 engines: engine-vllm engine-sglang
 
 engine-vllm engine-sglang: environment
+	@PYTHON="$(PYTHON)" sh .ci/$@
+
+# Inspect and Inspect Scout, which the tests of exports open these with
+inspect: environment
 	@PYTHON="$(PYTHON)" sh .ci/$@
 
 lint: environment
@@ -47,4 +51,4 @@ environment:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh .ci/environment
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-inspect .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

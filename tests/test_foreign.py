@@ -45,6 +45,8 @@ OURS = {
     "envs/sandbox/cells.py": "in a session, a request of the host",
     "envs/sandbox/zygote.py": "in the zygote, a request of the host",
     "envs/workers.py": "in a worker, a job of the host",
+    "launchers/exports/command.py": "a run directory",
+    "launchers/exports/conversations.py": "rows and questions of ours",
     "launchers/layouts.py": "a file of the package",
     "launchers/cluster.py": "a process of ours",
     "launchers/data.py": "configuration",
