@@ -9,7 +9,7 @@ CONFIG ?= configs/quickstart.toml
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test check quick long engines engine-vllm engine-sglang lint types environment clean
+.PHONY: train test check quick long engines engine-vllm engine-sglang inspect lint types environment clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -21,7 +21,7 @@ train: environment
 
 test: environment
 	@sh .ci/viewer
-	@$(MAKE) --no-print-directory -j 2 engines lint types
+	@$(MAKE) --no-print-directory -j 2 engines inspect lint types
 	$(BIN)/python -m pytest -q -n 2 $(ARGS)
 
 # side by side: mypy alone would leave a processor idle
@@ -29,7 +29,7 @@ check: environment
 	@$(MAKE) --no-print-directory -j 3 lint types quick
 
 quick: environment
-	$(BIN)/python -m pytest -q -n 2 -m "not slow and not engine_vllm and not engine_sglang" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not engine_vllm and not engine_sglang and not inspect" $(ARGS)
 
 # what takes longer; writes docs/long-run.md
 long: environment
@@ -46,6 +46,10 @@ engine-vllm engine-sglang: environment
 viewer:
 	cd viewer && npm ci --no-fund --no-audit --silent && npm run --silent build
 
+# Inspect and Inspect Scout, which the tests of exports open these with
+inspect: environment
+	@PYTHON="$(PYTHON)" sh .ci/$@
+
 lint: environment
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -57,4 +61,4 @@ environment:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh .ci/environment
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-inspect .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

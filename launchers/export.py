@@ -2,6 +2,9 @@
 
 CHECKPOINT is a checkpoint of a run, or a run, whose last one is taken. transformers, vLLM and
 SGLang load OUT: weights, config, tokenizer, chat template and generation_config.
+
+`python launchers/export.py transcripts SOURCE OUT --format inspect|atif` writes what agents did
+instead: the trees of a run or the rows of an evaluation, for other viewers.
 """
 
 from __future__ import annotations
@@ -11,12 +14,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launchers.exports import command as transcripts
 from launchers.rundir import BEST, find_checkpoint
 from launchers.terminal import View, to_its_end
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == [transcripts.COMMAND]:
+        return transcripts.main(argv[1:])
     arguments = _parse(argv)
     view = View()
 
@@ -39,6 +46,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="launchers/export.py",
         description="Write a checkpoint as a Hugging Face directory, without a learner.",
+        epilog=f"`{transcripts.COMMAND} SOURCE OUT --format inspect|atif` writes what agents did "
+        f"instead: launchers/export.py {transcripts.COMMAND} --help",
     )
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     parser.add_argument("out", type=Path, metavar="OUT")

@@ -1,8 +1,9 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, or a monitor of your own.
+"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, OpenTelemetry, or a monitor
+of your own.
 
 A monitor is a class with the three methods of `Monitor`; `make_monitors` makes those that the
 table [monitor] asks for. `Monitors` runs them in a thread of its own, so that nothing waits for
-them.
+them, and takes secrets out of what they are given.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from agentenv.data.files import Row
 from agentenv.disk import write_whole
 from agentenv.errors import ConfigError
 from agentenv.kinds import Kind
+from launchers.exports.redact import Redactor
+from launchers.otel import OtelConfig, OtelMonitor
 from launchers.trajectories import readable
 
 COLD_START_STEP = "sft/step"
@@ -116,6 +119,9 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     tensorboard: Annotated[bool, Meta(description="write RUN/tensorboard", extra=ESSENTIAL)] = False
     wandb: Annotated[WandbConfig | None, Meta(description="log to Weights & Biases")] = None
+    otel: Annotated[
+        OtelConfig | None, Meta(description="send spans and metrics by OpenTelemetry")
+    ] = None
     own: Annotated[
         list[AnyMonitor],
         Meta(
@@ -125,12 +131,23 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for package, asked in (("tensorboard", self.tensorboard), ("wandb", self.wandb)):
-            if asked and importlib.util.find_spec(package) is None:
+        for key, package, extra, asked in (
+            ("tensorboard", "tensorboard", "monitor", self.tensorboard),
+            ("wandb", "wandb", "monitor", self.wandb),
+            ("otel", "opentelemetry.exporter.otlp.proto.http", "otel", self.otel),
+        ):
+            if asked and not _is_installed(package):
                 raise ConfigError(
-                    f"monitor.{package}: the package {package} is not installed; "
-                    "`pip install 'agentenv[monitor]'` brings it"
+                    f"monitor.{key}: the package {package} is not installed; "
+                    f"`pip install 'agentenv[{extra}]'` brings it"
                 )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # what it is a part of is not there
+        return False
 
 
 class RolloutMonitorConfig(MonitorConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -281,6 +298,8 @@ def make_monitors(config: MonitorConfig, run: Path, settings: dict[str, Any]) ->
         found["TensorBoard"] = TensorBoardMonitor(run / "tensorboard")
     if config.wandb is not None:
         found["Weights & Biases"] = WandbMonitor(config.wandb, run, settings)
+    if config.otel is not None:
+        found["OpenTelemetry"] = OtelMonitor(config.otel, run, settings)
     for own in config.own:
         found[str(own.__struct_config__.tag)] = own.build(run, settings)
     return found
@@ -295,7 +314,8 @@ class Monitors:
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._dropped = 0
-        self._working = make_monitors(config, run, settings)
+        self._redactor = Redactor(settings)
+        self._working = make_monitors(config, run, self._redactor.tree(settings))
 
     def add(self, name: str, monitor: Monitor) -> None:
         """Add a monitor; `name` stands in warnings."""
@@ -321,7 +341,10 @@ class Monitors:
         """Hand a sample of the trajectories of "step-N" or "eval-SET-WHEN" to every monitor."""
         title = "train" if name.startswith("step-") else name.partition("-")[2].partition("-")[0]
         for shown, monitor in self._working.items():
-            self._hand(shown, partial(monitor.trajectories, title, rows, self._axis))
+            self._hand(shown, partial(self._show, monitor, title, rows, self._axis))
+
+    def _show(self, monitor: Monitor, title: str, rows: Sequence[Row], axis: Axis) -> None:
+        monitor.trajectories(title, [self._redactor.tree(row) for row in rows], axis)
 
     def finish(self, exit_code: int) -> None:
         """Wait for what is left, a minute at most."""

@@ -47,6 +47,8 @@ OURS = {
     "envs/sandbox/zygote.py": "in the zygote, a request of the host",
     "envs/workers.py": "in a worker, a job of the host",
     "launchers/benches/transport.py": "trees of ours, and a file of the package",
+    "launchers/exports/command.py": "a run directory",
+    "launchers/exports/conversations.py": "rows and questions of ours",
     "launchers/layouts.py": "a file of the package",
     "launchers/cluster.py": "a process of ours",
     "launchers/data.py": "configuration",

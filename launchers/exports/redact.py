@@ -1,0 +1,105 @@
+"""Secrets out of what leaves a run: keys, tokens, passwords.
+
+Two ways find them: by value, what the environment holds under names such as SERPER_API_KEY, and
+under each name that the configuration gives in a key ending in `_env`; and by form, bearer tokens,
+user and password of an address, keys in its query, keys of known providers. What a policy or a page
+wrote is treated alike: a tool may have said a key.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+REDACTED = "[redacted]"
+MIN_CHARS = 8  # of a value: shorter ones stand in ordinary text
+
+_NAMED = re.compile(r"(?i)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)")
+_SECRET_KEY = re.compile(
+    r"(?i)(.*[_-])?(api_?key|secret|password|passwd|authorization|"
+    r"(access|auth|refresh|bearer)_?token)"
+)
+_FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
+    # a bearer token has a digit, or is too long for a word
+    (re.compile(r"(?i)\b(bearer\s+)(?=[\w.~+/=-]*\d|[\w.~+/=-]{32})[\w.~+/=-]{8,}"), r"\1"),
+    (re.compile(r"(?i)\b(authorization[\"']?\s*[:=]\s*[\"']?basic\s+)[\w+/=-]+"), r"\1"),
+    # https://user:password@host, also without a password
+    (re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s@\"'<>?#]+(?=@)"), r"\1"),
+    (
+        re.compile(
+            r"(?i)([?&;](?:[\w-]*(?:key|token|secret|password|passwd|signature)|sig)=)"
+            r"[^&;\s\"'<>#]+"
+        ),
+        r"\1",
+    ),
+    (
+        re.compile(
+            r"(?i)((?:api[_-]?key|secret|password|passwd|access[_-]?token|auth[_-]?token)"
+            r"[\"']?\s*[:=]\s*[\"']?)(?!\[redacted)[^\s\"',;<>&]{8,}"
+        ),
+        r"\1",
+    ),
+    (
+        re.compile(
+            r"\b(?:sk-|pk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|tvly-|AKIA|AIza|wandb_v1_)"
+            r"[\w-]{16,}"
+        ),
+        "",
+    ),
+)
+
+
+class Redactor:
+    """Takes secrets out of texts and of trees of JSON."""
+
+    def __init__(
+        self, settings: Mapping[str, Any], environment: Mapping[str, str] = os.environ
+    ) -> None:
+        """`settings` is the configuration, which names variables that hold keys."""
+        names = {name for name in environment if _NAMED.search(name)} | set(_variables(settings))
+        values = {environment.get(name, "").strip() for name in names}
+        known = sorted((one for one in values if len(one) >= MIN_CHARS), key=len, reverse=True)
+        self._known = re.compile("|".join(map(re.escape, known))) if known else None
+
+    def text(self, text: str) -> str:
+        """The text with "[redacted]" in the place of each secret."""
+        if self._known is not None:
+            text = self._known.sub(REDACTED, text)
+        for form, kept in _FORMS:
+            text = form.sub(kept + REDACTED, text)
+        return text
+
+    def tree(self, value: Any) -> Any:
+        """The same of all texts of lists and dicts; the value of a key such as api_key as a whole,
+        for which a name that ends in `_env` is no secret."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {
+                (self.text(key) if isinstance(key, str) else key): REDACTED
+                if isinstance(key, str) and isinstance(one, str) and one and _is_secret(key)
+                else self.tree(one)
+                for key, one in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.tree(one) for one in value]
+        return value
+
+
+def _is_secret(key: str) -> bool:
+    return _SECRET_KEY.fullmatch(key) is not None
+
+
+def _variables(settings: Any) -> Iterator[str]:
+    """The names of environment variables that stand in keys such as api_key_env."""
+    if isinstance(settings, Mapping):
+        for key, value in settings.items():
+            if isinstance(value, str) and str(key).endswith("_env"):
+                yield value
+            else:
+                yield from _variables(value)
+    elif isinstance(settings, list | tuple):
+        for one in settings:
+            yield from _variables(one)
