@@ -14,16 +14,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launchers.exports import command as transcripts
 from launchers.rundir import BEST, find_checkpoint
 from launchers.terminal import View, to_its_end
+
+TRANSCRIPTS = "transcripts"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == [transcripts.COMMAND]:
-        return transcripts.main(argv[1:])
+    if argv[:1] == [TRANSCRIPTS]:
+        from launchers.exports import command  # slow to load, as --help need not be
+
+        return command.main(argv[1:])
     arguments = _parse(argv)
     view = View()
 
@@ -46,8 +49,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="launchers/export.py",
         description="Write a checkpoint as a Hugging Face directory, without a learner.",
-        epilog=f"`{transcripts.COMMAND} SOURCE OUT --format inspect|atif` writes what agents did "
-        f"instead: launchers/export.py {transcripts.COMMAND} --help",
+        epilog=f"`{TRANSCRIPTS} SOURCE OUT --format inspect|atif` writes what agents did "
+        f"instead: launchers/export.py {TRANSCRIPTS} --help",
     )
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     parser.add_argument("out", type=Path, metavar="OUT")
