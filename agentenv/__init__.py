@@ -11,10 +11,14 @@ What an environment of your own needs can be imported from here; the rest lives 
                plan       the seam that decides on roots and forks
                replay     the queue to the learner and its bound on staleness
                evaluate   questions asked with the same actor
+               journal    what a killed run goes on from
+               archive    every tree that was taken for a step
+               regrow     one of them grown again, to compare
                metrics    figures of rollouts
     tokens     renderer   messages to token ids and back: the tag protocol
                tags       its calls: read, written, described
                native     the same by the chat template of the model
+               call_syntax   forms in which models write tool calls
                prompt     the system prompt
                encoder    a process that tokenizes long texts
     tools      tools      what the policy can call, and its bounds
@@ -30,9 +34,17 @@ What an environment of your own needs can be imported from here; the rest lives 
     settings   config     TOML files to structs
                kinds      parts chosen by name, also from a package of the user's own
                old_keys   keys of earlier configurations: why they went, what replaces them
+    processes  cluster/   rollouts and environments in processes of their own
+               offload    threads and processes beside the event loop
+               guard      none outlives its starter
+               ports      held for those that will listen
+               virtual_clock   under which a whole run is the same each time
+    strangers  crashes    bugs of users' code
+               foreign    what this program did not write, decoded
     files      model_files   what a model directory says
                hub           models and datasets by their ids on the Hugging Face hub
                disk          files that are whole whenever somebody reads them
+               frames        what journal and archive are written in
                backoff       how long to wait before something is tried again
 """
 

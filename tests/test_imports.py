@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -115,3 +116,34 @@ def test_the_design_names_every_module() -> None:
             of_folder = text.partition(f"### `{folder}/`")[2].partition("\n### ")[0]
             if path.name != "__init__.py":
                 assert f"| `{path.name}` |" in of_folder, f"docs/design.md: {folder}/{path.name}"
+    for folder, names in re.findall(r"### `(\S+)/`\n(.*?)(?=\n### |\Z)", text, re.DOTALL):
+        for name in re.findall(r"^\| `(\w+\.py)` \|", names, re.MULTILINE):
+            assert (ROOT / folder / name).is_file(), f"docs/design.md: {folder}/{name} is gone"
+
+
+def test_the_core_says_at_its_door_what_is_in_it() -> None:
+    told = ast.get_docstring(ast.parse((ROOT / "agentenv" / "__init__.py").read_text())) or ""
+    for path in (ROOT / "agentenv").iterdir():
+        is_part = path.suffix == ".py" or (path / "__init__.py").is_file()
+        if is_part and not path.name.startswith("_"):
+            assert re.search(rf"\b{path.stem}\b", told), f"agentenv/__init__.py: {path.name}"
+
+
+def test_what_the_file_map_answers_is_there() -> None:
+    """Every file that an answer names, and every function and class, in one of those files."""
+    table = (ROOT / "README.md").read_text().partition("| question | answer |")[2]
+    answers = [line for line in table.partition("\n\n")[0].splitlines() if "?" in line]
+    assert len(answers) >= 6
+    everything = [path for package in PACKAGES for path in sources(package)]
+    for answer in answers:
+        marked = re.findall(r"`([^`]+)`", answer)
+        paths = [one for one in marked if one.endswith(".py")]
+        text = ""
+        for one in paths:
+            (found,) = [path for path in everything if f"{path}".endswith(f"/{one}")]
+            text += found.read_text()
+        for name in marked:
+            is_key = "." in name and name[0].islower()
+            if name not in paths and not is_key and re.fullmatch(r"[A-Za-z_][\w.]*", name):
+                last = name.rpartition(".")[2]
+                assert re.search(rf"\b(def|class) {last}\b|^ +{last}:", text, re.MULTILINE), name
