@@ -1,0 +1,82 @@
+"""A program that stands in for Python ends as Python would, and takes its fork with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.nursery import Nursery
+
+MODULE = """
+import os, signal, sys, time
+print(os.getpid(), os.environ["WORD"], *sys.argv[1:], flush=True)
+if sys.argv[1] == "wait":
+    time.sleep(60)
+if sys.argv[1] == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(3)
+"""
+Start = Callable[..., AbstractContextManager[subprocess.Popen[str]]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts what stands in for Python, with its arguments; it forks the module `forked`."""
+    (tmp_path / "forked.py").write_text(MODULE)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "WORD": "given"}
+    nursery = Nursery(sys.executable, [], os.environ)
+    program = nursery.stand_in("forked")
+
+    @contextmanager
+    def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+        with subprocess.Popen(
+            [program, *arguments], env=environment, stdout=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    yield started
+    nursery.close()
+
+
+def told(process: subprocess.Popen[str]) -> tuple[psutil.Process, list[str]]:
+    """The fork, and what it says of its environment and arguments."""
+    assert process.stdout is not None
+    pid, *words = process.stdout.readline().split()
+    return psutil.Process(int(pid)), words
+
+
+@pytest.mark.parametrize(("word", "status"), [("end", 3), ("die", -signal.SIGKILL)])
+def test_it_ends_as_the_fork_does(start: Start, word: str, status: int) -> None:
+    with start("-u", "-m", "forked", word, "more") as process:
+        assert process.stdout is not None
+        pid, *words = process.stdout.read().split()
+        assert words == ["given", word, "more"]
+        assert process.wait(30) == status
+        assert int(pid) != process.pid
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_fork_ends_with_it(start: Start, number: int) -> None:
+    with start("-m", "forked", "wait") as process:
+        fork, _ = told(process)
+        process.send_signal(number)
+        fork.wait(30)
+        assert process.wait(30) == -number
+
+
+def test_all_else_python_itself_runs(start: Start) -> None:
+    with start("-c", "import os; print(os.getpid())") as process:
+        assert process.stdout is not None
+        assert int(process.stdout.read()) == process.pid
+        assert process.wait(30) == 0
