@@ -8,6 +8,7 @@ comes from a page of another origin, is refused. Nothing can be changed through 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import secrets
 import webbrowser
@@ -161,6 +162,8 @@ def encode(answer: Any) -> bytes:
 async def serve(folder: Folder, port: int, say: Callable[[str], None], *, opens: bool) -> None:
     """Serve until cancelled. Raises ConfigError if the port is taken."""
     server = Server(folder, port)
+    gc.freeze()  # rows are many and none refers to another: few looks for cycles
+    gc.set_threshold(200_000, 20, 100)
     try:
         await server.start()
     except OSError as error:

@@ -29,6 +29,14 @@ SEARCH_S = 20.0
 SUMMARY_FILE = "summary.json"
 MAX_CHANGED = 200
 Figures = dict[str, Any]
+_NOTHING: Any = ()
+
+
+class _WithoutText(EvalRow):
+    """A row whose text is not looked at: it is most of the file."""
+
+    segments: msgspec.Raw = msgspec.Raw(b"")  # type: ignore[assignment]
+    abandoned: msgspec.Raw = msgspec.Raw(b"")  # type: ignore[assignment]
 
 
 class Evaluation:
@@ -136,8 +144,8 @@ class Evaluation:
                 self._rows, place, self._num_unreadable = {}, 0, 0
             for line in lines:
                 try:
-                    row = decode(line, EvalRow)
-                    row.segments, row.abandoned = [], []
+                    row = decode(line, _WithoutText)
+                    row.segments, row.abandoned = _NOTHING, _NOTHING
                     self._rows[row.key] = (row, place, len(line))
                 except ForeignError:
                     self._num_unreadable += 1

@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from launchers.viewing.api import encode
+from launchers.viewing.folder import Folder
 from tests.support.viewed_run import (
     HOSTILE,
     RESULT,
@@ -170,7 +172,7 @@ def test_all_trees_and_the_scatter(shown: Viewed, open_page: Open) -> None:
     page.select_option("label:has-text('across') select", "step")
     box = page.locator("canvas.scatter").bounding_box()
     for x in range(20, int(box["width"]), 6):  # somewhere there is a point
-        page.mouse.move(box["x"] + x, box["y"] + box["height"] - 30)  # where the reward is least
+        page.mouse.move(box["x"] + x, box["y"] + box["height"] - 30)  # the least reward
         if "step" in text_of(page, ".told"):
             break
     assert re.search(r"step \d, tree \d: trained", text_of(page, ".told"))
@@ -356,7 +358,10 @@ def test_a_hundred_thousand_rows(tmp_path: Path, open_page: Open) -> None:
     assert len(parts) == 2
     with (folder / "rows.jsonl").open("wb") as file:
         file.writelines(b"q-%06d".join(parts) % number for number in range(NUM_ROWS))
-    page = open_page(viewed.at("evaluations/large"))
+    figures = Folder(viewed.run.folder).answer("evaluations/after_rl/figures")
+    (folder / "summary.json").write_bytes(encode(figures))  # those of so many take a while
+    page = open_page(viewed.at("evaluations"))
+    page.goto(viewed.at("evaluations/large"))
     page.wait_for_selector(".grid-foot:has-text('100,000 rows')", timeout=120_000)
     most = 0
     for place in (0.3, 0.7, 1.0):

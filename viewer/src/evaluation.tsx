@@ -1,6 +1,6 @@
 // Evaluations: their figures with intervals, two compared, rows and transcripts.
 
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useEffect, useMemo, useState } from "preact/hooks";
 
 import { Chart } from "./chart";
 import { go, link } from "./route";
@@ -521,10 +521,7 @@ export function EvaluationPage(props: { run: Run; parts: string[]; query: URLSea
   const [id = "", second, third] = props.parts;
   const version = props.versions[id];
   const index = useAnswer<EvaluationIndex>(`evaluations/${id}`, {}, version);
-  const figures = useAnswer<Summary>(second === undefined ? `evaluations/${id}/figures` : null, {}, version);
-  // what is shown stays while a newer answer comes
-  const latest = useRef<EvaluationIndex | null>(null);
-  if (index.value?.id === id || index.value !== undefined) latest.current = index.value;
+  const figures = useAnswer<Summary>(second === undefined && index.value !== undefined ? `evaluations/${id}/figures` : null, {}, version);
   if (second === "against" && third !== undefined) return <ComparePage run={props.run} first={id} second={third} versions={props.versions} />;
   if (second !== undefined) return <Waiting answer={index}>{(value) => <RowPage id={id} place={Number(second)} index={value} query={props.query} />}</Waiting>;
   return (
