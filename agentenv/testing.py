@@ -58,7 +58,10 @@ async def check_tool_env(
     tools = await _tools(make, task)
     if renderer == "tags":
         _check_callable(tools)
-    actions = [_message(action, tools) for action in actions]
+    await _check_env(make, task, [_message(action, tools) for action in actions])
+
+
+async def _check_env(make: Make, task: Task, actions: Sequence[Message]) -> None:
     before = getstate()
     held: list[list[float]] = [[], []]
     reference = await play(make, task, actions, held[0])

@@ -22,7 +22,8 @@ from msgspec import Struct, field
 from agentenv.config import Tree, changes, upgrade
 from agentenv.disk import PARTIAL, explain, naming, write_whole
 from agentenv.errors import ConfigError, DataError
-from agentenv.renderer import TAGS, THOUGHT_OPEN
+from agentenv.renderer import THOUGHT_OPEN
+from agentenv.tags import TAGS
 from agentenv.types import Message, Task, ToolCall
 from envs.grading.verdict import final_answer
 from launchers.config import WHERE
