@@ -84,7 +84,7 @@ class Renderer(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
     def check_tools(self, tools: ToolSchemas) -> None:
         """Raises ConfigError, with what to do, for a tool that the policy could not call."""
-        ...
+        return None
 
     def neutralise(self, text: str, tools: ToolSchemas) -> str:
         """Text that is not ours, unable to forge what the protocol gives a meaning."""

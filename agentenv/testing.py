@@ -58,13 +58,16 @@ async def check_tool_env(
     tools = await _tools(make, task)
     if renderer == "tags":
         _check_callable(tools)
-    said = [_message(action, tools) for action in actions]
+    await _check_env(make, task, [_message(action, tools) for action in actions])
+
+
+async def _check_env(make: Make, task: Task, actions: Sequence[Message]) -> None:
     before = getstate()
     held: list[list[float]] = [[], []]
-    reference = await play(make, task, said, held[0])
+    reference = await play(make, task, actions, held[0])
     assert getstate() == before, "an episode changed the state of the global random generator"
     check_end(reference)
-    again = await play(make, task, said, held[1])
+    again = await play(make, task, actions, held[1])
     same(reference, again, "two episodes with one seed")
     for number, seconds in enumerate(map(min, *held)):  # the first call may load something
         assert seconds <= HELD_S, (
@@ -73,16 +76,16 @@ async def check_tool_env(
             "(asyncio.to_thread) or a process"
         )
     await _check_reset_and_close(make, task)
-    await _check_second_reset(make, task, said, reference)
-    await _check_finish(make, task, said)
-    await _check_concurrency(make, task, said, reference)
-    await _check_cancellation(make, task, said)
+    await _check_second_reset(make, task, actions, reference)
+    await _check_finish(make, task, actions)
+    await _check_concurrency(make, task, actions, reference)
+    await _check_cancellation(make, task, actions)
     async with _begun(make, task, ()) as env:
         fork_mode = env.fork_mode
     assert fork_mode in get_args(ForkMode), f"fork_mode is {fork_mode!r}"
     if fork_mode != "none":
-        await _check_forks(make, task, said, reference)
-        await _check_concurrent_forks(make, task, said, reference)
+        await _check_forks(make, task, actions, reference)
+        await _check_concurrent_forks(make, task, actions, reference)
 
 
 async def _tools(make: Make, task: Task) -> Sequence[dict[str, Any]]:

@@ -65,6 +65,7 @@ async def test_the_stateful_tools_keep_the_contract(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_it_trains_and_is_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tests.support.rank_here import rank_here  # loads torch
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from agentenv import tool
 from agentenv.config import load_config
+from launchers import train
 from launchers.assembly import Assembly, once
 from launchers.checks import CHECKS, Finding, findings
 from launchers.config import TrainConfig
@@ -86,3 +88,20 @@ async def test_a_part_is_built_once() -> None:
         assembly = Counting(None, Path(), stack, print)  # type: ignore[arg-type]
         assert await assembly.model() == await assembly.model() == Path("model")
         assert assembly.num_built == 1
+
+
+@tool
+def answer(text: str) -> str:
+    """A tool whose tag is one of the protocol's own."""
+    return text
+
+
+@pytest.mark.parametrize("more", [["--dry-run"], []])
+def test_a_tool_that_cannot_be_called_is_refused_with_what_to_do(
+    warehouse: Path, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tools = "env.tools=[{name='tests.launchers.test_checks:answer'}]"
+    assert train.main([str(warehouse), tools, f"run.dir={tmp_path}", *more]) == 2
+    told = capsys.readouterr().err
+    assert "me/Warehouse-v0: the tag protocol cannot call the tool 'answer'" in told
+    assert "give the tool another name, or choose renderer.name = 'native'" in told

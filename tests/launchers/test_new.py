@@ -75,6 +75,7 @@ def test_its_own_test_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: None) -> None:
     new.make_folder("dice_trained", tmp_path)
     monkeypatch.chdir(tmp_path)
