@@ -40,6 +40,10 @@ PARTS = {
         "A fault storm of at least 20 minutes, on two vLLM servers on the CPU",
         ["launchers/bench.py", "chaos", "--long"],
     ),
+    "nodes": (
+        "A node of a Ray cluster killed in mid-run, ten times on two nodes and once on four",
+        [*PYTEST, "-rP", "--show-capture", "no", "--repeats", "10", "tests/launchers/test_ray.py"],
+    ),
     "soak": ("What the processes of a run hold after 30 minutes", ["launchers/bench.py", "soak"]),
     "attacks": (
         "Attacks on every rung of the sandbox",

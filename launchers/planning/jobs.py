@@ -162,11 +162,13 @@ def manifests(
             cluster,
             name,
             spec={
+                "clusterIP": "None",  # its name is the pod's address, for engine servers as well
+                "publishNotReadyAddresses": True,
                 "selector": _labels(name, "controller"),
                 "ports": [{"name": "workers", "port": cluster.port, "targetPort": cluster.port}],
             },
         ),
-        _object(NETWORKING, "NetworkPolicy", cluster, name, spec=_policy(name, cluster)),
+        _object(NETWORKING, "NetworkPolicy", cluster, name, spec=_policy(name)),
         _job(cluster, name, "controller", _controller(cluster, arguments, run), {}),
         _job(
             cluster,
@@ -194,17 +196,12 @@ def _object(
     return {"apiVersion": version, "kind": kind, "metadata": metadata, **rest}
 
 
-def _policy(name: str, cluster: KubernetesCluster) -> dict[str, Any]:
-    ports = [{"protocol": "TCP", "port": cluster.port}]
+def _policy(name: str) -> dict[str, Any]:
+    """Workers alone reach the controller, and the engine servers beside it."""
     return {
         "podSelector": {"matchLabels": _labels(name, "controller")},
         "policyTypes": ["Ingress"],
-        "ingress": [
-            {
-                "from": [{"podSelector": {"matchLabels": _labels(name, "worker")}}],
-                "ports": ports,
-            }
-        ],
+        "ingress": [{"from": [{"podSelector": {"matchLabels": _labels(name, "worker")}}]}],
     }
 
 

@@ -4,6 +4,7 @@ and the learner get theirs.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -90,7 +91,8 @@ class RayRanks:
     def _launch(self, rank: int, log_path: Path, env: dict[str, str]) -> Launch:
         command = [self._cluster.python or sys.executable, "-m", "learners.worker"]
         log, needs = str(log_path.absolute()), self._cluster.of_rank()
-        return Launch(f"rank-{rank}", command, env, log, needs)
+        own = {name: os.environ[name] for name in self._cluster.env if name in os.environ}
+        return Launch(f"rank-{rank}", command, own | env, log, needs)
 
     async def ended(self, rank: int) -> str:
         return await self._places.ended(f"rank-{rank}")

@@ -263,6 +263,7 @@ def test_manifests_for_kubernetes(capsys: pytest.CaptureFixture[str], tmp_path: 
     service = found["Service", name]["spec"]
     labels = controller["template"]["metadata"]["labels"]
     assert service["selector"] == labels
+    assert service["clusterIP"] == "None"  # engine servers have ports of their own
     assert found["NetworkPolicy", name]["spec"]["podSelector"]["matchLabels"] == labels
     for job in (controller, workers):
         pod = job["template"]["spec"]
