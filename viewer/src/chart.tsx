@@ -23,6 +23,7 @@ interface Props {
   theme: string;
   xLabel?: string;
   log2?: boolean;
+  labels?: string[]; // of the places 0, 1, ... in place of numbers
 }
 
 const HEIGHT = 190;
@@ -71,13 +72,13 @@ export function Chart(props: Props) {
         padding: [8, 8, 0, 0],
         cursor: { sync: { key: props.xLabel ?? "step" }, drag: { x: true, y: false }, points: { size: 6 } },
         legend: { live: true },
-        scales: { x: { time: false, ...(props.log2 ? { distr: 3, log: 2 } : {}) }, y: { range: (_, low, high) => range(low, high, props.from, props.to) } },
+        scales: { x: { time: false, ...(props.log2 ? { distr: 3, log: 2 } : {}), ...(props.labels ? { range: [-0.5, props.labels.length - 0.5] } : {}) }, y: { range: (_, low, high) => range(low, high, props.from, props.to) } },
         axes: [
-          { ...axis, size: 26, gap: 3, ...(props.log2 ? { splits: () => props.x, values: (_: uPlot, at: number[]) => at.map(String) } : { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] }) },
+          { ...axis, size: 26, gap: 3, ...(props.labels ? { splits: () => props.x, values: (_: uPlot, at: number[]) => at.map((one) => named(props.labels ?? [], one, width)) } : props.log2 ? { splits: () => props.x, values: (_: uPlot, at: number[]) => at.map(String) } : { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] }) },
           { ...axis, size: 46, gap: 3, values: (_, at) => at.map(tick) },
         ],
         series: [
-          { label: props.xLabel ?? "step", value: (_, v) => (v === null ? "" : num(v)) },
+          { label: props.xLabel ?? "step", value: (_, v) => (v === null ? "" : (props.labels?.[v] ?? num(v))) },
           ...props.series.map((one, place) => ({
             label: one.label,
             stroke: seriesColour(place),
@@ -99,7 +100,7 @@ export function Chart(props: Props) {
       made.destroy();
       plot.current = null;
     };
-  }, [width, names, props.theme, props.height]);
+  }, [width, names, props.theme, props.height, props.labels?.join()]);
 
   useEffect(() => {
     plot.current?.setData([props.x, ...props.series.map((one) => one.values)] as uPlot.AlignedData);
@@ -107,6 +108,12 @@ export function Chart(props: Props) {
   }, [props.x, props.series]);
 
   return <div class="chart" ref={box} />;
+}
+
+/** As many names as there is room for. */
+function named(labels: string[], place: number, width: number): string {
+  const every = Math.ceil((labels.length * 76) / Math.max(1, width - 60));
+  return Number.isInteger(place) && place % every === 0 ? (labels[place] ?? "") : "";
 }
 
 function tick(value: number): string {

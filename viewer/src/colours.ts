@@ -39,7 +39,7 @@ export function versionOf(tree: Tree, node: Node, i: number): number {
 export function scaleOf(tree: Tree, mode: string): Scale {
   let most = 1;
   if (mode === "entropy") most = Math.max(0.1, quantile(tree.nodes.flatMap((node) => finite(node.entropies)), 0.98));
-  if (mode === "advantage") most = Math.max(1e-6, ...tree.nodes.flatMap((node) => (node.ids.length ? finite([node.adv_pos, node.adv_neg]).map(Math.abs) : [])));
+  if (mode === "advantage") most = Math.max(1e-6, ...tree.nodes.flatMap((node) => (node.ids.length ? shares(node).map(Math.abs) : [])));
   if (mode === "gap") most = Math.max(0.01, quantile(tree.nodes.flatMap((node) => node.ids.flatMap((_, i) => finite([gapOf(node, i)]).map(Math.abs))), 0.98));
   return { mode, most, tree };
 }
@@ -69,9 +69,15 @@ export function tone(scale: Scale, node: Node, i: number): string {
   return "";
 }
 
+/** Positive and negative advantage of a turn for each trajectory that shares it. */
+function shares(node: Node): [number, number] {
+  const weight = Math.max(1, node.weight ?? 1);
+  return [(node.adv_pos ?? 0) / weight, (node.adv_neg ?? 0) / weight];
+}
+
 /** Of all tokens of a turn: positive, negative, or both signs at once. */
 export function signs(node: Node, most: number): string {
-  const [up, down] = [node.adv_pos ?? 0, node.adv_neg ?? 0];
+  const [up, down] = shares(node);
   if (node.adv_pos === undefined) return "unknown";
   const [a, b] = [level(up / most, 4) || (up > 0 ? 1 : 0), level(-down / most, 4) || (down < 0 ? 1 : 0)];
   if (a && b) return `both b${Math.max(a, b)}`;

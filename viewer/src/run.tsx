@@ -89,7 +89,7 @@ function Evaluations(props: { rows: Row[]; theme: string }) {
   const found = useMemo(() => {
     const rows = props.rows.filter((row) => Object.keys(row).some((key) => /^eval\/.*\/success$/.test(key)));
     const keys = keysOf(rows).filter((key) => /^eval\/.*\/success$/.test(key) && (byKind || key.split("/").length === 3));
-    return { x: rows.map((row) => row["step"] as number), phases: rows.map((row) => String(row["phase"] ?? "")), keys, rows };
+    return { x: rows.map((_, i) => i), phases: rows.map((row) => String(row["phase"] ?? `step ${String(row["step"])}`).replace(/^step-0*/, "step ")), keys, rows };
   }, [props.rows, byKind]);
   const series = useMemo<Series[]>(
     () =>
@@ -111,7 +111,7 @@ function Evaluations(props: { rows: Row[]; theme: string }) {
   );
   return (
     <Card title="Success in evaluations, 95 % interval" aside={aside} class="panel panel-wide">
-      <Chart x={found.x} series={series} from={0} to={1} theme={props.theme} height={230} />
+      <Chart x={found.x} series={series} from={0} to={1} theme={props.theme} height={230} xLabel="evaluation" labels={found.phases} />
     </Card>
   );
 }

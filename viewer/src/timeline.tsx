@@ -98,7 +98,7 @@ export function Timeline(props: { rows: Row[]; theme: string }) {
     context.fillStyle = colour("--muted");
     context.textAlign = "center";
     const step = niceStep(end / Math.max(2, width / 110));
-    for (let t = 0; t <= end; t += step) context.fillText(seconds(t), Math.min(width - 24, Math.max(LEFT + 10, LEFT + t * scale)), height - BELOW / 2);
+    for (let t = 0; t <= end; t += step) context.fillText(clock(t), Math.min(width - 24, Math.max(LEFT + 10, LEFT + t * scale)), height - BELOW / 2);
   }, [parts, width, height, props.theme]);
 
   const pointed = (event: PointerEvent) => {
@@ -139,6 +139,13 @@ export function Timeline(props: { rows: Row[]; theme: string }) {
       <p class="small told">{told || <span class="muted">{end > 0 ? "Each step in the order of its parts; evaluations and the cold start before the first step are left out. Point at a part to read it." : `This run has no ${lacks.join(", ")}.`}</span>}</p>
     </Card>
   );
+}
+
+function clock(t: number): string {
+  if (t < 60) return `${t} s`;
+  const [hours, minutes, rest] = [Math.floor(t / 3600), Math.floor((t % 3600) / 60), Math.floor(t % 60)];
+  const two = (value: number) => String(value).padStart(2, "0");
+  return hours ? `${hours}:${two(minutes)} h` : `${minutes}:${two(rest)} min`;
 }
 
 function niceStep(least: number): number {

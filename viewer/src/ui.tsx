@@ -12,6 +12,7 @@ export function cx(...names: (string | false | null | undefined)[]): string {
 /** A number for people: three digits that say something. */
 export function num(value: unknown, digits = 3): string {
   if (typeof value !== "number" || !Number.isFinite(value)) return "–";
+  if (value === 0) return "0"; // also what was -0
   if (Number.isInteger(value)) return value.toLocaleString("en");
   const size = Math.abs(value);
   if (size >= 1000) return value.toLocaleString("en", { maximumFractionDigits: 0 });
