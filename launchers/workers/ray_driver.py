@@ -18,7 +18,7 @@ from typing import Any
 
 from agentenv.cluster.link import StreamLink
 from agentenv.cluster.messages import BEAT_S, Alive, Figures, Say
-from agentenv.errors import ConfigError
+from agentenv.errors import ConfigError, WorkerError
 from agentenv.offload import in_thread
 from launchers import data
 from launchers.workers.main import main
@@ -41,6 +41,7 @@ from launchers.workers.ray_places import (
 INSTALL = "cluster.kind = ray needs the package ray: pip install 'agentenv[ray]'"
 LOOK_S = 2.0  # at nodes
 STOP_S = GRACE_S + 4.0
+NUM_STARTS = 4  # of a cluster, on a machine that is busy
 COUNTED = ("CPU", "GPU")
 
 # A process between us and what it starts, so that nothing of Ray is above that one.
@@ -144,20 +145,28 @@ class Ray:
                 "include_dashboard": False,
                 "object_store_memory": setup.object_store_bytes,
             }
-        try:
-            self.ray.init(
-                **({"address": setup.address} | options),
-                log_to_driver=False,
-                configure_logging=False,
-                namespace="agentenv",
-            )
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-            where = setup.address or "of this machine"
-            raise ConfigError(
-                f"cluster.address: the Ray cluster {where} cannot be reached: "
-                f"{str(error).partition(chr(10))[0]}; start one with `ray start --head` here and "
-                "`ray start --address=HOST:6379` on other nodes, or leave cluster.address empty"
-            ) from error
+        for attempt in range(NUM_STARTS):
+            try:
+                self.ray.init(
+                    **({"address": setup.address} | options),
+                    log_to_driver=False,
+                    configure_logging=False,
+                    namespace="agentenv",
+                )
+                return
+            except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+                where = setup.address or "of this machine"
+                raise ConfigError(
+                    f"cluster.address: the Ray cluster {where} cannot be reached: "
+                    f"{_first_line(error)}; start one with `ray start --head` here and "
+                    "`ray start --address=HOST:6379` on other nodes, or leave cluster.address empty"
+                ) from error
+            except Exception as error:  # it gives a node half a minute to come up
+                self.ray.shutdown()
+                if attempt == NUM_STARTS - 1:
+                    raise WorkerError(
+                        f"Ray does not come up here: {_first_line(error)}; is the machine busy?"
+                    ) from error
 
     def nodes(self) -> dict[str, dict[str, float]]:
         """CPUs and GPUs of nodes that are there."""
@@ -223,6 +232,10 @@ class Ray:
         if (group := self.groups.pop(name, None)) is not None:
             with suppress(Exception):
                 self.ray.util.remove_placement_group(group)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 class _Held:

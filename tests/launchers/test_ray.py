@@ -46,7 +46,7 @@ def _light(warehouse: Path) -> Iterator[None]:
 
 def patiently(begin: Callable[[], Any]) -> Any:
     """Ray gives a node half a minute to come up, which a busy machine may not have."""
-    for _ in range(2):
+    for _ in range(5):
         with suppress(Exception):
             return begin()
     return begin()
