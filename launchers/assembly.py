@@ -12,8 +12,10 @@ The set-up of a new run goes before the first part that is made of something in 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -47,14 +49,16 @@ A = TypeVar("A", bound="Assembly[Any]")
 
 
 def once(build: Callable[[A], Awaitable[P]]) -> Callable[[A], Coroutine[Any, Any, P]]:
-    """A method that builds a part when it is first called, and gives the same one ever after. Two
-    first calls must not overlap."""
+    """A method that builds a part when it is first called, and gives the same one ever after."""
     name = build.__name__
 
     @functools.wraps(build)
     async def part(self: A) -> P:
         if name not in self.built:
-            self.built[name] = await build(self)
+            # What starts beside the checks asks for it, too; a subclass asks within its own.
+            async with self.building[build.__qualname__]:
+                if name not in self.built:
+                    self.built[name] = await build(self)
         found: P = self.built[name]
         return found
 
@@ -104,6 +108,7 @@ class Assembly(Generic[C]):
         self.checkpoint = checkpoint
         self.ends = 0  # rows that are read of each end of a data file; 0: all
         self.built: dict[str, Any] = {}
+        self.building: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def resolve(self, text: str) -> Path:
         """A path of the configuration."""

@@ -88,13 +88,16 @@ class Finding(NamedTuple):
 
 
 async def findings(
-    assembly: Assembly[Any], last: Needs = "parts", without: Collection[str] = ()
+    assembly: Assembly[Any],
+    last: Needs = "parts",
+    without: Collection[str] = (),
+    first: Needs = "configuration",
 ) -> AsyncIterator[Finding]:
-    """Every check of the command up to those that need `last`, whether or not others have passed,
-    but for those whose names are in `without`.
+    """Every check of the command from those that need `first` to those that need `last`, whether or
+    not others have passed, but for those whose names are in `without`.
     A part that cannot be built is an error of each check that needs the part."""
     stages = get_args(Needs)
-    wanted = stages[: stages.index(last) + 1]
+    wanted = stages[stages.index(first) : stages.index(last) + 1]
     for check in CHECKS:
         if check.needs not in wanted or not isinstance(assembly.config, check.of):
             continue
@@ -108,9 +111,11 @@ async def findings(
             yield Finding(check.name)
 
 
-async def refuse(assembly: Assembly[Any], last: Needs = "parts") -> None:
+async def refuse(
+    assembly: Assembly[Any], last: Needs = "parts", first: Needs = "configuration"
+) -> None:
     """Raise the error of the first check that does not pass."""
-    async for finding in findings(assembly, last):
+    async for finding in findings(assembly, last, first=first):
         if finding.error is not None:
             raise finding.error
 

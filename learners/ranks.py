@@ -40,6 +40,7 @@ from learners.learner import Agreement, LearnerConfig, OptimizerConfig, Score
 
 ADDRESS_VARIABLE = "AGENTENV_LEARNER_ADDRESS"  # host:port of the controller
 TOKEN_VARIABLE = "AGENTENV_LEARNER_TOKEN"
+BACKEND_VARIABLE = "AGENTENV_LEARNER_BACKEND"  # of ranks that are started here: to be imported
 
 PREFIX_BYTES = 8
 
@@ -369,6 +370,7 @@ async def spawn(
     token: str,
     gpus: Sequence[str] = (),
     allocator: str = "",
+    backend: str = "",
 ) -> asyncio.subprocess.Process:
     """Start a rank on this machine, in a session of its own."""
     with open_log(log_path) as log:
@@ -379,7 +381,7 @@ async def spawn(
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=environment(rank, num_ranks, num_threads, address, token, gpus, allocator),
+            env=environment(rank, num_ranks, num_threads, address, token, gpus, allocator, backend),
             start_new_session=True,
         )
 
@@ -392,6 +394,7 @@ def environment(
     token: str,
     gpus: Sequence[str] = (),
     allocator: str = "",
+    backend: str = "",
 ) -> dict[str, str]:
     """All environment variables of a rank on this machine."""
     path = os.pathsep.join(filter(None, [PACKAGES, os.environ.get("PYTHONPATH")]))
@@ -406,6 +409,8 @@ def environment(
         "OMP_NUM_THREADS": str(num_threads),
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve the rollouts beside them
     }
+    if backend:
+        found[BACKEND_VARIABLE] = backend
     if gpus:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if allocator:
@@ -574,6 +579,7 @@ class RankGroup:
                     token,
                     self.gpus,
                     config.allocator,
+                    config.backend,
                 )
             )
 

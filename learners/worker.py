@@ -434,6 +434,8 @@ def main() -> None:
         )
         connection.sendall(wire.pack_frame(hello))
         threading.Thread(target=end_with_controller, args=(connection,), daemon=True).start()
+        if os.environ.get(wire.BACKEND_VARIABLE) == "deepspeed":
+            import deepspeed  # noqa: F401 - while the controller looks at what it was given
         try:
             serve(connection, meeting, own)
         except ConnectionError:  # the controller is gone; there is nobody to tell

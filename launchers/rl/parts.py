@@ -6,8 +6,8 @@ import asyncio
 import copy
 import logging
 import shutil
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from agentenv.engine import Engine, EngineStart, ServerStarter
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.env import Env
-from agentenv.errors import AgentEnvError
 from agentenv.model_files import vocab_size
 from agentenv.offload import in_thread
 from agentenv.plan import RolloutPlan
@@ -119,11 +118,12 @@ async def build_parts(
         if cluster.engines:
             assembly.engine_servers = far_servers(cluster, ray, run.path, stack, say)
         if cluster.learner:
-            assembly.ranks = RayRanks(cluster, ray)
-    if checkpoint is not None:  # it has been found in order before
-        assembly.begin_ranks()
-    await refuse(assembly)
-    return await assembly.parts()
+            assembly.rank_places = RayRanks(cluster, ray)
+    if checkpoint is None:  # else it has been found in order before
+        await refuse(assembly, "files")
+    async with assembly.starting():
+        await refuse(assembly, first="model" if checkpoint is None else "configuration")
+        return await assembly.parts()
 
 
 class TrainingAssembly(AskingAssembly[TrainConfig]):
@@ -140,7 +140,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         say: Say,
     ) -> None:
         trained = training_set(config)
-        self._starting: asyncio.Task[RankGroup] | None = None
+        self._starting: asyncio.Task[object] | None = None
         sets = {TRAINED: trained}
         for name, one in config.eval.sets.items():
             sets[eval_key(name)] = replace(
@@ -160,7 +160,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         )
         self.ray: RayPlaces | None = None
         self.engine_servers: ServerStarter = self.servers
-        self.ranks: RankPlaces | None = None  # where ranks are, unless here
+        self.rank_places: RankPlaces | None = None  # where ranks are, unless here
 
     @once
     async def model(self) -> Path:
@@ -237,29 +237,55 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         check_stages(sft, learned)
         return learned, gate
 
-    def begin_ranks(self) -> None:
-        """Let the learner's ranks start beside what is checked from now on: they import for
-        seconds."""
-        starting = self._starting = asyncio.create_task(self._start_ranks())
+    @asynccontextmanager
+    async def starting(self) -> AsyncIterator[None]:
+        """What takes long starts beside what goes on inside: all of a run that was found in order
+        before, else the ranks of the learner, which import for seconds."""
+        work: Coroutine[Any, Any, object]
+        if self.checkpoint is not None and not self.config.roles:  # whose servers come first
+            work = self.learner_and_engine()
+        elif self.checkpoint is not None or self.config.learner.launch == "local":
+            work = self.ranks()
+        else:
+            yield
+            return
+        starting = self._starting = asyncio.create_task(work)
+        try:
+            yield
+        finally:
+            starting.cancel()
+            await asyncio.wait([starting])
+            if not starting.cancelled():
+                starting.exception()  # `parts` has raised it, unless another came before
+
+    @once
+    async def ranks(self) -> RankGroup:
+        """Those of the learner, with nothing in them yet. They leave no log that nobody needs."""
+        log = self.folder / LEARNER_LOG
+        is_new = not log.exists()
+
+        def forget_logs() -> None:
+            for path in self.folder.glob(f"{log.stem}*{log.suffix}") if is_new else ():
+                path.unlink()
 
         async def close() -> None:
-            starting.cancel()
-            with suppress(AgentEnvError, asyncio.CancelledError):
-                await (await starting).close()
+            await group.close()
+            if "learner" not in self.built:
+                forget_logs()
 
+        try:
+            group = await start_ranks(self.config.learner, log, await self.gpus(), self.rank_places)
+        except asyncio.CancelledError:  # the run is refused
+            forget_logs()
+            raise
         self.stack.push_async_callback(close)
-
-    async def _start_ranks(self) -> RankGroup:
-        config, log = self.config.learner, self.folder / LEARNER_LOG
-        return await start_ranks(config, log, await self.gpus(), self.ranks)
+        return group
 
     @once
     async def learner(self) -> DeepSpeedLearner:
         """The learner, started, at the policy version of the checkpoint; asleep where it shares its
         GPUs with the engine."""
         config, gpus = self.config, await self.gpus()
-        if self.ranks is not None and self._starting is None:
-            self.begin_ranks()
         learner = await DeepSpeedLearner.start(
             config.learner,
             config.algorithm,
@@ -267,7 +293,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             self.folder / LEARNER_LOG,
             seed=config.run.seed,
             gpus=gpus,
-            ranks=None if self._starting is None else await self._starting,
+            ranks=await self.ranks(),
         )
         self.stack.push_async_callback(learner.close)
         if self.checkpoint is not None:
@@ -315,6 +341,8 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         """All parts, started."""
         config = self.config
         questions, prompts = await self.questions(), await self.probe_prompts()
+        if self._starting is not None:
+            await self._starting
         learner, engine = await self.learner_and_engine()
         weights = self.stack.enter_context(weights_directory(self._between()))
         probe = ParityProbe(engine, learner, prompts)

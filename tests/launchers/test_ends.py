@@ -19,12 +19,13 @@ import pytest
 
 from agentenv.archive import Archive, StepHeader, read_step, steps_of
 from agentenv.engines.scripted import ScriptedEngine
-from agentenv.errors import EngineDeadError, LearnerError
+from agentenv.errors import DataError, EngineDeadError, LearnerError
 from agentenv.tools import FunctionTool
 from agentenv.tree import TrajectoryTree
 from agentenv.types import ToolResult
 from launchers import saver, train
 from launchers.rl import evaluations
+from launchers.rl.parts import TrainingAssembly
 from launchers.rl.recorder import Recorder
 from launchers.rl.state import RunSaver
 from launchers.rl.training import StepAccounts
@@ -606,3 +607,81 @@ def test_an_evaluation_that_fails_is_a_gap_in_the_curve(
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluated = [row["phase"] for row in rows if "eval/a/success" in row]
     assert sorted(evaluated) == ["after_rl", "before_sft", "step-000004"]
+
+
+# What takes long starts beside what is looked at before.
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.01)
+
+
+def test_learner_and_engine_start_while_the_rest_is_looked_at(
+    warehouse: Path, rank: type[ToyRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks of a new run, which import for seconds; of one that goes on the weights, too."""
+    renderers, commands = TrainingAssembly.renderers, list[str]()
+    is_there: Callable[[], object] = lambda: ToyRank.alive  # noqa: E731
+
+    async def waiting(self: TrainingAssembly) -> Any:
+        await until(is_there)
+        return await renderers(self)
+
+    monkeypatch.setattr(ToyRank, "at", staticmethod(commands.append))
+    monkeypatch.setattr(TrainingAssembly, "renderers", waiting)
+    assert train.main(arguments(warehouse, "beside", "train.num_steps=1")) == 0
+    commands.clear()
+    is_there = lambda: "Load" in commands  # noqa: E731
+    goes_on(warehouse, "beside")
+
+
+@pytest.mark.parametrize("is_slow", [False, True], ids=["started", "starting"])
+def test_a_run_that_is_refused_meanwhile_leaves_nothing(
+    warehouse: Path,
+    rank: type[ToyRank],
+    is_slow: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    start, began = ToyRank.start, []
+
+    async def starting(self: ToyRank, timeout_s: float) -> None:
+        self.log_path.write_text("it imports\n")
+        began.append(self)
+        try:
+            await asyncio.sleep(3600 if is_slow else 0)
+            await start(self, timeout_s)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def refused(self: TrainingAssembly) -> Any:
+        await until(lambda: began if is_slow else ToyRank.alive)
+        raise DataError("row 3: no question")
+
+    monkeypatch.setattr(ToyRank, "start", starting)
+    monkeypatch.setattr(TrainingAssembly, "renderers", refused)
+    assert train.main(arguments(warehouse, f"refused-{is_slow}".lower())) == 2
+    assert "row 3: no question" in capsys.readouterr().err
+    assert not ToyRank.alive
+    assert not (warehouse.parent / "runs" / f"refused-{is_slow}".lower()).exists()
+
+
+def test_a_learner_that_does_not_come_up_is_told_once(
+    warehouse: Path,
+    rank: type[ToyRank],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tries: list[float] = []
+
+    async def failing(self: ToyRank, timeout_s: float) -> None:
+        tries.append(timeout_s)
+        raise LearnerError("the learner ended with exit code 1")
+
+    monkeypatch.setattr(ToyRank, "start", failing)
+    assert train.main(arguments(warehouse, "no-learner")) == 1
+    assert capsys.readouterr().err.count("the learner ended with exit code 1") == 1
+    assert len(tries) == 1

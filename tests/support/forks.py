@@ -45,9 +45,10 @@ async def spawn(
     token: str,
     gpus: Sequence[str] = (),
     allocator: str = "",
+    backend: str = "",
 ) -> Rank:
     """In place of that of `learners.ranks`."""
-    chosen = (rank, num_ranks, num_threads, address, token, gpus, allocator)
+    chosen = (rank, num_ranks, num_threads, address, token, gpus, allocator, backend)
     with ranks.open_log(log_path) as log:
         return Rank(
             project().fork(
