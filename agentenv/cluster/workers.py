@@ -149,6 +149,7 @@ class RolloutWorkers:
         self._homeless: list[_Growing] = []  # until a worker comes
         self._numbers = count()
         self._reason = ""  # why no worker will come any more
+        self._is_steered = False  # those that come are told of it
 
     # trees
 
@@ -211,7 +212,8 @@ class RolloutWorkers:
     async def join(self, name: str, link: Link) -> Left:
         """Let a worker take part until it is gone; its trees go on elsewhere."""
         worker = self._workers[name] = _Worker(name, link, self._actor.engine)
-        self._tell_steered(worker)
+        if self._is_steered:
+            self._tell_steered(worker)
         listening = asyncio.create_task(self._listen(worker))
         waiting, self._homeless = self._homeless, []
         for growing in waiting:
@@ -355,6 +357,7 @@ class RolloutWorkers:
     def steer(self) -> None:
         """Rollouts of workers are held back, or let go, as those of the controller's actor are, and
         have its limits of time."""
+        self._is_steered = True
         for worker in self._workers.values():
             self._tell_steered(worker)
 

@@ -284,16 +284,19 @@ def regrade_verdict(again: Sequence[Graded]) -> Verdict:
 
 
 def find_jumps(steps: Sequence[Step]) -> Iterator[Jump]:
-    """Steps whose rewards are far from those of the steps before; trees count once."""
+    """Steps whose rewards are far from those of the steps before; trees count once, and how far
+    they are from each other within a step is what is expected between steps."""
     means = [[fmean(one.rewards) for one in step.entries if one.rewards] for step in steps]
     every = [value for one in means for value in one]
     span = max(every, default=0.0) - min(every, default=0.0)
+    spread_within = [variance(one) for one in means if len(one) > 1]
+    deviation = math.sqrt(fmean(spread_within)) if spread_within else 0.0
     for place, now in enumerate(means):
         before = [value for one in means[max(0, place - NUM_BEFORE) : place] for value in one]
         if place < LEAST_BEFORE or len(now) < 2 or len(before) < 2:
             continue
         apart = fmean(now) - fmean(before)
-        error = math.sqrt(variance(now) / len(now) + variance(before) / len(before))
+        error = deviation * math.sqrt(1 / len(now) + 1 / len(before))
         error = max(error, 0.02 * span, 1e-9)
         if abs(apart) > FAR * error and abs(apart) > LEAST_SHARE * span:
             yield Jump(steps[place].header.step, fmean(before), fmean(now), apart / error)

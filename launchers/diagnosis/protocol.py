@@ -88,7 +88,7 @@ async def special_tokens(patient: Patient) -> str:
     renderer, (_, info) = renderers[TRAINED], episodes[TRAINED]
     tokenizer, tools = renderer.tokenizer, info.get("tools", ())
     texts = [str(one) for one in getattr(tokenizer, "all_special_tokens", ())]
-    added = getattr(tokenizer, "get_added_vocab", dict)()
+    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
     texts += [text for text in added if text not in texts]
     tags = [f"<{kind}{tool['name']}>" for tool in tools for kind in ("", "/")]
     check_special(renderer, tools, [*texts, *tags, "</result>", "<answer>"])

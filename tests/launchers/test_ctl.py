@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from launchers import ctl
-from launchers.steering import read_changes
+from launchers.steering import AskStatus, Status, UnreachableError, ask, read_changes
 from tests.support.forks import Command
 from tests.support.runs import rows_of
 
@@ -39,6 +39,15 @@ def slow(warehouse: Path) -> Path:
     return warehouse
 
 
+def has_begun(run: Path) -> bool:
+    """It trains, and has done a step."""
+    try:
+        status = ask(run, AskStatus()) if run.exists() else None
+    except UnreachableError:
+        return False
+    return isinstance(status, Status) and status.phase == "RL" and status.step > 0
+
+
 @contextmanager
 def running(slow: Path, name: str, *overrides: str) -> Iterator[tuple[Path, Command]]:
     """A run that answers, in phase RL."""
@@ -48,7 +57,7 @@ def running(slow: Path, name: str, *overrides: str) -> Iterator[tuple[Path, Comm
     chosen += (f"eval.sets.a.path={folder}/a.jsonl", "eval.sets.a.max_tasks=2", *overrides)
     with Command("launchers/train.py", str(slow), *chosen, log=log, path=[folder]) as process:
         deadline = time.monotonic() + START_S
-        while not (run / "trees").exists() or not list((run / "trees").iterdir()):
+        while not has_begun(run):
             assert process.poll() is None, process.said()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
@@ -179,14 +188,10 @@ def test_every_command_on_a_run_that_goes_on(
     assert "was killed" in capsys.readouterr().err
     with running(slow, "steered", "--resume") as (run, process):
         asked = Asked(run, capsys)
-        knobs = {one["key"]: one["value"] for one in asked.until("set", holds=_knobs_of_rl(asked))}
+        knobs = {one["key"]: one["value"] for one in asked("set")["knobs"]}
         assert (knobs["limits.max_seconds"], knobs["queue.max_rollouts"]) == (500, 3)
     log = (run / "run.log").read_text()
     assert "set in flight by launchers/ctl.py, and held on to: limits.max_seconds = 500" in log
-
-
-def _knobs_of_rl(asked: Asked) -> Callable[[Any], Any]:
-    return lambda reply: asked("status")["phase"] == "RL" and reply["knobs"]
 
 
 def test_trees_in_workers_are_reached_but_for_their_texts(
