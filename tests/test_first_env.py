@@ -25,7 +25,9 @@ SMALL += ['sft.stages=[{rows="clean", num_steps=2, until_gate=true}]', "checkpoi
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+    """The blocks of a language; "" for commands."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+    return [body for told, body in found if told == language]
 
 
 @pytest.fixture
