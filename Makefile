@@ -46,6 +46,12 @@ engine-vllm engine-sglang: environment
 viewer:
 	cd viewer && npm ci --no-fund --no-audit --silent && npm run --silent build
 
+# the site of docs/ in site/; a warning is an error
+.PHONY: docs
+docs: environment
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo "open site/index.html; with search: $(BIN)/python -m http.server --directory site"
+
 # Inspect and Inspect Scout, which the tests of exports open these with
 inspect: environment
 	@PYTHON="$(PYTHON)" sh .ci/$@
@@ -61,4 +67,4 @@ environment:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh .ci/environment
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-inspect .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-inspect .mypy_cache .ruff_cache .pytest_cache .hypothesis build site *.egg-info
