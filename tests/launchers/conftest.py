@@ -29,16 +29,23 @@ def here() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def drawing() -> dict[str, Any]:
-    """What draws the pictures of a run, by its name."""
+    """What draws pictures, by its name."""
     return undrawn.drawing()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _undrawn(drawing: dict[str, Any]) -> Iterator[None]:
-    """Only `finished` has pictures."""
+    """Only `finished` has pictures, and modules that use `drawn`."""
     patch = undrawn.leave_out()
     yield
     patch.undo()
+
+
+@pytest.fixture(scope="module")
+def drawn(_undrawn: None, drawing: dict[str, Any]) -> Iterator[None]:
+    """Runs and evaluations of this module have their pictures."""
+    with undrawn.undone(drawing):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -72,8 +79,6 @@ def finished(warehouse: Path, drawing: dict[str, Any]) -> Path:
     from tests.support.rank_here import rank_here
 
     overrides = [text.format(folder=warehouse.parent) for text in SETS]
-    with rank_here(), pytest.MonkeyPatch.context() as patch:
-        for name, draw in drawing.items():
-            patch.setattr(name, draw)
+    with rank_here(), undrawn.undone(drawing):
         assert train.main([str(warehouse), "run.name=finished", *overrides]) == 0
     return warehouse.parent / "runs" / "finished"

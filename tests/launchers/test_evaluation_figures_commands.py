@@ -14,6 +14,8 @@ from launchers.evaluation import compare, report
 from launchers.evaluation.store import EvalRow
 from tests.support.stored_evaluation import QUICK, mixed_rows, rows_of, write_evaluation
 
+pytestmark = pytest.mark.usefixtures("drawn")
+
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m|`*"
 
 

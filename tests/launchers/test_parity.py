@@ -97,7 +97,6 @@ def test_a_server_that_says_nothing_is_left_out_in_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.slow
 def test_an_engine_of_another_model_ends_the_run(
     warehouse: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,17 +1,23 @@
-"""Runs of tests leave out their pictures, which are half of the CPU time of a short one."""
+"""Runs and evaluations of tests leave out their pictures, most of the CPU time of short ones."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
-PICTURES = ("launchers.rl.report._plot", "launchers.rl.recorder.write_plots")
+PICTURES = (
+    "launchers.rl.report._plot",
+    "launchers.rl.recorder.write_plots",
+    "launchers.evaluation.report.plots_of",
+)
 
 
 def drawing() -> dict[str, Any]:
-    """What draws the pictures of a run, by its name."""
+    """What draws them, by its name."""
     return {name: resolve_name(name) for name in PICTURES}
 
 
@@ -19,5 +25,14 @@ def leave_out() -> pytest.MonkeyPatch:
     """In this process, until that is undone."""
     patch = pytest.MonkeyPatch()
     for name in PICTURES:
-        patch.setattr(name, lambda *_: [])
+        patch.setattr(name, lambda *_: {})
     return patch
+
+
+@contextmanager
+def undone(drawing: dict[str, Any]) -> Iterator[None]:
+    """Pictures are drawn again meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, draw in drawing.items():
+            patch.setattr(name, draw)
+        yield
