@@ -175,7 +175,7 @@ def test_all_trees_and_the_scatter(shown: Viewed, open_page: Open) -> None:
         page.mouse.move(box["x"] + x, box["y"] + box["height"] - 30)  # the least reward
         if "step" in text_of(page, ".told"):
             break
-    assert re.search(r"step \d, tree \d: trained", text_of(page, ".told"))
+    assert re.search(r"step \d, tree \d: (trained|failed)", text_of(page, ".told"))
 
 
 def test_a_tree_token_by_token(shown: Viewed, open_page: Open) -> None:
@@ -349,19 +349,18 @@ def test_a_small_screen(shown: Viewed, open_page: Open, scheme: str) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= 375, address
 
 
-def test_a_hundred_thousand_rows(tmp_path: Path, open_page: Open) -> None:
+def test_a_hundred_thousand_rows(growing: Viewed, open_page: Open) -> None:
     """Only those in sight are in the page."""
-    viewed = Viewed(tmp_path / "run")
-    folder = viewed.run.evaluation("large", [])
+    folder = growing.run.evaluation("large", [])
     line = msgspec.json.encode(row_of(10**5, 0, True)).replace(b"q-100000", b"q-%06d") + b"\n"
     parts = line.split(b"q-%06d")
     assert len(parts) == 2
     with (folder / "rows.jsonl").open("wb") as file:
         file.writelines(b"q-%06d".join(parts) % number for number in range(NUM_ROWS))
-    figures = Folder(viewed.run.folder).answer("evaluations/after_rl/figures")
+    figures = Folder(growing.run.folder).answer("evaluations/after_rl/figures")
     (folder / "summary.json").write_bytes(encode(figures))  # those of so many take a while
-    page = open_page(viewed.at("evaluations"))
-    page.goto(viewed.at("evaluations/large"))
+    page = open_page(growing.at("evaluations"))
+    page.goto(growing.at("evaluations/large"))
     page.wait_for_selector(".grid-foot:has-text('100,000 rows')", timeout=120_000)
     most = 0
     for place in (0.3, 0.7, 1.0):
@@ -375,7 +374,6 @@ def test_a_hundred_thousand_rows(tmp_path: Path, open_page: Open) -> None:
     assert most < 60
     page.wait_for_selector(f"#row-{NUM_ROWS - 1}")
     assert f"q-{NUM_ROWS - 1:06d}" in text_of(page, f"#row-{NUM_ROWS - 1}")
-    viewed.close()
 
 
 def test_an_exported_file_needs_nothing_else(
