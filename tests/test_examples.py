@@ -34,7 +34,7 @@ def guess(prompt: str, rng: Random) -> str:
     results = prompt.split("<result>\n")[1:]
     if results and rng.random() < 0.5:
         number = [word for word in results[-1].partition("\n")[0].split() if word.isdigit()]
-        return f"<think>so</think><answer>{number[-1] if number else 'gem'}</answer>"
+        return f"<think>so</think><answer>{rng.choice(number or ['gem'])}</answer>"
     question = prompt.partition("user\n")[2].partition("<|im_end|>")[0]
     words = question.replace("?", "").replace(".", "").split()
     if "gem" in words:
@@ -109,6 +109,7 @@ def test_it_trains(name: str, tmp_path: Path, forked_ranks: None) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     updates = [row for row in rows if "queue/num_trained" in row or row.get("step", 0) > 0]
     assert {row["step"] for row in updates} >= {1, 2}
+    assert sum(row.get("trees/trained", 0) for row in rows) > 0
     assert (run / "checkpoints" / "step-000002").is_dir()
     readme = (ROOT / "examples" / name / "README.md").read_text()
     assert f"examples/{name}/train.toml" in readme

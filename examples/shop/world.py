@@ -15,7 +15,7 @@ Zorvex Veltron Quandex Trilab Nexor Balmat Dynix Fexpath Gralrom Hovsys Jintek K
 Myrgild Paxzan Synyard
 """
 ITEMS = NAMES.split()
-KINDS = ("price", "some", "all")
+KINDS = ("price", "some", "every")
 
 
 def question(rng: Random, kind: str) -> dict[str, Any]:
@@ -23,11 +23,11 @@ def question(rng: Random, kind: str) -> dict[str, Any]:
     items = {item: [rng.randint(52, 99), rng.randint(52, 99)] for item in rng.sample(ITEMS, 6)}
     item = rng.choice(list(items))
     price, left = items[item]
-    count = {"price": 1, "some": rng.randint(20, left), "all": left}[kind]
+    count = {"price": 1, "some": rng.randint(20, left), "every": left}[kind]
     asked = {
         "price": f"What does one {item} cost?",
         "some": f"Order {count} {item}. What do they cost?",
-        "all": f"Order every {item} that is left. What do they cost?",
+        "every": f"Order every {item} that is left. What do they cost?",
     }[kind]
     row = {"question": asked, "answer": price * count, "kind": kind}
     return {**row, "items": items, "item": item, "count": count}
