@@ -176,7 +176,12 @@ class Signals:
         first = signal.SIGHUP if self.number == 0 else signal.SIGTERM
         os.kill(os.getpid(), first)
         if self.number == 2:
-            threading.Timer(0.005, os.kill, (os.getpid(), signal.SIGINT)).start()
+            second = (os.kill, os.getpid(), signal.SIGINT)
+            try:
+                asyncio.get_running_loop().call_later(0.005, *second)
+            except RuntimeError:  # in a thread, which the loop waits for
+                time.sleep(0.05)
+                second[0](*second[1:])
 
 
 @pytest.mark.parametrize("number", [0, 1, 2], ids=["hangup", "once", "twice"])
