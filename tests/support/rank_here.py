@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from agentenv.errors import LearnerError
 from learners import ranks as wire
 from learners.learner import LearnerConfig
-from learners.ranks import RankGroup
+from learners.ranks import RankGroup, RankPlaces
 from learners.worker import Rank, failure
 
 
@@ -74,10 +74,15 @@ class RankHere(RankGroup):
         self._is_open, self._rank = False, None
 
 
-def ranks(config: LearnerConfig, log_path: Path, gpus: Sequence[str] = ()) -> RankGroup:
-    """Here if it is one rank that needs nothing of DeepSpeed."""
-    is_plain = config.num_ranks == 1 and not config._needs_deepspeed()
-    return (RankHere if is_plain else RankGroup)(config, log_path, gpus)
+def ranks(
+    config: LearnerConfig,
+    log_path: Path,
+    gpus: Sequence[str] = (),
+    places: RankPlaces | None = None,
+) -> RankGroup:
+    """Here if it is one rank that needs nothing of DeepSpeed, and nobody says where it is."""
+    is_plain = config.num_ranks == 1 and not config._needs_deepspeed() and places is None
+    return (RankHere if is_plain else RankGroup)(config, log_path, gpus, places)
 
 
 @contextmanager
