@@ -214,6 +214,7 @@ def test_a_run_that_does_not_answer_is_told_apart(run: Path) -> None:
             "cannot be asked",
         ),
     ],
+    ids=["none", "elsewhere", "killed", "alive"],  # the same in each process of pytest
 )
 def test_where_no_run_is_alive_that_is_said(
     run: Path, lock: str | None, expected: str, capsys: pytest.CaptureFixture[str]
