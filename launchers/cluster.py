@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct, field
 
-from agentenv.config import ESSENTIAL
 from agentenv.engine import EngineConfig
 from agentenv.engines.server_config import LaunchConfig, RoleConfig
 from agentenv.errors import ConfigError
@@ -33,7 +32,7 @@ class SpreadCluster(
     """Rollouts grow in rollout workers. Evaluations, and an engine that is no server, stay in the
     controller's process. Limits on how much a tool does at a time hold for each worker."""
 
-    workers: Annotated[int, Meta(ge=1, description="rollout workers", extra=ESSENTIAL)] = 2
+    workers: Annotated[int, Meta(ge=1, description="rollout workers")] = 2
     silence_s: Annotated[
         float,
         Meta(
@@ -271,9 +270,7 @@ class KubernetesCluster(ExternalCluster, frozen=True, kw_only=True, tag="kuberne
     script: Annotated[str, Meta(description="file that --dry-run writes; empty: it is printed")] = (
         ""
     )
-    image: Annotated[
-        str, Meta(description="image with the project in its working directory", extra=ESSENTIAL)
-    ] = ""
+    image: Annotated[str, Meta(description="image with the project in its working directory")] = ""
     namespace: Annotated[str, Meta(description="of all objects")] = "default"
     claim: Annotated[
         str,

@@ -346,6 +346,9 @@ class WaitingPoolConfig(PooledEngineConfig, frozen=True, kw_only=True, forbid_un
 
     client: ClassVar[Callable[..., Any]] = WaitingServer
 
+    def check_urls(self, key: str = "engine") -> None:
+        """They are folders."""
+
     def max_context(self, model: Path, key: str = "engine") -> int:
         return self.max_model_len
 

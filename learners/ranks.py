@@ -532,8 +532,10 @@ class RankGroup:
                     return
             writer.close()
 
-        server = await asyncio.start_server(accept, host, int(port))
+        # Not listening yet: who is cancelled while it begins to would leave the socket open.
+        server = await asyncio.start_server(accept, host, int(port), start_serving=False)
         try:
+            await server.start_serving()
             if local:
                 port = str(server.sockets[0].getsockname()[1])
                 await self._spawn(f"{host}:{port}", token)

@@ -25,9 +25,10 @@ settings.register_profile("short", max_examples=50, deadline=None)  # time says 
 settings.register_profile("long", max_examples=2000, deadline=None)  # of make long
 settings.load_profile("short")
 
-# In the background of a script SIGINT is ignored, by the commands that tests start and interrupt
-# too; like this they get the signal as they do in a terminal.
+# In the background of a script SIGINT is ignored, below nohup SIGHUP, by commands that tests start
+# too; like this they get them as they do in a terminal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -41,7 +41,8 @@ def guess(prompt: str, rng: Random) -> str:
         return f"<think>go</think>{rng.choice(CALLS['text_game'])}"
     if "*" in words:
         a, b = words[2], words[4]
-        return f'<think>so</think><multiply>{{"a": {a}, "b": {b}}}</multiply>'
+        name = rng.choice(("multiply", "add"))
+        return f'<think>so</think><{name}>{{"a": {a}, "b": {b}}}</{name}>'
     item = next((word for word in words[1:] if word[0].isupper() and word != "What"), "Zorvex")
     return f"<think>look</think><find>{item}</find>"
 

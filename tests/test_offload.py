@@ -52,6 +52,7 @@ def uses(names: set[str]) -> Iterator[str]:
 PROGRAMS = (
     *("launchers/bench.py", "launchers/load.py", "launchers/overhead.py", "launchers/serving/"),
     *("launchers/chaos.py", "launchers/layouts.py", "launchers/recital.py", "launchers/soak.py"),
+    *("launchers/benches/", "launchers/scaling.py", "launchers/workers/ray_driver.py"),
     *("launchers/planning/dry_run.py", "learners/worker.py", "learners/trainer.py"),
     "agentenv/guard.py",
     *("learners/broadcast.py", "learners/dpo.py"),  # of a rank, as the two before
@@ -73,9 +74,14 @@ ALLOWED = {
     "launchers/monitors.py: threading.Thread": "monitors are handed rows and asked for nothing",
     "agentenv/gym.py: threading.Thread": "the loop of callers that have none",
     "agentenv/gym.py: new_event_loop": "the same",
+    "launchers/viewing/beside.py: subprocess.Popen": "the viewer, which ends with the run",
     # the clock of others
     "envs/sandbox/births.py: time.monotonic": "inside the zygote",
     "launchers/waits.py: time.time": "when a wait began, for people",
+    "launchers/rl/steered.py: time.time": "the same",
+    "launchers/steering.py: time.time": "the age of a file",
+    "launchers/otel.py: time.time_ns": "of spans, which others read",
+    "launchers/diagnosis/verdicts.py: time.monotonic": "how long a check took, for people",
     # none is started
     "launchers/terminal.py: ThreadPoolExecutor": "in place of one with a thread that hangs",
 }

@@ -135,6 +135,7 @@ _FREE_LIMITS = {
     "max_tree_seconds",
     "outage_s",
 }
+_SINCE_RENDERER = {"tools_in_prompt": "several"}  # as evaluations before that key were asked
 _FREE_HELPER = {"url", "api_key_env", "timeout_s", "num_retries", "max_concurrency"}
 _ENGINE_KEYS = ("name", "model", "dtype", "tokenizer", "script", "continuation", "extra_body")
 
@@ -304,6 +305,7 @@ def identity(saved: Saved) -> Tree:
     tree["roles"] = {name: role.get("model") for name, role in config.get("roles", {}).items()}
     tree["limits"] = _without(config["limits"], _FREE_LIMITS)
     tree["env"] = _without(config.get("env") or {}, WHERE)
+    tree["renderer"] = {**_SINCE_RENDERER, **(config.get("renderer") or {})}
     helpers = config.get("assist") or {}
     tree["assist"] = {name: _without(one or {}, _FREE_HELPER) for name, one in helpers.items()}
     tree["sets"] = {

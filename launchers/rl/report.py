@@ -268,7 +268,8 @@ def phase_title(when: str, *, cold_start: bool) -> str:
     """What a person reads of a phase, or of a step ("step-000040"); without a cold start the
     phases before and after it are one."""
     if when not in PHASES:
-        return f"after {when.partition('-')[0]} {int(when.rpartition('-')[2])}"
+        what, _, number = when.rpartition("-")
+        return f"after {what} {int(number)}" if number.isdigit() else when.replace("_", " ")
     return TITLES[when] if cold_start or when == "after_rl" else "before RL"
 
 

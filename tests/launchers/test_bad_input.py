@@ -28,12 +28,13 @@ def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
          "algorithm.budget_beta: unknown key for algorithm.name = 'arpo'; it is one for "
          "algorithm.name = 'aepo'"),
         ("cluster.workers=2", "cluster.workers: unknown key for cluster.kind = 'local'; it is one "
-         "for cluster.kind = 'processes'; choose that too, or take this out"),
+         "for cluster.kind = 'processes' or 'ray' or 'external' or 'slurm' or 'kubernetes'; choose "
+         "that too, or take this out"),
         ("nothing.at.all=1", "error: 'nothing.at.all=1' on the command line: nothing: unknown key"),
         ("env.tools=[{name=5}]", "command line: env.tools[0].name: Expected `str`, got `int`: 5"),
         ("engine={name='vllm', urls=['127.0.0.1:9']}",
          "error: engine.urls: '127.0.0.1:9': expected http://HOST:PORT or https://HOST"),
-        ("grader.own={name='nowhere'}", "grader.own.name: expected 'module:Class', got 'nowhere'"),
+        ("grader.own={name='nowhere'}", "'module:Class', got 'nowhere'"),
         ("cluster.wrkrs=2", "that kind has no keys; others: ['processes'"),
         ("train.num_steps=many", "train.num_steps: Expected `int`, got `str`: 'many'"),
         ("engine.max_num_seqs=4", "unknown key for engine.name = 'scripted'"),

@@ -109,8 +109,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         given = [name for name in ("urls", "urls_file", "servers") if getattr(self, name)]
         if len(given) > 1:
             raise ConfigError(f"engine: give only one of urls, urls_file and servers, not {given}")
-        for url in self.urls:
-            base_url(url, "engine.urls")
+        self.check_urls()
         if self.lora == "adapter" and self.weights == "broadcast":
             raise ConfigError(
                 'engine.lora = "adapter" goes through a directory; remove engine.weights'
@@ -136,6 +135,11 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
                 f"engine.control_urls are the workers behind one URL; engine.urls has "
                 f"{len(self.urls)}"
             )
+
+    def check_urls(self, key: str = "engine") -> None:
+        """Raises ConfigError for one that is no URL."""
+        for url in self.urls:
+            base_url(url, f"{key}.urls")
 
     @property
     def launched(self) -> ServersConfig | None:
