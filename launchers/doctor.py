@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from rich.markup import escape
-from rich.table import Table as RichTable
 
 from launchers.terminal import EXIT_FAILED, View, run_until_done, to_its_end
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 EPILOG = """exit codes: 0 every check passed or was skipped, 1 one failed, 2 bad arguments
 
 audit: python launchers/doctor.py audit RUN [--help]"""
-MARKS = {"passed": "[green]pass[/]", "failed": "[bold red]FAIL[/]", "skipped": "[dim]skip[/]"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,6 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 async def _run(arguments: argparse.Namespace, view: View) -> int:
     from launchers.diagnosis.examination import examine  # slow to load
+    from launchers.diagnosis.verdicts import tell
 
     verdicts: list[Verdict] = []
     async for verdict in examine(
@@ -84,21 +83,6 @@ async def _run(arguments: argparse.Namespace, view: View) -> int:
             f"{states.count('skipped')} skipped"
         )
     return EXIT_FAILED if "failed" in states else 0
-
-
-def tell(verdict: Verdict, view: View) -> None:
-    """A line, or a few, in the terminal."""
-    grid = RichTable.grid(padding=(0, 1))
-    grid.add_column(width=4, no_wrap=True)
-    grid.add_column(width=32, no_wrap=True)
-    grid.add_column(overflow="fold")
-    told = escape(verdict.told)
-    if verdict.state == "skipped":
-        told = f"[dim]{told}[/]"
-    grid.add_row(MARKS[verdict.state], verdict.name, told)
-    if verdict.remedy:
-        grid.add_row("", "", f"[bold]remedy:[/] {escape(verdict.remedy)}")
-    view.console.print(grid)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from agentenv.types import Task
 from envs.grading.numbers import as_number
 from launchers.config import TrainConfig
 from launchers.data import EnvMaker, tables_of
-from launchers.diagnosis.verdicts import Verdict
+from launchers.diagnosis.verdicts import Verdict, tell
 from launchers.evaluation.run import segments_of
 from launchers.evaluation.store import EvalRow, calls_that_ran, written
 from launchers.rundir import find_checkpoint
@@ -98,8 +98,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run(arguments: argparse.Namespace, view: View) -> int:
-    from launchers.doctor import tell
-
     verdicts, samples = await audit(arguments.run, arguments.max_trees)
     if arguments.json:
         found = {"verdicts": verdicts, "samples": samples}

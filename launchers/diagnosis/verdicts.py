@@ -8,11 +8,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
+from rich.markup import escape
+from rich.table import Table as RichTable
 
 from agentenv.errors import AgentEnvError
 from launchers.checks import Finding
+from launchers.terminal import View
 
 State = Literal["passed", "failed", "skipped"]
+MARKS = {"passed": "[green]pass[/]", "failed": "[bold red]FAIL[/]", "skipped": "[dim]skip[/]"}
 CHECK_S = 600.0  # of one check, at most
 
 
@@ -76,3 +80,18 @@ class Judge:
         self._known[text] = name
         problem, _, remedy = text.partition("; ")
         return Verdict(name, "failed", problem, remedy)
+
+
+def tell(verdict: Verdict, view: View) -> None:
+    """A line, or a few, in the terminal."""
+    grid = RichTable.grid(padding=(0, 1))
+    grid.add_column(width=4, no_wrap=True)
+    grid.add_column(width=32, no_wrap=True)
+    grid.add_column(overflow="fold")
+    told = escape(verdict.told)
+    if verdict.state == "skipped":
+        told = f"[dim]{told}[/]"
+    grid.add_row(MARKS[verdict.state], verdict.name, told)
+    if verdict.remedy:
+        grid.add_row("", "", f"[bold]remedy:[/] {escape(verdict.remedy)}")
+    view.console.print(grid)
