@@ -12,9 +12,10 @@ schedulers have the same pools, and draw from the same distributions:
                 get a refill; the next batch begins when the last trajectory of this one has ended
     ours        the real Actor; batches follow each other as the ReplayQueue lets them, at the
                 staleness bound that is given
-    bound       of the same work, at the same bound of staleness, no order is faster: the larger of
-                what slots and places need for all of it, and of the time that it takes where
-                nothing waits for either
+    bound       at the same bound of staleness: the larger of what slots and places need for all of
+                the work, and of the time that work drawn alike takes where nothing waits for
+                either. Which branches fork depends on the order of events, so that a median of
+                seeds is a bound and a single one nearly
 
 `learner_s` passes between two batches: lock-step rollouts stand still meanwhile, ours go on.
 """
@@ -22,6 +23,7 @@ schedulers have the same pools, and draw from the same distributions:
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from random import Random
@@ -364,9 +366,13 @@ async def _grow(size: Size, seed: int, *, with_barrier: bool) -> Grown:
     from reference.algorithms import ReleasedARPO
 
     slots, places = Pool(size.slots), Pool(size.places)
-    rng = Random(seed)
+    made: Counter[str] = Counter()  # environments of a task, which draw alike in every order
     renderer: Any = MadeUpRenderer()
-    make: Any = lambda task: MadeUpEnv(places, Random(rng.random()))  # noqa: E731
+
+    def make(task: Task) -> Any:
+        made[task.id] += 1
+        return MadeUpEnv(places, Random(f"{seed}/{task.id}/{made[task.id]}"))
+
     engine: Any = MadeUpEngine(slots)
     actor = Actor(engine, renderer, make, LIMITS, SamplingParams(max_tokens=1), f"{seed}")
     plan = ReleasedARPO(group_size=GROUP_SIZE, initial_rollouts=GROUP_SIZE // 2).plan(VOCABULARY)
