@@ -279,7 +279,7 @@ class KubernetesCluster(ExternalCluster, frozen=True, kw_only=True, tag="kuberne
             "runs, seen at `mount`"
         ),
     ] = ""
-    mount: Annotated[str, Meta(description="where the claim is seen")] = "/work"
+    mount: Annotated[str, Meta(description="where the claim is seen")] = "/shared"
     gpus: Annotated[int, Meta(ge=0, description="GPUs of the controller; 0: none")] = 0
     memory: Annotated[str, Meta(description="of the controller and of each worker")] = "8Gi"
     cpus: Annotated[int, Meta(ge=1, description="of the controller")] = 4

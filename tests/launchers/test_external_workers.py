@@ -244,7 +244,7 @@ KUBERNETES = (
     "cluster.image=registry.example/agentenv:1",
     "cluster.claim=work",
     "cluster.workers=5",
-    "run.dir=/work/runs",
+    "run.dir=/shared/runs",
 )
 
 
@@ -296,7 +296,7 @@ def test_manifests_fit_the_schemas(capsys: pytest.CaptureFixture[str], tmp_path:
     ("keys", "told"),
     [
         (("cluster.kind=kubernetes",), "cluster.image: cluster.kind = kubernetes needs it"),
-        ((*KUBERNETES, "run.dir=runs"), "put it below cluster.mount = /work"),
+        ((*KUBERNETES, "run.dir=runs"), "put it below cluster.mount = /shared"),
         ((*KUBERNETES, "cluster.claim=My Claim"), "cluster.claim = 'My Claim': expected a name"),
         (("cluster.kind=slurm", "cluster.time=soon"), "cluster.time = 'soon': expected a time"),
         (
