@@ -11,16 +11,15 @@
     python launchers/bench.py transport | start [--json FILE] [--repeats N]
     python launchers/bench.py simulate CONFIG [key.sub=value ...] [--trace RUN] [--steps N]
 
-`learner` measures what training trees as trees is worth, `deal` how long ranks wait for each other
-(launchers/layouts.py); `overhead` what the controller costs at thousands of rollouts
-(launchers/overhead.py), `workers` how much faster rollouts grow in two rollout workers than in one
-(launchers/scaling.py), `load` what sick, slow, full or lost engine servers do to a run
-(launchers/load.py; it fails if a trajectory is lost), `chaos` what is left of a run in a storm of
-faults (launchers/chaos.py; it fails if a tree is lost or trained twice), `soak` what its processes
-hold more and more of (launchers/soak.py), `makespan` what a barrier costs beside no barrier, with
-tools of long tails, `transport` what a finished tree costs to send, `start` how long a command
-takes to begin (all three in launchers/benches/), `simulate` what a run would be like under other
-settings, by the times of a recorded one (launchers/simulation.py).
+Each part is a file of launchers/benches/. `learner` measures what training trees as trees is worth,
+`deal` how long ranks wait for each other (both layouts.py); `overhead` what the controller costs at
+thousands of rollouts, `workers` how much faster rollouts grow in two rollout workers than in one
+(scaling.py), `load` what sick, slow, full or lost engine servers do to a run (it fails if a
+trajectory is lost), `chaos` what is left of a run in a storm of faults (it fails if a tree is lost
+or trained twice), `soak` what its processes hold more and more of, `makespan` what a barrier costs
+beside no barrier, with tools of long tails, `transport` what a finished tree costs to send, `start`
+how long a command takes to begin, `simulate` what a run would be like under other settings, by the
+times of a recorded one (simulation.py).
 `--json -` prints the figures alone.
 """
 
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.json and not options.json.absolute().parent.is_dir():
             raise ConfigError(f"--json {options.json}: there is no such folder")
         if options.part == "deal":
-            from launchers.layouts import run_deal  # loads torch
+            from launchers.benches.layouts import run_deal  # loads torch
 
             figures = run_deal(view)
         elif options.part == "overhead":
@@ -74,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif options.part in PLAIN:
             return run_plain(options, view)
         else:
-            from launchers.layouts import run
+            from launchers.benches.layouts import run
 
             figures = run(options.shapes, options.repeats, options.dense, view)
         if options.json:
@@ -111,7 +110,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     scaling.add_argument("--steps", type=int, default=14, metavar="N", help="default %(default)s")
     scaling.add_argument("--prompts", type=int, default=8, metavar="N", help="default %(default)s")
     faults.add_argument(
-        "--faults", nargs="+", metavar="NAME", help="those in launchers/load.py; default all"
+        "--faults",
+        nargs="+",
+        metavar="NAME",
+        help="those in benches/load.py; default all",
     )
     faults.add_argument(
         "--scale", type=float, metavar="S", help="what durations are multiplied by; default 0.1"
@@ -208,7 +210,7 @@ def _known(option: str, asked: Sequence[K] | None, known: Collection[K]) -> list
 
 def run_overhead(options: argparse.Namespace, view: View) -> int:
     """The controller's figures as a table, or as JSON: to a file, or alone to the output."""
-    from launchers import overhead
+    from launchers.benches import overhead
 
     sizes = _known("--sizes", options.sizes, overhead.SIZES)
     found = overhead.run(sizes, options.workers)
@@ -229,7 +231,7 @@ def run_overhead(options: argparse.Namespace, view: View) -> int:
 
 def run_workers(options: argparse.Namespace, view: View) -> int:
     """Seconds a step by number of workers, likewise."""
-    from launchers import scaling
+    from launchers.benches import scaling
 
     alone = str(options.json) == "-"
     say = (lambda text: None) if alone else view.say
@@ -251,7 +253,7 @@ def run_workers(options: argparse.Namespace, view: View) -> int:
 
 def run_load(options: argparse.Namespace, view: View) -> int:
     """Figures by fault, likewise. The exit status is 1 if anything was lost."""
-    from launchers import load
+    from launchers.benches import load
 
     size = load.Size(scale=options.scale or load.Size().scale)
     found = load.run(_known("--faults", options.faults, load.SCENARIOS), size)
@@ -280,7 +282,7 @@ def run_load(options: argparse.Namespace, view: View) -> int:
 def run_chaos(options: argparse.Namespace, view: View) -> int:
     """The figures of fault storms, likewise. The exit status is 1 if anything was lost or trained
     twice, or if too little was trained; of a short one that says nothing."""
-    from launchers import chaos
+    from launchers.benches import chaos
 
     size = chaos.LONG if options.long else chaos.SHORT if options.short else chaos.Size()
     if options.seconds:
@@ -315,7 +317,7 @@ def run_chaos(options: argparse.Namespace, view: View) -> int:
 
 def run_soak(options: argparse.Namespace, view: View) -> int:
     """What each process of a run held, and how it grew. The exit status is 1 if any grew."""
-    from launchers import soak
+    from launchers.benches import soak
 
     found = soak.run(options.minutes * 60)
     text = json.dumps({k: asdict(v) for k, v in found.items()}, indent=1)
@@ -341,8 +343,8 @@ def run_soak(options: argparse.Namespace, view: View) -> int:
 def run_simulation(options: argparse.Namespace, view: View) -> int:
     """What the settings of a run, and others beside them, would give; likewise."""
     from agentenv.config import load_config
+    from launchers.benches.simulation import advice, fitted, recorded, simulate, together, variants
     from launchers.config import TrainConfig  # slow to load, as --help need not be
-    from launchers.simulation import advice, fitted, recorded, simulate, together, variants
     from launchers.timings import read_trace
 
     config = load_config(TrainConfig, options.config, options.overrides)

@@ -20,8 +20,7 @@ import time
 from pathlib import Path
 
 from agentenv.config import load_config
-from launchers.config import TrainConfig
-from launchers.simulation import (
+from launchers.benches.simulation import (
     Figures,
     ServiceModel,
     Variant,
@@ -30,6 +29,7 @@ from launchers.simulation import (
     simulate,
     together,
 )
+from launchers.config import TrainConfig
 from launchers.timings import Trace, read_trace
 
 ROOT = Path(__file__).resolve().parent.parent

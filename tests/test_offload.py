@@ -50,9 +50,8 @@ def uses(names: set[str]) -> Iterator[str]:
 
 # Programs of their own, which no run waits for under a virtual clock.
 PROGRAMS = (
-    *("launchers/bench.py", "launchers/load.py", "launchers/overhead.py", "launchers/serving/"),
-    *("launchers/chaos.py", "launchers/layouts.py", "launchers/recital.py", "launchers/soak.py"),
-    *("launchers/benches/", "launchers/scaling.py", "launchers/workers/ray_driver.py"),
+    *("launchers/bench.py", "launchers/benches/", "launchers/serving/"),
+    "launchers/workers/ray_driver.py",
     *("launchers/planning/dry_run.py", "learners/worker.py", "learners/trainer.py"),
     "agentenv/guard.py",
     *("learners/broadcast.py", "learners/dpo.py"),  # of a rank, as the two before

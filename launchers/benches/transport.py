@@ -2,7 +2,7 @@
 
     python launchers/bench.py transport [--json FILE]
 
-The same trees of a recorded shape (launchers/bench_shapes.json), random tokens and log-probs, in
+The same trees of a recorded shape (launchers/benches/shapes.json), random tokens and log-probs, in
 each form; per sampled token, medians of `repeats`:
 
     frame    as the journal and rollout workers have them: MessagePack, arrays as bytes
@@ -30,7 +30,7 @@ from msgspec import Struct, msgpack
 from agentenv.tree import TrajectoryTree, of_frame, to_frame, to_json
 from agentenv.types import Task, VersionSpan
 
-SHAPES = Path(__file__).resolve().parent.parent / "bench_shapes.json"
+SHAPES = Path(__file__).with_name("shapes.json")
 SHAPE, VOCABULARY = "arpo_defaults", 150_000
 
 Pack = Callable[[TrajectoryTree], bytes]

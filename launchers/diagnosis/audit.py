@@ -38,8 +38,8 @@ from envs.grading.numbers import as_number
 from launchers.config import TrainConfig
 from launchers.data import EnvMaker, tables_of
 from launchers.diagnosis.verdicts import Verdict, tell
+from launchers.evaluation.row import EvalRow, calls_that_ran, written
 from launchers.evaluation.run import segments_of
-from launchers.evaluation.store import EvalRow, calls_that_ran, written
 from launchers.rundir import find_checkpoint
 from launchers.terminal import EXIT_FAILED, View, run_until_done, to_its_end
 from launchers.trajectories import readable, trajectory_rows

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from agentenv.metrics import wilson_interval
 from launchers.evaluation.benchmarks import groups as benchmark_groups
+from launchers.evaluation.row import EvalRow
 from launchers.evaluation.scores import CONCURRENCY, Scorer, Votes, count_votes, score_rows
-from launchers.evaluation.store import EvalRow
 
 # What an evaluation reports: estimates with intervals, spreads, tool use, agreement.
 

@@ -28,20 +28,17 @@ from launchers.config import EnvConfig
 from launchers.data import EnvMaker, Resolve
 from launchers.evaluation.config import EvaluateConfig
 from launchers.evaluation.report import make_scorer, report_rows
+from launchers.evaluation.row import EvalRow, calls_that_ran, prediction, written
 from launchers.evaluation.scores import CONCURRENCY
 from launchers.evaluation.store import (
     CONFIG_FILE,
     ROWS_FILE,
-    EvalRow,
     Saved,
-    calls_that_ran,
     load_rows,
     load_saved,
     lock,
-    prediction,
     replace_rows,
     save,
-    written,
 )
 from launchers.tables import Table, as_markdown, short
 from launchers.terminal import View, to_its_end

@@ -23,8 +23,9 @@ from agentenv.disk import write_whole
 from agentenv.env import close_shared
 from agentenv.offload import in_thread
 from launchers.evaluation.figures import Estimate, QuestionRows, Summary, summarise
+from launchers.evaluation.row import EvalRow
 from launchers.evaluation.scores import Compat, Scorer, stored_rows
-from launchers.evaluation.store import EvalRow, load_saved
+from launchers.evaluation.store import load_saved
 from launchers.evaluation.tables import groups_of, interval, tables_of, terminal_tables_of
 from launchers.plots import panels, png
 from launchers.tables import Table, lines_of, markdown, number, plain

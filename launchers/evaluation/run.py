@@ -24,7 +24,8 @@ from envs.grading.verdict import final_answer
 from launchers.assembly import Questions
 from launchers.checks import refuse
 from launchers.evaluation.config import EvaluateConfig
-from launchers.evaluation.store import FAILED, EvalRow, Saved, Store, Wanted
+from launchers.evaluation.row import FAILED, EvalRow, Wanted
+from launchers.evaluation.store import Saved, Store
 from launchers.evaluation.subject import EvaluationAssembly, Subject, weights_digest
 from launchers.event_loop import rolling_out
 from launchers.terminal import View

@@ -26,15 +26,8 @@ from envs.grading.layers import Layered, compare
 from envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed, words_of
 from envs.grading.words import f1, has_cjk, is_wordy
 from launchers.evaluation.benchmarks import benchmark_of
-from launchers.evaluation.store import (
-    EvalRow,
-    keep_filled,
-    load_rows,
-    num_filled,
-    prediction,
-    whole_text,
-    written,
-)
+from launchers.evaluation.row import EvalRow, prediction, whole_text, written
+from launchers.evaluation.store import keep_filled, load_rows, num_filled
 
 Compat = Literal["", "reference"]
 

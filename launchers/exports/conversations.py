@@ -19,7 +19,7 @@ from msgspec import Struct, field
 from agentenv.archive import KeptTree
 from agentenv.data.files import Row
 from agentenv.tree import Node
-from launchers.evaluation.store import EvalRow
+from launchers.evaluation.row import EvalRow
 from launchers.exports.redact import Redactor
 
 Decode = Callable[[Sequence[int]], str]

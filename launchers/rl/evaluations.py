@@ -30,17 +30,9 @@ from agentenv.offload import in_thread
 from agentenv.types import Task
 from launchers.config import EvalConfig, TrainConfig
 from launchers.evaluation.config import EvaluateConfig, resolve_sets
+from launchers.evaluation.row import FAILED, EvalRow, Wanted
 from launchers.evaluation.run import ask_into, row_of
-from launchers.evaluation.store import (
-    FAILED,
-    EvalRow,
-    Saved,
-    Store,
-    Wanted,
-    identity,
-    load_saved,
-    read_rows,
-)
+from launchers.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from launchers.evaluation.subject import evaluation_of
 from launchers.rl.parts import Parts
 from launchers.rl.recorder import EVALUATIONS, PhaseClock, Recorder

@@ -24,7 +24,7 @@ from agentenv.offload import in_thread
 from agentenv.tree import TrajectoryTree, to_frame
 from envs.workers import JobError, WorkerPool
 from launchers.config import TrainConfig
-from launchers.evaluation.store import EvalRow
+from launchers.evaluation.row import EvalRow
 from launchers.rl import report
 from launchers.rl.report import entropy_line, write_entropy, write_plots
 from launchers.rl.state import BriefReport, RunState

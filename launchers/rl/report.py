@@ -21,7 +21,7 @@ from agentenv.engine import Engine
 from agentenv.metrics import EntropyProfile, Throughput
 from agentenv.offload import look_again
 from agentenv.replay import ReplayQueue
-from launchers.evaluation.store import EvalRow
+from launchers.evaluation.row import EvalRow
 from launchers.plots import panels, png
 from launchers.rl.state import BriefFigures, BriefReport, RunState
 from launchers.tables import Table

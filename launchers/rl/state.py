@@ -19,7 +19,7 @@ from agentenv.journal import Journal
 from agentenv.metrics import EntropyProfile, Ledger, Metrics, wilson_interval
 from agentenv.offload import in_thread
 from launchers.config import CheckpointConfig
-from launchers.evaluation.store import EvalRow
+from launchers.evaluation.row import EvalRow
 from launchers.rl.publishing import Gap
 from launchers.rundir import Checkpoints, load_state
 from launchers.saver import Saver

@@ -22,7 +22,7 @@ from agentenv.errors import ConfigError
 from agentenv.metrics import failure_kind_of
 from agentenv.offload import in_thread
 from launchers.config import TrainConfig
-from launchers.evaluation.store import FAILED
+from launchers.evaluation.row import FAILED
 from launchers.rl.flights import Flight
 from launchers.rl.training import Training
 from launchers.rundir import RunDirectory

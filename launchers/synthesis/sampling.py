@@ -21,8 +21,9 @@ from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN
 from agentenv.types import Info, Limit, Message, Task
 from launchers.assembly import Questions
 from launchers.data import Say, load_set, try_env
+from launchers.evaluation.row import FAILED, EvalRow, Wanted
 from launchers.evaluation.run import Progress, ask_into, row_of
-from launchers.evaluation.store import FAILED, EvalRow, Store, Wanted
+from launchers.evaluation.store import Store
 from launchers.evaluation.subject import EvaluationAssembly
 from launchers.synthesis.config import WITH_TOOLS, SynthesisPlan, Way, set_name
 from launchers.synthesis.hints import MARK, Hint, make_hint

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from agentenv.renderer import THOUGHT_OPEN
 from agentenv.types import Task
 from envs.grading.verdict import last_boxed
-from launchers.evaluation.store import FAILED, EvalRow
+from launchers.evaluation.row import FAILED, EvalRow
 from launchers.synthesis.config import FilterConfig, Way
 
 # Trajectories as the text to learn from: tags unified, and their pairs and order checked.

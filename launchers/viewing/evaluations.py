@@ -15,8 +15,9 @@ from agentenv.errors import DataError, ForeignError
 from agentenv.foreign import decode, decode_loose
 from launchers.evaluation.compare import by_group, changed, other_differences, pair_up
 from launchers.evaluation.figures import QuestionRows, failure_kind, questions_of, summary_of
+from launchers.evaluation.row import EvalRow
 from launchers.evaluation.scores import Votes
-from launchers.evaluation.store import CONFIG_FILE, ROWS_FILE, EvalRow
+from launchers.evaluation.store import CONFIG_FILE, ROWS_FILE
 from launchers.viewing.lines import Lines, size_of
 
 COLUMNS = (

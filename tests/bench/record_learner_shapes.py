@@ -33,7 +33,7 @@ from learners.batch import EncodedTree, encode
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.support.virtual_clock import run_virtual
 
-TARGET = Path(__file__).resolve().parents[2] / "launchers" / "bench_shapes.json"
+TARGET = Path(__file__).resolve().parents[2] / "launchers" / "benches" / "shapes.json"
 RESULT_TOKENS, PROMPT_TOKENS, MAX_CALLS = 500, 300, 2
 LATER = 12  # the update of the quick start that is recorded beside the first
 Shape = list[list[list[int]]]
@@ -70,7 +70,7 @@ def record_quickstart() -> dict[str, Any]:
 
     DeepSpeedLearner._encode = keep  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as directory:
-        config = str(TARGET.parents[1] / "configs" / "quickstart.toml")
+        config = str(TARGET.parents[2] / "configs" / "quickstart.toml")
         train.main([config, f"run.dir={directory}", f"train.num_steps={LATER + 2}"])
     return {
         "quickstart_first": entry("quick start, trees of the first update", updates[0]),

@@ -10,7 +10,7 @@ from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.vllm import VLLMServer
 from agentenv.ports import hold_port, port_of
 from agentenv.types import SamplingParams
-from launchers.recital import RecitingServer
+from launchers.benches.recital import RecitingServer
 
 VOCABULARY = 64
 WEIGHTS = 2**36  # bytes: 40 s of SHA-256 on a core that is good at it

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from launchers.layouts import VOCABULARY, WARM_UP, count, load_shapes, make_step
+from launchers.benches.layouts import VOCABULARY, WARM_UP, count, load_shapes, make_step
 from learners.attention import TreeLayout
 from learners.baselines import GRPO
 from learners.batch import encode, pack

@@ -13,7 +13,7 @@ from random import Random
 import msgspec
 import psutil
 
-from launchers.chaos import CONFIG, Reader, Servers, Witness
+from launchers.benches.chaos import CONFIG, Reader, Servers, Witness
 from launchers.rl.state import RunState
 from launchers.rundir import Checkpoints, load_state
 from tests.support.forks import Command

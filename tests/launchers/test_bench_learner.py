@@ -8,8 +8,9 @@ import msgspec
 import pytest
 import torch
 
-from launchers import bench, layouts
-from launchers.layouts import FLAT, count, make_model, make_step
+from launchers import bench
+from launchers.benches import layouts
+from launchers.benches.layouts import FLAT, count, make_model, make_step
 from launchers.planning.idle import WIDE, simulated
 from learners.dealing import Paths, idle_share, load, share
 

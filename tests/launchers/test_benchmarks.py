@@ -28,7 +28,7 @@ from launchers.evaluation.benchmarks import (
     load_benchmark,
     read_benchmarks,
 )
-from launchers.evaluation.store import EvalRow
+from launchers.evaluation.row import EvalRow
 from tests.launchers.benchmark_files import CANARY, Row, encrypted, load, write
 from tests.support.xbench import encrypt
 

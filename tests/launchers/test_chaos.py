@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from agentenv.journal import Began, Finished, Frame, Leased, Trained
-from launchers import bench, chaos
-from launchers.chaos import Witness
+from launchers import bench
+from launchers.benches import chaos
+from launchers.benches.chaos import Witness
 from learners import ranks
 from tests.support.forks import project
 from tests.support.killing import Plan

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from launchers import dpo, evaluate, serve, sft, train
-from launchers.evaluation.store import EvalRow, read_rows
+from launchers.evaluation.row import EvalRow
+from launchers.evaluation.store import read_rows
 from launchers.terminal import EXIT_MISSING
 from tests.support.dense import TEXTS, make, save_encoder
 from tests.support.openai_endpoint import ScriptedEndpoint

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from launchers import evaluate
-from launchers.evaluation.store import EvalRow, load_saved, read_rows
+from launchers.evaluation.row import EvalRow
+from launchers.evaluation.store import load_saved, read_rows
 from tests.launchers.evaluating import Run, first_prompts, refused, runner, texts
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from launchers import evaluate, train
-from launchers.evaluation.store import EvalRow, read_rows, written
+from launchers.evaluation.row import EvalRow, written
+from launchers.evaluation.store import read_rows
 from launchers.quickstart import build_model
 from launchers.terminal import EXIT_MISSING
 from tests.support.openai_endpoint import Answer, Json, ScriptedEndpoint, call, reply

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from launchers import evaluate
-from launchers.evaluation.store import EvalRow, load_saved, read_rows
+from launchers.evaluation.row import EvalRow
+from launchers.evaluation.store import load_saved, read_rows
 from tests.support.openai_endpoint import Answer, ScriptedEndpoint, call, reply
 
 Json = dict[str, Any]

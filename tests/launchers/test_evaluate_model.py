@@ -14,7 +14,8 @@ import pytest
 from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN
 from envs.web_search import SearchTool
 from launchers import evaluate, export, train
-from launchers.evaluation.store import EvalRow, Key, read_rows
+from launchers.evaluation.row import EvalRow, Key
+from launchers.evaluation.store import read_rows
 from tests.engines.vllm_server import VLLMProcess, require_vllm
 from tests.support.warehouse import ROOT
 

@@ -6,8 +6,8 @@ import pytest
 
 from agentenv.env import close_shared
 from launchers.evaluation.figures import default_ks, figures_of, questions_of, summarise
+from launchers.evaluation.row import EvalRow
 from launchers.evaluation.scores import Scorer
-from launchers.evaluation.store import EvalRow
 from tests.support.stored_evaluation import failed, row
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from launchers.evaluation import compare, report
-from launchers.evaluation.store import EvalRow
+from launchers.evaluation.row import EvalRow
 from tests.support.stored_evaluation import QUICK, mixed_rows, rows_of, write_evaluation
 
 pytestmark = pytest.mark.usefixtures("drawn")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agentenv.env import close_shared
+from launchers.evaluation.row import EvalRow, calls_that_ran, prediction, written
 from launchers.evaluation.scores import (
     Scorer,
     Votes,
@@ -14,7 +15,6 @@ from launchers.evaluation.scores import (
     score_rows,
     text_scores,
 )
-from launchers.evaluation.store import EvalRow, calls_that_ran, prediction, written
 from tests.support.stored_evaluation import failed, row
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from agentenv.archive import Archive, ArchiveConfig, StepHeader
 from launchers import export
-from launchers.evaluation.store import EvalRow
+from launchers.evaluation.row import EvalRow
 from launchers.exports.atif import trajectory
 from launchers.exports.conversations import Question, of_row, of_rows, of_tree, redacted
 from launchers.exports.redact import REDACTED, Redactor

@@ -11,7 +11,7 @@ import pytest
 from agentenv.archive import read_step, steps_of
 from agentenv.journal import Began, Finished, Frame, Leased, Trained
 from launchers import train
-from launchers.chaos import Reader
+from launchers.benches.chaos import Reader
 from tests.launchers.test_train_ends import started
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here"), pytest.mark.slow]

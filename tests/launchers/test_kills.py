@@ -14,7 +14,7 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from launchers.chaos import SHORT, Servers, make_model, write_workspace
+from launchers.benches.chaos import SHORT, Servers, make_model, write_workspace
 from tests.launchers.killed_runs import CountingRun, KilledRun, ServedRun
 from tests.support.killing import Plan
 from tests.support.warehouse import make_workspace

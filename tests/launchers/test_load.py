@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from agentenv.engines.pool.account import MEASURED, Account, told
-from launchers import bench, load
+from launchers import bench
+from launchers.benches import load
 
 SHORT = load.Size(scale=0.02, prompts=4, num_steps=2, descriptors=90)
 

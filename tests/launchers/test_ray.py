@@ -16,7 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentenv.errors import ConfigError
-from launchers.chaos import CONFIG, MAX_STALENESS, SHORT, make_model, write_workspace
+from launchers.benches.chaos import CONFIG, MAX_STALENESS, SHORT, make_model, write_workspace
 from launchers.rl.recorder import Recorder
 from launchers.rl.training import Training
 from launchers.terminal import first_reason
@@ -229,7 +229,7 @@ PYTHON = f"""#!{sys.executable}
 import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from launchers.recital import TOKEN_S, Recital, RecitingServer
+from launchers.benches.recital import TOKEN_S, Recital, RecitingServer
 value = dict(zip(sys.argv, sys.argv[1:]))
 
 async def main():

@@ -25,7 +25,7 @@ from agentenv.config import load_config
 from agentenv.errors import ConfigError, WorkerError
 from agentenv.journal import Leased
 from agentenv.ports import held_ports
-from launchers.chaos import (
+from launchers.benches.chaos import (
     CONFIG,
     MAX_STALENESS,
     SHORT,
@@ -34,8 +34,8 @@ from launchers.chaos import (
     make_model,
     write_workspace,
 )
+from launchers.benches.recital import TOKEN_S, Recital, RecitingServer
 from launchers.config import TrainConfig
-from launchers.recital import TOKEN_S, Recital, RecitingServer
 from launchers.rl.recorder import Recorder
 from launchers.rl.training import Training
 from launchers.rundir import RunDirectory

@@ -12,10 +12,7 @@ from msgspec.structs import replace
 
 from agentenv.errors import DataError
 from agentenv.virtual_clock import run_virtual
-from launchers.config import TrainConfig
-from launchers.rl.training import Training
-from launchers.rundir import RunDirectory
-from launchers.simulation import (
+from launchers.benches.simulation import (
     Durations,
     Grown,
     Machine,
@@ -28,6 +25,9 @@ from launchers.simulation import (
     tool_bounds,
     variants,
 )
+from launchers.config import TrainConfig
+from launchers.rl.training import Training
+from launchers.rundir import RunDirectory
 from launchers.terminal import View
 from launchers.timings import FILE, StepTimes, Trace, Turn, read_trace
 from learners.learner import LearnerConfig

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launchers import soak
-from launchers.chaos import MAX_STALENESS, Size
-from launchers.soak import MEMORY, OTHERS, Look, expected_connections, held, look
+from launchers.benches import soak
+from launchers.benches.chaos import MAX_STALENESS, Size
+from launchers.benches.soak import MEMORY, OTHERS, Look, expected_connections, held, look
 
 HOUR_S = 3600.0
 

@@ -13,7 +13,7 @@ from agentenv.errors import EnvError
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limit
 from launchers.config import TrainConfig
-from launchers.evaluation.store import EvalRow
+from launchers.evaluation.row import EvalRow
 from launchers.rl.evaluations import refuse_failed
 from launchers.rl.report import step_line
 from launchers.rl.state import RunState

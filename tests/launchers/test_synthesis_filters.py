@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentenv.types import Task
-from launchers.evaluation.store import EvalRow
+from launchers.evaluation.row import EvalRow
 from launchers.synthesis.config import FilterConfig, Way
 from launchers.synthesis.sampling import plain_question
 from launchers.synthesis.sorting import (

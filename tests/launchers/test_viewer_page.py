@@ -306,6 +306,7 @@ def test_keys(shown: Viewed, open_page: Open) -> None:
         page.keyboard.press(key)
         page.wait_for_url(re.compile(f"#/{place}$"))
     page.goto(shown.at("trees/1"))
+    page.wait_for_selector("#row-1")
     page.focus(".grid-body")
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowDown")

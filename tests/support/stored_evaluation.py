@@ -13,7 +13,8 @@ import msgspec
 from envs.grading.spelling import clean
 from envs.grading.words import is_wordy
 from launchers.evaluation.config import resolve_sets
-from launchers.evaluation.store import CONFIG_FILE, ROWS_FILE, EvalRow, Saved
+from launchers.evaluation.row import EvalRow
+from launchers.evaluation.store import CONFIG_FILE, ROWS_FILE, Saved
 
 PAIRS = Path(__file__).parent.parent / "fixtures" / "answer_pairs.json"
 QUICK = {"kind": "layered", "math": False}  # a grader without math-verify

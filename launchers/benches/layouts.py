@@ -227,7 +227,7 @@ def _peak_bytes() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
-SHAPES = Path(__file__).with_name("bench_shapes.json")
+SHAPES = Path(__file__).with_name("shapes.json")
 WARM_UP = [[[-1, 0, 64], [0, 64, 0], [0, 64, 0]]]
 
 

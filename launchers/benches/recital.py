@@ -1,9 +1,9 @@
 """Engine servers that compute nothing: they speak vLLM's routes over HTTP and recite what a policy
 with one tool would say, at the pace of a server, with the faults of one.
 
-    python -m launchers.recital PORT MODEL SCALE     one that is well, from a line of its input on
+    python -m launchers.benches.recital PORT MODEL SCALE   one that is well, from a line of input on
 
-Benches of the controller (launchers/load.py, chaos.py, soak.py) ask them in place of real ones.
+Benches of the controller (load.py, chaos.py, soak.py) ask them in place of real ones.
 """
 
 from __future__ import annotations

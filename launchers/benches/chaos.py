@@ -15,7 +15,7 @@ of weights took, and finished ones that were rolled out again; `duplicated` are 
 more than once. `goodput` is trees trained a second, from the first start to the last step, with all
 restarts. A tree of which a tool breaks a branch takes half as long again: the learner, which is
 real, sets the pace where rollouts have that to spare, as here. Servers recite
-(launchers/recital.py). `--long` has two vLLM servers on the CPU instead, which the run starts, one
+(recital.py). `--long` has two vLLM servers on the CPU instead, which the run starts, one
 of them killed every 150 s, and a policy that has learned to call the tool. `--times` is how many
 storms follow the calm run; figures are then their sums, and the least goodput.
 """
@@ -52,10 +52,10 @@ from agentenv.ports import held_ports
 from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Task, ToolResult
+from launchers.benches.recital import TOKEN_S
 from launchers.quickstart import build_model
-from launchers.recital import TOKEN_S
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIG = "chaos.toml"
 TOOL_S = 0.2
 HANG_S = 3600.0
@@ -173,7 +173,7 @@ class ChaosEnv(ToolEnv):
         super().__init__(task, tools=[tool], grader=Luck(), tool_timeout_s=2.0)
 
 
-register("bench/Chaos-v0", "launchers.chaos:ChaosEnv")
+register("bench/Chaos-v0", "launchers.benches.chaos:ChaosEnv")
 
 
 # What is seen from outside.
@@ -402,7 +402,7 @@ class Servers:
 
     def _prepare(self, port: int) -> None:
         scale = self.size.token_s / TOKEN_S
-        command = [sys.executable, "-m", "launchers.recital", str(port), str(self._model)]
+        command = [sys.executable, "-m", "launchers.benches.recital", str(port), str(self._model)]
         self._spares[port] = subprocess.Popen(
             [*command, str(scale)], cwd=ROOT, stdin=subprocess.PIPE
         )
@@ -642,7 +642,7 @@ dir = "{folder}/runs"
 path = "{folder}/model"
 [env]
 id = "bench/Chaos-v0"
-module = "launchers.chaos"
+module = "launchers.benches.chaos"
 kwargs = {{ exceptions = 0.0, hangs = 0.0 }}
 [data]
 train = "{folder}/train.jsonl"

@@ -2,7 +2,7 @@
 
     launchers/bench.py soak [--json -] [--minutes 30]
 
-The calm run of a fault storm (launchers/chaos.py): reciting servers, a real learner, checkpoints,
+The calm run of a fault storm (chaos.py): reciting servers, a real learner, checkpoints,
 a journal that is rotated. Each process is looked at every second; what it holds more and more of is
 a slope by least squares, over the second half of the time, when caches are warm and buffers have
 their size. Open connections are counted apart from other descriptors: there is one for each turn
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import psutil
 from msgspec import Struct
 
-from launchers.chaos import MAX_STALENESS, Run, Servers, Size, make_model, write_workspace
+from launchers.benches.chaos import MAX_STALENESS, Run, Servers, Size, make_model, write_workspace
 
 MEMORY = Path("/dev/shm")
 PATIENCE_S = 300.0  # for the first step, and beyond the time

@@ -32,13 +32,13 @@ from agentenv.env import register
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Task, ToolResult
-from launchers import overhead
+from launchers.benches import overhead
+from launchers.benches.overhead import CONFIG, FIGURES, LuckGrader, measured, serve_rank
+from launchers.benches.simulation import Variant, recorded, simulate
 from launchers.cluster import SpreadCluster
 from launchers.config import TrainConfig
-from launchers.overhead import CONFIG, FIGURES, LuckGrader, measured, serve_rank
 from launchers.rl.training import Training
 from launchers.rundir import RunDirectory
-from launchers.simulation import Variant, recorded, simulate
 from launchers.terminal import View, run_until_done
 from launchers.timings import read_trace
 from learners import ranks as wire
@@ -88,7 +88,7 @@ class ComputingEnv(ToolEnv):
         super().__init__(task, tools=[Compute()], grader=LuckGrader(), **keys)
 
 
-register("bench/Scaling-v0", "launchers.scaling:ComputingEnv")
+register("bench/Scaling-v0", "launchers.benches.scaling:ComputingEnv")
 
 
 def run(
@@ -103,7 +103,7 @@ def run(
             folder.mkdir()
             say(f"{num} worker{'s' * (num > 1)}, {steps} steps")
             options = [kind, str(num), str(steps), str(prompts)]
-            took[num] = json.loads(measured("launchers.scaling", options, folder))["step_s"]
+            took[num] = json.loads(measured("launchers.benches.scaling", options, folder))["step_s"]
         folder = Path(name) / "1"
         config, trace = load_config(TrainConfig, folder / CONFIG, []), read_trace(folder / "run")
         assert isinstance(config.cluster, SpreadCluster)
@@ -140,7 +140,7 @@ dir = "{folder}/runs"
 path = "{folder}/model"
 [env]
 id = "bench/Scaling-v0"
-module = "launchers.scaling"
+module = "launchers.benches.scaling"
 [[env.tools]]
 name = "search"
 max_concurrency = 1
@@ -162,7 +162,7 @@ groups_per_minibatch = {prompts}
 launch = "external"
 address = "{address}"
 [engine]
-name = "launchers.overhead:WaitingConfig"
+name = "launchers.benches.overhead:WaitingConfig"
 max_model_len = 4096
 [cluster]
 kind = "{kind}"
@@ -202,5 +202,5 @@ def main(part: str, arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["launchers.scaling"] = sys.modules["__main__"]
+    sys.modules["launchers.benches.scaling"] = sys.modules["__main__"]
     main(sys.argv[1], sys.argv[2:])

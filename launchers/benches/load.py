@@ -36,11 +36,11 @@ from msgspec.structs import asdict
 
 from agentenv.config import load_config
 from agentenv.ports import held_ports
-from launchers import overhead
+from launchers.benches import overhead
+from launchers.benches.overhead import CONFIG, FIGURES, GROUP_SIZE, measured, serve_rank
+from launchers.benches.recital import Recital, RecitingServer
 from launchers.config import TrainConfig
-from launchers.overhead import CONFIG, FIGURES, GROUP_SIZE, measured, serve_rank
 from launchers.quickstart import build_model
-from launchers.recital import Recital, RecitingServer
 from launchers.rl.training import Training
 from launchers.rundir import RunDirectory
 from launchers.terminal import View, run_until_done
@@ -106,7 +106,7 @@ def run(names: Sequence[str], size: Size) -> dict[str, Figures]:
 def _run(name: str, size: Size, shared: Path) -> Figures:
     folder = shared / name
     folder.mkdir()
-    figures = measured("launchers.load", [name, json.dumps(asdict(size))], folder)
+    figures = measured("launchers.benches.load", [name, json.dumps(asdict(size))], folder)
     return msgspec.json.decode(figures, type=Figures)
 
 
@@ -144,7 +144,7 @@ dir = "{folder}/runs"
 path = "{folder.parent}/model"
 [env]
 id = "bench/Overhead-v0"
-module = "launchers.overhead"
+module = "launchers.benches.overhead"
 [data]
 train = "{folder}/train.jsonl"
 [limits]

@@ -55,8 +55,8 @@ from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Chunk, Completion, SamplingParams, Task, ToolResult, VersionSpan
 from envs.quickstart import COMPANIES
+from launchers.benches.recital import NUM_CALLS, TURN_TOKENS
 from launchers.config import TrainConfig
-from launchers.recital import NUM_CALLS, TURN_TOKENS
 from launchers.rl.training import Training
 from launchers.rundir import RunDirectory
 from launchers.terminal import View, run_until_done
@@ -94,7 +94,7 @@ def _run(prompts: int, num_workers: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="agentenv-") as folder:
         options = [str(prompts), str(num_workers)]
         figures: dict[str, float] = json.loads(
-            measured("launchers.overhead", options, Path(folder))
+            measured("launchers.benches.overhead", options, Path(folder))
         )
         return figures
 
@@ -191,7 +191,7 @@ class LookUpEnv(ToolEnv):
         super().__init__(task, tools=[_look_up], grader=LuckGrader())
 
 
-register("bench/Overhead-v0", "launchers.overhead:LookUpEnv")
+register("bench/Overhead-v0", "launchers.benches.overhead:LookUpEnv")
 
 
 class WaitingConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -481,9 +481,9 @@ async def _floor(num_rollouts: int) -> float:
 
 def _write_workspace(folder: Path, prompts: int, num_workers: int, address: str) -> None:
     """Model, questions and configuration."""
-    engine = 'name = "launchers.overhead:WaitingConfig"'
+    engine = 'name = "launchers.benches.overhead:WaitingConfig"'
     if num_workers:
-        engine = f'''name = "launchers.overhead:WaitingPoolConfig"
+        engine = f'''name = "launchers.benches.overhead:WaitingPoolConfig"
 urls = ["{folder}/model"]
 entropies = "all"
 pool = {{ max_concurrency = 1000000 }}'''
@@ -499,7 +499,7 @@ dir = "{folder}/runs"
 path = "{folder}/model"
 [env]
 id = "bench/Overhead-v0"
-module = "launchers.overhead"
+module = "launchers.benches.overhead"
 [data]
 train = "{folder}/train.jsonl"
 [limits]
@@ -555,5 +555,5 @@ def main(part: str, prompts: str, num_workers: str, folder: str, address: str) -
 
 
 if __name__ == "__main__":
-    sys.modules["launchers.overhead"] = sys.modules["__main__"]
+    sys.modules["launchers.benches.overhead"] = sys.modules["__main__"]
     main(*sys.argv[1:])
