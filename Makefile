@@ -9,6 +9,9 @@ CONFIG ?= configs/quickstart.toml
 VENV := .venv
 BIN := $(VENV)/bin
 
+# Hundreds of processes start in the tests, and none should compile what another has compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test check quick long engines engine-vllm engine-sglang inspect lint types environment clean
 .DEFAULT_GOAL := help
 

@@ -532,8 +532,17 @@ class RankGroup:
                     return
             writer.close()
 
+        connections = list[asyncio.BaseTransport]()
+
+        class Arriving(asyncio.StreamReaderProtocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                connections.append(transport)
+                super().connection_made(transport)
+
         # Not listening yet: who is cancelled while it begins to would leave the socket open.
-        server = await asyncio.start_server(accept, host, int(port), start_serving=False)
+        server = await asyncio.get_running_loop().create_server(
+            lambda: Arriving(asyncio.StreamReader(), accept), host, int(port), start_serving=False
+        )
         try:
             await server.start_serving()
             if local:
@@ -541,7 +550,12 @@ class RankGroup:
                 await self._spawn(f"{host}:{port}", token)
             await self._wait_for_all(arrivals, timeout_s)
         except BaseException:
-            await self.close()
+            server.close()
+            try:
+                await self.close()
+            finally:  # those too whose task has not begun, or that nobody has taken
+                for connection in connections:
+                    connection.close()
             raise
         finally:
             server.close()

@@ -57,10 +57,13 @@ class Host:
 
     async def add(self, name: str) -> None:
         self.links[name], self.ends[name] = linked()
-        server = EnvServer(self._make, self.ends[name])
-        self.serving[name] = asyncio.create_task(server.serve())
+        self.serving[name] = asyncio.create_task(self._serve(self.ends[name]))
         self.joined[name] = asyncio.create_task(self.workers.join(name, self.links[name]))
         await asyncio.sleep(0)
+
+    async def _serve(self, end: Link) -> None:
+        await EnvServer(self._make, end).serve()
+        end.close()  # as the end of a process does
 
     async def kill(self, name: str) -> Left:
         """The process is gone at once, and what it held with it."""

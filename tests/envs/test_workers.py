@@ -59,7 +59,7 @@ async def test_time_that_a_job_waits_for_a_core_does_not_count(
 ) -> None:
     num_jobs = 4 * len(os.sched_getaffinity(0))  # so each takes at least four times its CPU time
     pool = make_pool(max_jobs=num_jobs, max_asleep_s=1.0)
-    jobs = [pool.run({"spin_s": 0.5}, 1.0) for _ in range(num_jobs)]
+    jobs = [pool.run({"spin_s": 0.25}, 0.5) for _ in range(num_jobs)]
     assert await asyncio.gather(*jobs) == ["done"] * num_jobs
 
 

@@ -295,7 +295,7 @@ def test_a_search_service_without_key_or_answer_is_told(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch, backend: WebConfig, problem: str
 ) -> None:
     monkeypatch.delenv("SERPER_API_KEY", raising=False)
-    monkeypatch.setattr("launchers.diagnosis.world.SERVICE_S", 5.0)
+    monkeypatch.setattr("launchers.diagnosis.world.SERVICE_S", 0.5)
     config = replace(load_config(TrainConfig, warehouse), search=SearchConfig(backend=backend))
     patient = Patient(config, None)  # type: ignore[arg-type]
 

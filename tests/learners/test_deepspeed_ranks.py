@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -167,6 +168,31 @@ async def test_external_ranks_need_a_secret(
     config = two_ranks(launch="external", address="127.0.0.1:0", start_timeout_s=0.2)
     with pytest.raises(LearnerError, match="rank 0 did not connect in 0 s"):
         await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "log")
+
+
+async def test_a_cancelled_start_keeps_no_connection(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(wire.TOKEN_VARIABLE, "a secret")
+    with held_ports(1) as (port,):
+        address = f"127.0.0.1:{port}"
+    config = two_ranks(launch="external", address=address)
+    starting = asyncio.create_task(
+        DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "log")
+    )
+    async with asyncio.timeout(10):
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                reader, silent = await asyncio.open_connection(*address.split(":"))
+                break
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # until it is accepted
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert await reader.read() == b""
+    silent.close()
+    await silent.wait_closed()
 
 
 @pytest.mark.parametrize(
