@@ -239,6 +239,8 @@ def _paper(options: argparse.Namespace, say: Say) -> Table:
     return paper.run(options.figures)
 
 
+MOST_COLUMNS = 8
+
 # Parts whose figures are one row each of one struct: title, first column, what measures. Of one
 # whose rows are of several kinds the rows stand below the name of their table.
 PLAIN: dict[str, tuple[str, str, Callable[[argparse.Namespace, Say], Table]]] = {
@@ -273,14 +275,24 @@ def run_plain(options: argparse.Namespace, view: View) -> int:
         if not rows:
             continue
         table = bare_table(f"{title}: {name}" if name else title)
-        for key in (column, *next(iter(rows.values()))):
-            table.add_column(key.replace("_", " "), justify="right")
-        for row, figures in rows.items():
-            table.add_row(row, *map(str, figures.values()))
+        for line in _lines(column, rows):
+            if table.columns:
+                table.add_row(*line)
+            else:
+                for name in line:
+                    table.add_column(name, justify="right")
         view.show(table)
     if options.json:
         options.json.write_text(text + "\n", encoding="utf-8")
     return 0
+
+
+def _lines(column: str, rows: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """A head and a line each row, or each figure where these are too many for a terminal."""
+    names = [name.replace("_", " ") for name in next(iter(rows.values()))]
+    lines = [[column, *names]]
+    lines += [[row, *map(str, figures.values())] for row, figures in rows.items()]
+    return lines if len(names) <= MOST_COLUMNS else list(map(list, zip(*lines, strict=True)))
 
 
 def run_all(options: argparse.Namespace, view: View) -> int:

@@ -9,6 +9,8 @@ does not enter.
     pool    EnginePool over VLLMServer: what an actor calls; log-probs and entropies are read
     bytes   aiohttp alone: the answer is read and thrown away, the least that a client can do
 
+Tokens come WINDOW at a time, as ARPO's actor asks for them, and one at a time.
+
 `tests/bench/bench_engines.py` asks a real vLLM server, also through the package openai.
 """
 
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -38,11 +41,13 @@ from agentenv.engines.vllm import VLLMServer, request_body
 from agentenv.errors import AgentEnvError
 from agentenv.ports import held_ports
 from agentenv.types import Chunk, SamplingParams
+from launchers.benches import overhead
+from launchers.benches.recital import TURN_TOKENS
 
 Turn = tuple[list[int], list[float], list[float]]  # token ids, log-probs, entropies
 Ask = Callable[[list[int]], Awaitable[Turn]]
 
-STREAMS, ROUNDS, TURN_TOKENS = 128, 4, 40
+STREAMS, ROUNDS = 128, 4
 PROMPT_TOKENS, TOP_K = 32, 1  # the server recites one log-prob a position
 SCALE = 0.004  # a millisecond a token
 START_S = 60.0
@@ -56,6 +61,7 @@ class Client(Struct, frozen=True, kw_only=True):
     vocab: int
     tokens: int
     top_k: int
+    interval: int = 1  # tokens that come together
 
 
 class Figures(Struct, frozen=True, kw_only=True):
@@ -90,7 +96,11 @@ async def pool_client(client: Client, stack: AsyncExitStack) -> Ask:
     async def ask(prompt: list[int]) -> Turn:
         chunks: list[Chunk] = []
         done = await engine.generate(
-            prompt, sampling, session=str(prompt[0]), on_tokens=chunks.append
+            prompt,
+            sampling,
+            session=str(prompt[0]),
+            on_tokens=chunks.append,
+            stream_interval=client.interval,
         )
         return done.token_ids, done.logprobs, done.entropies
 
@@ -108,7 +118,7 @@ async def bytes_client(client: Client, stack: AsyncExitStack) -> Ask:
     salt = str(random.random())
 
     async def ask(prompt: list[int]) -> Turn:
-        request = Request(str(random.random()), prompt, sampling)
+        request = Request(str(random.random()), prompt, sampling, stream_interval=client.interval)
         body = request_body(request.id, request, client.top_k, salt)
         data, headers = msgspec.json.encode(body), {"Content-Type": "application/json"}
         url = f"{client.url}/inference/v1/generate"
@@ -122,6 +132,7 @@ async def bytes_client(client: Client, stack: AsyncExitStack) -> Ask:
 
 
 CLIENTS = {"bytes": bytes_client, "pool": pool_client}
+INTERVALS = (overhead.WINDOW, 1)
 
 
 def cpu_s() -> float:
@@ -144,28 +155,33 @@ def run(repeats: int) -> dict[str, Figures]:
             assert server.stdin is not None
             server.stdin.write(b"\n")
             server.stdin.flush()
-            client = Client(
-                url=f"http://127.0.0.1:{port}",
-                model=model,
-                vocab=1024,
-                tokens=TURN_TOKENS,
-                top_k=TOP_K,
-            )
-            costs: dict[str, list[float]] = {name: [] for name in CLIENTS}
+            asked = [
+                Client(
+                    url=f"http://127.0.0.1:{port}",
+                    model=model,
+                    vocab=1024,
+                    tokens=TURN_TOKENS,
+                    top_k=TOP_K,
+                    interval=interval,
+                )
+                for interval in INTERVALS
+            ]
+            costs: dict[tuple[str, int], list[float]] = defaultdict(list)
             for _ in range(repeats):
-                for name in CLIENTS:
-                    costs[name].append(asyncio.run(_measure(name, client)))
+                for client in asked:
+                    for name in CLIENTS:
+                        found = asyncio.run(_measure(name, client))
+                        costs[name, client.interval].append(found)
         finally:
             server.kill()
             server.communicate()
-    least = median(costs["bytes"])
     return {
-        name: Figures(
-            us_per_token=round(median(found) / TURN_TOKENS, 2),
-            us_per_request=round(median(found), 1),
-            over_bytes=round(median(found) / least, 2),
+        f"{name}, {interval} at a time": Figures(
+            us_per_token=round(median(times) / TURN_TOKENS, 2),
+            us_per_request=round(median(times), 1),
+            over_bytes=round(median(times) / median(costs["bytes", interval]), 2),
         )
-        for name, found in costs.items()
+        for (name, interval), times in costs.items()
     }
 
 

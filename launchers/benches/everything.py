@@ -2,9 +2,8 @@
 
     python launchers/bench.py all [--json FILE] [--plots DIR] [--parts NAME ...]
 
-Each part runs in a process of its own, in the bounded size that PARTS gives it: about twenty minutes
-together on two cores that do nothing else. A part that fails is told with its error, and the others
-go on. `load`, `chaos`, `soak` and `workers` judge faults and machines rather than cost, and are not
+Each part runs in a process of its own, in the bounded size that PARTS gives it. A part that fails
+is told with its error, and the others go on. `load`, `chaos`, `soak` and `workers` judge faults and machines rather than cost, and are not
 among them; `staleness` is only simulated here (`--updates` trains).
 """
 
@@ -47,7 +46,7 @@ Found = dict[str, Any]
 
 
 def run(parts: Sequence[str], say: Callable[[str], None]) -> Found:
-    """Machine, versions, date and commit, and under `parts` the figures, seconds or error of each."""
+    """Machine, versions, date, commit, and under `parts` the figures, seconds or error of each."""
     found: Found = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
@@ -70,9 +69,7 @@ def _run(name: str) -> Found:
         command = [sys.executable, "launchers/bench.py", name, *PARTS[name], "--json", str(file)]
         began = {"options": " ".join(PARTS[name]), "load": round(os.getloadavg()[0], 1)}
         try:
-            done = subprocess.run(
-                command, cwd=ROOT, capture_output=True, text=True, timeout=PART_S
-            )
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PART_S)
         except subprocess.TimeoutExpired:
             return began | {"error": f"not done after {PART_S:g} s"}
         if done.returncode or not file.is_file():
@@ -225,7 +222,9 @@ def _paper(figures: Found) -> Any:
         values = [row[name] for name in names]
         axes.plot(values, range(len(names)), "o", label=gpus)
     axes.axvline(1.0, color="0.5", linestyle="--", label="all of one")
-    axes.set_yticks(range(len(names)), [name.removesuffix("_share").replace("_", " ") for name in names])
+    axes.set_yticks(
+        range(len(names)), [name.removesuffix("_share").replace("_", " ") for name in names]
+    )
     axes.set_xscale("log")
     axes.set_title("how much of one (core, disk, connection) is used", fontsize="medium")
     return figure

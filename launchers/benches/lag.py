@@ -72,7 +72,10 @@ register(overhead.LAG_ENV, "launchers.benches.lag:FloodEnv")
 
 def run() -> dict[str, Figures]:
     """The figures by what a tool gives."""
-    sizes = {"about 300 tokens": (overhead.ENV, 0.001), f"{TEXT_MB} MB": (overhead.LAG_ENV, TEXT_MB)}
+    sizes = {
+        "about 300 tokens": (overhead.ENV, 0.001),
+        f"{TEXT_MB} MB": (overhead.LAG_ENV, TEXT_MB),
+    }
     return {name: _measure(env, megabytes) for name, (env, megabytes) in sizes.items()}
 
 

@@ -503,9 +503,7 @@ async def _floor(num_rollouts: int) -> float:
     return (time.process_time() - before) / (num_rollouts * (NUM_CALLS + 1)) * 1e6
 
 
-def _write_workspace(
-    folder: Path, prompts: int, num_workers: int, env: str, address: str
-) -> None:
+def _write_workspace(folder: Path, prompts: int, num_workers: int, env: str, address: str) -> None:
     """Model, questions and configuration; `env` is the name of one in the module of its kind."""
     engine = 'name = "launchers.benches.overhead:WaitingConfig"'
     if num_workers:

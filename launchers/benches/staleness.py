@@ -75,7 +75,7 @@ class Figures(Struct, frozen=True, kw_only=True):
 
 
 class Trained(Struct, frozen=True, kw_only=True):
-    """Of the quick start at one bound: the means of seeds, and the share of right answers of each."""
+    """Of the quick start at one bound: means of seeds, and the share of right answers of each."""
 
     rl_s: float
     success: float
@@ -283,7 +283,12 @@ def train(
         folder = Path(name)
         for seed in range(FIRST_SEED, FIRST_SEED + num_seeds):
             say(f"seed {seed}: the cold start")
-            start = ["launchers/train.py", str(CONFIG), f"run.dir={folder}", f"run.name=start-{seed}"]
+            start = [
+                "launchers/train.py",
+                str(CONFIG),
+                f"run.dir={folder}",
+                f"run.name=start-{seed}",
+            ]
             _run([*start, f"run.seed={seed}", "train.num_steps=0"])
             for bound in bounds:
                 say(f"seed {seed}: {updates} updates at bound {bound}")
