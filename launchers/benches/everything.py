@@ -3,8 +3,9 @@
     python launchers/bench.py all [--json FILE] [--plots DIR] [--parts NAME ...]
 
 Each part runs in a process of its own, in the bounded size that PARTS gives it. A part that fails
-is told with its error, and the others go on. `load`, `chaos`, `soak` and `workers` judge faults and machines rather than cost, and are not
-among them; `staleness` is only simulated here (`--updates` trains).
+is told with its error, and the others go on. `load`, `chaos`, `soak` and `workers` judge faults and
+machines rather than cost, and are not among them; `staleness` is only simulated here (`--updates`
+trains).
 """
 
 from __future__ import annotations
