@@ -84,11 +84,11 @@ def test_costs_are_read_from_what_all_writes(tmp_path: Path) -> None:
 
 
 def test_a_part_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(everything, "PARTS", {"overhead": ("--sizes", "5")})
+    monkeypatch.setattr(everything, "PARTS", {"start": ("--repeats", "x")})
     file = tmp_path / "all.json"
     assert bench.main(["all", "--json", str(file)]) == 1
     found = json.loads(file.read_text())
-    assert "--sizes 5: expected of 1000, 10000" in found["parts"]["overhead"]["error"]
+    assert "invalid int value" in found["parts"]["start"]["error"]
     assert found["machine"]["cores"] >= 1
     assert found["versions"]["python"]
 
