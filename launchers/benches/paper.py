@@ -21,7 +21,6 @@ with as many as `resources` asks for. The work is made up: trees of 16 trajector
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.config import load_config
-from agentenv.errors import ConfigError
+from agentenv.errors import ConfigError, ForeignError
+from agentenv.foreign import decode
 from launchers.benches.simulation import ServiceModel, Variant, simulate
 from launchers.config import TrainConfig
 from launchers.timings import Shape, StepTimes, Trace
@@ -118,7 +118,7 @@ def run(figures: Path | None = None) -> dict[str, dict[str, Any]]:
 def read_costs(file: Path) -> Costs:
     """Those that `bench.py all --json` measured; what a file has no figure of stays as it is."""
     try:
-        parts = json.loads(file.read_text(encoding="utf-8"))["parts"]
+        parts = decode(file.read_bytes())["parts"]
         found = {name: one["figures"] for name, one in parts.items() if "figures" in one}
         costs = COSTS
         if "overhead" in found:
@@ -138,7 +138,7 @@ def read_costs(file: Path) -> Costs:
             costs = replace(costs, call_s=1 / rate)
         if "fork" in found:
             costs = replace(costs, fork_s=found["fork"]["sandbox, 16 MB"]["median_ms"] / 1e3)
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+    except (OSError, ForeignError, KeyError, TypeError, ZeroDivisionError) as error:
         raise ConfigError(
             f"--figures {file}: not what `bench.py all --json FILE` writes ({error!r})"
         ) from error
