@@ -17,8 +17,9 @@ Offered are, under `drop`, all trees that were begun, those that still grew at t
 which then grow to their ends; in start order the trained ones are the first that were begun.
 
 Real, with `--updates N` above 0: the quick start. A cold start for each seed, then as many updates
-of RL from its weights with ours at each bound; seconds of RL, and success on the held-out
-questions, which are the same for all. This takes about a minute for each seed and bound.
+of RL from its weights with ours at each bound; wall and CPU seconds of RL, and success on the
+held-out questions, which are the same for all bounds of a seed. This takes about a minute for each
+seed and bound, and two for a cold start. `drop` and `wait` are not trained.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class Trained(Struct, frozen=True, kw_only=True):
     """Of the quick start at one bound: means of seeds, and the share of right answers of each."""
 
     rl_s: float
+    rl_cpu_s: float
     success: float
     each: list[float]
     before: float  # RL
@@ -322,6 +324,7 @@ def _trained(summaries: Sequence[dict[str, Any]]) -> Trained:
     each = [one["success"]["after_rl"] for one in summaries]
     return Trained(
         rl_s=round(fmean(one["wall_s"]["rl"] for one in summaries), 1),
+        rl_cpu_s=round(fmean(one["cpu_s"]["rl"] for one in summaries), 1),
         success=round(fmean(each), 3),
         each=[round(one, 3) for one in each],
         before=round(fmean(one["success"]["before_sft"] for one in summaries), 3),
