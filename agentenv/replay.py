@@ -20,6 +20,46 @@ from collections.abc import Callable
 from agentenv.tree import TrajectoryTree
 
 
+class Waiting:
+    """A rollout that is not delivered, and when it ended, on the loop's clock."""
+
+    __slots__ = ("ended_s", "rollout")
+
+    def __init__(self, rollout: asyncio.Task[TrajectoryTree]) -> None:
+        self.rollout = rollout
+        self.ended_s: float | None = None
+        rollout.add_done_callback(self._ends)
+
+    def _ends(self, rollout: asyncio.Task[TrajectoryTree]) -> None:
+        self.ended_s = rollout.get_loop().time()
+
+
+class Flow:
+    """What of the time between feeder and learner was waiting, since it was taken last."""
+
+    def __init__(self) -> None:
+        self._ages_s: list[float] = []
+        self._blocked_s = 0.0
+
+    def selected(self, age_s: float) -> None:
+        """A tree was taken so long after it was whole."""
+        self._ages_s.append(age_s)
+
+    def blocked(self, seconds: float) -> None:
+        """So long no tree could begin, as all slots were held."""
+        self._blocked_s += seconds
+
+    def take(self) -> dict[str, float]:
+        """The figures as metrics, flow/NAME; they begin anew."""
+        ages_s, blocked_s = self._ages_s, self._blocked_s
+        self._ages_s, self._blocked_s = [], 0.0
+        figures = {"flow/producer_blocked_s": blocked_s}
+        if ages_s:
+            figures["flow/age_s"] = sum(ages_s) / len(ages_s)
+            figures["flow/age_max_s"] = max(ages_s)
+        return figures
+
+
 class ReplayQueue:
     """Slots and trees between the feeder and the learner. One consumer."""
 
@@ -28,21 +68,26 @@ class ReplayQueue:
         self.max_staleness = max_staleness
         self.capacity = groups_per_step * (max_staleness + 1)
         self.num_reserved = 0
-        self._rollouts: deque[asyncio.Task[TrajectoryTree]] = deque()
+        self.flow = Flow()
+        self._rollouts: deque[Waiting] = deque()
         self._freed = asyncio.Event()
         self._arrived = asyncio.Event()
         self._closed = False
 
     async def reserve(self) -> None:
         """Wait until one more rollout may start without becoming too stale."""
-        while self.num_reserved >= self.capacity:
-            self._freed.clear()
-            await self._freed.wait()
+        if self.num_reserved >= self.capacity:
+            now = asyncio.get_running_loop().time
+            began_s = now()
+            while self.num_reserved >= self.capacity:
+                self._freed.clear()
+                await self._freed.wait()
+            self.flow.blocked(now() - began_s)
         self.num_reserved += 1
 
     def put(self, rollout: asyncio.Task[TrajectoryTree]) -> None:
         """Add a rollout that holds a slot, right after it was started."""
-        self._rollouts.append(rollout)
+        self._rollouts.append(Waiting(rollout))
         self._arrived.set()
 
     def finish(self) -> None:
@@ -58,7 +103,8 @@ class ReplayQueue:
         Trees that `keep` refuses give their slot back at once and are replaced by later ones.
         Cancelling get() loses no tree: those already taken go back to the front.
         """
-        taken: list[asyncio.Task[TrajectoryTree]] = []
+        taken: list[Waiting] = []
+        now = asyncio.get_running_loop().time
         try:
             while len(taken) < self.groups_per_step:
                 if not self._rollouts:
@@ -67,16 +113,19 @@ class ReplayQueue:
                     self._arrived.clear()
                     await self._arrived.wait()
                     continue
-                await asyncio.wait({self._rollouts[0]})
-                rollout = self._rollouts.popleft()
-                if keep(rollout.result()):
-                    taken.append(rollout)
+                await asyncio.wait({self._rollouts[0].rollout})
+                one = self._rollouts.popleft()
+                if keep(one.rollout.result()):
+                    taken.append(one)
                 else:
+                    self.flow.selected(now() - (now() if one.ended_s is None else one.ended_s))
                     self.release(1)
         except BaseException:
             self._rollouts.extendleft(reversed(taken))
             raise
-        return [rollout.result() for rollout in taken]
+        for one in taken:  # together they are a step
+            self.flow.selected(now() - (now() if one.ended_s is None else one.ended_s))
+        return [one.rollout.result() for one in taken]
 
     def release(self, count: int) -> None:
         """Give back the slots of trees whose weights are live, or that will not be trained."""
@@ -86,7 +135,7 @@ class ReplayQueue:
 
     def drain(self) -> list[asyncio.Task[TrajectoryTree]]:
         """Take out every rollout that was not delivered, for the caller to cancel."""
-        rollouts = list(self._rollouts)
+        rollouts = [one.rollout for one in self._rollouts]
         self._rollouts.clear()
         self.release(len(rollouts))
         return rollouts
@@ -99,4 +148,4 @@ class ReplayQueue:
     @property
     def num_ready(self) -> int:
         """Rollouts that have ended and wait to be delivered."""
-        return sum(rollout.done() for rollout in self._rollouts)
+        return sum(one.rollout.done() for one in self._rollouts)

@@ -8,7 +8,11 @@
     python launchers/bench.py chaos [--json FILE] [--long | --short] [--times N] [--seconds S]
     python launchers/bench.py soak [--json FILE] [--minutes M]
     python launchers/bench.py makespan [--json FILE] [--seeds N]
-    python launchers/bench.py transport | start [--json FILE] [--repeats N]
+    python launchers/bench.py staleness [--json FILE] [--seeds N] [--updates N]
+    python launchers/bench.py transport | start | fork | tools | engines [--json FILE] [--repeats N]
+    python launchers/bench.py lag [--json FILE]
+    python launchers/bench.py paper [--json FILE] [--figures FILE]
+    python launchers/bench.py all [--json FILE] [--plots DIR] [--parts NAME ...]
     python launchers/bench.py simulate CONFIG [key.sub=value ...] [--trace RUN] [--steps N]
 
 Each part is a file of launchers/benches/. `learner` measures what training trees as trees is worth,
@@ -17,9 +21,13 @@ thousands of rollouts, `workers` how much faster rollouts grow in two rollout wo
 (scaling.py), `load` what sick, slow, full or lost engine servers do to a run (it fails if a
 trajectory is lost), `chaos` what is left of a run in a storm of faults (it fails if a tree is lost
 or trained twice), `soak` what its processes hold more and more of, `makespan` what a barrier costs
-beside no barrier, with tools of long tails, `transport` what a finished tree costs to send, `start`
-how long a command takes to begin, `simulate` what a run would be like under other settings, by the
-times of a recorded one (simulation.py).
+beside no barrier, with tools of long tails, `staleness` what its bound does to time, length and
+success, beside rules that discard or wait, `transport` what a finished tree costs to send, `start`
+how long a command takes to begin, `fork` and `tools` what forks and calls cost (sandboxes.py),
+`engines` what a client of servers costs by the token, `lag` how late the loop is while tools give
+5 MB, `simulate` what a run would be like under other settings, by the times of a recorded one
+(simulation.py), `paper` what 8, 64 and 1,000 GPUs ask of a controller, by measured costs. `all`
+runs the parts in a bounded size each, into one file, with pictures.
 `--json -` prints the figures alone.
 """
 
@@ -70,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_soak(options, view)
         elif options.part == "simulate":
             return run_simulation(options, view)
+        elif options.part == "all":
+            return run_all(options, view)
         elif options.part in PLAIN:
             return run_plain(options, view)
         else:
@@ -132,8 +142,26 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     spans.add_argument("--seeds", type=int, default=3, metavar="N", help="medians of N; default 3")
     sending = parts.add_parser("transport", help="bytes and time of trees that are sent")
     starting = parts.add_parser("start", help="how long a command takes to begin")
-    for part in (sending, starting):
+    forking = parts.add_parser("fork", help="forks of sandboxes, envs, trees and prompts")
+    calling = parts.add_parser("tools", help="calls of the sandbox, and of a cached search")
+    asking = parts.add_parser("engines", help="CPU of a client of engine servers")
+    for part in (sending, starting, forking, calling, asking):
         part.add_argument("--repeats", type=int, default=5, metavar="N", help="medians of N")
+    bounds = parts.add_parser("staleness", help="its bound, beside rules that discard or wait")
+    bounds.add_argument("--seeds", type=int, default=3, metavar="N", help="medians of N; default 3")
+    bounds.add_argument(
+        "--updates", type=int, default=20, metavar="N",
+        help="of the quick start at each bound; default 20, 0: only what is simulated",
+    )  # fmt: skip
+    late = parts.add_parser("lag", help="lag of the event loop while tools give 5 MB")
+    paper = parts.add_parser("paper", help="8, 64 and 1,000 GPUs, by measured costs")
+    paper.add_argument(
+        "--figures", type=Path, metavar="FILE",
+        help="costs as `all --json` wrote them; default: those in the module",
+    )  # fmt: skip
+    everything = parts.add_parser("all", help="the parts in a bounded size each")
+    everything.add_argument("--plots", type=Path, metavar="DIR", help="pictures of the main tables")
+    everything.add_argument("--parts", nargs="+", metavar="NAME", help="only these; default all")
     other = parts.add_parser("simulate", help="a run under other settings, in virtual time")
     other.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of the run")
     other.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
@@ -144,7 +172,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     other.add_argument("--steps", type=int, default=20, metavar="N", help="default %(default)s")
     measured = (learner, dealing, cost, scaling, faults, storm, long, spans, sending, starting)
-    for part in (*measured, other):
+    added = (forking, calling, asking, bounds, late, paper, everything)
+    for part in (*measured, other, *added):
         part.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     learner.add_argument("--shapes", nargs="+", metavar="NAME", help="only these; default all")
     learner.add_argument("--repeats", type=int, default=3, metavar="N", help="medians of N")
@@ -152,49 +181,137 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _makespan(options: argparse.Namespace) -> dict[str, Any]:
+Say = Callable[[str], None]
+Table = dict[str, Any]  # struct of figures by row
+
+
+def _makespan(options: argparse.Namespace, say: Say) -> Table:
     from launchers.benches import makespan
 
     return makespan.run(options.seeds)
 
 
-def _transport(options: argparse.Namespace) -> dict[str, Any]:
+def _staleness(options: argparse.Namespace, say: Say) -> Table:
+    from launchers.benches import staleness
+
+    return staleness.run(options.seeds, options.updates, say)
+
+
+def _transport(options: argparse.Namespace, say: Say) -> Table:
     from launchers.benches import transport
 
     return transport.run(options.repeats)
 
 
-def _start(options: argparse.Namespace) -> dict[str, Any]:
+def _start(options: argparse.Namespace, say: Say) -> Table:
     from launchers.benches import start
 
     return start.run(options.repeats)
 
 
-# Parts whose figures are one row each of one struct: title, first column, what measures.
-PLAIN: dict[str, tuple[str, str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
+def _fork(options: argparse.Namespace, say: Say) -> Table:
+    from launchers.benches import sandboxes
+
+    return sandboxes.run_fork(options.repeats)
+
+
+def _tools(options: argparse.Namespace, say: Say) -> Table:
+    from launchers.benches import sandboxes
+
+    return sandboxes.run_tools(options.repeats)
+
+
+def _engines(options: argparse.Namespace, say: Say) -> Table:
+    from launchers.benches import engines
+
+    return engines.run(options.repeats)
+
+
+def _lag(options: argparse.Namespace, say: Say) -> Table:
+    from launchers.benches import lag
+
+    return lag.run()
+
+
+def _paper(options: argparse.Namespace, say: Say) -> Table:
+    from launchers.benches import paper
+
+    return paper.run(options.figures)
+
+
+MOST_COLUMNS = 8
+
+# Parts whose figures are one row each of one struct: title, first column, what measures. Of one
+# whose rows are of several kinds the rows stand below the name of their table.
+PLAIN: dict[str, tuple[str, str, Callable[[argparse.Namespace, Say], Table]]] = {
     "makespan": ("until the last batch is there, in virtual seconds", "workload", _makespan),
+    "staleness": ("by the rule of what is trained, and its bound", "rule", _staleness),
     "transport": ("a finished tree, per sampled token", "form", _transport),
     "start": ("fresh processes", "command", _start),
+    "fork": ("forks, in milliseconds", "of", _fork),
+    "tools": ("calls of tools", "call", _tools),
+    "engines": ("CPU of a client of engine servers", "client", _engines),
+    "lag": ("lag of the event loop, by what a tool gives", "result", _lag),
+    "paper": ("what a number of GPUs asks of the controller", "of", _paper),
 }
 
 
 def run_plain(options: argparse.Namespace, view: View) -> int:
-    """A part of PLAIN as a table, or as JSON: to a file, or alone to the output."""
+    """A part of PLAIN as tables, or as JSON: to a file, or alone to the output."""
     title, column, measure = PLAIN[options.part]
-    found = {name: asdict(figures) for name, figures in measure(options).items()}
-    text = json.dumps(found, indent=1)
-    if str(options.json) == "-":
+    alone = str(options.json) == "-"
+    measured = measure(options, (lambda text: None) if alone else view.say)
+    nested = any(isinstance(one, dict) for one in measured.values())
+    tables = measured if nested else {"": measured}
+    found = {
+        name: {row: asdict(figures) for row, figures in rows.items()}
+        for name, rows in tables.items()
+    }
+    text = json.dumps(found if nested else found[""], indent=1)
+    if alone:
         sys.stdout.write(text + "\n")
         return 0
-    table = bare_table(title)
-    for name in (column, *next(iter(found.values()))):
-        table.add_column(name.replace("_", " "), justify="right")
-    for name, figures in found.items():
-        table.add_row(name, *map(str, figures.values()))
-    view.show(table)
+    for name, rows in found.items():
+        if not rows:
+            continue
+        table = bare_table(f"{title}: {name}" if name else title)
+        for line in _lines(column, rows):
+            if table.columns:
+                table.add_row(*line)
+            else:
+                for name in line:
+                    table.add_column(name, justify="right")
+        view.show(table)
     if options.json:
         options.json.write_text(text + "\n", encoding="utf-8")
     return 0
+
+
+def _lines(column: str, rows: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """A head and a line each row, or each figure where these are too many for a terminal."""
+    names = [name.replace("_", " ") for name in next(iter(rows.values()))]
+    lines = [[column, *names]]
+    lines += [[row, *map(str, figures.values())] for row, figures in rows.items()]
+    return lines if len(names) <= MOST_COLUMNS else list(map(list, zip(*lines, strict=True)))
+
+
+def run_all(options: argparse.Namespace, view: View) -> int:
+    """Each part in a process of its own, into one file. The exit status is 1 if one failed."""
+    from launchers.benches import everything
+
+    parts = _known("--parts", options.parts, everything.PARTS)
+    alone = str(options.json) == "-"
+    found = everything.run(parts, (lambda text: None) if alone else view.say)
+    text = json.dumps(found, indent=1)
+    if alone:
+        sys.stdout.write(text + "\n")
+    elif options.json:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    if options.plots:
+        names = everything.plot(found, options.plots)
+        if not alone:
+            view.say(f"written to {options.plots}: {', '.join(names)}")
+    return int(any("error" in part for part in found["parts"].values()))
 
 
 K = TypeVar("K")

@@ -130,3 +130,40 @@ def test_a_bug_in_a_rollout_reaches_the_learner() -> None:
             await queue.get()
 
     run_virtual(scenario())
+
+
+def test_what_waits_between_feeder_and_learner_is_measured() -> None:
+    """Trees end after 2, 1 and 7 s in a queue of two slots; the learner takes both at 5 s."""
+
+    async def scenario() -> None:
+        queue = ReplayQueue(2, 0)
+
+        async def rollout(seconds: float) -> TrajectoryTree:
+            await asyncio.sleep(seconds)
+            return TrajectoryTree(TASK)
+
+        async def feed() -> None:
+            for seconds in (2.0, 1.0, 7.0):
+                await queue.reserve()
+                queue.put(asyncio.ensure_future(rollout(seconds)))
+            queue.finish()
+
+        feeding = asyncio.ensure_future(feed())
+        await asyncio.sleep(5)
+        await queue.get()
+        queue.release(2)
+        await feeding
+        figures = queue.flow.take()
+        assert figures == {
+            "flow/producer_blocked_s": 5.0,
+            "flow/age_s": (3.0 + 4.0) / 2,
+            "flow/age_max_s": 4.0,
+        }
+        await queue.get()
+        assert queue.flow.take() == {
+            "flow/producer_blocked_s": 0.0,
+            "flow/age_s": 0.0,
+            "flow/age_max_s": 0.0,
+        }
+
+    run_virtual(scenario())

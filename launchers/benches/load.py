@@ -22,29 +22,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import resource
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from agentenv.config import load_config
 from agentenv.ports import held_ports
 from launchers.benches import overhead
-from launchers.benches.overhead import CONFIG, FIGURES, GROUP_SIZE, measured, serve_rank
+from launchers.benches.overhead import CONFIG, FIGURES, GROUP_SIZE, measured, obey, trained
 from launchers.benches.recital import Recital, RecitingServer
-from launchers.config import TrainConfig
 from launchers.quickstart import build_model
 from launchers.rl.training import Training
-from launchers.rundir import RunDirectory
-from launchers.terminal import View, run_until_done
-from learners import ranks as wire
 
 SCENARIOS: dict[str, tuple[str, ...]] = {  # a fault for each server
     "none": ("", "", ""),
@@ -125,10 +119,7 @@ async def stage(name: str, size: Size, folder: Path, address: str) -> None:
             stack.push_async_callback(server.close)
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         _write_workspace(name, size, folder, address, urls)
-        while True:  # the controller listens as soon as its set-up is that far
-            with suppress(ConnectionRefusedError):
-                return await serve_rank(address, os.environ[wire.TOKEN_VARIABLE], model)
-            await asyncio.sleep(0.1)
+        await obey(address, model)
 
 
 def _write_workspace(
@@ -210,12 +201,10 @@ def measure(name: str, size: Size, folder: Path) -> None:
     if name in STARVED:
         resource.setrlimit(resource.RLIMIT_NOFILE, (size.descriptors, size.descriptors))
     overhead.set_scale(size.scale)
-    config = load_config(TrainConfig, folder / CONFIG, [])
-    directory = RunDirectory(folder / "run", resume=False, monitor=config.monitor, settings={})
-    training = MeasuredTraining(config, directory, View(), resume="")
-    run_until_done(training.run_all(), training.view)
-    summary = json.loads((directory.path / "summary.json").read_text())
-    lines = (directory.path / "metrics.jsonl").read_text().splitlines()
+    training = trained(MeasuredTraining, folder)
+    directory = training.run.path
+    summary = json.loads((directory / "summary.json").read_text())
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "trees/offered" in row]
 
     def total(key: str) -> int:

@@ -32,10 +32,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import psutil
 from msgspec import Struct, msgpack
@@ -72,6 +73,8 @@ TURN_S, TOOL_S = 8.0, 2.0  # at 10,000; less in proportion below, so that as muc
 WINDOW = 10  # tokens of a turn that the plan of ARPO looks at, and their part of the turn's time
 FIRST_PART = 0.2
 CONFIG, FIGURES = "run.toml", "figures.json"
+ENV, LAG_ENV = "bench/Overhead-v0", "bench/Lag-v0"
+MODULES = {ENV: "launchers.benches.overhead", LAG_ENV: "launchers.benches.lag"}
 
 
 class Figures(Struct):
@@ -92,7 +95,7 @@ def run(sizes: Sequence[int], num_workers: int = 0) -> dict[str, dict[str, float
 
 def _run(prompts: int, num_workers: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="agentenv-") as folder:
-        options = [str(prompts), str(num_workers)]
+        options = [str(prompts), str(num_workers), ENV]
         figures: dict[str, float] = json.loads(
             measured("launchers.benches.overhead", options, Path(folder))
         )
@@ -191,7 +194,7 @@ class LookUpEnv(ToolEnv):
         super().__init__(task, tools=[_look_up], grader=LuckGrader())
 
 
-register("bench/Overhead-v0", "launchers.benches.overhead:LookUpEnv")
+register(ENV, "launchers.benches.overhead:LookUpEnv")
 
 
 class WaitingConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -407,7 +410,28 @@ async def serve_rank(address: str, token: str, model: Path | None = None) -> Non
         await writer.drain()
 
 
+async def obey(address: str, model: Path | None = None) -> None:
+    """`serve_rank` with the token of the environment, once the controller listens, which is as soon
+    as its set-up is that far."""
+    while True:
+        with suppress(ConnectionRefusedError):
+            return await serve_rank(address, os.environ[wire.TOKEN_VARIABLE], model)
+        await asyncio.sleep(0.1)
+
+
 # Measuring.
+
+
+T = TypeVar("T", bound=Training)
+
+
+def trained(kind: type[T], folder: Path) -> T:
+    """The training of the workspace in `folder`, done; its run is `folder`/run."""
+    config = load_config(TrainConfig, folder / CONFIG, [])
+    run = RunDirectory(folder / "run", resume=False, monitor=config.monitor, settings={})
+    training = kind(config, run, View(), resume="")
+    run_until_done(training.run_all(), training.view)
+    return training
 
 
 def _children_cpu_s() -> float:
@@ -479,8 +503,8 @@ async def _floor(num_rollouts: int) -> float:
     return (time.process_time() - before) / (num_rollouts * (NUM_CALLS + 1)) * 1e6
 
 
-def _write_workspace(folder: Path, prompts: int, num_workers: int, address: str) -> None:
-    """Model, questions and configuration."""
+def _write_workspace(folder: Path, prompts: int, num_workers: int, env: str, address: str) -> None:
+    """Model, questions and configuration; `env` is the name of one in the module of its kind."""
     engine = 'name = "launchers.benches.overhead:WaitingConfig"'
     if num_workers:
         engine = f'''name = "launchers.benches.overhead:WaitingPoolConfig"
@@ -498,8 +522,8 @@ dir = "{folder}/runs"
 [model]
 path = "{folder}/model"
 [env]
-id = "bench/Overhead-v0"
-module = "launchers.benches.overhead"
+id = "{env}"
+module = "{MODULES[env]}"
 [data]
 train = "{folder}/train.jsonl"
 [limits]
@@ -534,24 +558,17 @@ max_logprob_gap = 1e9
 def measure(prompts: int, folder: Path) -> None:
     """One size, in this process; the figures go to a file in the folder."""
     set_scale(prompts / SIZES[10000])
-    config = load_config(TrainConfig, folder / CONFIG, [])
-    run = RunDirectory(folder / "run", resume=False, monitor=config.monitor, settings={})
-    training = MeasuredTraining(config, run, View(), resume="")
-    training.floor_us = asyncio.run(_floor(2 * prompts * GROUP_SIZE))
-    run_until_done(training.run_all(), training.view)
+    MeasuredTraining.floor_us = asyncio.run(_floor(2 * prompts * GROUP_SIZE))
+    training = trained(MeasuredTraining, folder)
     (folder / FIGURES).write_text(json.dumps(asdict(training.figures)))
 
 
-def main(part: str, prompts: str, num_workers: str, folder: str, address: str) -> None:
+def main(part: str, prompts: str, num_workers: str, env: str, folder: str, address: str) -> None:
     """One of the two processes of a measurement."""
     if part == "measure":
         return measure(int(prompts), Path(folder))
-    _write_workspace(Path(folder), int(prompts), int(num_workers), address)
-    while True:  # the controller listens as soon as its set-up is that far
-        try:
-            return asyncio.run(serve_rank(address, os.environ[wire.TOKEN_VARIABLE]))
-        except ConnectionRefusedError:
-            time.sleep(0.1)
+    _write_workspace(Path(folder), int(prompts), int(num_workers), env, address)
+    asyncio.run(obey(address))
 
 
 if __name__ == "__main__":

@@ -33,15 +33,12 @@ from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Task, ToolResult
 from launchers.benches import overhead
-from launchers.benches.overhead import CONFIG, FIGURES, LuckGrader, measured, serve_rank
+from launchers.benches.overhead import CONFIG, FIGURES, LuckGrader, measured, obey, trained
 from launchers.benches.simulation import Variant, recorded, simulate
 from launchers.cluster import SpreadCluster
 from launchers.config import TrainConfig
 from launchers.rl.training import Training
-from launchers.rundir import RunDirectory
-from launchers.terminal import View, run_until_done
 from launchers.timings import read_trace
-from learners import ranks as wire
 
 COMPUTE_S = 0.02
 SECRET_BYTES, MAX_ROUNDS = 32, 10_000_000
@@ -180,10 +177,7 @@ max_logprob_gap = 1e9
 def measure(folder: Path) -> None:
     """One number of workers, in this process; seconds a step go to a file in the folder."""
     overhead.set_scale(TURN_SHARE)
-    config = load_config(TrainConfig, folder / CONFIG, [])
-    run = RunDirectory(folder / "run", resume=False, monitor=config.monitor, settings={})
-    training = Training(config, run, View(), resume="")
-    run_until_done(training.run_all(), training.view)
+    trained(Training, folder)
     found = recorded(read_trace(folder / "run"))
     (folder / FIGURES).write_text(json.dumps(asdict(found)))
 
@@ -194,11 +188,7 @@ def main(part: str, arguments: Sequence[str]) -> None:
     if part == "measure":
         return measure(Path(folder))
     _write_workspace(Path(folder), kind, int(num_workers), int(steps), int(prompts), address)
-    while True:  # the controller listens as soon as its set-up is that far
-        try:
-            return asyncio.run(serve_rank(address, os.environ[wire.TOKEN_VARIABLE]))
-        except ConnectionRefusedError:
-            time.sleep(0.1)
+    asyncio.run(obey(address))
 
 
 if __name__ == "__main__":

@@ -285,6 +285,7 @@ def step_line(row: dict[str, Any], num_steps: int) -> str:
         f"calls {row['rollout/tool_calls']:.0f} forks {row['rollout/forks']:.0f} "
         f"staleness {row.get('staleness/max', 0):.0f} "
         f"entropy {row.get('rollout/entropy', 0.0):.3f} "
+        f"score {row.get('score/value', 0.0):.0f} "
         f"{row.get('time/sampled_tokens_per_s', 0.0):.0f} tok/s{failures(row)}"
     )
 

@@ -76,6 +76,7 @@ from launchers.workers.processes import WorkerProcesses
 from learners.credit import CreditedTree, TreeCredit, counted_leaves
 from learners.entropies import forget_entropies
 from learners.learner import Agreement, Metrics, lr_factor, optimizer_of
+from learners.score import step_score
 
 logger = logging.getLogger(__name__)
 
@@ -278,6 +279,7 @@ class Training:
         self.lag = LoopLag()
         self.refused: list[TrajectoryTree] = []  # by the current queue.get, not accounted yet
         self.throughput = Throughput()
+        self.scored_s = 0.0  # when the last step was, on the loop's clock
         self.held_back = {"s": 0.0}  # seconds in which trees were
         self.watch = Stopwatch()
         self.phase = "set-up"  # cold start, RL, end
@@ -503,6 +505,7 @@ class Training:
     async def _run_rl(self) -> None:
         """Rollouts, updates, evaluations and checkpoints until the last update."""
         self.throughput.rate(self.parts.engine.stats())
+        self.scored_s = asyncio.get_running_loop().time()
         self.view.begin("RL", self.parts.num_steps, self.state.step)
         if self.checkpoint is not None:
             await self.evaluator.resume(self._due_evaluations() if self.state.step else [])
@@ -732,6 +735,15 @@ class Training:
         for tree in delivered:
             self.flights.pop(tree.index, None)
         state.ledger.check(in_flight=self.queue.num_waiting)
+        began_s, self.scored_s = self.scored_s, asyncio.get_running_loop().time()
+        metrics |= await in_thread(
+            step_score,
+            delivered,
+            trained,
+            policy_version=version,
+            seconds=self.scored_s - began_s,
+            groups_per_step=self.queue.groups_per_step,
+        )
         await self._report_step(delivered, metrics)
 
     async def _update(self, groups: list[CreditedTree]) -> Metrics:
@@ -796,6 +808,7 @@ class Training:
             **metrics,
             **{f"trees/{name}": count for name, count in trees_by_fate.items()},
             "staleness/bound": self.queue.max_staleness,
+            **self.queue.flow.take(),
             "queue/ready": self.queue.num_ready,
             "queue/held_back_s": self.held_back["s"],
             **{f"engine/{name}": value for name, value in engine.items()},

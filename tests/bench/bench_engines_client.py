@@ -16,64 +16,24 @@ import asyncio
 import hashlib
 import json
 import random
-import resource
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import aiohttp
-import msgspec
-
-from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.remote import top_k_entropy
-from agentenv.engines.server import Request
-from agentenv.engines.server_config import PoolConfig
-from agentenv.engines.vllm import VLLMServer, request_body
-from agentenv.types import Chunk, SamplingParams
+from launchers.benches.engines import Ask, Client, Turn, bytes_client, cpu_s, pool_client
 
-Turn = tuple[list[int], list[float], list[float]]  # token ids, log-probs, entropies
-Ask = Callable[[list[int]], Awaitable[Turn]]
 MODEL = "policy"
 
 
-class AllAtOnce(PoolConfig, frozen=True, kw_only=True):
-    """Does not wait for the figures of the server's load."""
-
-    initial_concurrency: ClassVar[int] = PoolConfig().max_concurrency
-
-
-async def pool_client(args: argparse.Namespace, stack: AsyncExitStack) -> Ask:
-    engine = EnginePool(
-        [VLLMServer(args.url, entropy_top_k=args.top_k, vocab_size=args.vocab)],
-        args.model,
-        0,
-        vocab_size=args.vocab,
-        eos_ids=(),
-        config=AllAtOnce(),
-        name=f"bench-{random.random()}",
-    )
-    stack.push_async_callback(engine.close)
-    await engine.start(fresh=True)
-    sampling = SamplingParams(max_tokens=args.tokens, temperature=0.0)
-
-    async def ask(prompt: list[int]) -> Turn:
-        chunks: list[Chunk] = []
-        done = await engine.generate(
-            prompt, sampling, session=str(prompt[0]), on_tokens=chunks.append
-        )
-        return done.token_ids, done.logprobs, done.entropies
-
-    return ask
-
-
-async def openai_client(args: argparse.Namespace, stack: AsyncExitStack) -> Ask:
+async def openai_client(asked: Client, stack: AsyncExitStack) -> Ask:
     from openai import AsyncOpenAI
 
-    client = AsyncOpenAI(base_url=f"{args.url}/v1", api_key="none", max_retries=0, timeout=600)
+    client = AsyncOpenAI(base_url=f"{asked.url}/v1", api_key="none", max_retries=0, timeout=600)
     stack.push_async_callback(client.close)
 
     async def ask(prompt: list[int]) -> Turn:
@@ -83,9 +43,9 @@ async def openai_client(args: argparse.Namespace, stack: AsyncExitStack) -> Ask:
         stream = await client.completions.create(
             model=MODEL,
             prompt=prompt,
-            max_tokens=args.tokens,
+            max_tokens=asked.tokens,
             temperature=0.0,
-            logprobs=args.top_k,
+            logprobs=asked.top_k,
             stream=True,
             extra_body={"return_token_ids": True, "return_tokens_as_token_ids": True},
         )
@@ -101,37 +61,11 @@ async def openai_client(args: argparse.Namespace, stack: AsyncExitStack) -> Ask:
     return ask
 
 
-async def bytes_client(args: argparse.Namespace, stack: AsyncExitStack) -> Ask:
-    session = await stack.enter_async_context(
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-    )
-    sampling = SamplingParams(max_tokens=args.tokens, temperature=0.0)
-    salt = str(random.random())
-
-    async def ask(prompt: list[int]) -> Turn:
-        request = Request(str(random.random()), prompt, sampling)
-        body = request_body(request.id, request, args.top_k, salt)
-        data, headers = msgspec.json.encode(body), {"Content-Type": "application/json"}
-        url = f"{args.url}/inference/v1/generate"
-        async with session.post(url, data=data, headers=headers) as response:
-            response.raise_for_status()
-            while await response.content.readany():
-                pass
-        return [0] * args.tokens, [0.0] * args.tokens, [0.0] * args.tokens
-
-    return ask
-
-
-CLIENTS: dict[str, Callable[[argparse.Namespace, AsyncExitStack], Awaitable[Ask]]] = {
+CLIENTS: dict[str, Callable[[Client, AsyncExitStack], Awaitable[Ask]]] = {
     "pool": pool_client,
     "openai": openai_client,
     "bytes": bytes_client,
 }
-
-
-def cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def prompts_of(stream: int, args: argparse.Namespace, rounds: int, salt: int) -> list[list[int]]:
@@ -143,7 +77,14 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     turns: dict[tuple[int, ...], Turn] = {}
 
     async with AsyncExitStack() as stack:
-        ask = await CLIENTS[args.kind](args, stack)
+        client = Client(
+            url=args.url,
+            model=args.model,
+            vocab=args.vocab,
+            tokens=args.tokens,
+            top_k=args.top_k,
+        )
+        ask = await CLIENTS[args.kind](client, stack)
 
         async def stream(number: int, rounds: int, salt: int) -> None:
             for prompt in prompts_of(number, args, rounds, salt):

@@ -1,0 +1,58 @@
+"""One figure of how much useful training a run does in a second.
+
+    score = accepted tokens per second x freshness x batch factor
+
+    accepted tokens   sampled tokens of the trees that a step trained, shared ones once, whose
+                      advantage is not 0: what was discarded, failed or has nothing to teach does
+                      not count
+    freshness         1 / (1 + s), s: the mean staleness of those tokens, in published versions
+    batch factor      trees with a signal over `queue.groups_per_step`, at most 1
+
+The product, and that discarded tokens and those without variance do not count, is the score that
+the autotuner of OpenPipe/ART maximizes (its pull request 758). The two factors are defined here:
+the published package (0.5.18) does not hold that tuner, so values are not comparable with ART's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentenv.metrics import Metrics
+from agentenv.tree import TrajectoryTree
+from learners.credit import CreditedTree
+
+
+def step_score(
+    delivered: Sequence[TrajectoryTree],
+    trained: Sequence[CreditedTree],
+    *,
+    policy_version: int,
+    seconds: float,
+    groups_per_step: int,
+) -> Metrics:
+    """The score of a step that took `seconds` of wall time, and its factors; `policy_version` is
+    the learner's before the update. And flow/filtered_tokens: the share of the sampled tokens of
+    the `delivered` trees that were in none of the `trained` ones."""
+    num_accepted = sum_ages = 0
+    for tree, credit in trained:
+        for index, node in enumerate(tree.nodes):
+            if credit.adv_pos[index] or credit.adv_neg[index]:
+                num_accepted += len(node.action_ids)
+                for span in node.version_spans:
+                    sum_ages += (span.end - span.start) * (policy_version - span.version)
+    num_sampled = sum(map(_num_sampled, delivered))
+    num_trained = sum(_num_sampled(tree) for tree, _ in trained)
+    rate = num_accepted / seconds if seconds else 0.0
+    freshness = num_accepted / (num_accepted + sum_ages) if num_accepted else 0.0
+    factor = min(1.0, len(trained) / groups_per_step)
+    return {
+        "score/value": rate * freshness * factor,
+        "score/accepted_tokens_per_s": rate,
+        "score/freshness": freshness,
+        "score/batch_factor": factor,
+        "flow/filtered_tokens": 1 - num_trained / num_sampled if num_sampled else 0.0,
+    }
+
+
+def _num_sampled(tree: TrajectoryTree) -> int:
+    return sum(len(node.action_ids) for node in tree.nodes)
