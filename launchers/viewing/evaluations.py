@@ -145,8 +145,12 @@ class Evaluation:
         from launchers.evaluation.figures import questions_of
 
         questions = questions_of(row for row, _, _ in self._read())
-        for question in questions:
-            question.votes = _votes(question.done)
+        votes = [_votes(question.done) for question in questions]
+        several = [len(question.done) > 1 for question in questions]
+        # of some questions only, as of those that are right in all samples, they say another thing
+        if all(one is not None for one, is_vote in zip(votes, several, strict=True) if is_vote):
+            for question, one in zip(questions, votes, strict=True):
+                question.votes = one
         return questions
 
     def _read(self) -> list[tuple[EvalRow, int, int]]:
