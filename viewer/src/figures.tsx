@@ -185,11 +185,9 @@ function Histogram(props: { title: string; values: [number, boolean][]; whole?: 
         <line class="bar-line" x1={across(found.median)} x2={across(found.median)} y1="0" y2={HIGH} />
         <line class="bar-line bar-dotted" x1={across(found.p95)} x2={across(found.p95)} y1="0" y2={HIGH} />
       </svg>
-      <div class="row small muted">
+      <div class="histogram-foot small muted">
         <span>{num(low, 2)}</span>
-        <span class="grow" />
         <span>up to {num(most)} a bar</span>
-        <span class="grow" />
         <span>
           {num(high, 2)}
           {unit}

@@ -91,7 +91,11 @@ export function Table<T>(props: Props<T>) {
     observer.observe(element);
     return () => observer.disconnect();
   }, []);
-  useEffect(() => setActive(-1), [rows]);
+  const marked = useRef<string | null>(null);
+  useLayoutEffect(() => {
+    // rows that come later, as details of trees do, take nobody's place away
+    if (marked.current !== null) setActive(sorted.findIndex((row) => props.rowKey(row) === marked.current));
+  }, [sorted]);
 
   const late = useRef({ timer: 0, at: 0 });
   const show = () => {
@@ -117,7 +121,9 @@ export function Table<T>(props: Props<T>) {
 
   const move = (to: number) => {
     const place = Math.min(sorted.length - 1, Math.max(0, to));
-    setActive(place);
+    const row = sorted[place];
+    marked.current = row === undefined ? null : props.rowKey(row);
+    setActive(row === undefined ? -1 : place);
     const element = body.current;
     if (element === null) return;
     if (place * ROW < element.scrollTop) element.scrollTop = place * ROW;
