@@ -150,11 +150,11 @@ function SummaryView(props: { summary: Summary; theme: string }) {
       <Cost summary={summary} />
       <div class="panels">
         {ks.length > 1 && (
-          <Card title="Right within k samples" class="panel">
+          <Card title="Right within k samples, and by a vote" class="panel">
             <Chart x={ks} series={curve} from={0} to={1} theme={theme} xLabel="k" log2 />
           </Card>
         )}
-        <Card class="panel">
+        <Card class={cx("panel", "counts-panel", ks.length <= 1 && "panel-all")}>
           <Counts title="Failed, in no score" counts={Object.entries(overall.failures).map(([name, count]) => [name, share(count)])} />
           <Counts title="Cut off by a limit, graded by what is there" counts={Object.entries(overall.truncations).map(([name, count]) => [name, share(count)])} />
           <Counts title="Tool calls, and those that raised" counts={Object.entries(overall.tools).map(([name, use]) => [name, `${num(use.calls)}, ${num(use.errors)} (${percent(use.errors / use.calls)})`])} />
