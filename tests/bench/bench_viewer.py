@@ -129,10 +129,8 @@ def shown(folder: Path) -> Iterator[tuple[str, float]]:
         process.communicate(timeout=60)
 
 
-def thread_seconds(page: Any) -> float:
-    """CPU of the thread that runs the page's script and lays it out."""
-    session = page.context.new_cdp_session(page)
-    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+def thread_seconds(session: Any) -> float:
+    """CPU of the thread that runs a page's script and lays it out, since some moment."""
     metrics = session.send("Performance.getMetrics")["metrics"]
     return float(next(one["value"] for one in metrics if one["name"] == "ThreadTime"))
 
@@ -179,9 +177,11 @@ class Bench:
             for name, pixels in (("whole", 0), ("wheel", 3000)):
                 for told, one, place in (("floor", floor, "#box"), ("page", page, ".grid-body")):
                     one.bring_to_front()
-                    before = thread_seconds(one)
+                    session = one.context.new_cdp_session(one)
+                    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+                    before = thread_seconds(session)
                     deltas = one.evaluate(SCROLL, [place, self.seconds, pixels])
-                    cpu_ms = 1000 * (thread_seconds(one) - before) / len(deltas)
+                    cpu_ms = 1000 * (thread_seconds(session) - before) / len(deltas)
                     slow = sum(delta > SLOW_MS for delta in deltas)
                     print(
                         f"{folder.name}, {address}, {name}, {told}: {100 * slow / len(deltas):.2f} "
