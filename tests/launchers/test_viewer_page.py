@@ -325,7 +325,7 @@ def test_keys(shown: Viewed, open_page: Open) -> None:
     page.wait_for_url(re.compile(r"/trees/1/0/0.1%2B1$"))
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
-    assert page.inner_text(".t.chosen") == "o"  # of "look"
+    page.wait_for_selector(".t.chosen:text-is('o')")  # of "look"
     page.keyboard.press("c")
     page.wait_for_url(re.compile(r"color=gap"))
     page.keyboard.press("b")

@@ -73,7 +73,12 @@ export function Table<T>(props: Props<T>) {
   const [sort, setSort] = useState<{ key: string; falls: boolean } | null>(null);
   const [top, setTop] = useState(0);
   const [height, setHeight] = useState(600);
-  const [active, setActive] = useState(-1);
+  const [active, setActiveShown] = useState(-1);
+  const at = useRef(-1); // the same at once: a key may come before the one before it is drawn
+  const setActive = (place: number) => {
+    at.current = place;
+    setActiveShown(place);
+  };
   const body = useRef<HTMLDivElement>(null);
 
   const sorted = useMemo(() => {
@@ -131,10 +136,10 @@ export function Table<T>(props: Props<T>) {
   };
   const page = Math.max(1, Math.floor(height / ROW) - 2);
   const pressed = (event: KeyboardEvent) => {
-    const row = sorted[active];
+    const row = sorted[at.current];
     const steps: Record<string, number> = { ArrowDown: 1, j: 1, ArrowUp: -1, k: -1, PageDown: page, PageUp: -page, Home: -sorted.length, End: sorted.length };
     const step = steps[event.key];
-    if (step !== undefined) move(active + step);
+    if (step !== undefined) move(at.current + step);
     else if (event.key === "Enter" && row !== undefined) go(props.href(row));
     else return;
     event.preventDefault();
