@@ -1,5 +1,5 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, OpenTelemetry, or a monitor
-of your own.
+"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, Trackio, OpenTelemetry, or
+a monitor of your own.
 
 A monitor is a class with the three methods of `Monitor`; `make_monitors` makes those that the
 table [monitor] asks for. `Monitors` runs them in a thread of its own, so that nothing waits for
@@ -28,6 +28,7 @@ from agentenv.errors import ConfigError
 from agentenv.kinds import Kind
 from launchers.exports.redact import Redactor
 from launchers.otel import OtelConfig, OtelMonitor
+from launchers.trackio_runs import TrackioConfig, TrackioMonitor
 from launchers.trajectories import readable
 
 COLD_START_STEP = "sft/step"
@@ -119,6 +120,7 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     tensorboard: Annotated[bool, Meta(description="write RUN/tensorboard", extra=ESSENTIAL)] = False
     wandb: Annotated[WandbConfig | None, Meta(description="log to Weights & Biases")] = None
+    trackio: Annotated[TrackioConfig | None, Meta(description="log to Trackio, locally")] = None
     otel: Annotated[
         OtelConfig | None, Meta(description="send spans and metrics by OpenTelemetry")
     ] = None
@@ -134,6 +136,7 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         for key, package, extra, asked in (
             ("tensorboard", "tensorboard", "monitor", self.tensorboard),
             ("wandb", "wandb", "monitor", self.wandb),
+            ("trackio", "trackio", "trackio", self.trackio),
             ("otel", "opentelemetry.exporter.otlp.proto.http", "otel", self.otel),
         ):
             if asked and not _is_installed(package):
@@ -298,6 +301,8 @@ def make_monitors(config: MonitorConfig, run: Path, settings: dict[str, Any]) ->
         found["TensorBoard"] = TensorBoardMonitor(run / "tensorboard")
     if config.wandb is not None:
         found["Weights & Biases"] = WandbMonitor(config.wandb, run, settings)
+    if config.trackio is not None:
+        found["Trackio"] = TrackioMonitor(config.trackio, run, settings)
     if config.otel is not None:
         found["OpenTelemetry"] = OtelMonitor(config.otel, run, settings)
     for own in config.own:

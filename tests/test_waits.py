@@ -102,6 +102,7 @@ ALLOWED = {
     "launchers/benches/chaos.py Servers.revive: self._processes[port].communicate": BENCH,
     "launchers/benches/chaos.py end_tree: process.wait": BENCH,
     "launchers/benches/chaos.py run_storm: process.wait": BENCH,
+    "launchers/diagnosis/escapes.py Places.damage: self.server.accept": "the socket does not block",
     "launchers/workers/places.py Here.ended: self._guards[name].wait": CALLER + "_bounds_it",
     "launchers/event_loop.py Watchdog._run: self._signals.recv": "settimeout(BEAT_S)",
     "launchers/monitors.py Monitors._run: self._calls.get": HERE,

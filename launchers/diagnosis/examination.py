@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from agentenv.config import load_config
+from agentenv.config import Tree, load_config
 from agentenv.errors import AgentEnvError, ConfigError
 from launchers.checks import CHECKS, Needs, findings
 from launchers.config import RunConfig, TrainConfig
@@ -44,11 +44,11 @@ async def examine(
     verdict = Verdict("configuration", "passed")
     if path is not None:
         try:
-            config = load_config(TrainConfig, path, overrides, say=say, check=refuse_verl_keys)
+            config = load_config(TrainConfig, path, overrides, say=say, check=_refuse_others)
         except AgentEnvError as error:
             verdict = judge.of_error("configuration", error)
     folder = Path((RunConfig() if config is None else config.run).dir)
-    async for one in judge.judge(MACHINE, Machine(folder)):
+    async for one in judge.judge(MACHINE, Machine(folder, is_quick)):
         yield one
     if path is not None:
         yield verdict
@@ -60,6 +60,17 @@ async def examine(
             patient = Patient(config, assembly, is_offline, is_quick)
             async for one in _examine(patient, judge):
                 yield one
+
+
+def _refuse_others(raw: Tree, source: str) -> None:
+    """What is no configuration of training. Raises ConfigError that says what looks at it."""
+    if "sets" in raw and not {"algorithm", "train"} & raw.keys():
+        raise ConfigError(
+            f"{source} is a configuration of launchers/evaluate.py, which does not say whom to "
+            f"ask; launchers/evaluate.py SUBJECT --config {source} --dry-run looks whether all of "
+            "it is there, and doctor.py without --config at the machine"
+        )
+    refuse_verl_keys(raw, source)
 
 
 async def _examine(patient: Patient, judge: Judge) -> AsyncIterator[Verdict]:

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import psutil
 
 from agentenv.errors import AgentEnvError, ConfigError
-from envs.sandbox import Sandbox
-from envs.sandbox.process import Rung
+from launchers.diagnosis.escapes import RUNGS, attack_all, known_attacks
 from launchers.diagnosis.verdicts import Probe, Skip
 from launchers.terminal import MAX_FILES
 
@@ -26,14 +25,17 @@ LEAST_MEMORY = 4 * GIB  # that README promises to be enough for the quick start
 LEAST_DISK = 2 * GIB
 LEAST_FILES = 4096
 NEEDED = "train"  # the extra without which no command of training runs
-RUNGS: tuple[Rung, ...] = ("namespaces", "landlock")
+MAX_TOLD = 3
+ATTACK_S = 1.0  # of a snippet that tries to escape
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*([^;]*)(?:;\s*(.*))?")
 
 
 class Machine(NamedTuple):
-    """Of this machine; `folder` is where runs are written."""
+    """Of this machine; `folder` is where runs are written. `is_quick`: what takes a minute is left
+    out."""
 
     folder: Path
+    is_quick: bool = False
 
 
 async def python(machine: Machine) -> str:
@@ -163,26 +165,31 @@ def allowed_files() -> int:
 
 async def sandbox(machine: Machine) -> str:
     """The rungs of the Python sandbox that this machine offers, each of which has stopped the
-    escapes that are tried on it."""
+    escapes that are tried on it before each run and, unless it is to be quick, every known one."""
+    attacks = {} if machine.is_quick else known_attacks()
     offered, lacking = [], []
     for rung in RUNGS:
-        box = Sandbox(rungs=(rung,))
         try:
-            await box.start()
-            offered.append(rung)
-        except ConfigError as error:
-            lacking.append(f"{rung}: {error}")
+            outcomes = await attack_all(attacks, rung, ATTACK_S)
+            through = {name: one.hole for name, one in outcomes.items() if one.hole}
         except AgentEnvError as error:
             lacking.append(f"{rung}: {error}")
-        finally:
-            await box.close()
+            continue
+        if through:
+            told = "; ".join(f"{name}: {hole}" for name, hole in list(through.items())[:MAX_TOLD])
+            raise ConfigError(
+                f"{len(through)} of {len(attacks)} escapes got through {rung} ({told}); use "
+                "python.remote_url, or no Python tool, on this machine, and report it"
+            )
+        offered.append(rung)
     if not offered:
         raise ConfigError(
             f"no rung of the sandbox stops every escape here ({' | '.join(lacking)}); install "
             "bubblewrap, or a kernel with Landlock; without one the Python tool is refused unless "
             "python.allow_unsafe = true"
         )
-    return f"{', '.join(offered)}: every escape that is tried was stopped"
+    tried = f"all of {len(attacks)} escapes" if attacks else "every escape that is tried"
+    return f"{', '.join(offered)}: {tried} stopped"
 
 
 MACHINE = (

@@ -24,8 +24,7 @@ from launchers.evaluation.figures import (
     ratios,
     sign_flip,
 )
-from launchers.evaluation.report import make_scorer
-from launchers.evaluation.scores import score_rows, stored_rows
+from launchers.evaluation.scores import make_scorer, score_rows, stored_rows
 from launchers.tables import Table, lines_of, markdown, number, short
 from launchers.terminal import View, to_its_end
 
@@ -206,7 +205,7 @@ def main(argv: Sequence[str]) -> int:
 
 async def _run(arguments: argparse.Namespace, view: View) -> None:
     folders: tuple[Path, Path] = (arguments.first, arguments.second)
-    scorer = make_scorer(view)
+    scorer = make_scorer(view.say)
     sides: list[list[QuestionRows]] = []
     try:
         for folder in folders:

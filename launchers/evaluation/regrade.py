@@ -27,9 +27,9 @@ from agentenv.types import Task
 from launchers.config import EnvConfig
 from launchers.data import EnvMaker, Resolve
 from launchers.evaluation.config import EvaluateConfig
-from launchers.evaluation.report import make_scorer, report_rows
+from launchers.evaluation.report import report_rows
 from launchers.evaluation.row import EvalRow, calls_that_ran, prediction, written
-from launchers.evaluation.scores import CONCURRENCY
+from launchers.evaluation.scores import CONCURRENCY, make_scorer
 from launchers.evaluation.store import (
     CONFIG_FILE,
     ROWS_FILE,
@@ -203,7 +203,7 @@ async def _run(arguments: argparse.Namespace, view: View) -> None:
     try:
         with lock(folder):
             rows = await in_thread(load_rows, folder)
-            scorer = make_scorer(view)
+            scorer = make_scorer(view.say)
             changes = await regrade_rows(rows, Graders(config, resolver(saved.run)))
             after = [change.after for change in changes]
             _show(changes, folder, view)

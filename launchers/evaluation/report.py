@@ -1,21 +1,16 @@
 """Writes the report of a stored evaluation: `launchers/evaluate.py report DIR`.
 
-DIR/summary.json  report.md  report.html (one file, plots inside)  plots/*.png
+DIR/summary.json  report.md  plots/*.png  report.html (the page of launchers/view.py as one file)
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
-import importlib.util
-import json
 from collections.abc import Callable, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
-import jinja2
 import msgspec
 import numpy as np
 
@@ -24,12 +19,14 @@ from agentenv.env import close_shared
 from agentenv.offload import in_thread
 from launchers.evaluation.figures import Estimate, QuestionRows, Summary, summarise
 from launchers.evaluation.row import EvalRow
-from launchers.evaluation.scores import Compat, Scorer, stored_rows
+from launchers.evaluation.scores import Compat, Scorer, make_scorer, stored_rows
 from launchers.evaluation.store import load_saved
-from launchers.evaluation.tables import groups_of, interval, tables_of, terminal_tables_of
+from launchers.evaluation.tables import groups_of, tables_of, terminal_tables_of
 from launchers.plots import panels, png
-from launchers.tables import Table, lines_of, markdown, number, plain
+from launchers.tables import Table, lines_of, markdown, plain
 from launchers.terminal import View, to_its_end
+from launchers.viewing.export import export
+from launchers.viewing.folder import Folder
 
 # The plots of a report, as PNG.
 
@@ -134,59 +131,10 @@ def _bounds(estimate: Estimate) -> tuple[float, float, float]:
     return value, estimate.low or 0.0, estimate.high or 0.0
 
 
-# Which trajectories a report shows; the template says in what form.
-
-MAX_SAMPLES = 40
-MAX_TEXT_CHARS = 6000  # of one segment; the middle of a longer one is left out
-SampleOutcome = Literal["right", "wrong", "cut off", "failed"]
-PER_DATASET: dict[SampleOutcome, int] = {"wrong": 4, "right": 2, "cut off": 1, "failed": 1}
-
-
-def samples_of(questions: Sequence[QuestionRows]) -> list[tuple[EvalRow, SampleOutcome]]:
-    """A few of each outcome from each dataset, in the order of the questions."""
-    left: dict[str, dict[SampleOutcome, int]] = {}
-    found: dict[str, list[tuple[EvalRow, SampleOutcome]]] = {}
-    for question in questions:
-        taken: set[SampleOutcome] = set()  # of each question one of a kind
-        for row in question.rows:
-            quota = left.setdefault(row.dataset, dict(PER_DATASET))
-            outcome = outcome_of(row)
-            if quota[outcome] and outcome not in taken:
-                quota[outcome] -= 1
-                taken.add(outcome)
-                found.setdefault(row.dataset, []).append((row, outcome))
-    each = max(1, MAX_SAMPLES // max(1, len(found)))
-    return [sample for samples in found.values() for sample in samples[:each]]
-
-
-def outcome_of(row: EvalRow) -> SampleOutcome:
-    """A trajectory that a limit cut off is only told apart when it is wrong."""
-    if row.end == "failed":
-        return "failed"
-    if row.success:
-        return "right"
-    return "cut off" if row.end == "truncated" else "wrong"
-
-
-def as_json(value: Any) -> str:
-    """What a tool was called with, whatever it holds."""
-    return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def cut(text: str) -> str:
-    """Text that is not ours, without control characters and without its middle where it is
-    long."""
-    text = plain(text)
-    if len(text) <= MAX_TEXT_CHARS:
-        return text
-    half = MAX_TEXT_CHARS // 2
-    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
-
-
 SUMMARY_FILE, MARKDOWN_FILE, HTML_FILE, PLOTS = (
     "summary.json", "report.md", "report.html", "plots",
 )  # fmt: skip
-TEMPLATE = "report.html.jinja"
+HTML_MB = 10.0  # of the page; rows beyond are left out, and said there
 
 
 def main(argv: Sequence[str]) -> int:
@@ -232,19 +180,11 @@ async def report(
 ) -> Summary:
     """`write_report` within an event loop; it closes what the process shares."""
     try:
-        scorer = make_scorer(view, compat)
+        scorer = make_scorer(view.say, compat)
         async with stored_rows(folder, scorer) as rows:
             return await report_rows(folder, rows, scorer, view, ks=ks)
     finally:
         await close_shared()
-
-
-def make_scorer(view: View, compat: Compat = "") -> Scorer:
-    """With math-verify, if it is there."""
-    math = importlib.util.find_spec("math_verify") is not None
-    if not math:
-        view.say('no math-verify (pip install "agentenv[math]"): expressions are compared as text')
-    return Scorer(compat=compat, math=math)
 
 
 async def report_rows(
@@ -290,33 +230,10 @@ def _write(
     text = f"{head}\n\n{lines_of(tables)}\n"
     text += "## Plots\n\n" + "".join(f"![{name}]({PLOTS}/{name}.png)\n\n" for name in plots)
     write_whole(folder / MARKDOWN_FILE, text.encode("utf-8", "replace"))
-    page = _page(summary, weights, questions, tables, plots)
-    write_whole(folder / HTML_FILE, page.encode("utf-8", "replace"))
     encoded = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     write_whole(folder / SUMMARY_FILE, encoded + b"\n")
-
-
-def _page(
-    summary: Summary,
-    weights: str,
-    questions: Sequence[QuestionRows],
-    tables: Sequence[Table],
-    plots: dict[str, bytes],
-) -> str:
-    """The HTML page. All that stands in trajectories is untrusted, so everything is escaped."""
-    source = resources.files("launchers.evaluation").joinpath(TEMPLATE).read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"cut": cut, "as_json": as_json}
-    return environment.from_string(source).render(
-        title=f"Evaluation {summary.name}",
-        subtitle=_subtitle(summary) + weights,
-        tiles=_tiles(summary),
-        tables=tables,
-        plots=[
-            {"name": name, "data": base64.b64encode(data).decode()} for name, data in plots.items()
-        ],
-        samples=samples_of(questions),
-    )
+    for _ in export(Folder(folder), folder / HTML_FILE, HTML_MB):
+        pass  # the page says itself what was left out
 
 
 def _subtitle(summary: Summary) -> str:
@@ -325,18 +242,3 @@ def _subtitle(summary: Summary) -> str:
         f"{overall.num_questions} questions, {overall.num_trajectories} graded trajectories, "
         f"{overall.num_failed} failed"
     )
-
-
-def _tiles(summary: Summary) -> list[dict[str, str]]:
-    overall, estimates = summary.overall, summary.overall.estimates
-    tiles = [("success [95 %]", interval(estimates.get("success")))]
-    if summary.num_samples > 1 and overall.pass_at:
-        most = max(overall.pass_at)
-        tiles.append((f"pass@{most}", number(overall.pass_at[most].value)))
-        if most in overall.majority_at:
-            tiles.append((f"maj@{most}", number(overall.majority_at[most].value)))
-    tiles.append(("tool calls each", number(overall.spreads["tool_calls"].mean)))
-    tiles.append(("sampled tokens each", number(overall.spreads["action_tokens"].mean)))
-    tiles.append(("seconds, median", number(overall.spreads["seconds"].median)))
-    tiles.append(("failed", str(overall.num_failed)))
-    return [{"name": name, "value": value} for name, value in tiles]

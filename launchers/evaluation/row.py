@@ -18,6 +18,7 @@ from agentenv.types import Message, Task, ToolCall
 from envs.grading.verdict import final_answer
 
 FAILED = "failed"
+MAX_KIND_CHARS = 60
 
 Key = tuple[str, str, int]
 
@@ -82,6 +83,11 @@ class EvalRow(Struct, kw_only=True, omit_defaults=True):
     def key(self) -> Key:
         """What names the trajectory within its evaluation."""
         return self.dataset, self.task, self.sample
+
+    @property
+    def failure_kind(self) -> str:
+        """The class of the error of one that failed, e.g. "EnvError"."""
+        return (self.error or "unknown").partition(":")[0][:MAX_KIND_CHARS]
 
 
 # From a stored trajectory back to what its grader saw: the policy's own messages and calls.

@@ -14,8 +14,9 @@ published evaluation of ARPO and Tool-Star computes them, still with the best go
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -78,6 +79,14 @@ async def score_rows(rows: Sequence[EvalRow], scorer: Scorer, *, again: bool = F
             if row.end != "failed" and (again or "em" not in row.scores):
                 group.create_task(one(row))
     _add_judged(rows)
+
+
+def make_scorer(say: Callable[[str], None], compat: Compat = "") -> Scorer:
+    """With math-verify, if it is there."""
+    math = importlib.util.find_spec("math_verify") is not None
+    if not math:
+        say('no math-verify (pip install "agentenv[math]"): expressions are compared as text')
+    return Scorer(compat=compat, math=math)
 
 
 @asynccontextmanager

@@ -7,18 +7,20 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from agentenv.errors import DataError, ForeignError
 from agentenv.foreign import decode, decode_loose
-from launchers.evaluation.compare import by_group, changed, other_differences, pair_up
-from launchers.evaluation.figures import QuestionRows, failure_kind, questions_of, summary_of
-from launchers.evaluation.row import EvalRow
-from launchers.evaluation.scores import Votes
-from launchers.evaluation.store import CONFIG_FILE, ROWS_FILE
+from launchers.evaluation.row import FAILED, EvalRow
 from launchers.viewing.lines import Lines, size_of
+
+if TYPE_CHECKING:  # the first picture of a run waits for none of these
+    from launchers.evaluation.figures import QuestionRows
+    from launchers.evaluation.scores import Votes
+
+CONFIG_FILE, ROWS_FILE = "config.json", "rows.jsonl"
 
 COLUMNS = (
     *("set", "task", "sample", "kind", "question", "prediction", "success", "reward", "end"),
@@ -48,6 +50,7 @@ class Evaluation:
         self.name = name
         self._lines = Lines(folder / ROWS_FILE)
         self._lock = threading.Lock()
+        self._computing = threading.Lock()  # figures, which several windows ask for
         self._rows: dict[tuple[str, str, int], tuple[EvalRow, int, int]] = {}
         self._num_unreadable = 0
         self._figures: tuple[int, Figures] | None = None  # of a file of so many bytes
@@ -124,21 +127,30 @@ class Evaluation:
                 return found
         except (OSError, ForeignError):
             pass
-        state, known = self.state(), self._figures
-        if known is not None and known[0] == state:
-            return known[1]
-        questions = self.questions()
-        if not questions:
-            raise DataError(f"{self.folder} holds no row yet")
-        figures: Figures = msgspec.to_builtins(summary_of(self.name, questions))
-        self._figures = state, figures
-        return figures
+        from launchers.evaluation.figures import summary_of
+
+        with self._computing:
+            state, known = self.state(), self._figures
+            if known is not None and known[0] == state:
+                return known[1]
+            questions = self.questions()
+            if not questions:
+                raise DataError(f"{self.folder} holds no row yet")
+            figures: Figures = msgspec.to_builtins(summary_of(self.name, questions))
+            self._figures = state, figures
+            return figures
 
     def questions(self) -> list[QuestionRows]:
         """Its rows by question, without their text."""
+        from launchers.evaluation.figures import questions_of
+
         questions = questions_of(row for row, _, _ in self._read())
-        for question in questions:
-            question.votes = _votes(question.done)
+        votes = [_votes(question.done) for question in questions]
+        several = [len(question.done) > 1 for question in questions]
+        # of some questions only, as of those that are right in all samples, they say another thing
+        if all(one is not None for one, is_vote in zip(votes, several, strict=True) if is_vote):
+            for question, one in zip(questions, votes, strict=True):
+                question.votes = one
         return questions
 
     def _read(self) -> list[tuple[EvalRow, int, int]]:
@@ -161,6 +173,8 @@ class Evaluation:
 
 def compare(first: Evaluation, second: Evaluation) -> Figures:
     """The questions that both asked, in pairs. Raises DataError if there is none."""
+    from launchers.evaluation.compare import by_group, changed, other_differences, pair_up
+
     pairing = pair_up(first.questions(), second.questions())
     pairs = changed(pairing)
     shown = [*pairs[: MAX_CHANGED // 2], *pairs[MAX_CHANGED // 2 :][-MAX_CHANGED // 2 :]]
@@ -194,7 +208,7 @@ def _index_row(row: EvalRow) -> list[Any]:
     return [
         *(row.dataset, row.task, row.sample, row.kind),
         *(row.question[:MAX_CHARS], row.prediction[:MAX_CHARS], row.success, row.reward),
-        *(row.end, row.limit, failure_kind(row) if row.end == "failed" else None),
+        *(row.end, row.limit, row.failure_kind if row.end == FAILED else None),
         *(len(row.tool_calls), row.num_turns, row.action_tokens, round(row.seconds, 3)),
         row.parts.get("judge"),
     ]
@@ -211,6 +225,8 @@ def _all_texts(row: EvalRow) -> Iterator[str]:
 
 def _votes(done: list[EvalRow]) -> Votes | None:
     """As far as a report has compared the wrong answers already."""
+    from launchers.evaluation.scores import Votes
+
     given = [row for row in done if not row.success and row.prediction.strip()]
     if len(done) < 2 or any(row.same_as is None for row in given):
         return None

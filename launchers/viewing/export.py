@@ -20,7 +20,8 @@ from launchers.viewing.folder import Folder
 
 FILE_SUFFIXES = (".html", ".htm")
 MAX_COMPARED = 6  # evaluations, of which each is compared with each
-ROWS_SHARE = 0.4  # of the space, for the rows of evaluations
+ROWS_SHARE = 0.4  # of the space, for the rows of the evaluations of a run
+GOLDEN = (5**0.5 - 1) / 2
 DATA = "data"
 _LINK = '<link rel="stylesheet" href="static/viewer.css">'
 _SCRIPT = '<script src="static/viewer.js" defer></script>'
@@ -76,9 +77,12 @@ def _add_rows(folder: Folder, writer: _Writer, key: str) -> int:
     """Add the rows of an evaluation; how many did not fit."""
     one = folder.evaluation(key)
     num_rows = len(one.index()["rows"])
-    for number in range(-(-num_rows // CHUNK)):
-        if not writer.add(f"evaluations/{key}/rows/{number}", one.chunk(number), share=ROWS_SHARE):
-            return num_rows - number * CHUNK
+    num_chunks = -(-num_rows // CHUNK)
+    share = ROWS_SHARE if folder.is_run else 1.0
+    # those that fit are of all sets and kinds: rows of one stand together
+    for place, number in enumerate(sorted(range(num_chunks), key=lambda one: one * GOLDEN % 1)):
+        if not writer.add(f"evaluations/{key}/rows/{number}", one.chunk(number), share=share):
+            return num_rows - place * CHUNK
     return 0
 
 

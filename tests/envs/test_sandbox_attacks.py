@@ -12,13 +12,14 @@ import pytest
 
 from agentenv.errors import ConfigError
 from envs.sandbox.process import Rung
-from tests.check_sandbox import MARK, RUNGS, attack_all, host_secrets, read_attacks
+from launchers.diagnosis import escapes
+from launchers.diagnosis.escapes import MARK, RUNGS, attack_all, host_secrets, known_attacks
+from tests.check_sandbox import read_attacks
 from tests.support.sandboxes import children
 
 ROOT = Path(__file__).resolve().parents[2]
-FIXTURES = ROOT / "tests" / "fixtures"
-GROUPS = read_attacks(FIXTURES / "sandbox_attack_groups.json")
-ATTACKS = read_attacks(FIXTURES / "sandbox_attacks.json") | GROUPS
+ATTACKS = known_attacks()
+GROUPS = read_attacks(Path(escapes.__file__).with_name(escapes.FILES[1]))
 RARE = {"numbers_of_x32", "calls_of_32_bits"}  # few kernels have them
 
 

@@ -15,7 +15,7 @@ from agentenv.errors import EnvError
 from envs.sandbox import Sandbox, SandboxSession
 from envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
 from envs.sandbox.process import HUGE_PAGES, Rung, environment
-from tests.check_sandbox import RUNGS
+from launchers.diagnosis.escapes import RUNGS
 from tests.support.sandboxes import said, until, zygote_of
 
 CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]

@@ -16,7 +16,7 @@ from envs.sandbox import Sandbox
 from envs.sandbox import process as sandbox_process
 from envs.sandbox.channel import SessionProcess
 from envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
-from tests.check_sandbox import RUNGS
+from launchers.diagnosis.escapes import RUNGS
 from tests.envs.test_sandbox_bounds import FRAME
 from tests.envs.test_sandbox_forks import CLONE
 from tests.support.sandboxes import children, said

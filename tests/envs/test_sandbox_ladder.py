@@ -15,7 +15,7 @@ from agentenv.errors import ConfigError, InfraError
 from envs.sandbox import Sandbox, SandboxLimits, confine
 from envs.sandbox import process as zygote_process
 from envs.sandbox.process import Interpreter
-from tests.check_sandbox import RUNGS
+from launchers.diagnosis.escapes import RUNGS
 from tests.support.sandboxes import children, num_descriptors, said, until_processes
 
 

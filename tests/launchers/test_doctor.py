@@ -28,6 +28,7 @@ from envs.search.service import SearchConfig
 from launchers import doctor
 from launchers.config import TrainConfig
 from launchers.diagnosis import budget, examination, machine
+from launchers.diagnosis.escapes import Outcome, known_attacks
 from launchers.diagnosis.examination import examine
 from launchers.diagnosis.machine import MACHINE, Machine, requirement, satisfies
 from launchers.diagnosis.patient import Patient
@@ -50,9 +51,45 @@ def failed(verdicts: Sequence[Verdict]) -> list[str]:
 def looked_at(folder: Path, *names: str) -> list[Verdict]:
     async def look() -> list[Verdict]:
         probes = [probe for probe in MACHINE if probe.name in names]
-        return [one async for one in Judge().judge(probes, Machine(folder))]
+        return [one async for one in Judge().judge(probes, Machine(folder, is_quick=True))]
 
     return asyncio.run(look())
+
+
+def test_a_configuration_of_an_evaluation_is_refused_with_what_looks_at_it() -> None:
+    path = Path(__file__).parents[2] / "configs" / "eval_reasoning.toml"
+
+    async def look() -> list[Verdict]:
+        found = examine(path, [], is_offline=True, is_quick=True, say=print)
+        return [one async for one in found if one.name == "configuration"]
+
+    (verdict,) = asyncio.run(look())
+    assert verdict.state == "failed"
+    assert "launchers/evaluate.py" in verdict.told
+    assert "--dry-run" in verdict.remedy
+
+
+@pytest.mark.parametrize("hole", ["", "it printed PWNED"])
+def test_every_known_escape_is_tried_unless_it_is_to_be_quick(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hole: str
+) -> None:
+    tried = dict[str, int]()
+
+    async def attack_all(attacks: dict[str, str], rung: str, _: float) -> dict[str, Outcome]:
+        tried[rung] = len(attacks)
+        return {name: Outcome(hole, "finished", "") for name in attacks}
+
+    monkeypatch.setattr(machine, "attack_all", attack_all)
+    probe = [probe for probe in MACHINE if probe.name == "sandbox escapes"]
+
+    async def look() -> Verdict:
+        (found,) = [one async for one in Judge().judge(probe, Machine(tmp_path))]
+        return found
+
+    verdict = asyncio.run(look())
+    assert tried["namespaces"] == len(known_attacks()) > 100
+    assert verdict.state == ("failed" if hole else "passed")
+    assert ("got through namespaces" in verdict.told) == bool(hole)
 
 
 LIGHT = ("Python", "versions", "free memory", "free disk", "descriptors")

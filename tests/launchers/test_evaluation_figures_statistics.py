@@ -187,3 +187,14 @@ def test_kappa():
 
 def test_wilson_is_the_interval_of_single_samples():
     assert wilson_interval(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+
+
+def test_very_many_questions_are_drawn_in_blocks_with_the_same_intervals():
+    """Against the normal interval of a ratio of sums, by the delta method."""
+    rng = np.random.default_rng(0)
+    above, below = rng.exponential(size=20_001), rng.integers(1, 4, 20_001).astype(float)
+    low, high = bootstrap(above[:, None], below[:, None], num_resamples=1000)[0]
+    ratio = above.sum() / below.sum()
+    error = np.std(above - ratio * below) / below.mean() / math.sqrt(len(above))
+    assert (low + high) / 2 == pytest.approx(ratio, abs=0.2 * error)
+    assert high - low == pytest.approx(2 * 1.96 * error, rel=0.08)

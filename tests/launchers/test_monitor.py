@@ -4,9 +4,12 @@ does not depend on them."""
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,7 @@ from launchers import monitors as module
 from launchers.config import TrainConfig
 from launchers.monitors import Axis, MonitorConfig, Monitors, RolloutMonitorConfig, Row, WandbConfig
 from launchers.supervised.config import SFTRunConfig
+from launchers.trackio_runs import TrackioConfig, TrackioMonitor
 from tests.launchers.wandb_file import history, records
 
 SAMPLE: Row = {
@@ -192,3 +196,45 @@ def test_a_run_without_rollouts_has_no_keys_for_samples() -> None:
     raw = {"monitor": {"num_trajectories": 3}}
     with pytest.raises(ConfigError, match=r"monitor\.num_trajectories: unknown key"):
         build_config(SFTRunConfig, raw, "sft.toml")
+
+
+# Trackio, as its package is called; that it takes this was tried with 0.43.0
+
+
+class _Trackio(ModuleType):
+    """Records what it is told; a name that is taken gets another."""
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.begun: list[tuple[str, str]] = []
+        self.logged: list[tuple[dict[str, Any], int]] = []
+
+    def init(self, *, project: str, name: str, resume: str, **_: Any) -> Any:
+        self.begun.append((name, resume))
+        shown = name if resume == "allow" else f"{name}-1"
+        return SimpleNamespace(name=shown, log=self._log, finish=lambda: None)
+
+    def _log(self, row: dict[str, Any], step: int) -> None:
+        self.logged.append((row, step))
+
+    @staticmethod
+    def Table(columns: list[str], data: list[list[Any]]) -> list[list[Any]]:
+        assert {len(row) for row in data} == {len(columns)}
+        return data
+
+
+def test_a_resumed_run_goes_on_in_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trackio = _Trackio()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    run = tmp_path / "shop"
+    run.mkdir()
+    for step in (1, 2):
+        monitor = TrackioMonitor(TrackioConfig(), run, {})
+        monitor.log({"reward/mean": 0.5}, Axis("step", step))
+        monitor.trajectories("train", [SAMPLE], Axis("step", step))
+        monitor.finish(0)
+    assert trackio.begun == [("shop", "never"), ("shop-1", "allow")]
+    assert [step for _, step in trackio.logged] == [1, 1, 2, 2]
+    assert trackio.logged[2][0] == {"reward/mean": 0.5}
+    (row,) = trackio.logged[3][0]["trajectories/train"]
+    assert row[:3] == ["calc", "6 * 7?", "42"]

@@ -237,7 +237,12 @@ def test_evaluations(shown: Viewed, open_page: Open) -> None:
     page.click("a:has-text('after_rl')")
     page.wait_for_selector(".grid-row")
     assert "pass@2" in text_of(page, ".tiles")
-    assert "Judge against rules" in text_of(page, "main")
+    told = text_of(page, "main")
+    for said in ("Judge against rules", "Cohen's kappa", "Scores by group", "ARPO productivity"):
+        assert said in told
+    assert "maj@k" not in told  # nobody has compared the wrong answers
+    bars = page.locator(".histogram >> nth=0").locator("title").all_text_contents()
+    assert bars == ["1: 5 right, 3 wrong"]
     assert page.locator(".grid-row").count() == 8
     page.select_option("label:has-text('outcome') select", "wrong")
     page.wait_for_selector(".grid-foot:text-is('3 rows')")
@@ -320,7 +325,7 @@ def test_keys(shown: Viewed, open_page: Open) -> None:
     page.wait_for_url(re.compile(r"/trees/1/0/0.1%2B1$"))
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
-    assert page.inner_text(".t.chosen") == "o"  # of "look"
+    page.wait_for_selector(".t.chosen:text-is('o')")  # of "look"
     page.keyboard.press("c")
     page.wait_for_url(re.compile(r"color=gap"))
     page.keyboard.press("b")

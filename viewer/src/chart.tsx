@@ -75,7 +75,7 @@ export function Chart(props: Props) {
         scales: { x: { time: false, ...(props.log2 ? { distr: 3, log: 2 } : {}), ...(props.labels ? { range: [-0.5, props.labels.length - 0.5] } : {}) }, y: { range: (_, low, high) => range(low, high, props.from, props.to) } },
         axes: [
           { ...axis, size: 26, gap: 3, ...(props.labels ? { splits: () => props.x, values: (_: uPlot, at: number[]) => at.map((one) => named(props.labels ?? [], one, width)) } : props.log2 ? { splits: () => props.x, values: (_: uPlot, at: number[]) => at.map(String) } : { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] }) },
-          { ...axis, size: 46, gap: 3, values: (_, at) => at.map(tick) },
+          { ...axis, size: (_, values) => Math.max(46, 14 + 6.6 * Math.max(0, ...(values ?? []).map((one) => one.length))), gap: 3, values: (_, at) => at.map(tick) },
         ],
         series: [
           { label: props.xLabel ?? "step", value: (_, v) => (v === null ? "" : (props.labels?.[v] ?? num(v))) },
@@ -117,7 +117,8 @@ function named(labels: string[], place: number, width: number): string {
 }
 
 function tick(value: number): string {
-  return value !== 0 && Math.abs(value) < 0.01 ? value.toPrecision(1) : num(value, 2);
+  if (value === 0 || Math.abs(value) >= 0.01) return num(value, 2);
+  return Math.abs(value) < 0.001 ? value.toExponential(0) : String(Number(value.toPrecision(2)));
 }
 
 /** Without a cursor the legend says the last values. */

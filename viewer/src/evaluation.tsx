@@ -3,22 +3,13 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
 
 import { Chart } from "./chart";
+import { Cost, Scores, Spreads, Value, WithinK } from "./figures";
 import { go, link } from "./route";
 import { ask } from "./source";
 import { type Column, Table } from "./table";
 import { Calls, Text } from "./tree";
-import type { Cell, Comparison, Difference, Estimate, EvalRow, EvaluationHead, EvaluationIndex, FiguresOf, Run, Summary } from "./types";
+import type { Cell, Comparison, Difference, Estimate, EvalRow, EvaluationHead, EvaluationIndex, Run, Summary } from "./types";
 import { Absent, Card, Interval, Search, Select, Tag, Tile, type Answer, Waiting, cx, num, percent, plural, seconds, useAnswer, useKeys } from "./ui";
-
-function Value(props: { of: Estimate | undefined }) {
-  const { of } = props;
-  if (of === undefined || of.value === null) return <span class="muted">–</span>;
-  return (
-    <>
-      {num(of.value)} <span class="muted small">[{num(of.low)}, {num(of.high)}]</span>
-    </>
-  );
-}
 
 function subjectOf(head: EvaluationHead): string {
   const { subject } = head;
@@ -103,61 +94,6 @@ export function EvaluationsPage(props: { run: Run; versions: Record<string, numb
   );
 }
 
-function Groups(props: { summary: Summary }) {
-  const { summary } = props;
-  const rows: [string, string, FiguresOf][] = [["", "all", summary.overall], ...Object.entries(summary.groups).flatMap(([field, values]) => Object.entries(values).map(([value, of]) => [field, value, of] as [string, string, FiguresOf]))];
-  const k = Math.max(0, ...Object.keys(summary.overall.pass_at).map(Number));
-  return (
-    <div class="scroll">
-      <table class="plain list">
-        <thead>
-          <tr>
-            <th>questions</th>
-            <th class="right">number</th>
-            <th>success</th>
-            <th class="interval-cell" />
-            {k > 1 && <th>pass@{k}</th>}
-            <th class="right">reward</th>
-            <th class="right">EM</th>
-            <th class="right">F1</th>
-            <th class="right">judge</th>
-            <th class="right">calls</th>
-            <th class="right">tokens</th>
-            <th class="right">failed</th>
-          </tr>
-        </thead>
-        <tbody>
-          {rows.map(([field, value, of]) => (
-            <tr key={`${field} ${value}`}>
-              <td>
-                <span class="muted">{field}</span> {value}
-              </td>
-              <td class="right">{num(of.num_questions)}</td>
-              <td>
-                <Value of={of.estimates["success"]} />
-              </td>
-              <td class="interval-cell">{of.estimates["success"] && <Interval {...of.estimates["success"]} />}</td>
-              {k > 1 && (
-                <td>
-                  <Value of={of.pass_at[k]} />
-                </td>
-              )}
-              {["reward", "em", "f1", "judge"].map((name) => (
-                <td key={name} class="right">
-                  {num(of.estimates[name]?.value)}
-                </td>
-              ))}
-              <td class="right">{num(of.estimates["tool_calls"]?.value, 2)}</td>
-              <td class="right">{num(of.estimates["action_tokens"]?.value, 1)}</td>
-              <td class={cx("right", of.num_failed > 0 && "bad")}>{num(of.num_failed)}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
-  );
-}
-
 function Counts(props: { title: string; counts: [string, string][] }) {
   if (props.counts.length === 0) return null;
   return (
@@ -183,6 +119,9 @@ function SummaryView(props: { summary: Summary; theme: string }) {
     return [overall.pass_at, overall.majority_at].map((found, i) => ({ label: i ? "maj@k" : "pass@k", values: of(found, "value"), low: of(found, "low"), high: of(found, "high"), points: true, dash: i > 0 })).filter((one) => one.values.some((value) => value !== null));
   }, [overall]);
   const success = overall.estimates["success"];
+  const total = overall.num_trajectories + overall.num_failed;
+  const share = (count: number) => `${num(count)} (${percent(count / total)})`;
+  const isPlain = [overall.failures, overall.truncations, overall.tools].every((one) => Object.keys(one).length === 0) && !agreement;
   return (
     <>
       <div class="tiles">
@@ -206,24 +145,27 @@ function SummaryView(props: { summary: Summary; theme: string }) {
         </Tile>
         <Tile name="seconds, median">{num(overall.spreads["seconds"]?.median, 2)}</Tile>
       </div>
-      <Card title="By group">
-        <Groups summary={summary} />
-      </Card>
+      <Scores summary={summary} />
+      {ks.length > 1 && <WithinK summary={summary} ks={ks} />}
+      <Cost summary={summary} />
       <div class="panels">
         {ks.length > 1 && (
-          <Card title="Right within k samples" class="panel">
+          <Card title="Right within k samples, and by a vote" class="panel">
             <Chart x={ks} series={curve} from={0} to={1} theme={theme} xLabel="k" log2 />
           </Card>
         )}
-        <Card class="panel">
-          <Counts title="Failures" counts={Object.entries(overall.failures).map(([name, count]) => [name, num(count)])} />
-          <Counts title="Cut off, by limit" counts={Object.entries(overall.truncations).map(([name, count]) => [name, num(count)])} />
-          <Counts title="Tool calls, and those that raised" counts={Object.entries(overall.tools).map(([name, use]) => [name, `${num(use.calls)}, ${num(use.errors)}`])} />
+        <Card class={cx("panel", "counts-panel", ks.length <= 1 && "panel-all")}>
+          <Counts title="Failed, in no score" counts={Object.entries(overall.failures).map(([name, count]) => [name, share(count)])} />
+          <Counts title="Cut off by a limit, graded by what is there" counts={Object.entries(overall.truncations).map(([name, count]) => [name, share(count)])} />
+          <Counts title="Tool calls, and those that raised" counts={Object.entries(overall.tools).map(([name, use]) => [name, `${num(use.calls)}, ${num(use.errors)} (${percent(use.errors / use.calls)})`])} />
+          <Counts title="Helpers, in all" counts={Object.entries(overall.assist ?? {}).map(([name, count]) => [name, num(count)])} />
+          {isPlain && <p class="muted">None failed, none was cut off, no tool was called.</p>}
           {agreement && (
             <Counts
               title="Judge against rules"
               counts={[
                 ["agree", percent(agreement["share"])],
+                ["Cohen's kappa", num(agreement["kappa"])],
                 ["both right", num(agreement["both_right"])],
                 ["only the judge", num(agreement["only_judge"])],
                 ["only the rules", num(agreement["only_rules"])],
@@ -535,6 +477,7 @@ export function EvaluationPage(props: { run: Run; parts: string[]; query: URLSea
             <span class="muted">{value.folder}</span>
           </div>
           <Waiting answer={figures}>{(summary) => <SummaryView summary={summary} theme={props.theme} />}</Waiting>
+          <Spreads index={value} />
           <Rows id={id} index={value} query={props.query} />
         </>
       )}

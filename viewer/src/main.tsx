@@ -127,7 +127,9 @@ function App() {
   const { run, rows, unreadable, state, error, lost } = useRun();
   const [isHelp, setHelp] = useState(false);
   const trees = JSON.stringify(state?.trees ?? 0);
-  const [page = run?.is_run === false ? "evaluations" : "run", ...parts] = route.parts;
+  const only = run?.is_run === false && run.evaluations.length === 1 ? run.evaluations[0]?.id : undefined;
+  const [page = run?.is_run === false ? "evaluations" : "run", ...asked] = route.parts;
+  const parts = page === "evaluations" && asked.length === 0 && only !== undefined ? [only] : asked;
   const index = useAnswer<Index>(page === "trees" && run !== null && parts.length < 2 && run.steps.length > 0 ? "steps" : null, {}, trees);
   const lastIndex = useRef(index);
   if (index.value !== undefined || index.error !== undefined) lastIndex.current = index;

@@ -1,13 +1,14 @@
 // A table of any length: only the rows in sight are in the page.
 
-import type { ComponentChildren } from "preact";
+import { Component, type ComponentChildren } from "preact";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 
 import { go } from "./route";
 import { cx, plural } from "./ui";
 
 const ROW = 30; // pixels
-const MORE = 10; // rows above and below those in sight
+const FAR_MS = 100; // between two pictures while more than what is in sight goes by
+const MORE = 6; // rows above and below those in sight
 
 export interface Column<T> {
   key: string;
@@ -35,12 +36,49 @@ function compare(a: number | string | null, b: number | string | null): number {
   return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b));
 }
 
+interface RowProps<T> {
+  columns: Column<T>[];
+  row: T;
+  place: number;
+  name: string;
+  href: (row: T) => string;
+  template: string;
+  mark: string | false;
+}
+
+/** A row, which is drawn anew only for another row: a scroll moves most of them and changes few. */
+class Row<T> extends Component<RowProps<T>> {
+  override shouldComponentUpdate(next: RowProps<T>) {
+    const { columns, row, place, name, template, mark } = this.props;
+    return next.row !== row || next.place !== place || next.mark !== mark || next.columns !== columns || next.template !== template || next.name !== name;
+  }
+
+  override render() {
+    const { columns, row, place, name, href, template, mark } = this.props;
+    return (
+      <div id={`row-${place}`} role="row" aria-rowindex={place + 2} class={cx("grid-row", mark)} style={{ gridTemplateColumns: template, transform: `translateY(${place * ROW}px)` }}>
+        {columns.map((column, number) => (
+          <span key={column.key} role="gridcell" class={cx("grid-cell", column.align)}>
+            {number === 0 && <a class="grid-open" tabIndex={-1} href={href(row)} aria-label={`open ${name}`} />}
+            {column.cell(row)}
+          </span>
+        ))}
+      </div>
+    );
+  }
+}
+
 export function Table<T>(props: Props<T>) {
   const { columns, rows } = props;
   const [sort, setSort] = useState<{ key: string; falls: boolean } | null>(null);
   const [top, setTop] = useState(0);
   const [height, setHeight] = useState(600);
-  const [active, setActive] = useState(-1);
+  const [active, setActiveShown] = useState(-1);
+  const at = useRef(-1); // the same at once: a key may come before the one before it is drawn
+  const setActive = (place: number) => {
+    at.current = place;
+    setActiveShown(place);
+  };
   const body = useRef<HTMLDivElement>(null);
 
   const sorted = useMemo(() => {
@@ -58,7 +96,29 @@ export function Table<T>(props: Props<T>) {
     observer.observe(element);
     return () => observer.disconnect();
   }, []);
-  useEffect(() => setActive(-1), [rows]);
+  const marked = useRef<string | null>(null);
+  useLayoutEffect(() => {
+    // rows that come later, as details of trees do, take nobody's place away
+    if (marked.current !== null) setActive(sorted.findIndex((row) => props.rowKey(row) === marked.current));
+  }, [sorted]);
+
+  const late = useRef({ timer: 0, at: 0 });
+  const show = () => {
+    const { current } = late;
+    clearTimeout(current.timer);
+    current.timer = 0;
+    current.at = performance.now();
+    if (body.current !== null) setTop(Math.floor(body.current.scrollTop / ROW) * ROW);
+  };
+  const scrolled = () => {
+    const { current } = late;
+    const isFar = Math.abs((body.current?.scrollTop ?? 0) - top) > height;
+    // who drags the bar through thousands of rows can read none of them: a few pictures a second do
+    const wait = isFar ? current.at + FAR_MS - performance.now() : 0;
+    if (wait <= 0) show();
+    else if (current.timer === 0) current.timer = window.setTimeout(show, wait);
+  };
+  useEffect(() => () => clearTimeout(late.current.timer), []);
 
   const first = Math.max(0, Math.floor(top / ROW) - MORE);
   const last = Math.min(sorted.length, Math.ceil((top + height) / ROW) + MORE);
@@ -66,7 +126,9 @@ export function Table<T>(props: Props<T>) {
 
   const move = (to: number) => {
     const place = Math.min(sorted.length - 1, Math.max(0, to));
-    setActive(place);
+    const row = sorted[place];
+    marked.current = row === undefined ? null : props.rowKey(row);
+    setActive(row === undefined ? -1 : place);
     const element = body.current;
     if (element === null) return;
     if (place * ROW < element.scrollTop) element.scrollTop = place * ROW;
@@ -74,10 +136,10 @@ export function Table<T>(props: Props<T>) {
   };
   const page = Math.max(1, Math.floor(height / ROW) - 2);
   const pressed = (event: KeyboardEvent) => {
-    const row = sorted[active];
+    const row = sorted[at.current];
     const steps: Record<string, number> = { ArrowDown: 1, j: 1, ArrowUp: -1, k: -1, PageDown: page, PageUp: -page, Home: -sorted.length, End: sorted.length };
     const step = steps[event.key];
-    if (step !== undefined) move(active + step);
+    if (step !== undefined) move(at.current + step);
     else if (event.key === "Enter" && row !== undefined) go(props.href(row));
     else return;
     event.preventDefault();
@@ -89,9 +151,19 @@ export function Table<T>(props: Props<T>) {
     setSort(sort?.key !== column.key ? { key: column.key, falls: column.align === "right" } : { key: column.key, falls: !sort.falls });
   };
 
+  // An element is used again by the row that comes into sight as its own leaves it, and stays where
+  // it is among the others: aria-rowindex tells the order.
+  const slots = Math.ceil(height / ROW) + 2 * MORE + 2;
+  const drawn: ComponentChildren[] = Array.from({ length: slots });
+  for (let place = first; place < last; place++) {
+    const row = sorted[place] as T;
+    const name = props.rowKey(row);
+    drawn[place % slots] = <Row key={place % slots} columns={columns} row={row} place={place} name={name} href={props.href} template={template} mark={place === active ? "active" : name === props.current && "current"} />;
+  }
+
   return (
     <div class="grid" role="grid" aria-label={props.label} aria-rowcount={sorted.length + 1}>
-      <div class="grid-body" ref={body} tabIndex={0} style={{ height: `min(${props.height ?? "64vh"}, ${(sorted.length || 1) * ROW + 48}px)` }} onScroll={(event) => setTop(event.currentTarget.scrollTop)} onKeyDown={pressed} aria-activedescendant={active >= 0 ? `row-${active}` : undefined}>
+      <div class="grid-body" ref={body} tabIndex={0} style={{ height: `min(${props.height ?? "64vh"}, ${(sorted.length || 1) * ROW + 48}px)` }} onScroll={scrolled} onKeyDown={pressed} aria-activedescendant={active >= 0 ? `row-${active}` : undefined}>
         <div class="grid-head" role="row" style={{ gridTemplateColumns: template }}>
           {columns.map((column) => (
             <span key={column.key} role="columnheader" aria-sort={sort?.key === column.key ? (sort.falls ? "descending" : "ascending") : undefined} class={cx("grid-title", column.align)}>
@@ -103,20 +175,7 @@ export function Table<T>(props: Props<T>) {
           ))}
         </div>
         <div class="grid-rows" style={{ height: `${sorted.length * ROW}px` }}>
-          {sorted.slice(first, last).map((row, at) => {
-            const place = first + at;
-            const key = props.rowKey(row);
-            return (
-              <div key={key} id={`row-${place}`} role="row" aria-rowindex={place + 2} class={cx("grid-row", place === active && "active", key === props.current && "current")} style={{ gridTemplateColumns: template, transform: `translateY(${place * ROW}px)` }}>
-                {columns.map((column, number) => (
-                  <span key={column.key} role="gridcell" class={cx("grid-cell", column.align)}>
-                    {number === 0 && <a class="grid-open" tabIndex={-1} href={props.href(row)} aria-label={`open ${key}`} />}
-                    {column.cell(row)}
-                  </span>
-                ))}
-              </div>
-            );
-          })}
+          {drawn}
         </div>
         {sorted.length === 0 && <p class="absent">nothing is here that fits</p>}
       </div>

@@ -21,7 +21,7 @@ const PARTS: [string, string, string, number][] = [
   ["time/parity_s", "parity probe", "--series-4", 0],
   ["time/update_s", "updates", "--series-1", 0],
   ["time/publish_s", "publishes", "--series-2", 0],
-  ["time/evaluate_and_save_s", "evaluates, saves", "--series-5", 0],
+  ["time/evaluate_and_save_s", "evaluates, saves", "--series-6", 0],
 ];
 const LANE = 30;
 const LEFT = 64;

@@ -345,8 +345,11 @@ function View(props: { tree: Tree; branch: string | undefined; query: URLSearchP
   };
   const moveToken = (by: number) => {
     const all = [...path, ...other.slice(shared)].flatMap((node) => node.ids.map((_, i) => ({ node: node.index, i })));
-    const at = chosen === null ? -1 : all.findIndex((one) => one.node === chosen.node && one.i === chosen.i);
-    setChosen(all[Math.min(all.length - 1, Math.max(0, at + by))] ?? null);
+    setChosen((old) => {
+      // from where the key before has led, also if that is not drawn yet
+      const at = old === null ? -1 : all.findIndex((one) => one.node === old.node && one.i === old.i);
+      return all[Math.min(all.length - 1, Math.max(0, at + by))] ?? null;
+    });
     setPointed(null);
   };
   const moveBranch = (by: number) => {

@@ -164,10 +164,14 @@ export interface FiguresOf {
   truncations: Record<string, number>;
   tools: Record<string, { calls: number; errors: number }>;
   agreement: Record<string, number | null> | null;
+  success_if_failed_wrong?: number;
+  arpo_tool_productivity?: number;
+  assist?: Record<string, number>;
 }
 
 export interface Summary {
   name: string;
+  compat?: string;
   num_samples: number;
   policy_versions: number[];
   average: number | null;
