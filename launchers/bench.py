@@ -301,12 +301,10 @@ def run_all(options: argparse.Namespace, view: View) -> int:
 
     parts = _known("--parts", options.parts, everything.PARTS)
     alone = str(options.json) == "-"
-    found = everything.run(parts, (lambda text: None) if alone else view.say)
-    text = json.dumps(found, indent=1)
+    say = (lambda text: None) if alone else view.say
+    found = everything.run(parts, say, None if alone else options.json)
     if alone:
-        sys.stdout.write(text + "\n")
-    elif options.json:
-        options.json.write_text(text + "\n", encoding="utf-8")
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
     if options.plots:
         names = everything.plot(found, options.plots)
         if not alone:

@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from agentenv.disk import write_whole
 from launchers.plots import panels, png
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +34,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "makespan": ("--seeds", "3"),
     "staleness": ("--seeds", "1", "--updates", "0"),
     "transport": ("--repeats", "3"),
-    "learner": ("--repeats", "2"),
+    "learner": ("--repeats", "1"),
     "deal": (),
     "fork": ("--repeats", "3"),
     "tools": ("--repeats", "3"),
@@ -46,8 +47,9 @@ PACKAGES = ("agentenv", "torch", "transformers", "deepspeed", "vllm", "sglang", 
 Found = dict[str, Any]
 
 
-def run(parts: Sequence[str], say: Callable[[str], None]) -> Found:
-    """Machine, versions, date, commit, and under `parts` the figures, seconds or error of each."""
+def run(parts: Sequence[str], say: Callable[[str], None], file: Path | None = None) -> Found:
+    """Machine, versions, date, commit, and under `parts` the figures, seconds or error of each;
+    written to `file` after each part, so that what ends early has what was measured."""
     found: Found = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
@@ -61,6 +63,8 @@ def run(parts: Sequence[str], say: Callable[[str], None]) -> Found:
         seconds = found["parts"][name]["seconds"] = round(time.monotonic() - began, 1)
         error = found["parts"][name].get("error")
         say(f"{name}: {seconds:.0f} s" + (f", failed: {error}" if error else ""))
+        if file is not None:
+            write_whole(file, json.dumps(found, indent=1) + "\n")
     return found
 
 
