@@ -9,6 +9,7 @@
     python launchers/bench.py soak [--json FILE] [--minutes M]
     python launchers/bench.py makespan [--json FILE] [--seeds N]
     python launchers/bench.py transport | start [--json FILE] [--repeats N]
+    python launchers/bench.py peers [--json FILE] [--only NAME ...] [--sizes N ...] [--rounds N]
     python launchers/bench.py simulate CONFIG [key.sub=value ...] [--trace RUN] [--steps N]
 
 Each part is a file of launchers/benches/. `learner` measures what training trees as trees is worth,
@@ -18,8 +19,9 @@ thousands of rollouts, `workers` how much faster rollouts grow in two rollout wo
 trajectory is lost), `chaos` what is left of a run in a storm of faults (it fails if a tree is lost
 or trained twice), `soak` what its processes hold more and more of, `makespan` what a barrier costs
 beside no barrier, with tools of long tails, `transport` what a finished tree costs to send, `start`
-how long a command takes to begin, `simulate` what a run would be like under other settings, by the
-times of a recorded one (simulation.py).
+how long a command takes to begin, `peers` what other projects cost at the work of `overhead`
+(peers/contest.py; it installs them), `simulate` what a run would be like under other settings, by
+the times of a recorded one (simulation.py).
 `--json -` prints the figures alone.
 """
 
@@ -70,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_soak(options, view)
         elif options.part == "simulate":
             return run_simulation(options, view)
+        elif options.part == "peers":
+            return run_peers(options, view)
         elif options.part in PLAIN:
             return run_plain(options, view)
         else:
@@ -134,6 +138,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     starting = parts.add_parser("start", help="how long a command takes to begin")
     for part in (sending, starting):
         part.add_argument("--repeats", type=int, default=5, metavar="N", help="medians of N")
+    beside = parts.add_parser("peers", help="the overhead of other projects at the same work")
+    beside.add_argument("--only", nargs="+", metavar="NAME", help="only these; default all")
+    beside.add_argument("--sizes", nargs="+", type=int, metavar="N", help="default 100 1000")
+    beside.add_argument("--rounds", type=int, default=3, metavar="N", help="medians of N")
+    beside.add_argument(
+        "--folder", type=Path, metavar="DIR", help="of their environments; default in ~/.cache"
+    )
+    beside.add_argument(
+        "--install-s", type=float, default=600.0, metavar="S",
+        help="how long installing one may take; default %(default)s",
+    )  # fmt: skip
     other = parts.add_parser("simulate", help="a run under other settings, in virtual time")
     other.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of the run")
     other.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
@@ -144,7 +159,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     other.add_argument("--steps", type=int, default=20, metavar="N", help="default %(default)s")
     measured = (learner, dealing, cost, scaling, faults, storm, long, spans, sending, starting)
-    for part in (*measured, other):
+    for part in (*measured, beside, other):
         part.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     learner.add_argument("--shapes", nargs="+", metavar="NAME", help="only these; default all")
     learner.add_argument("--repeats", type=int, default=3, metavar="N", help="medians of N")
@@ -224,6 +239,43 @@ def run_overhead(options: argparse.Namespace, view: View) -> int:
     for size, figures in found.items():
         table.add_row(size, *map(str, figures.values()))
     view.show(table)
+    if options.json:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def run_peers(options: argparse.Namespace, view: View) -> int:
+    """Our figures and those of peers, likewise; those without stand below with their errors."""
+    from launchers.benches.peers import contest
+    from launchers.benches.peers.environments import default_folder
+
+    alone = str(options.json) == "-"
+    report = contest.run(
+        options.only or list(contest.PEERS),
+        options.sizes or list(contest.SIZES),
+        options.rounds,
+        options.folder or default_folder(),
+        options.install_s,
+        (lambda text: None) if alone else view.say,
+    )
+    text = json.dumps(msgspec.to_builtins(report), indent=1)
+    if alone:
+        sys.stdout.write(text + "\n")
+        return 0
+    for size in options.sizes or contest.SIZES:
+        table = bare_table(f"{size} rollouts at a time: microseconds of CPU an env step")
+        for name in ("", *contest.Figures.__struct_fields__):
+            table.add_column(name.replace("_", " "), justify="right")
+        for name, one in report.peers.items():
+            if str(size) in one.sizes:
+                values = msgspec.structs.astuple(one.sizes[str(size)])
+                table.add_row(
+                    f"{name} {one.version}", *("" if v is None else f"{v:g}" for v in values)
+                )
+        view.show(table)
+    for name, one in report.peers.items():
+        if one.error:
+            view.say(f"{name}: {one.error}")
     if options.json:
         options.json.write_text(text + "\n", encoding="utf-8")
     return 0
