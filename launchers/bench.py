@@ -264,18 +264,23 @@ def run_peers(options: argparse.Namespace, view: View) -> int:
         return 0
     for size in options.sizes or contest.SIZES:
         table = bare_table(f"{size} rollouts at a time: microseconds of CPU an env step")
-        for name in ("", *contest.Figures.__struct_fields__):
-            table.add_column(name.replace("_", " "), justify="right")
-        for name, one in report.peers.items():
-            if str(size) in one.sizes:
-                values = msgspec.structs.astuple(one.sizes[str(size)])
+        for name in ("", "cpu", "of rounds", "floor", "below it", "/floor", "/ours", "speed"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for name, peer in report.peers.items():
+            if (one := peer.sizes.get(str(size))) is not None:
                 table.add_row(
-                    f"{name} {one.version}", *("" if v is None else f"{v:g}" for v in values)
+                    *(name, f"{one.cpu_us:.0f}", f"{one.cpu_us_min:.0f}-{one.cpu_us_max:.0f}"),
+                    *(f"{one.floor_us:.0f}", f"{one.children_us:.0f}", f"{one.times_floor:.1f}"),
+                    "" if one.times_ours is None else f"{one.times_ours:.1f}",
+                    "" if one.speed is None else f"{one.speed:.2f}",
                 )
         view.show(table)
-    for name, one in report.peers.items():
-        if one.error:
-            view.say(f"{name}: {one.error}")
+    view.say(
+        "below it: of the processes that it started; /ours: what is above the floor, beside ours; "
+        "speed: env steps a second, beside a loop that only waits"
+    )
+    for name, peer in report.peers.items():
+        view.say(f"{name}: {peer.error or peer.version}")
     if options.json:
         options.json.write_text(text + "\n", encoding="utf-8")
     return 0

@@ -109,7 +109,7 @@ def test_ratios_are_of_the_same_round() -> None:
     ours = [Sample(cost * 150.0, 0.0, cost * 50.0) for cost in (1, 2, 1)]
     peer = [Sample(cost * 450.0, cost * 5.0, cost * 50.0, 30.0, 60.0) for cost in (1, 2, 1)]
     found = contest.figures(peer, ours)
-    assert (found.times_ours, found.times_floor, found.steps_per_s) == (4.0, 9.0, 0.5)
+    assert (found.times_ours, found.times_floor, found.speed) == (4.0, 9.0, 0.5)
     assert (found.cpu_us, found.cpu_us_min, found.cpu_us_max) == (450.0, 450.0, 900.0)
     assert found.above_floor_us == 400.0
     assert contest.figures(peer, ()).times_ours is None

@@ -114,7 +114,7 @@ class Figures(Struct, frozen=True):
     children_us: float
     times_floor: float
     times_ours: float | None
-    steps_per_s: float | None  # as a part of those of the bare loop
+    speed: float | None  # env steps a second, as a part of those of the bare loop
 
 
 class Found(Struct):
@@ -285,7 +285,7 @@ def figures(samples: Sequence[Sample], ours: Sequence[Sample]) -> Figures:
         children_us=round(median(one.children_us for one in samples), 1),
         times_floor=round(median(one.cpu_us / one.floor_us for one in samples), 2),
         times_ours=round(median(ratios), 2) if ratios else None,
-        steps_per_s=round(median(parts), 2) if parts else None,
+        speed=round(median(parts), 2) if parts else None,
     )
 
 

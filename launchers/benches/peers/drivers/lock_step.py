@@ -19,6 +19,8 @@ from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Completion, Limits, SamplingParams, Task, ToolResult, VersionSpan
 from launchers.benches.makespan import LockStep
+from launchers.benches.overhead import RESULT_TOKENS
+from launchers.benches.recital import TURN_TOKENS
 from reference.algorithms import ReleasedARPO
 
 if TYPE_CHECKING:
@@ -30,12 +32,15 @@ class Engine:
 
     policy_version = 0
 
-    def __init__(self, work: Work, results_end: int) -> None:
-        self._work, self._results_end = work, results_end
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._prompt = 0
         self._rng = Random(0)
 
     async def generate(self, prompt_ids: Any, sampling: SamplingParams, **others: Any) -> Any:
-        num_results = list(prompt_ids).count(self._results_end)
+        self._prompt = self._prompt or len(prompt_ids)
+        turns = (len(prompt_ids) - self._prompt) / (TURN_TOKENS + RESULT_TOKENS)
+        num_results = round(turns)
         token_ids, logprobs = await self._work.turn("tags", num_results)
         level = self._rng.random() * 2
         entropies = [level * self._rng.random() for _ in token_ids]
@@ -77,8 +82,7 @@ class Luck:
 async def run(work: Work) -> None:
     tokenizer = AutoTokenizer.from_pretrained(work.tokenizer)
     tool, grader = LookUp(work), Luck()
-    (results_end,) = tokenizer.encode("</result>", add_special_tokens=False)
-    engine: Any = Engine(work, results_end)
+    engine: Any = Engine(work)
     actor = Actor(
         engine,
         TagRenderer(tokenizer, None, [tokenizer.eos_token_id]),
