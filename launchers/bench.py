@@ -250,6 +250,13 @@ def run_peers(options: argparse.Namespace, view: View) -> int:
     from launchers.benches.peers.environments import default_folder
 
     alone = str(options.json) == "-"
+
+    def keep(report: contest.Report) -> None:
+        """A contest that is cut off leaves its rounds."""
+        text = json.dumps(msgspec.to_builtins(report), indent=1)
+        if options.json and not alone:
+            options.json.write_text(text + "\n", encoding="utf-8")
+
     report = contest.run(
         options.only or list(contest.PEERS),
         options.sizes or list(contest.SIZES),
@@ -257,10 +264,10 @@ def run_peers(options: argparse.Namespace, view: View) -> int:
         options.folder or default_folder(),
         options.install_s,
         (lambda text: None) if alone else view.say,
+        keep=keep,
     )
-    text = json.dumps(msgspec.to_builtins(report), indent=1)
     if alone:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(json.dumps(msgspec.to_builtins(report), indent=1) + "\n")
         return 0
     for size in options.sizes or contest.SIZES:
         table = bare_table(f"{size} rollouts at a time: microseconds of CPU an env step")
@@ -281,8 +288,6 @@ def run_peers(options: argparse.Namespace, view: View) -> int:
     )
     for name, peer in report.peers.items():
         view.say(f"{name}: {peer.error or peer.version}")
-    if options.json:
-        options.json.write_text(text + "\n", encoding="utf-8")
     return 0
 
 

@@ -125,7 +125,13 @@ def test_a_run_tells_of_figures_and_errors(tmp_path: Path, monkeypatch: pytest.M
     }
     monkeypatch.setattr(contest, "write_task", lambda place, sizes: write_task(place))
     said: list[str] = []
-    report = contest.run(["tiny", "missing"], [100], 2, tmp_path, 1.0, said.append, peers)
+    kept: list[int] = []
+    report = contest.run(
+        *(["tiny", "missing"], [100], 2, tmp_path, 1.0, said.append),
+        peers=peers,
+        keep=lambda report: kept.append(report.num_rounds),
+    )
+    assert kept == [1, 2]
     assert len(report.peers["tiny"].rounds["4"]) == 2
     assert report.peers["tiny"].sizes["4"].times_ours is None, "ours did not take part"
     assert report.peers["missing"].sizes == {}
@@ -153,6 +159,7 @@ def test_what_could_not_be_made_is_remembered(tmp_path: Path) -> None:
         ("a\nERROR: no such version\nnote: see above\n", "ERROR: no such version"),
         ("Traceback\nModuleNotFoundError: No module named 'x'\nend", "ModuleNotFoundError: "),
         ("50%\r100%\rdone \x1b[0m\n", "done [0m"),
+        ("Collecting one\n  \u2501\u2501\u2501 5.7 MB eta 0:00:00\n", "Collecting one"),
         ("", "nothing was said"),
     ],
 )

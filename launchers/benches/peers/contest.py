@@ -144,9 +144,10 @@ def run(
     limit_s: float,
     say: Callable[[str], None],
     peers: Mapping[str, Peer] = PEERS,
+    keep: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """The figures by contestant. What is to be installed is so before the first round, each within
-    `limit_s` seconds. Raises ConfigError."""
+    `limit_s` seconds. `keep` is given what is there after each round. Raises ConfigError."""
     check(names, sizes, num_rounds, peers)
     found = {name: Found() for name in names}
     pythons: dict[str, Path] = {}
@@ -173,6 +174,11 @@ def run(
                     continue
                 for size, sample in samples.items():
                     one.rounds.setdefault(size, []).append(sample)
+            keep(report := _report(found, number + 1))
+    return report
+
+
+def _report(found: dict[str, Found], num_rounds: int) -> Report:
     ours = found[OURS].rounds if OURS in found else {}
     for one in found.values():
         one.sizes = {

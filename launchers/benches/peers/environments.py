@@ -19,6 +19,7 @@ from pathlib import Path
 from agentenv.errors import AgentEnvError
 
 REQUIREMENTS = Path(__file__).resolve().parent / "requirements"
+BAR = "\u2501"  # what pip draws its progress with
 ERROR, MADE, LOG = "error.txt", "made", "install.log"
 
 
@@ -72,7 +73,7 @@ def _make(
                 )
             except subprocess.TimeoutExpired:
                 raise PeerError(
-                    f"not installed within {limit_s:g} s; last: {last_line(place / LOG)}"
+                    f"not installed within {limit_s:g} s; pip was at: {last_line(place / LOG)}"
                 ) from None
             except OSError as error:
                 raise PeerError(str(error)) from None
@@ -99,7 +100,8 @@ def _runs(python: str) -> bool:
 def last_line(log: Path | str) -> str:
     """The last line that tells of an error, or the last one, without what the terminal draws."""
     text = log.read_text(encoding="utf-8", errors="replace") if isinstance(log, Path) else log
-    lines = [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
+    lines = [line.strip() for line in text.replace("\r", "\n").splitlines()]
+    lines = [line for line in lines if line and BAR not in line]
     told = [line for line in lines if line.lower().startswith("error:") or "Error: " in line]
     line = (told or lines or ["nothing was said"])[-1]
     return "".join(sign for sign in line if sign.isprintable())[:300]
