@@ -32,6 +32,19 @@ async def run(work):
 
     await rollouts(work, one)
 """
+BUSY = """
+import subprocess
+import sys
+import tiny_work
+
+async def run(work):
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        await tiny_work.run(work)
+    finally:
+        child.kill()
+        child.wait()
+"""
 SILENT = """
 from work import rollouts
 
@@ -84,6 +97,13 @@ def test_a_driver_gives_figures_of_each_size(tmp_path: Path) -> None:
         assert one.children_us == 0
         assert one.steps_per_s is not None
         assert one.steps_per_s > 0
+
+
+def test_processes_of_a_driver_are_counted_apart(tmp_path: Path) -> None:
+    (tmp_path / "tiny_work.py").write_text(DRIVER)
+    task = write_task(tmp_path, min_steps=200)
+    found = contest.drive(Path(sys.executable), write_driver(tmp_path, BUSY), task)
+    assert found["4"].children_us > found["4"].cpu_us / 10
 
 
 @pytest.mark.parametrize(
