@@ -4,9 +4,9 @@
 
 Needs nothing but the standard library, as the environments of peers hold nothing of ours. DRIVER is
 one of the folder drivers/ beside this file: its `async def run(work)` keeps `work.at_once`
-rollouts going by the code of its peer until `work.is_over`. It asks `work.turn(form)` for what the
-policy says and `work.result()` for what the tool says; both wait as an engine and a search would,
-and count. TASK.json is written by contest.py.
+rollouts going by the code of its peer until `work.is_over`. It asks `work.turn(form, num_results)`
+for what the policy says and `work.result()` for what the tool says; both wait as an engine and a
+search would, and count. TASK.json is written by contest.py.
 
 The figures are those of a window of env steps, when rollouts are at all of their stages: what a
 start costs is in none. A bare loop that waits as often, `idle`, is measured before it in the same
