@@ -13,6 +13,7 @@
     python launchers/bench.py lag [--json FILE]
     python launchers/bench.py paper [--json FILE] [--figures FILE]
     python launchers/bench.py all [--json FILE] [--plots DIR] [--parts NAME ...]
+    python launchers/bench.py peers [--json FILE] [--only NAME ...] [--sizes N ...] [--rounds N]
     python launchers/bench.py simulate CONFIG [key.sub=value ...] [--trace RUN] [--steps N]
 
 Each part is a file of launchers/benches/. `learner` measures what training trees as trees is worth,
@@ -26,8 +27,9 @@ success, beside rules that discard or wait, `transport` what a finished tree cos
 how long a command takes to begin, `fork` and `tools` what forks and calls cost (sandboxes.py),
 `engines` what a client of servers costs by the token, `lag` how late the loop is while tools give
 5 MB, `simulate` what a run would be like under other settings, by the times of a recorded one
-(simulation.py), `paper` what 8, 64 and 1,000 GPUs ask of a controller, by measured costs. `all`
-runs the parts in a bounded size each, into one file, with pictures.
+(simulation.py), `paper` what 8, 64 and 1,000 GPUs ask of a controller, by measured costs, `peers`
+what other projects cost at the work of `overhead` (peers/contest.py; it installs them). `all` runs
+the parts in a bounded size each, into one file, with pictures.
 `--json -` prints the figures alone.
 """
 
@@ -80,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_simulation(options, view)
         elif options.part == "all":
             return run_all(options, view)
+        elif options.part == "peers":
+            return run_peers(options, view)
         elif options.part in PLAIN:
             return run_plain(options, view)
         else:
@@ -162,6 +166,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     everything = parts.add_parser("all", help="the parts in a bounded size each")
     everything.add_argument("--plots", type=Path, metavar="DIR", help="pictures of the main tables")
     everything.add_argument("--parts", nargs="+", metavar="NAME", help="only these; default all")
+    beside = parts.add_parser("peers", help="the overhead of other projects at the same work")
+    beside.add_argument("--only", nargs="+", metavar="NAME", help="only these; default all")
+    beside.add_argument("--sizes", nargs="+", type=int, metavar="N", help="default 100 1000")
+    beside.add_argument("--rounds", type=int, default=3, metavar="N", help="medians of N")
+    beside.add_argument(
+        "--folder", type=Path, metavar="DIR", help="of their environments; default in ~/.cache"
+    )
+    beside.add_argument(
+        "--install-s", type=float, default=600.0, metavar="S",
+        help="how long installing one may take; default %(default)s",
+    )  # fmt: skip
     other = parts.add_parser("simulate", help="a run under other settings, in virtual time")
     other.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of the run")
     other.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
@@ -172,7 +187,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     other.add_argument("--steps", type=int, default=20, metavar="N", help="default %(default)s")
     measured = (learner, dealing, cost, scaling, faults, storm, long, spans, sending, starting)
-    added = (forking, calling, asking, bounds, late, paper, everything)
+    added = (forking, calling, asking, bounds, late, paper, everything, beside)
     for part in (*measured, other, *added):
         part.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     learner.add_argument("--shapes", nargs="+", metavar="NAME", help="only these; default all")
@@ -341,6 +356,53 @@ def run_overhead(options: argparse.Namespace, view: View) -> int:
     view.show(table)
     if options.json:
         options.json.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def run_peers(options: argparse.Namespace, view: View) -> int:
+    """Our figures and those of peers, likewise; those without stand below with their errors."""
+    from launchers.benches.peers import contest
+    from launchers.benches.peers.environments import default_folder
+
+    alone = str(options.json) == "-"
+
+    def keep(report: contest.Report) -> None:
+        """A contest that is cut off leaves its rounds."""
+        text = json.dumps(msgspec.to_builtins(report), indent=1)
+        if options.json and not alone:
+            options.json.write_text(text + "\n", encoding="utf-8")
+
+    report = contest.run(
+        options.only or list(contest.PEERS),
+        options.sizes or list(contest.SIZES),
+        options.rounds,
+        options.folder or default_folder(),
+        options.install_s,
+        (lambda text: None) if alone else view.say,
+        keep=keep,
+    )
+    if alone:
+        sys.stdout.write(json.dumps(msgspec.to_builtins(report), indent=1) + "\n")
+        return 0
+    for size in options.sizes or contest.SIZES:
+        table = bare_table(f"{size} rollouts at a time: microseconds of CPU an env step")
+        for name in ("", "cpu", "of rounds", "floor", "below it", "/floor", "/ours", "speed"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for name, peer in report.peers.items():
+            if (one := peer.sizes.get(str(size))) is not None:
+                table.add_row(
+                    *(name, f"{one.cpu_us:.0f}", f"{one.cpu_us_min:.0f}-{one.cpu_us_max:.0f}"),
+                    *(f"{one.floor_us:.0f}", f"{one.children_us:.0f}", f"{one.times_floor:.1f}"),
+                    "" if one.times_ours is None else f"{one.times_ours:.1f}",
+                    "" if one.speed is None else f"{one.speed:.2f}",
+                )
+        view.show(table)
+    view.say(
+        "below it: of the processes that it started; /ours: what is above the floor, beside ours; "
+        "speed: env steps a second, beside a loop that only waits"
+    )
+    for name, peer in report.peers.items():
+        view.say(f"{name}: {peer.error or peer.version}")
     return 0
 
 

@@ -41,6 +41,7 @@ SAME = "an event of the same loop; who sets it has a deadline"
 SESSION = CALLER + "Sandbox._ask, fork, spawn and the self-test"
 INDEX = CALLER + "the tool's limit; building an index takes its time and says so"
 BENCH = "a bench that somebody watches"
+CONTEST = CALLER + "drive in launchers/benches/peers/contest.py"
 PERSON = "until a person says so, who can see it, or the run ends"
 FOREVER = "until a signal, or as long as what it looks after lives"
 
@@ -113,6 +114,9 @@ ALLOWED = {
     "launchers/benches/overhead.py serve_rank: reader.readexactly": BENCH,
     "launchers/benches/overhead.py serve_rank: writer.drain": BENCH,
     "launchers/benches/overhead.py serve_rank: writer.wait_closed": BENCH,
+    "launchers/benches/peers/drivers/skyrl_env.py run.one: loop.run_in_executor": CONTEST,
+    "launchers/benches/peers/drivers/trl_loop.py take: samples.get": CONTEST,
+    "launchers/benches/peers/work.py until_over: work.over.wait": CONTEST,
     "launchers/benches/recital.py RecitingServer._recite: asyncio.Event().wait": BENCH,
     "launchers/benches/recital.py RecitingServer._recite: self._going.wait": BENCH,
     "launchers/benches/recital.py serve: asyncio.Event().wait": FOREVER,

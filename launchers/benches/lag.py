@@ -81,7 +81,7 @@ def run() -> dict[str, Figures]:
 
 def _measure(env: str, megabytes: float) -> Figures:
     with tempfile.TemporaryDirectory(prefix="agentenv-") as folder:
-        options = [str(PROMPTS), "0", env]
+        options = [str(PROMPTS), "0", str(overhead.NUM_STEPS), env]
         found = json.loads(overhead.measured("launchers.benches.lag", options, Path(folder)))
     return Figures(
         result_mb=megabytes,

@@ -230,14 +230,15 @@ def tool_seconds(rng: Random) -> float:
 class Running:
     """A trajectory of a lock-step batch, at the node `cursor` of its tree."""
 
-    def __init__(self, tree: TrajectoryTree, name: str, cursor: Node, env: Any) -> None:
+    def __init__(self, tree: TrajectoryTree, name: str, cursor: Node, env: Any, tools: Any) -> None:
         self.tree, self.name, self.cursor, self.env = tree, name, cursor, env
+        self.tools = tools  # schemas
         self.prefix_ids = Prefix((tree.root.observation_ids,))
         self.num_turns = 0
         self.goes_on = True
 
     def sibling(self, name: str, env: Any) -> Running:
-        other = Running(self.tree, name, self.cursor, env)
+        other = Running(self.tree, name, self.cursor, env, self.tools)
         other.prefix_ids, other.num_turns = self.prefix_ids, self.num_turns
         return other
 
@@ -274,8 +275,9 @@ class LockStep:
         for _ in range(number):
             env = self.actor.make_env(tree.task)
             messages, info = await env.reset()
-            tree.root.observation_ids = self.actor.renderer.prompt(messages, info.get("tools", ()))  # type: ignore[assignment]
-            found.append(Running(tree, str(tree.num_roots), tree.root, env))
+            tools = info.get("tools", ())
+            tree.root.observation_ids = self.actor.renderer.prompt(messages, tools)  # type: ignore[assignment]
+            found.append(Running(tree, str(tree.num_roots), tree.root, env, tools))
             tree.num_roots += 1
         tree.num_started += number
         tree.num_live += number
@@ -302,11 +304,11 @@ class LockStep:
         )
         one.num_turns += 1
         messages, node.reward, terminated, truncated, node.info = await one.env.step(
-            renderer.parse(done, ())
+            renderer.parse(done, one.tools)
         )
         one.cursor, one.goes_on = node, not (terminated or truncated)
         if one.goes_on:
-            observation = renderer.observation(messages, (), LIMITS.max_tool_result_tokens)
+            observation = renderer.observation(messages, one.tools, LIMITS.max_tool_result_tokens)
             node.observation_ids = observation  # type: ignore[assignment]
             one.prefix_ids = one.prefix_ids.plus(node.action_ids).plus(node.observation_ids)
         else:

@@ -70,6 +70,7 @@ RESULT_TOKENS = 300
 FACT = "the founder of {} was born in the year {} in Osberg and so on"  # about 38 tokens
 NUM_TEXTS = 512
 TURN_S, TOOL_S = 8.0, 2.0  # at 10,000; less in proportion below, so that as much happens a second
+NUM_STEPS = 4
 WINDOW = 10  # tokens of a turn that the plan of ARPO looks at, and their part of the turn's time
 FIRST_PART = 0.2
 CONFIG, FIGURES = "run.toml", "figures.json"
@@ -95,7 +96,7 @@ def run(sizes: Sequence[int], num_workers: int = 0) -> dict[str, dict[str, float
 
 def _run(prompts: int, num_workers: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="agentenv-") as folder:
-        options = [str(prompts), str(num_workers), ENV]
+        options = [str(prompts), str(num_workers), str(NUM_STEPS), ENV]
         figures: dict[str, float] = json.loads(
             measured("launchers.benches.overhead", options, Path(folder))
         )
@@ -164,7 +165,7 @@ class LookUp(StatelessTool):
 
     def __init__(self) -> None:
         self._rng = Random(0)
-        self._texts = [" ".join(self._facts()) for _ in range(NUM_TEXTS)]
+        self.texts = [" ".join(self._facts()) for _ in range(NUM_TEXTS)]
         self._count = count()
 
     def _facts(self) -> Iterator[str]:
@@ -174,7 +175,7 @@ class LookUp(StatelessTool):
     async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
         await asyncio.sleep(_scale * TOOL_S * (0.5 + self._rng.random()))
         number = next(self._count)
-        return ToolResult(f"{number}: {self._texts[number % NUM_TEXTS]}")
+        return ToolResult(f"{number}: {self.texts[number % NUM_TEXTS]}")
 
 
 _look_up = LookUp()
@@ -503,7 +504,9 @@ async def _floor(num_rollouts: int) -> float:
     return (time.process_time() - before) / (num_rollouts * (NUM_CALLS + 1)) * 1e6
 
 
-def _write_workspace(folder: Path, prompts: int, num_workers: int, env: str, address: str) -> None:
+def _write_workspace(
+    folder: Path, prompts: int, num_workers: int, num_steps: int, env: str, address: str
+) -> None:
     """Model, questions and configuration; `env` is the name of one in the module of its kind."""
     engine = 'name = "launchers.benches.overhead:WaitingConfig"'
     if num_workers:
@@ -514,7 +517,9 @@ pool = {{ max_concurrency = 1000000 }}'''
     from launchers.quickstart import build_model
 
     build_model(folder / "model", seed=0)
-    rows = [{"question": f"Which one is it? ({n})", "answer": "it"} for n in range(4 * prompts)]
+    rows = [
+        {"question": f"Which one is it? ({n})", "answer": "it"} for n in range(num_steps * prompts)
+    ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = f"""
 [run]
@@ -549,7 +554,7 @@ max_model_len = 4096
 kind = "{"processes" if num_workers else "local"}"
 {f"workers = {num_workers}" if num_workers else ""}
 [train]
-num_steps = 4
+num_steps = {num_steps}
 max_logprob_gap = 1e9
 """
     write_whole(folder / CONFIG, config)  # whoever waits for it reads it at once
@@ -563,11 +568,13 @@ def measure(prompts: int, folder: Path) -> None:
     (folder / FIGURES).write_text(json.dumps(asdict(training.figures)))
 
 
-def main(part: str, prompts: str, num_workers: str, env: str, folder: str, address: str) -> None:
+def main(
+    part: str, prompts: str, num_workers: str, num_steps: str, env: str, folder: str, address: str
+) -> None:
     """One of the two processes of a measurement."""
     if part == "measure":
         return measure(int(prompts), Path(folder))
-    _write_workspace(Path(folder), int(prompts), int(num_workers), env, address)
+    _write_workspace(Path(folder), int(prompts), int(num_workers), int(num_steps), env, address)
     asyncio.run(obey(address))
 
 

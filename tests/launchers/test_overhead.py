@@ -13,7 +13,8 @@ from launchers.benches import overhead
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_figures_of_a_small_run(tmp_path: Path, num_workers: int) -> None:
-    figures = json.loads(overhead.measured(overhead.__name__, ["1", str(num_workers)], tmp_path))
+    options = ["1", str(num_workers), "4", overhead.ENV]
+    figures = json.loads(overhead.measured(overhead.__name__, options, tmp_path))
     assert figures.keys() == set(overhead.Figures.__struct_fields__)
     assert figures["cpu_us_per_env_step"] > figures["floor_us"] > 0
     assert figures["all_processes_us"] >= figures["cpu_us_per_env_step"]

@@ -1,0 +1,116 @@
+"""Virtual environments of peers, each made on first use from the file that pins it.
+
+A folder of them is by default that of the user's caches. An environment is named by its peer and by
+what was asked for, so that another file makes another one. What could not be made leaves why in the
+file `error.txt` and is not tried again while that stands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentenv.errors import AgentEnvError
+
+REQUIREMENTS = Path(__file__).resolve().parent / "requirements"
+BAR = "\u2501"  # what pip draws its progress with
+ERROR, MADE, LOG = "error.txt", "made", "install.log"
+
+
+class PeerError(AgentEnvError):
+    """A peer that was not made or did not run: the last line of what it said."""
+
+
+def default_folder() -> Path:
+    """Where environments are, unless told otherwise."""
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(caches).expanduser() / "agentenv" / "peers"
+
+
+def interpreter(
+    name: str, requirements: Path, versions: Sequence[str], folder: Path, limit_s: float
+) -> Path:
+    """The Python of the environment, which is made if it is not there: one of `versions`, the
+    first that is found. Raises PeerError."""
+    text = "\n".join([requirements.read_text(encoding="utf-8"), *versions])
+    place = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    python = place / "bin" / "python"
+    if (place / MADE).is_file():
+        return python
+    if (place / ERROR).is_file():
+        raise PeerError((place / ERROR).read_text(encoding="utf-8"))
+    shutil.rmtree(place, ignore_errors=True)  # of a bench that was interrupted
+    place.mkdir(parents=True)
+    try:
+        _make(place, python, requirements, versions, limit_s)
+    except PeerError as error:
+        shutil.rmtree(place / "lib", ignore_errors=True)  # often gigabytes
+        tried = time.strftime("%Y-%m-%d")
+        (place / ERROR).write_text(f"{error} (tried {tried})", encoding="utf-8")
+        raise PeerError(f"{error} (tried {tried})") from None
+    (place / MADE).touch()
+    return python
+
+
+def _make(
+    place: Path, python: Path, requirements: Path, versions: Sequence[str], limit_s: float
+) -> None:
+    base = _base(versions)
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install"]
+    commands = ([base, "-m", "venv", str(place)], [*pip, "-r", str(requirements)])
+    end = time.monotonic() + limit_s
+    with (place / LOG).open("w", encoding="utf-8") as log:
+        for command in commands:
+            try:
+                done = subprocess.run(
+                    command, stdout=log, stderr=log, timeout=max(1.0, end - time.monotonic())
+                )
+            except subprocess.TimeoutExpired:
+                raise PeerError(
+                    f"not installed within {limit_s:g} s; pip was at: {last_line(place / LOG)}"
+                ) from None
+            except OSError as error:
+                raise PeerError(str(error)) from None
+            if done.returncode:
+                raise PeerError(last_line(place / LOG))
+
+
+def _base(versions: Sequence[str]) -> str:
+    """The Python that is running if it is one of `versions`, or one of the path."""
+    if "{}.{}".format(*sys.version_info) in versions:
+        return sys.executable
+    for version in versions:
+        found = shutil.which(f"python{version}")
+        if found is not None and _runs(found):
+            return found
+    raise PeerError(f"needs Python {' or '.join(versions)}, and none is on the path")
+
+
+def _runs(python: str) -> bool:
+    """Whether it is one: version managers put scripts on the path for what is not chosen."""
+    return not subprocess.run([python, "-c", ""], capture_output=True, timeout=30).returncode
+
+
+def last_line(log: Path | str) -> str:
+    """The last line that tells of an error, or the last one, without what the terminal draws."""
+    text = log.read_text(encoding="utf-8", errors="replace") if isinstance(log, Path) else log
+    lines = [line.strip() for line in text.replace("\r", "\n").splitlines()]
+    lines = [line for line in lines if line and BAR not in line]
+    told = [line for line in lines if line.lower().startswith("error:") or "Error: " in line]
+    line = (told or lines or ["nothing was said"])[-1]
+    return "".join(sign for sign in line if sign.isprintable())[:300]
+
+
+def installed(python: Path, distribution: str) -> str:
+    """The version of a package there, or "" if it has none."""
+    code = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
+    done = subprocess.run(
+        [python, "-c", code, distribution], capture_output=True, text=True, timeout=60
+    )
+    return done.stdout.strip()

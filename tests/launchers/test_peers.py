@@ -1,0 +1,225 @@
+"""The bench beside peers: the contract of a driver, with a peer made here, and what is told."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.errors import ConfigError
+from launchers import bench
+from launchers.benches.peers import contest, environments
+from launchers.benches.peers.contest import PEERS, Peer, Sample
+from launchers.benches.peers.environments import PeerError
+
+DRIVER = """
+from work import rollouts
+
+async def run(work):
+    async def one(number):
+        assert work.question(number).startswith("Which")
+        for num_results in range(work.num_calls + 1):
+            token_ids, logprobs = await work.turn("tags", num_results)
+            assert len(token_ids) == len(logprobs)
+            said = work.text("tags", num_results)
+            if num_results < work.num_calls:
+                assert said == "call"
+                assert await work.result()
+        assert said == "answer"
+
+    await rollouts(work, one)
+"""
+BUSY = """
+import subprocess
+import sys
+import tiny_work
+
+async def run(work):
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        await tiny_work.run(work)
+    finally:
+        child.kill()
+        child.wait()
+"""
+SILENT = """
+from work import rollouts
+
+async def run(work):
+    async def one(number):
+        await work.turn("tags", 0)
+
+    await rollouts(work, one)
+"""
+BROKEN = "raise ValueError('it has moved')\n"
+
+
+def write_task(folder: Path, **others: Any) -> Path:
+    """A task of four rollouts that end at once."""
+    form = {"call": [1, 2], "answer": [3, 4], "call_text": "call", "answer_text": "answer"}
+    task = {
+        "tokenizer": "none",
+        "num_calls": 4,
+        "group_size": 2,
+        "turn_s": 0.001,
+        "tool_s": 0.001,
+        "first_part": 0.2,
+        "min_steps": 50,
+        "texts": ["one", "two"],
+        "questions": ["Which one is it?"],
+        "logprobs": [[-0.5, -0.25]],
+        "forms": {"tags": form},
+        "sizes": [{"at_once": 4, "scale": 1.0}],
+        **others,
+    }
+    path = folder / "task.json"
+    path.write_text(json.dumps(task))
+    return path
+
+
+def write_driver(folder: Path, text: str) -> Path:
+    path = folder / "tiny_peer.py"
+    path.write_text(text)
+    return path
+
+
+def test_a_driver_gives_figures_of_each_size(tmp_path: Path) -> None:
+    sizes = [{"at_once": 2, "scale": 1.0}, {"at_once": 4, "scale": 0.5}]
+    task = write_task(tmp_path, sizes=sizes)
+    found = contest.drive(Path(sys.executable), write_driver(tmp_path, DRIVER), task)
+    assert found.keys() == {"2", "4"}
+    for one in found.values():
+        assert one.cpu_us > 0
+        assert one.floor_us > 0
+        assert one.children_us == 0
+        assert one.steps_per_s is not None
+        assert one.steps_per_s > 0
+
+
+def test_processes_of_a_driver_are_counted_apart(tmp_path: Path) -> None:
+    (tmp_path / "tiny_work.py").write_text(DRIVER)
+    task = write_task(tmp_path, min_steps=200)
+    found = contest.drive(Path(sys.executable), write_driver(tmp_path, BUSY), task)
+    assert found["4"].children_us > found["4"].cpu_us / 10
+
+
+@pytest.mark.parametrize(
+    ("driver", "told"),
+    [
+        (SILENT, "0 results of the tool: the driver does not give its peer's calls to the tool"),
+        (BROKEN, "ValueError: it has moved"),
+        ("async def run(work): pass\n", "the driver ended after 0 env steps of 54"),
+    ],
+)
+def test_a_driver_that_does_not_do_the_work_is_told(tmp_path: Path, driver: str, told: str) -> None:
+    with pytest.raises(PeerError, match=told):
+        contest.drive(Path(sys.executable), write_driver(tmp_path, driver), write_task(tmp_path))
+
+
+def test_figures_that_are_none_are_told() -> None:
+    with pytest.raises(PeerError, match=r"its driver wrote no figures: .*cpu_us"):
+        contest.read_samples(b'{"100": {"floor_us": 1.0}}')
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    """A machine that becomes twice as slow in the second of three rounds changes no ratio."""
+    ours = [Sample(cost * 150.0, 0.0, cost * 50.0) for cost in (1, 2, 1)]
+    peer = [Sample(cost * 450.0, cost * 5.0, cost * 50.0, 30.0, 60.0) for cost in (1, 2, 1)]
+    found = contest.figures(peer, ours)
+    assert (found.times_ours, found.times_floor, found.speed) == (4.0, 9.0, 0.5)
+    assert (found.cpu_us, found.cpu_us_min, found.cpu_us_max) == (450.0, 450.0, 900.0)
+    assert found.above_floor_us == 400.0
+    assert contest.figures(peer, ()).times_ours is None
+
+
+def test_a_run_tells_of_figures_and_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two contestants in two rounds: one that works, and one whose environment cannot be made."""
+    asked = tmp_path / "missing.txt"
+    asked.write_text("nothing-of-this-name\n")
+    peers = {
+        "tiny": Peer(driver=write_driver(tmp_path, DRIVER)),
+        "missing": Peer(driver=tmp_path, requirements=asked, versions=("2.0",)),
+    }
+    monkeypatch.setattr(contest, "write_task", lambda place, sizes: write_task(place))
+    said: list[str] = []
+    kept: list[int] = []
+    report = contest.run(
+        *(["tiny", "missing"], [100], 2, tmp_path, 1.0, said.append),
+        peers=peers,
+        keep=lambda report: kept.append(report.num_rounds),
+    )
+    assert kept == [1, 2]
+    assert len(report.peers["tiny"].rounds["4"]) == 2
+    assert report.peers["tiny"].sizes["4"].times_ours is None, "ours did not take part"
+    assert report.peers["missing"].sizes == {}
+    assert "needs Python 2.0, and none is on the path" in report.peers["missing"].error
+    assert [line for line in said if line.startswith("round")] == [
+        "round 1 of 2: tiny",
+        "round 2 of 2: tiny",
+    ]
+
+
+def test_what_could_not_be_made_is_remembered(tmp_path: Path) -> None:
+    asked = tmp_path / "asked.txt"
+    asked.write_text("nothing\n")
+    with pytest.raises(PeerError) as first:
+        environments.interpreter("one", asked, ["2.0"], tmp_path / "made", 1.0)
+    with pytest.raises(PeerError) as second:
+        environments.interpreter("one", asked, ["2.0"], tmp_path / "made", 1.0)
+    assert str(first.value) == str(second.value)
+    assert "(tried 20" in str(first.value)
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("a\nERROR: no such version\nnote: see above\n", "ERROR: no such version"),
+        ("Traceback\nModuleNotFoundError: No module named 'x'\nend", "ModuleNotFoundError: "),
+        ("50%\r100%\rdone \x1b[0m\n", "done [0m"),
+        ("Collecting one\n  \u2501\u2501\u2501 5.7 MB eta 0:00:00\n", "Collecting one"),
+        ("", "nothing was said"),
+    ],
+)
+def test_the_line_that_tells_of_an_error(log: str, line: str) -> None:
+    assert environments.last_line(log).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--only", "gym"], f"--only gym: there is none; expected of {', '.join(PEERS)}"),
+        (["--sizes", "7"], "--sizes 7: there is none; expected of 100, 1000"),
+        (["--rounds", "0"], "--rounds 0: expected at least 1"),
+    ],
+)
+def test_bad_options_are_told_before_anything_starts(
+    options: list[str], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert bench.main(["peers", *options, "--folder", str(tmp_path / "none")]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_check_raises_a_configuration_error() -> None:
+    with pytest.raises(ConfigError):
+        contest.check(["x"], [100], 1, PEERS)
+
+
+def test_every_driver_and_requirement_is_there() -> None:
+    for name, peer in PEERS.items():
+        assert peer.driver is None or peer.driver.is_file(), name
+        if peer.requirements is not None:
+            lines = peer.requirements.read_text().splitlines()
+            assert [line for line in lines if line and not line.startswith("#")], name
+
+
+def test_the_task_has_turns_of_one_length_in_each_form(tmp_path: Path) -> None:
+    task = json.loads(contest.write_task(tmp_path, [100]).read_text())
+    lengths = {len(form[name]) for form in task["forms"].values() for name in ("call", "answer")}
+    assert lengths == {contest.TURN_TOKENS}
+    assert task["forms"]["json"]["call_text"].endswith("</tool_call>")
+    assert task["forms"]["tags"]["call_text"].endswith("</search>")
+    assert (tmp_path / "tokenizer" / "tokenizer.json").is_file()
