@@ -120,7 +120,7 @@ def measured(module: str, options: Sequence[str], folder: Path) -> bytes:
 def _measure(
     module: str, options: Sequence[str], folder: Path, address: str
 ) -> subprocess.CompletedProcess[str]:
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, wire.TOKEN_VARIABLE: secrets.token_hex(16)}
     command, here = [sys.executable, "-m", module], [*options, str(folder), address]
