@@ -70,6 +70,7 @@ from agentenv.types import (
 FIRST_DELAY_S = 0.1  # before the first retry of a call; doubles with each, up to MAX_DELAY_S
 MAX_DELAY_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
+PIECE_CHARS = 1 << 16  # of a result, which are looked at without a break: half a millisecond
 LEAST_WAIT_S = 1e-3  # less than that is not told
 NO_LIMITS = ToolLimits()
 
@@ -349,7 +350,7 @@ class ToolEnv:
         record["duration_s"] = seconds = loop.time() - start
         if clock is not None and (waited_s := seconds - (clock() - worked_s)) > LEAST_WAIT_S:
             record["waited_s"] = min(waited_s, seconds)  # what is given back may be of before
-        return printable(text), record
+        return await _printable(text), record
 
     async def _call(self, call: ToolCall, state: Any, record: Info, limits: ToolLimits) -> str:
         """The text of one call's result; facts that the tool reports go to record["info"].
@@ -452,3 +453,18 @@ async def _called(tool: Tool, arguments: dict[str, Any], state: Any) -> ToolResu
     if not (isinstance(result, ToolResult) and isinstance(result.text, str)):
         raise TypeError(f"no text came back but {repr(result)[:100]}")
     return result
+
+
+async def _printable(text: str) -> str:
+    """`printable`, which lets others go on between two pieces of a text that takes long."""
+    if text.isascii():
+        return text
+    pieces = list[str]()
+    is_same = True
+    for start in range(0, len(text), PIECE_CHARS):
+        if pieces:
+            await asyncio.sleep(0)
+        piece = text[start : start + PIECE_CHARS]
+        pieces.append(printable(piece))
+        is_same = is_same and pieces[-1] is piece
+    return text if is_same else "".join(pieces)

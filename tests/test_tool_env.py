@@ -14,6 +14,7 @@ from agentenv.errors import (
     OutageError,
     ToolError,
 )
+from agentenv.tool_env import PIECE_CHARS
 from agentenv.types import MALFORMED_CALL, UNKNOWN_TOOL, Limit, Message, ToolCall
 from tests.support.counting_tools import ANSWER, Counter, LastMessage, call, make
 from tests.support.virtual_clock import run_virtual
@@ -68,6 +69,30 @@ async def test_the_policy_reads_tool_errors_and_they_do_not_count() -> None:
     assert info["tool_calls"][0]["name"] == UNKNOWN_TOOL  # a metric has its name
     *_, info = await env.step(ANSWER)
     assert info["parts"] == {"calls": 0.0}
+    await env.close()
+
+
+@pytest.mark.parametrize("half", ["", chr(0xD83D)], ids=["text", "half a pair"])
+async def test_a_very_long_result_lets_others_go_on_while_it_is_looked_at(half: str) -> None:
+    size = 8 * PIECE_CHARS
+    counter = Counter()
+    counter.faults = [ToolError("\u597d" * (size - 1) + half + "\u597d" * size)]
+    env = make(counter)
+    await env.reset()
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(others())
+    observation, *_ = await env.step(call())
+    beside.cancel()
+    expected = "\u597d" * (size - 1) + "?" * len(half) + "\u597d" * size
+    assert observation[0].content == expected
+    assert turns > 10
     await env.close()
 
 
