@@ -33,6 +33,10 @@ class Waiting:
     def _ends(self, rollout: asyncio.Task[TrajectoryTree]) -> None:
         self.ended_s = rollout.get_loop().time()
 
+    def age_s(self) -> float:
+        """Seconds since it ended; 0 before the loop has come round to that."""
+        return 0.0 if self.ended_s is None else self.rollout.get_loop().time() - self.ended_s
+
 
 class Flow:
     """What of the time between feeder and learner was waiting, since it was taken last."""
@@ -104,7 +108,6 @@ class ReplayQueue:
         Cancelling get() loses no tree: those already taken go back to the front.
         """
         taken: list[Waiting] = []
-        now = asyncio.get_running_loop().time
         try:
             while len(taken) < self.groups_per_step:
                 if not self._rollouts:
@@ -118,13 +121,13 @@ class ReplayQueue:
                 if keep(one.rollout.result()):
                     taken.append(one)
                 else:
-                    self.flow.selected(now() - (now() if one.ended_s is None else one.ended_s))
+                    self.flow.selected(one.age_s())
                     self.release(1)
         except BaseException:
             self._rollouts.extendleft(reversed(taken))
             raise
         for one in taken:  # together they are a step
-            self.flow.selected(now() - (now() if one.ended_s is None else one.ended_s))
+            self.flow.selected(one.age_s())
         return [one.rollout.result() for one in taken]
 
     def release(self, count: int) -> None:
