@@ -52,7 +52,7 @@ from agentenv.ports import held_ports
 from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Task, ToolResult
-from launchers.benches.recital import TOKEN_S
+from launchers.benches.recital import SCHEMA, TOKEN_S
 from launchers.quickstart import build_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -138,11 +138,7 @@ class Unreliable(StatelessTool):
 
     name = "search"
     description = "Search."
-    schema = {  # noqa: RUF012 - as the base class has it
-        "type": "object",
-        "properties": {"query": {"type": "string"}},
-        "required": ["query"],
-    }
+    schema = SCHEMA
 
     def __init__(self, exceptions: float, hangs: float) -> None:
         self._exceptions, self._hangs = exceptions, hangs

@@ -21,15 +21,16 @@ from typing import Any
 
 from msgspec import Struct
 
-from agentenv.env import register
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Task, ToolResult
 from launchers.benches import overhead
+from launchers.benches.recital import SCHEMA
 
 PROMPTS = 2
 TEXT_MB = 5
 WAIT_S = 0.5
+ENV = "launchers.benches.lag:FloodEnv"
 
 
 class Figures(Struct, frozen=True, kw_only=True):
@@ -47,7 +48,7 @@ class Flood(StatelessTool):
 
     name = "search"
     description = "Search."
-    schema = overhead.LookUp.schema
+    schema = SCHEMA
 
     def __init__(self) -> None:
         fact = overhead.FACT.format("Osberg", 1900) + "\n"
@@ -67,14 +68,11 @@ class FloodEnv(ToolEnv):
         super().__init__(task, tools=[_flood], grader=overhead.LuckGrader())
 
 
-register(overhead.LAG_ENV, "launchers.benches.lag:FloodEnv")
-
-
 def run() -> dict[str, Figures]:
     """The figures by what a tool gives."""
     sizes = {
         "about 300 tokens": (overhead.ENV, 0.001),
-        f"{TEXT_MB} MB": (overhead.LAG_ENV, TEXT_MB),
+        f"{TEXT_MB} MB": (ENV, TEXT_MB),
     }
     return {name: _measure(env, megabytes) for name, (env, megabytes) in sizes.items()}
 

@@ -134,8 +134,7 @@ dir = "{folder}/runs"
 [model]
 path = "{folder.parent}/model"
 [env]
-id = "bench/Overhead-v0"
-module = "launchers.benches.overhead"
+id = "launchers.benches.overhead:LookUpEnv"
 [data]
 train = "{folder}/train.jsonl"
 [limits]

@@ -47,7 +47,6 @@ from agentenv.disk import write_whole
 from agentenv.engine import EngineConfig, EngineStart
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.server import PartEnd, Request, ServerInfo, ServerLoad
-from agentenv.env import register
 from agentenv.errors import AgentEnvError
 from agentenv.metrics import LoopLag
 from agentenv.model_files import load_tokenizer
@@ -56,7 +55,7 @@ from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Chunk, Completion, SamplingParams, Task, ToolResult, VersionSpan
 from envs.quickstart import COMPANIES
-from launchers.benches.recital import NUM_CALLS, TURN_TOKENS
+from launchers.benches.recital import NUM_CALLS, SCHEMA, TURN_TOKENS
 from launchers.config import TrainConfig
 from launchers.rl.training import Training
 from launchers.rundir import RunDirectory
@@ -74,8 +73,7 @@ NUM_STEPS = 4
 WINDOW = 10  # tokens of a turn that the plan of ARPO looks at, and their part of the turn's time
 FIRST_PART = 0.2
 CONFIG, FIGURES = "run.toml", "figures.json"
-ENV, LAG_ENV = "bench/Overhead-v0", "bench/Lag-v0"
-MODULES = {ENV: "launchers.benches.overhead", LAG_ENV: "launchers.benches.lag"}
+ENV = "launchers.benches.overhead:LookUpEnv"
 
 
 class Figures(Struct):
@@ -157,11 +155,7 @@ class LookUp(StatelessTool):
 
     name = "search"
     description = "Search."
-    schema = {  # noqa: RUF012 - as the base class has it
-        "type": "object",
-        "properties": {"query": {"type": "string"}},
-        "required": ["query"],
-    }
+    schema = SCHEMA
 
     def __init__(self) -> None:
         self._rng = Random(0)
@@ -193,9 +187,6 @@ class LuckGrader:
 class LookUpEnv(ToolEnv):
     def __init__(self, task: Task) -> None:
         super().__init__(task, tools=[_look_up], grader=LuckGrader())
-
-
-register(ENV, "launchers.benches.overhead:LookUpEnv")
 
 
 class WaitingConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -504,16 +495,11 @@ async def _floor(num_rollouts: int) -> float:
     return (time.process_time() - before) / (num_rollouts * (NUM_CALLS + 1)) * 1e6
 
 
-def _write_workspace(
-    folder: Path, prompts: int, num_workers: int, num_steps: int, env: str, address: str
+def write_workspace(
+    folder: Path, address: str, prompts: int, num_steps: int, tables: str, group_size: int
 ) -> None:
-    """Model, questions and configuration; `env` is the name of one in the module of its kind."""
-    engine = 'name = "launchers.benches.overhead:WaitingConfig"'
-    if num_workers:
-        engine = f'''name = "launchers.benches.overhead:WaitingPoolConfig"
-urls = ["{folder}/model"]
-entropies = "all"
-pool = {{ max_concurrency = 1000000 }}'''
+    """Model, questions and configuration of so many steps; `tables` has those of its own, [env],
+    [engine] and [cluster]."""
     from launchers.quickstart import build_model
 
     build_model(folder / "model", seed=0)
@@ -526,9 +512,6 @@ pool = {{ max_concurrency = 1000000 }}'''
 dir = "{folder}/runs"
 [model]
 path = "{folder}/model"
-[env]
-id = "{env}"
-module = "{MODULES[env]}"
 [data]
 train = "{folder}/train.jsonl"
 [limits]
@@ -538,7 +521,7 @@ max_turn_tokens = 256
 max_seconds = 3600
 [algorithm]
 name = "arpo"
-group_size = {GROUP_SIZE}
+group_size = {group_size}
 entropy_window = {WINDOW}
 [queue]
 groups_per_step = {prompts}
@@ -547,17 +530,32 @@ max_staleness = 1
 groups_per_minibatch = {prompts}
 launch = "external"
 address = "{address}"
+[train]
+num_steps = {num_steps}
+max_logprob_gap = 1e9
+{tables}
+"""
+    write_whole(folder / CONFIG, config)  # whoever waits for it reads it at once
+
+
+def _tables(folder: Path, num_workers: int, env: str) -> str:
+    engine, cluster = 'name = "launchers.benches.overhead:WaitingConfig"', 'kind = "local"'
+    if num_workers:
+        engine = f'''name = "launchers.benches.overhead:WaitingPoolConfig"
+urls = ["{folder}/model"]
+entropies = "all"
+pool = {{ max_concurrency = 1000000 }}'''
+        cluster = f"""kind = "processes"
+workers = {num_workers}"""
+    return f"""
+[env]
+id = "{env}"
 [engine]
 {engine}
 max_model_len = 4096
 [cluster]
-kind = "{"processes" if num_workers else "local"}"
-{f"workers = {num_workers}" if num_workers else ""}
-[train]
-num_steps = {num_steps}
-max_logprob_gap = 1e9
+{cluster}
 """
-    write_whole(folder / CONFIG, config)  # whoever waits for it reads it at once
 
 
 def measure(prompts: int, folder: Path) -> None:
@@ -574,7 +572,8 @@ def main(
     """One of the two processes of a measurement."""
     if part == "measure":
         return measure(int(prompts), Path(folder))
-    _write_workspace(Path(folder), int(prompts), int(num_workers), int(num_steps), env, address)
+    tables = _tables(Path(folder), int(num_workers), env)
+    write_workspace(Path(folder), address, int(prompts), int(num_steps), tables, GROUP_SIZE)
     asyncio.run(obey(address))
 
 

@@ -21,6 +21,11 @@ from tokenizers import Tokenizer
 from agentenv.tiny import END, START
 
 NUM_CALLS, TURN_TOKENS = 4, 40  # of a trajectory, of a turn
+SCHEMA: dict[str, Any] = {  # of what its tool, search, is given
+    "type": "object",
+    "properties": {"query": {"type": "string"}},
+    "required": ["query"],
+}
 CAPACITY = 8  # requests that a full server holds
 SLOWNESS = 3.0
 # Seconds, to be scaled.

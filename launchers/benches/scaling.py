@@ -27,13 +27,20 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from agentenv.config import load_config
-from agentenv.disk import write_whole
-from agentenv.env import register
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Task, ToolResult
 from launchers.benches import overhead
-from launchers.benches.overhead import CONFIG, FIGURES, LuckGrader, measured, obey, trained
+from launchers.benches.overhead import (
+    CONFIG,
+    FIGURES,
+    LuckGrader,
+    measured,
+    obey,
+    trained,
+    write_workspace,
+)
+from launchers.benches.recital import SCHEMA
 from launchers.benches.simulation import Variant, recorded, simulate
 from launchers.cluster import SpreadCluster
 from launchers.config import TrainConfig
@@ -72,7 +79,7 @@ class Compute(StatelessTool):
 
     name = "search"
     description = "Search."
-    schema = overhead.LookUp.schema
+    schema = SCHEMA
 
     async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
         num = int(os.environ[ROUNDS_VARIABLE])
@@ -83,9 +90,6 @@ class Compute(StatelessTool):
 class ComputingEnv(ToolEnv):
     def __init__(self, task: Task, **keys: Any) -> None:
         super().__init__(task, tools=[Compute()], grader=LuckGrader(), **keys)
-
-
-register("bench/Scaling-v0", "launchers.benches.scaling:ComputingEnv")
 
 
 def run(
@@ -120,44 +124,14 @@ def run(
     ]
 
 
-def _write_workspace(
-    folder: Path, kind: str, num_workers: int, steps: int, prompts: int, address: str
-) -> None:
-    """Model, questions and configuration."""
-    from launchers.quickstart import build_model
-
-    build_model(folder / "model", seed=0)
-    rows = [{"question": f"Which one is it? ({n})", "answer": "it"} for n in range(16 * prompts)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def _tables(kind: str, num_workers: int) -> str:
     more = f'env = ["{ROUNDS_VARIABLE}", "{overhead.SCALE_VARIABLE}"]' if kind == "ray" else ""
-    config = f"""
-[run]
-dir = "{folder}/runs"
-[model]
-path = "{folder}/model"
+    return f"""
 [env]
-id = "bench/Scaling-v0"
-module = "launchers.benches.scaling"
+id = "launchers.benches.scaling:ComputingEnv"
 [[env.tools]]
 name = "search"
 max_concurrency = 1
-[data]
-train = "{folder}/train.jsonl"
-[limits]
-max_prompt_tokens = 256
-max_response_tokens = 3800
-max_turn_tokens = 256
-[algorithm]
-name = "arpo"
-group_size = {GROUP_SIZE}
-entropy_window = {overhead.WINDOW}
-[queue]
-groups_per_step = {prompts}
-max_staleness = 1
-[learner]
-groups_per_minibatch = {prompts}
-launch = "external"
-address = "{address}"
 [engine]
 name = "launchers.benches.overhead:WaitingConfig"
 max_model_len = 4096
@@ -167,11 +141,7 @@ workers = {num_workers}
 {more}
 [log]
 timings = true
-[train]
-num_steps = {steps}
-max_logprob_gap = 1e9
 """
-    write_whole(folder / CONFIG, config)  # whoever waits for it reads it at once
 
 
 def measure(folder: Path) -> None:
@@ -187,7 +157,8 @@ def main(part: str, arguments: Sequence[str]) -> None:
     kind, num_workers, steps, prompts, folder, address = arguments
     if part == "measure":
         return measure(Path(folder))
-    _write_workspace(Path(folder), kind, int(num_workers), int(steps), int(prompts), address)
+    tables = _tables(kind, int(num_workers))
+    write_workspace(Path(folder), address, int(prompts), int(steps), tables, GROUP_SIZE)
     asyncio.run(obey(address))
 
 

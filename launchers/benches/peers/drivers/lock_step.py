@@ -15,12 +15,12 @@ from transformers import AutoTokenizer
 
 from agentenv.actor import Actor
 from agentenv.renderer import TagRenderer
-from agentenv.tool_env import Grade, ToolEnv
+from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Completion, Limits, SamplingParams, Task, ToolResult, VersionSpan
 from launchers.benches.makespan import LockStep
-from launchers.benches.overhead import RESULT_TOKENS
-from launchers.benches.recital import TURN_TOKENS
+from launchers.benches.overhead import RESULT_TOKENS, LuckGrader
+from launchers.benches.recital import SCHEMA, TURN_TOKENS
 from reference.algorithms import ReleasedARPO
 
 if TYPE_CHECKING:
@@ -55,11 +55,7 @@ class LookUp(StatelessTool):
 
     name = "search"
     description = "Search."
-    schema = {  # noqa: RUF012 - as the base class has it
-        "type": "object",
-        "properties": {"query": {"type": "string"}},
-        "required": ["query"],
-    }
+    schema = SCHEMA
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -68,20 +64,9 @@ class LookUp(StatelessTool):
         return ToolResult(await self._work.result())
 
 
-class Luck:
-    """Right as often as not."""
-
-    def __init__(self) -> None:
-        self._rng = Random(0)
-
-    async def grade(self, task: Task, written: Any, calls: Any) -> Grade:
-        right = self._rng.random() < 0.5
-        return Grade(float(right), right)
-
-
 async def run(work: Work) -> None:
     tokenizer = AutoTokenizer.from_pretrained(work.tokenizer)
-    tool, grader = LookUp(work), Luck()
+    tool, grader = LookUp(work), LuckGrader()
     engine: Any = Engine(work)
     actor = Actor(
         engine,
