@@ -39,7 +39,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,10 +52,13 @@ if __name__ == "__main__":  # run by its path: the repository root is what holds
 
 import msgspec
 from msgspec.structs import asdict
+from rich.table import Table
 
 from agentenv.errors import AgentEnvError, ConfigError
 from launchers.tables import bare_table
 from launchers.terminal import View
+
+Say = Callable[[str], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,38 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.json and not options.json.absolute().parent.is_dir():
             raise ConfigError(f"--json {options.json}: there is no such folder")
-        if options.part == "deal":
-            from launchers.benches.layouts import run_deal  # loads torch
-
-            figures = run_deal(view)
-        elif options.part == "overhead":
-            return run_overhead(options, view)
-        elif options.part == "workers":
-            return run_workers(options, view)
-        elif options.part == "load":
-            return run_load(options, view)
-        elif options.part == "chaos":
-            return run_chaos(options, view)
-        elif options.part == "soak":
-            return run_soak(options, view)
-        elif options.part == "simulate":
-            return run_simulation(options, view)
-        elif options.part == "all":
-            return run_all(options, view)
-        elif options.part == "peers":
-            return run_peers(options, view)
-        elif options.part in PLAIN:
-            return run_plain(options, view)
-        else:
-            from launchers.benches.layouts import run
-
-            figures = run(options.shapes, options.repeats, options.dense, view)
-        if options.json:
-            options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        return RUNS.get(options.part, run_plain)(options, view)
     except (AgentEnvError, OSError) as error:
         view.fail(str(error))
         return 2
-    return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -196,59 +172,112 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-Say = Callable[[str], None]
-Table = dict[str, Any]  # struct of figures by row
+def is_alone(options: argparse.Namespace) -> bool:
+    """Whether nothing but the figures is to be printed."""
+    return str(options.json) == "-"
 
 
-def _makespan(options: argparse.Namespace, say: Say) -> Table:
+def say_of(options: argparse.Namespace, view: View) -> Say:
+    """How a part tells how far it is."""
+    return (lambda text: None) if is_alone(options) else view.say
+
+
+def tell(options: argparse.Namespace, figures: Any, show: Callable[[], None]) -> None:
+    """The figures alone to the output, as JSON; or shown, and as JSON in a file."""
+    text = json.dumps(figures, indent=1) + "\n"
+    if is_alone(options):
+        sys.stdout.write(text)
+        return
+    show()
+    if options.json:
+        options.json.write_text(text, encoding="utf-8")
+
+
+def head(title: str, names: Iterable[str]) -> Table:
+    """A table of figures with these columns, without rows."""
+    table = bare_table(title)
+    for name in names:
+        table.add_column(name.replace("_", " "), justify="right", no_wrap=True)
+    return table
+
+
+def show_all(view: View, tables: Iterable[Table]) -> None:
+    """One below the other."""
+    for table in tables:
+        view.show(table)
+
+
+def run_learner(options: argparse.Namespace, view: View) -> int:
+    """Trees against flat layouts."""
+    from launchers.benches import layouts  # loads torch
+
+    say = say_of(options, view)
+    figures, tables = layouts.run(options.shapes, options.repeats, options.dense, say)
+    tell(options, figures, partial(show_all, view, tables))
+    return 0
+
+
+def run_deal(options: argparse.Namespace, view: View) -> int:
+    """Idle ranks."""
+    from launchers.benches import layouts
+
+    figures, tables = layouts.run_deal()
+    tell(options, figures, partial(show_all, view, tables))
+    return 0
+
+
+Rows = dict[str, Any]  # struct of figures by row
+
+
+def _makespan(options: argparse.Namespace, say: Say) -> Rows:
     from launchers.benches import makespan
 
     return makespan.run(options.seeds)
 
 
-def _staleness(options: argparse.Namespace, say: Say) -> Table:
+def _staleness(options: argparse.Namespace, say: Say) -> Rows:
     from launchers.benches import staleness
 
     return staleness.run(options.seeds, options.updates, say)
 
 
-def _transport(options: argparse.Namespace, say: Say) -> Table:
+def _transport(options: argparse.Namespace, say: Say) -> Rows:
     from launchers.benches import transport
 
     return transport.run(options.repeats)
 
 
-def _start(options: argparse.Namespace, say: Say) -> Table:
+def _start(options: argparse.Namespace, say: Say) -> Rows:
     from launchers.benches import start
 
     return start.run(options.repeats)
 
 
-def _fork(options: argparse.Namespace, say: Say) -> Table:
+def _fork(options: argparse.Namespace, say: Say) -> Rows:
     from launchers.benches import sandboxes
 
     return sandboxes.run_fork(options.repeats)
 
 
-def _tools(options: argparse.Namespace, say: Say) -> Table:
+def _tools(options: argparse.Namespace, say: Say) -> Rows:
     from launchers.benches import sandboxes
 
     return sandboxes.run_tools(options.repeats)
 
 
-def _engines(options: argparse.Namespace, say: Say) -> Table:
+def _engines(options: argparse.Namespace, say: Say) -> Rows:
     from launchers.benches import engines
 
     return engines.run(options.repeats)
 
 
-def _lag(options: argparse.Namespace, say: Say) -> Table:
+def _lag(options: argparse.Namespace, say: Say) -> Rows:
     from launchers.benches import lag
 
     return lag.run()
 
 
-def _paper(options: argparse.Namespace, say: Say) -> Table:
+def _paper(options: argparse.Namespace, say: Say) -> Rows:
     from launchers.benches import paper
 
     return paper.run(options.figures)
@@ -258,7 +287,7 @@ MOST_COLUMNS = 8
 
 # Parts whose figures are one row each of one struct: title, first column, what measures. Of one
 # whose rows are of several kinds the rows stand below the name of their table.
-PLAIN: dict[str, tuple[str, str, Callable[[argparse.Namespace, Say], Table]]] = {
+PLAIN: dict[str, tuple[str, str, Callable[[argparse.Namespace, Say], Rows]]] = {
     "makespan": ("until the last batch is there, in virtual seconds", "workload", _makespan),
     "staleness": ("by the rule of what is trained, and its bound", "rule", _staleness),
     "transport": ("a finished tree, per sampled token", "form", _transport),
@@ -274,31 +303,24 @@ PLAIN: dict[str, tuple[str, str, Callable[[argparse.Namespace, Say], Table]]] = 
 def run_plain(options: argparse.Namespace, view: View) -> int:
     """A part of PLAIN as tables, or as JSON: to a file, or alone to the output."""
     title, column, measure = PLAIN[options.part]
-    alone = str(options.json) == "-"
-    measured = measure(options, (lambda text: None) if alone else view.say)
+    measured = measure(options, say_of(options, view))
     nested = any(isinstance(one, dict) for one in measured.values())
     tables = measured if nested else {"": measured}
     found = {
         name: {row: asdict(figures) for row, figures in rows.items()}
         for name, rows in tables.items()
     }
-    text = json.dumps(found if nested else found[""], indent=1)
-    if alone:
-        sys.stdout.write(text + "\n")
-        return 0
-    for name, rows in found.items():
-        if not rows:
-            continue
-        table = bare_table(f"{title}: {name}" if name else title)
-        for line in _lines(column, rows):
-            if table.columns:
-                table.add_row(*line)
-            else:
-                for name in line:
-                    table.add_column(name, justify="right")
-        view.show(table)
-    if options.json:
-        options.json.write_text(text + "\n", encoding="utf-8")
+
+    def show() -> None:
+        for name, rows in found.items():
+            if rows:
+                names, *lines = _lines(column, rows)
+                table = head(f"{title}: {name}" if name else title, names)
+                for line in lines:
+                    table.add_row(*line)
+                view.show(table)
+
+    tell(options, found if nested else found[""], show)
     return 0
 
 
@@ -315,15 +337,12 @@ def run_all(options: argparse.Namespace, view: View) -> int:
     from launchers.benches import everything
 
     parts = _known("--parts", options.parts, everything.PARTS)
-    alone = str(options.json) == "-"
-    say = (lambda text: None) if alone else view.say
-    found = everything.run(parts, say, None if alone else options.json)
-    if alone:
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    say = say_of(options, view)
+    found = everything.run(parts, say, None if is_alone(options) else options.json)
+    if is_alone(options):
+        tell(options, found, lambda: None)
     if options.plots:
-        names = everything.plot(found, options.plots)
-        if not alone:
-            view.say(f"written to {options.plots}: {', '.join(names)}")
+        say(f"written to {options.plots}: {', '.join(everything.plot(found, options.plots))}")
     return int(any("error" in part for part in found["parts"].values()))
 
 
@@ -344,18 +363,15 @@ def run_overhead(options: argparse.Namespace, view: View) -> int:
 
     sizes = _known("--sizes", options.sizes, overhead.SIZES)
     found = overhead.run(sizes, options.workers)
-    text = json.dumps(found, indent=1)
-    if str(options.json) == "-":
-        sys.stdout.write(text + "\n")
-        return 0
-    table = bare_table("the controller, by rollouts at a time")
-    for name in ("rollouts", *next(iter(found.values()))):
-        table.add_column(name, justify="right", no_wrap=True)
-    for size, figures in found.items():
-        table.add_row(size, *map(str, figures.values()))
-    view.show(table)
-    if options.json:
-        options.json.write_text(text + "\n", encoding="utf-8")
+
+    def show() -> None:
+        names = next(iter(found.values()))
+        table = head("the controller, by rollouts at a time", ["rollouts", *names])
+        for size, figures in found.items():
+            table.add_row(size, *map(str, figures.values()))
+        view.show(table)
+
+    tell(options, found, show)
     return 0
 
 
@@ -364,45 +380,45 @@ def run_peers(options: argparse.Namespace, view: View) -> int:
     from launchers.benches.peers import contest
     from launchers.benches.peers.environments import default_folder
 
-    alone = str(options.json) == "-"
+    sizes = options.sizes or list(contest.SIZES)
 
     def keep(report: contest.Report) -> None:
         """A contest that is cut off leaves its rounds."""
-        text = json.dumps(msgspec.to_builtins(report), indent=1)
-        if options.json and not alone:
-            options.json.write_text(text + "\n", encoding="utf-8")
+        if not is_alone(options):
+            tell(options, msgspec.to_builtins(report), lambda: None)
 
     report = contest.run(
         options.only or list(contest.PEERS),
-        options.sizes or list(contest.SIZES),
+        sizes,
         options.rounds,
         options.folder or default_folder(),
         options.install_s,
-        (lambda text: None) if alone else view.say,
+        say_of(options, view),
         keep=keep,
     )
-    if alone:
-        sys.stdout.write(json.dumps(msgspec.to_builtins(report), indent=1) + "\n")
-        return 0
-    for size in options.sizes or contest.SIZES:
-        table = bare_table(f"{size} rollouts at a time: microseconds of CPU an env step")
-        for name in ("", "cpu", "of rounds", "floor", "below it", "/floor", "/ours", "speed"):
-            table.add_column(name, justify="right", no_wrap=True)
+
+    def show() -> None:
+        columns = ("", "cpu", "of rounds", "floor", "below it", "/floor", "/ours", "speed")
+        for size in sizes:
+            table = head(f"{size} rollouts at a time: microseconds of CPU an env step", columns)
+            for name, peer in report.peers.items():
+                if (one := peer.sizes.get(str(size))) is not None:
+                    table.add_row(
+                        *(name, f"{one.cpu_us:.0f}", f"{one.cpu_us_min:.0f}-{one.cpu_us_max:.0f}"),
+                        *(f"{one.floor_us:.0f}", f"{one.children_us:.0f}"),
+                        f"{one.times_floor:.1f}",
+                        "" if one.times_ours is None else f"{one.times_ours:.1f}",
+                        "" if one.speed is None else f"{one.speed:.2f}",
+                    )
+            view.show(table)
+        view.say(
+            "below it: of the processes that it started; /ours: what is above the floor, beside "
+            "ours; speed: env steps a second, beside a loop that only waits"
+        )
         for name, peer in report.peers.items():
-            if (one := peer.sizes.get(str(size))) is not None:
-                table.add_row(
-                    *(name, f"{one.cpu_us:.0f}", f"{one.cpu_us_min:.0f}-{one.cpu_us_max:.0f}"),
-                    *(f"{one.floor_us:.0f}", f"{one.children_us:.0f}", f"{one.times_floor:.1f}"),
-                    "" if one.times_ours is None else f"{one.times_ours:.1f}",
-                    "" if one.speed is None else f"{one.speed:.2f}",
-                )
-        view.show(table)
-    view.say(
-        "below it: of the processes that it started; /ours: what is above the floor, beside ours; "
-        "speed: env steps a second, beside a loop that only waits"
-    )
-    for name, peer in report.peers.items():
-        view.say(f"{name}: {peer.error or peer.version}")
+            view.say(f"{name}: {peer.error or peer.version}")
+
+    tell(options, msgspec.to_builtins(report), show)
     return 0
 
 
@@ -410,21 +426,18 @@ def run_workers(options: argparse.Namespace, view: View) -> int:
     """Seconds a step by number of workers, likewise."""
     from launchers.benches import scaling
 
-    alone = str(options.json) == "-"
-    say = (lambda text: None) if alone else view.say
+    say = say_of(options, view)
     found = scaling.run(options.kind, options.most, options.steps, options.prompts, say)
-    text = json.dumps(list(map(asdict, found)), indent=1)
-    if alone:
-        sys.stdout.write(text + "\n")
-        return 0
-    table = bare_table("seconds a step, and how many times as fast as with one worker")
-    for name in scaling.Figures.__struct_fields__:
-        table.add_column(name.replace("_", " "), justify="right")
-    for one in found:
-        table.add_row(*("" if value is None else f"{value:g}" for value in asdict(one).values()))
-    view.show(table)
-    if options.json:
-        options.json.write_text(text + "\n", encoding="utf-8")
+    rows = list(map(asdict, found))
+
+    def show() -> None:
+        title = "seconds a step, and how many times as fast as with one worker"
+        table = head(title, scaling.Figures.__struct_fields__)
+        for row in rows:
+            table.add_row(*("" if value is None else f"{value:g}" for value in row.values()))
+        view.show(table)
+
+    tell(options, rows, show)
     return 0
 
 
@@ -434,26 +447,20 @@ def run_load(options: argparse.Namespace, view: View) -> int:
 
     size = load.Size(scale=options.scale or load.Size().scale)
     found = load.run(_known("--faults", options.faults, load.SCENARIOS), size)
-    text = json.dumps({"size": asdict(size), **{k: asdict(v) for k, v in found.items()}}, indent=1)
-    lost = any(figures.num_lost for figures in found.values())
-    if str(options.json) == "-":
-        sys.stdout.write(text + "\n")
-        return int(lost)
-    table = bare_table(
-        f"a run on servers with faults; all durations are multiplied by {size.scale:g}"
-    )
-    names = [name for name in load.Figures.__struct_fields__ if name != "told"]
-    for name in ("servers", *names):
-        table.add_column(name.replace("_", " "), justify="right")
-    for fault, figures in found.items():
-        table.add_row(fault, *(str(getattr(figures, name)) for name in names))
-    view.show(table)
-    for fault, figures in found.items():
-        for line in figures.told:
-            view.say(f"{fault}: {line}")
-    if options.json:
-        options.json.write_text(text + "\n", encoding="utf-8")
-    return int(lost)
+
+    def show() -> None:
+        title = f"a run on servers with faults; all durations are multiplied by {size.scale:g}"
+        names = [name for name in load.Figures.__struct_fields__ if name != "told"]
+        table = head(title, ["servers", *names])
+        for fault, figures in found.items():
+            table.add_row(fault, *(str(getattr(figures, name)) for name in names))
+        view.show(table)
+        for fault, figures in found.items():
+            for line in figures.told:
+                view.say(f"{fault}: {line}")
+
+    tell(options, {"size": asdict(size), **{k: asdict(v) for k, v in found.items()}}, show)
+    return int(any(figures.num_lost for figures in found.values()))
 
 
 def run_chaos(options: argparse.Namespace, view: View) -> int:
@@ -464,32 +471,26 @@ def run_chaos(options: argparse.Namespace, view: View) -> int:
     size = chaos.LONG if options.long else chaos.SHORT if options.short else chaos.Size()
     if options.seconds:
         size = msgspec.structs.replace(size, calm_s=options.seconds)
-    alone = str(options.json) == "-"
-    storms = chaos.run(size, (lambda text: None) if alone else view.say, options.times)
-    figures: dict[str, Any] = asdict(chaos.together(storms))
+    storms = chaos.run(size, say_of(options, view), options.times)
+    together: dict[str, Any] = asdict(chaos.together(storms))
     if len(storms) > 1:
-        figures["storms"] = list(map(asdict, storms))
+        together["storms"] = list(map(asdict, storms))
     slow = [] if options.short else [one for one in storms if one.share < chaos.MIN_SHARE]
-    status = int(bool(slow) or any(one.wrong for one in storms))
-    text = json.dumps(figures, indent=1)
-    if alone:
-        sys.stdout.write(text + "\n")
-        return status
-    table = bare_table("fault storms beside a calm run")
-    names = [name for name in chaos.Figures.__struct_fields__ if name not in ("ended", "wrong")]
-    for name in (*names, "share"):
-        table.add_column(name.replace("_", " "), justify="right")
-    for one in storms:
-        table.add_row(*(str(getattr(one, name)) for name in names), f"{one.share:.2f}")
-    view.show(table)
-    for one in storms:
-        for line in one.wrong:
-            view.fail(line)
-    if slow:
-        view.fail(f"less than {chaos.MIN_SHARE:g} of the calm goodput")
-    if options.json:
-        options.json.write_text(text + "\n", encoding="utf-8")
-    return status
+
+    def show() -> None:
+        names = [name for name in chaos.Figures.__struct_fields__ if name not in ("ended", "wrong")]
+        table = head("fault storms beside a calm run", [*names, "share"])
+        for one in storms:
+            table.add_row(*(str(getattr(one, name)) for name in names), f"{one.share:.2f}")
+        view.show(table)
+        for one in storms:
+            for line in one.wrong:
+                view.fail(line)
+        if slow:
+            view.fail(f"less than {chaos.MIN_SHARE:g} of the calm goodput")
+
+    tell(options, together, show)
+    return int(bool(slow) or any(one.wrong for one in storms))
 
 
 def run_soak(options: argparse.Namespace, view: View) -> int:
@@ -497,23 +498,18 @@ def run_soak(options: argparse.Namespace, view: View) -> int:
     from launchers.benches import soak
 
     found = soak.run(options.minutes * 60)
-    text = json.dumps({k: asdict(v) for k, v in found.items()}, indent=1)
     grown = [name for name, figures in found.items() if figures.grows]
-    if str(options.json) == "-":
-        sys.stdout.write(text + "\n")
-        return int(bool(grown))
-    table = bare_table(
-        f"{options.minutes:g} minutes of a run; what grows an hour, in its second half"
-    )
-    for name in ("process", *soak.Held.__struct_fields__):
-        table.add_column(name.replace("_", " "), justify="right")
-    for name, figures in found.items():
-        table.add_row(name, *map(str, asdict(figures).values()))
-    view.show(table)
-    for name in grown:
-        view.fail(f"{name} holds more and more")
-    if options.json:
-        options.json.write_text(text + "\n", encoding="utf-8")
+
+    def show() -> None:
+        title = f"{options.minutes:g} minutes of a run; what grows an hour, in its second half"
+        table = head(title, ["process", *soak.Held.__struct_fields__])
+        for name, figures in found.items():
+            table.add_row(name, *map(str, asdict(figures).values()))
+        view.show(table)
+        for name in grown:
+            view.fail(f"{name} holds more and more")
+
+    tell(options, {name: asdict(one) for name, one in found.items()}, show)
     return int(bool(grown))
 
 
@@ -531,30 +527,37 @@ def run_simulation(options: argparse.Namespace, view: View) -> int:
     found = {"recorded": recorded(traces[0])}
     for variant in variants(config, trace):
         found[variant.name] = simulate(config, trace, variant, options.steps, model)
-    text = json.dumps(
-        {"model": asdict(model), **{name: asdict(one) for name, one in found.items()}},
-        indent=1,
-    )
-    if str(options.json) == "-":
-        sys.stdout.write(text + "\n")
-        return 0
-    table = bare_table(f"{options.steps} steps in virtual time; recorded: the run of the trace")
-    for name in (
-        *("settings", "s a step", "idle", "stale", "tokens/s", "branches"),
-        "tools wait",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, one in found.items():
-        table.add_row(
-            *(name, f"{one.step_s:.2f}", f"{one.idle_share:.0%}", f"{one.staleness:.2f}"),
-            *(f"{one.tokens_per_s:.0f}", f"{one.branches:.0f}" if one.branches else ""),
-            f"{one.tools_wait_s:.2f} s",
-        )
-    view.show(table)
-    view.say(advice(config, found))
-    if options.json:
-        options.json.write_text(text + "\n", encoding="utf-8")
+
+    def show() -> None:
+        title = f"{options.steps} steps in virtual time; recorded: the run of the trace"
+        names = ("settings", "s a step", "idle", "stale", "tokens/s", "branches", "tools wait")
+        table = head(title, names)
+        for name, one in found.items():
+            table.add_row(
+                *(name, f"{one.step_s:.2f}", f"{one.idle_share:.0%}", f"{one.staleness:.2f}"),
+                *(f"{one.tokens_per_s:.0f}", f"{one.branches:.0f}" if one.branches else ""),
+                f"{one.tools_wait_s:.2f} s",
+            )
+        view.show(table)
+        view.say(advice(config, found))
+
+    rows = {name: asdict(one) for name, one in found.items()}
+    tell(options, {"model": asdict(model), **rows}, show)
     return 0
+
+
+RUNS: dict[str, Callable[[argparse.Namespace, View], int]] = {
+    "learner": run_learner,
+    "deal": run_deal,
+    "overhead": run_overhead,
+    "workers": run_workers,
+    "load": run_load,
+    "chaos": run_chaos,
+    "soak": run_soak,
+    "peers": run_peers,
+    "simulate": run_simulation,
+    "all": run_all,
+}
 
 
 if __name__ == "__main__":

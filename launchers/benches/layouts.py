@@ -38,7 +38,6 @@ from agentenv.tree import TrajectoryTree
 from agentenv.types import Task, VersionSpan
 from launchers.planning.idle import NARROW, WIDE, Shape, simulated
 from launchers.tables import bare_table
-from launchers.terminal import View
 from learners.attention import TreeLayout, visible_pairs
 from learners.batch import (
     ActionTokens,
@@ -248,20 +247,20 @@ class Figures:
         return min(self.cpu_s[name] for name in FLAT) / self.cpu_s["tree"]
 
 
-def run(names: Sequence[str] | None, repeats: int, dense: bool, view: View) -> dict[str, float]:
-    """Measure shapes, show a table, and return the figures as {SHAPE.figure: value}."""
+def run(
+    names: Sequence[str] | None, repeats: int, dense: bool, say: Callable[[str], None]
+) -> tuple[dict[str, float], list[Table]]:
+    """The figures of shapes as {SHAPE.figure: value}, and as tables."""
     shapes = load_shapes()
     unknown = sorted(set(names or ()) - set(shapes))
     if unknown or repeats < 1:
         raise ConfigError(f"--shapes: unknown {unknown}; known: {sorted(shapes)}; --repeats >= 1")
     found: dict[str, Figures] = {}
     for name in names or shapes:
-        view.say(f"{name}: {shapes[name]['source']}")
+        say(f"{name}: {shapes[name]['source']}")
         layouts = (*LAYOUTS, "dense") if dense else LAYOUTS
         found[name] = measure(shapes[name]["trees"], layouts, repeats)
-    for table in tables(found):
-        view.show(table)
-    return flattened(found)
+    return flattened(found), list(tables(found))
 
 
 def load_shapes() -> dict[str, Any]:
@@ -361,11 +360,12 @@ SPREADS = {"narrow": NARROW, "wide": WIDE}
 BUDGET = 24_000  # tokens of a micro-batch on each rank
 
 
-def run_deal(view: View) -> dict[str, float]:
+def run_deal() -> tuple[dict[str, float], list[Table]]:
     """Whole trees against trees and parts of trees, on 64 simulated ARPO trees of 40,000 tokens
-    with 16 leaves of 8 roots; a table, and the figures as {SPREAD.RANKSxGROUPS.figure: value}, with
-    RANKS/N where N of them compute a micro-batch together."""
+    with 16 leaves of 8 roots: the figures as {SPREAD.RANKSxGROUPS.figure: value}, with RANKS/N
+    where N of them compute a micro-batch together; and as tables."""
     figures: dict[str, float] = {}
+    shown = list[Table]()
     for name, spread in SPREADS.items():
         shapes = simulated(16, 8, spread, tree_tokens=40_000)
         trees = [encode_shape(shape) for shape in shapes]
@@ -383,8 +383,8 @@ def run_deal(view: View) -> dict[str, float]:
             table.add_row(str(num_ranks), str(team), str(groups), *percent, *ratios)
             ranks = f"{num_ranks}/{team}" if team > 1 else f"{num_ranks}"
             figures |= {f"{name}.{ranks}x{groups}.{key}": v for key, v in case.items()}
-        view.show(table)
-    return {name: round(value, 4) for name, value in figures.items()}
+        shown.append(table)
+    return {name: round(value, 4) for name, value in figures.items()}, shown
 
 
 def try_dealing(
