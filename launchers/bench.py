@@ -280,7 +280,7 @@ def _lag(options: argparse.Namespace, say: Say) -> Rows:
 def _paper(options: argparse.Namespace, say: Say) -> Rows:
     from launchers.benches import paper
 
-    return paper.run(options.figures)
+    return paper.run(options.figures, say)
 
 
 MOST_COLUMNS = 8

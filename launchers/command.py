@@ -13,7 +13,7 @@ import msgspec
 from agentenv.config import load_config, to_plain
 from launchers.help import Parser, add_key_help
 from launchers.monitors import MonitorConfig
-from launchers.planning.dry_run import add_dry_run, check_arguments, dry_run
+from launchers.planning.machine import add_dry_run, check_arguments
 from launchers.rundir import LATEST, LOG_FILE, RunDirectory
 from launchers.terminal import (
     EXIT_FAILED,
@@ -101,6 +101,8 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
     if arguments.dry_run:
         for line in left_out:
             view.say(line)
+        from launchers.planning.dry_run import dry_run  # slow to load
+
         return dry_run(config, arguments, view, folder)
     monitor = getattr(config, "monitor", MonitorConfig())
     settings = to_plain(config)

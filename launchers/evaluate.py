@@ -38,7 +38,7 @@ from launchers.evaluation.subject import (
 )
 from launchers.evaluation.watched import SET, Asked, ask_one
 from launchers.help import Parser
-from launchers.planning.dry_run import add_dry_run, check_arguments, dry_run
+from launchers.planning.machine import add_dry_run, check_arguments
 from launchers.rundir import BEST
 from launchers.terminal import View, run_until_done, to_its_end
 
@@ -83,6 +83,8 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     config = _configuration(arguments, subject, view)
     config = _chosen(config, names, arguments.n)
     if arguments.dry_run:
+        from launchers.planning.dry_run import dry_run  # slow to load
+
         return dry_run(config, arguments, view, subject.run, str(subject.model or ""))
     if arguments.question:
         asked = Asked(arguments.question, tuple(arguments.answer))

@@ -38,7 +38,7 @@ from launchers.evaluation.subject import (
     given_keys,
 )
 from launchers.help import Parser
-from launchers.planning.dry_run import add_dry_run, check_arguments, dry_run
+from launchers.planning.machine import add_dry_run, check_arguments
 from launchers.synthesis.config import SynthesisConfig, SynthesisPlan, make_plan, set_name
 from launchers.synthesis.output import (
     TRAJECTORIES,
@@ -75,6 +75,8 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     subject = find_subject(arguments.subject, model=arguments.model, tokenizer=arguments.tokenizer)
     plan = _plan(arguments, subject, view)
     if arguments.dry_run:
+        from launchers.planning.dry_run import dry_run  # slow to load
+
         return dry_run(plan.evaluation, arguments, view, subject.run, str(subject.model or ""))
     out = arguments.out or Path(FOLDER) / f"{subject.name}-{'-'.join(plan.sets)}".replace("/", "-")
     num_failed = run_until_done(synthesize(plan, subject, out, view), view)

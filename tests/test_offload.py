@@ -52,7 +52,7 @@ def uses(names: set[str]) -> Iterator[str]:
 PROGRAMS = (
     *("launchers/bench.py", "launchers/benches/", "launchers/serving/"),
     "launchers/workers/ray_driver.py",
-    *("launchers/planning/dry_run.py", "learners/worker.py", "learners/trainer.py"),
+    *("launchers/planning/machine.py", "learners/worker.py", "learners/trainer.py"),
     "agentenv/guard.py",
     *("learners/broadcast.py", "learners/dpo.py"),  # of a rank, as the two before
     *("envs/sandbox/zygote.py", "envs/sandbox/nurse.py", "envs/sandbox/confine.py"),

@@ -22,6 +22,7 @@ with as many as `resources` asks for. The work is made up: trees of 16 trajector
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,9 @@ class Simulated(Struct, frozen=True, kw_only=True):
     of_engines: float  # tokens sampled, over what the engines could
 
 
-def run(figures: Path | None = None) -> dict[str, dict[str, Any]]:
+def run(
+    figures: Path | None = None, say: Callable[[str], None] = lambda text: None
+) -> dict[str, dict[str, Any]]:
     """`resources` and `simulated`. Raises ConfigError for a file without the costs."""
     costs = COSTS if figures is None else read_costs(figures)
     asked = {gpus: resources(gpus, costs) for gpus in SIZES}
@@ -108,6 +111,7 @@ def run(figures: Path | None = None) -> dict[str, dict[str, Any]]:
     for gpus in SIMULATED:
         for workers in sorted({1, asked[gpus].workers}):
             name = f"{gpus} GPUs, {workers} worker{'s' * (workers > 1)}"
+            say(f"simulated: {name}")
             simulated[name] = _simulated(gpus, workers, costs)
     return {
         "resources": {f"{gpus} GPUs": one for gpus, one in asked.items()},

@@ -15,7 +15,7 @@ from launchers.config import TrainConfig
 from launchers.diagnosis.machine import GIB, allowed_files, existing
 from launchers.diagnosis.patient import Patient
 from launchers.diagnosis.verdicts import Probe, Skip
-from launchers.planning.dry_run import find_machine
+from launchers.planning.machine import find_machine
 from launchers.planning.memory import checkpoint_bytes, shape_of
 from launchers.planning.plan import make_plan, wanted_by
 

@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from agentenv.engines.server_config import LaunchConfig
 from agentenv.errors import DataError
 from agentenv.model_files import num_experts, num_stretched_positions, read_model_config
+from launchers.planning.machine import GIB
 from learners.learner import LearnerConfig
 
 # Sizes of a model's layers, from its config.json or, where it is not here, by a public name.
@@ -200,7 +201,6 @@ def _experts(config: dict[str, Any]) -> dict[str, int]:
     }
 
 
-GIB = float(2**30)
 RESERVE_BYTES = 3 * GIB  # CUDA's context, NCCL's buffers, fragmentation
 BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's buckets: one that is reduced, one that is gathered
 LIVE_ELEMENTS = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters

@@ -15,8 +15,8 @@ from agentenv.types import Limits
 from launchers.cluster import WideCluster
 from launchers.config import ResourcesConfig, ServeConfig, TrainConfig
 from launchers.evaluation.config import EvaluateConfig
+from launchers.planning.machine import GIB, Machine
 from launchers.planning.memory import (
-    GIB,
     KNOWN,
     RESERVE_BYTES,
     SERVER_BYTES,
@@ -54,16 +54,6 @@ class Process(Struct, frozen=True):
         """Main memory of all of them; without GPUs, all of it is there."""
         on_gpu = 0.0 if self.gpus else self.memory.gpu_bytes
         return self.count * (self.memory.host_bytes + on_gpu)
-
-
-class Machine(Struct, frozen=True):
-    """What the run is planned for. `main_bytes` of main memory, 0 where nobody knows; `told` is
-    the machine in words."""
-
-    num_gpus: int
-    gpu_bytes: float
-    main_bytes: float
-    told: str
 
 
 class Plan(Struct):

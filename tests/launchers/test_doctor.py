@@ -35,7 +35,7 @@ from launchers.diagnosis.patient import Patient
 from launchers.diagnosis.protocol import check_prefix_hit, check_sampling
 from launchers.diagnosis.verdicts import Judge, Probe, Verdict
 from launchers.diagnosis.world import respelled, services
-from launchers.planning.plan import Machine as PlannedMachine
+from launchers.planning.machine import Machine as PlannedMachine
 from learners import model_check
 
 pytestmark = pytest.mark.timeout(300)

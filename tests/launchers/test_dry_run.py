@@ -12,7 +12,8 @@ from agentenv.config import load_config
 from launchers import sft, train
 from launchers.config import TrainConfig
 from launchers.help import values_of
-from launchers.planning.plan import Machine, make_plan, wanted_by
+from launchers.planning.machine import Machine
+from launchers.planning.plan import make_plan, wanted_by
 from launchers.quickstart import build_model
 from launchers.terminal import EXIT_MISSING
 from learners.learner import LearnerConfig

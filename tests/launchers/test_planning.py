@@ -24,8 +24,8 @@ from agentenv.archive import ArchiveConfig
 from agentenv.config import load_config
 from agentenv.engines.server_config import LaunchConfig
 from launchers.config import TrainConfig
+from launchers.planning.machine import GIB
 from launchers.planning.memory import (
-    GIB,
     HEAD_CHUNK_BYTES,
     HEAD_TILE_BYTES,
     KNOWN,
