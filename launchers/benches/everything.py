@@ -5,7 +5,7 @@
 Each part runs in a process of its own, in the bounded size that PARTS gives it. A part that fails
 is told with its error, and the others go on. `load`, `chaos`, `soak` and `workers` judge faults and
 machines rather than cost, and are not among them; `staleness` is only simulated here (`--updates`
-trains).
+trains), `peers` has one round of those that install in minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from agentenv.disk import write_whole
 from launchers.plots import panels, png
 
 ROOT = Path(__file__).resolve().parents[2]
-PART_S = 1200.0  # that a part may take
+PART_S = 3600.0  # that a part may take; `peers` installs what it lacks
 PARTS: dict[str, tuple[str, ...]] = {
     "start": ("--repeats", "3"),
     "overhead": ("--sizes", "1000"),
@@ -41,6 +41,10 @@ PARTS: dict[str, tuple[str, ...]] = {
     "engines": ("--repeats", "3"),
     "lag": (),
     "paper": (),
+    "peers": (
+        *("--rounds", "1"),
+        *("--only", "ours", "lock-step", "verifiers", "trl", "skyrl-gym", "gymnasium"),
+    ),
 }
 PACKAGES = ("agentenv", "torch", "transformers", "deepspeed", "vllm", "sglang", "numpy", "aiohttp")
 
