@@ -25,7 +25,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
+from hashlib import blake2b
 from itertools import count
+from math import inf
 from random import Random
 from typing import NamedTuple, TypeVar
 
@@ -292,6 +294,13 @@ class Rollout:
         finally:
             alarm.cancel()
             self.actor.rollouts.discard(self)
+            # Both hold the rollout, so that its tree would be there until the collector looks.
+            self._alarm = None
+            del self._guide
+
+    def clocks(self) -> list[WorkClock]:
+        """Of the live branches; of the tree when all have ended."""
+        return [branch.clock for branch in self.branches] or [self.clock]
 
     def awaited(self) -> Iterator[Awaited]:
         """What each live branch awaits, or the tree when all have ended; nothing of one that has
@@ -796,7 +805,6 @@ class Actor:
         self.rollouts: set[Rollout] = set()  # that go on
         self.held: asyncio.Event | None = None  # set, when turns that are held back go on
         self.crashes = Crashes(limits.max_crashed_share, strict=limits.strict)
-        self._draws = Random()  # one for all turns, since making it costs as much as its draw
 
     async def rollout(
         self,
@@ -844,12 +852,20 @@ class Actor:
 
     def seed_of(self, key: str) -> int:
         """The seed of a turn, 63 bits of its key."""
-        self._draws.seed(key)
-        return self._draws.getrandbits(63)
+        return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
 
     def awaited(self) -> list[Awaited]:
         """What every branch of every rollout awaits now."""
         return [one for rollout in self.rollouts for one in rollout.awaited()]
+
+    def longest(self) -> dict[str, float]:
+        """What is awaited, and since when by who has awaited it longest (time of the loop)."""
+        found: dict[str, float] = {}
+        for rollout in self.rollouts:
+            for clock in rollout.clocks():
+                if clock.doing and clock.since < found.get(clock.doing, inf):
+                    found[clock.doing] = clock.since
+        return found
 
     def growing(self, index: int) -> Rollout | None:
         """The rollout of the tree with this index, while it goes on."""

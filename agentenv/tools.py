@@ -300,9 +300,9 @@ class CallBudget:
         total = self.max_tool_calls
         if total is not None and self.num_calls + len(names) > total:
             return "max_tool_calls"
-        for name, count in Counter(names).items():
+        for name in names:
             most = limits[name].max_calls if name in limits else None
-            if most is not None and self._num_of[name] + count > most:
+            if most is not None and self._num_of[name] + names.count(name) > most:
                 return f"max_calls of {name}"
         return ""
 

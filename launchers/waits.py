@@ -86,14 +86,17 @@ class Waits:
     def look(self) -> None:
         """Once."""
         now = asyncio.get_running_loop().time()
-        groups = by_what(one for actor in self._actors() for one in actor.awaited())
-        self._told = {what: told for what, told in self._told.items() if what in groups}
-        for what, group in groups.items():
-            since = min(one.since for one in group)
+        longest: dict[str, float] = {}
+        for actor in self._actors():
+            for what, since in actor.longest().items():
+                longest[what] = min(since, longest.get(what, since))
+        self._told = {what: told for what, told in self._told.items() if what in longest}
+        for what, since in longest.items():
             before, due_s = self._told.get(what, (since, expected_s(what)))
             if since > before:  # that wait is over, and this one is another
                 due_s = expected_s(what)
             if now - since >= due_s:
+                group = [one for one in self._awaited() if one.what == what]
                 late = [one for one in group if now - one.since >= expected_s(what)]
                 self._tell(line_of(what, late, now))
                 due_s = AGAIN * (now - since)
@@ -102,8 +105,11 @@ class Waits:
     def longest(self) -> str:
         """Who has waited longest, for whoever waits for them to end; empty: there are none."""
         now = asyncio.get_running_loop().time()
-        awaited = [one for actor in self._actors() for one in actor.awaited()]
+        awaited = list(self._awaited())
         if not awaited:
             return ""
         what = min(awaited, key=_OLDEST).what
         return line_of(what, by_what(awaited)[what], now)
+
+    def _awaited(self) -> Iterator[Awaited]:
+        return (one for actor in self._actors() for one in actor.awaited())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
@@ -334,6 +336,32 @@ def test_any_plan_under_any_faults_fills_its_group_or_says_why(
     assert actor.envs.count == 0
     for trajectory in tree.trajectories():
         assert len(trajectory.token_ids) == len(trajectory.loss_mask)
+
+
+@pytest.mark.parametrize("fault", [0.0, 0.4])
+@pytest.mark.parametrize("plan", PLANS[1:4:2])
+def test_tokens_are_gone_with_the_last_that_refers_to_their_tree(
+    plan: RolloutPlan, fault: float
+) -> None:
+    """What the collector would have to find stays for minutes."""
+    faults = {"reset": fault, "step": fault, "fork": fault}
+    actor = make_actor(limits=Limits(max_seconds=1e6), faults=faults, rng=Random(1))
+
+    async def one(index: int) -> Any:
+        tree = await actor.rollout(TASK, plan, index=index)
+        assert fault == 0 or tree.num_retaken
+        return weakref.ref(tree.root.observation_ids)
+
+    async def main() -> list[object]:
+        found = [await one(index) for index in range(8)]
+        return [seen() for seen in found]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert run_virtual(main()) == [None] * 8
+    finally:
+        gc.enable()
 
 
 @given(plan=st.sampled_from(PLANS), when=st.floats(0, 6))

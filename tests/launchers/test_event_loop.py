@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
 
 import pytest
 
@@ -235,6 +236,42 @@ def test_collections_are_rare_inside_and_as_before_behind() -> None:
         assert gc.get_freeze_count() > 0
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() == 0
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_what_is_new_is_set_aside_and_garbage_is_found_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is looked through meanwhile, however much there is."""
+    looks: list[str] = []
+
+    def look(phase: str, info: dict[str, int]) -> None:
+        looks.append(phase)
+
+    async def main(seconds: float) -> tuple[bool, int]:
+        with rolling_out():
+            gone = weakref.ref(Cycle())
+            kept = [[number] for number in range(1000)]
+            before = gc.get_freeze_count()
+            gc.callbacks.append(look)
+            await asyncio.sleep(seconds)
+            gc.callbacks.remove(look)
+            assert kept
+            return gone() is None, gc.get_freeze_count() - before
+
+    monkeypatch.setattr("launchers.event_loop.FREEZE_S", 0.02)
+    is_gone, num_frozen = asyncio.run(main(0.2))
+    assert (is_gone, looks) == (False, [])
+    assert num_frozen > 900
+
+    monkeypatch.setattr("launchers.event_loop.FULL_S", 0.05)
+    is_gone, _ = asyncio.run(main(0.2))
+    assert is_gone
+    assert looks
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the options are those of glibc")
