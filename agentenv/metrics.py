@@ -155,6 +155,8 @@ class _Seen:
             self._parts.setdefault(f"reward/{name}", []).append(value)
 
     def metrics(self, trees: Sequence[TrajectoryTree]) -> Metrics:
+        """What one update took: counts, rewards, ends and lengths of its trees, as metrics by
+        name."""
         counts = self._counts
         done = [one for of_kind in self._done.values() for one in of_kind]
         metrics: Metrics = {

@@ -330,6 +330,8 @@ class NativeRenderer(TextCodec):
         return self._frames[senders]
 
     def _find_frames(self, senders: Senders) -> tuple[list[str], bool]:
+        """The texts between these messages in the template, and whether it ends them in an open
+        turn."""
         answers: list[dict[str, Any]] = []
         calls: list[ToolCall] = []
         for number, (role, name) in enumerate(senders):

@@ -236,6 +236,10 @@ class _Engine:
         stream_interval: int = 1,
         order: tuple[int, int] = (0, 0),
     ) -> Completion:
+        """The turn that is recorded at this place, or the error that it failed with.
+
+        Raises _DiffersError where the tree goes on and its record does not.
+        """
         record, branch = self._record, self._record.branch
         node = record.places.get((branch.name, branch.num_turns + 1))
         if node is None:

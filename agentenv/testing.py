@@ -62,6 +62,7 @@ async def check_tool_env(
 
 
 async def _check_env(make: Make, task: Task, actions: Sequence[Message]) -> None:
+    """Its seed determines an episode, which holds nobody up, whatever is done to others."""
     before = getstate()
     held: list[list[float]] = [[], []]
     reference = await play(make, task, actions, held[0])
@@ -115,6 +116,7 @@ def _message(action: Message | str, tools: Sequence[dict[str, Any]]) -> Message:
 
 
 async def _check_reset_and_close(make: Make, task: Task) -> None:
+    """Refuses a step before `reset` and after `close`; `close` may come at any time, twice too."""
     unused = make(task)
     try:
         await unused.step(Message("assistant", "too early"))

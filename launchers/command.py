@@ -89,6 +89,7 @@ def run_command(arguments: argparse.Namespace, config_type: type[T], work: Work)
 
 
 def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: View) -> int:
+    """Read the configuration, then do the work or say what it would need; the exit code."""
     left_out: list[str] = []
     config: Any = load_config(
         config_type,

@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Of the command line: a run, a command, and what that takes."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="the reply as JSON")
     texts = argparse.ArgumentParser(add_help=False)

@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, view: View) -> int:
+    """Evaluate what the arguments name; the exit code."""
     names = [name for name in arguments.set.split(",") if name]
     _find_on_hub(arguments, view)
     subject = find_subject(

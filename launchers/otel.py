@@ -179,6 +179,7 @@ class _Rollout:
         self._tracer, self._config, self._run = parts.tracer, config, run
 
     def tell(self, row: Row, question: Any, common: dict[str, Any]) -> None:
+        """The spans of a question and of its turns and calls, with what they took."""
         (branch,) = question.branches
         calls_s = [[_seconds(call) for call in turn.calls] for turn in branch.turns]
         in_tools_s = sum(map(sum, calls_s))

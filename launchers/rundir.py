@@ -231,6 +231,7 @@ class Lock:
             raise
 
     def _take(self, folder: Path) -> None:
+        """Lock the folder, or raise ConfigError that says who has it."""
         is_held, is_known = False, True
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

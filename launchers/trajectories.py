@@ -63,6 +63,7 @@ def trajectory_rows(tree: TrajectoryTree, decode: Decode) -> Iterator[Row]:
 
 
 def _row(tree: TrajectoryTree, trajectory: Trajectory, segments: list[Row]) -> Row:
+    """A trajectory as a line of the file that people read."""
     leaf = trajectory.leaf
     return {
         "task": tree.task.id,

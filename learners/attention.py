@@ -183,6 +183,7 @@ class BlockedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of query, key and value, of `grad` (tokens, heads, width), block by block."""
         query, key, value, output, normalizer = ctx.saved_tensors
         queries, keys, values = _grouped(query, key, value)
         num_groups, groups, tokens, width = queries.shape

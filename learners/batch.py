@@ -404,6 +404,7 @@ def cut(tree: EncodedTree, number: int, max_tokens: int) -> list[Piece]:
 def _assemble(
     trees: Sequence[EncodedTree], pieces: list[Piece], first_action: NDArray[np.int64]
 ) -> MicroBatch:
+    """One micro-batch of these pieces, in their order."""
     columns: list[tuple[NDArray[Any], ...]] = []
     offset = 0
     for piece in pieces:

@@ -150,6 +150,7 @@ class EnvWorkers:
             self._changed.set()
 
     def _take(self, process: _Process, told: Any) -> None:
+        """Deal with what a process of environments has said."""
         process.heard = asyncio.get_running_loop().time()
         match told:
             case Alive():

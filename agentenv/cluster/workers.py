@@ -243,6 +243,7 @@ class RolloutWorkers:
             self._left.set()
 
     def _take(self, worker: _Worker, told: Answer) -> None:
+        """Deal with what a rollout worker has said."""
         worker.heard = asyncio.get_running_loop().time()
         match told:
             case Told():

@@ -149,6 +149,7 @@ class RowReader:
             raise DataError(f"{raw.path}, row {raw.number}: {error}") from None
 
     def _task(self, raw: RawRow) -> Task:
+        """The task of a row. Raises DataError that names the column."""
         row, columns = raw.row, self.config.columns
         asked = _find(row, columns.question, "question", QUESTIONS)
         gold = _find(row, columns.answer, "answer", ANSWERS)

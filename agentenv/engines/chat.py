@@ -270,6 +270,7 @@ class ChatEngine(EndpointEngine):
         return "continue" if self.endpoint.known else "turns"
 
     def _messages(self, pieces: Sequence[Piece]) -> list[Json]:
+        """The dialogue as the API takes it."""
         chat: list[Json] = [{"role": m.role, "content": m.content} for m in pieces[0].messages]
         rest = pieces[1:]
         if self.native:
@@ -314,6 +315,7 @@ class ChatEngine(EndpointEngine):
     # replies
 
     def _completion(self, reply: ChatReply, sampling: SamplingParams) -> Completion:
+        """The reply as a turn. Raises EngineError for an end that is none."""
         choice, usage = reply.choices[0], reply.usage or ChatUsage()
         message, reason = choice.message, choice.finish_reason
         if reason not in ENDS:

@@ -446,6 +446,7 @@ async def _check_fields(http: HttpClient, args: ServerArgs) -> None:
 
 
 def _check_args(name: str, args: ServerArgs, model: ModelInfo) -> None:
+    """Raises ConfigError for a server that would change what is sampled."""
     if not model.is_generation:
         raise ConfigError(f"{name} serves an embedding model, which samples nothing")
     if args.skip_tokenizer_init:

@@ -161,6 +161,7 @@ _compare_again = lru_cache(maxsize=16_384)(compare)  # samples of a question ans
 
 
 def _compare(found: str, wanted: str) -> tuple[bool | None, str]:
+    """Whether they are the same (None: neither says so), and by which layer."""
     by_choice = _choice(found, wanted)
     if by_choice is not None:
         return by_choice, "choice"

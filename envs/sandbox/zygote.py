@@ -57,6 +57,7 @@ CHANNEL_FD = 3  # of a session, beside the standard three
 
 
 def main() -> None:
+    """Give up what a session must not have, load what sessions use, and serve to the end."""
     config = json.loads(sys.argv[1])
     control = socket.socket(fileno=config["control_fd"])
     os.environ.pop("GLIBC_TUNABLES", None)  # the C library has read it
@@ -139,6 +140,7 @@ def _serve(
     pids: dict[int, int],
     births: Births | None,
 ) -> None:
+    """Answer requests and reap what has ended, until the other side has gone."""
     max_pages = config["max_total_bytes"] // resource.getpagesize()
     weigh_at = 0.0
     waiting: list[Any] = [control, *([births.listener] if births else [])]

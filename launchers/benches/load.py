@@ -125,6 +125,7 @@ async def stage(name: str, size: Size, folder: Path, address: str) -> None:
 def _write_workspace(
     name: str, size: Size, folder: Path, address: str, urls: Sequence[str]
 ) -> None:
+    """Questions and configuration of a run of this size, whose engine has these URLs."""
     number = size.num_steps + 2
     rows = [{"question": f"Which? ({n})", "answer": "it"} for n in range(number * size.prompts)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

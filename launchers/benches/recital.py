@@ -205,6 +205,7 @@ class RecitingServer:
     async def _recite(
         self, request: web.Request, body: Any, *, is_turn: bool
     ) -> web.StreamResponse:
+        """Answer a request with the next tokens of the recital, in time."""
         params, prompt = body["sampling_params"], body["token_ids"]
         ids = self._recital.rest(prompt)[: params["max_tokens"]]
         ends = set(params.get("stop_token_ids", ()))

@@ -766,6 +766,7 @@ def _parts(
     work: Work,
     variant: Variant,
 ) -> Parts:
+    """The parts of a simulated run of this configuration, as its trace was."""
     prompts = [(root, work.token(root)) for root in work.roots]
     Random(config.run.seed).shuffle(prompts)
     tasks = [Task(f"{root}", "simulated", f"{token}", ("",)) for root, token in prompts]

@@ -204,6 +204,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run(arguments: argparse.Namespace, view: View) -> None:
+    """Score the rows of both by one scorer, and print what differs."""
     folders: tuple[Path, Path] = (arguments.first, arguments.second)
     scorer = make_scorer(view.say)
     sides: list[list[QuestionRows]] = []

@@ -122,6 +122,7 @@ def _grouped(
 
 
 def _scores(summary: Summary, short: bool = False) -> Table:
+    """The scores of each set; `short` leaves out those of single graders."""
     own = summary.overall.estimates
     same = own.get("math") == own.get("rule")
     known = [name for name in SCORE_TITLES if name in own and not (same and name == "rule")]
@@ -267,6 +268,7 @@ def _ends(figures: Figures) -> Table:
 
 
 def _agreement(found: Agreement) -> Table:
+    """How often judge and rules say the same."""
     kappa = "not defined" if found.kappa is None else f"{found.kappa:.3f}"
     total = found.both_right + found.only_judge + found.only_rules + found.both_wrong
     note = f"They agree on {found.share:.1%} of the {total} both graded; Cohen's kappa {kappa}."

@@ -73,6 +73,7 @@ class WatchedEngine:
         stream_interval: int = 1,
         order: tuple[int, int] = (0, 0),
     ) -> Completion:
+        """As the engine does, and what is written is shown while it comes."""
         ids: list[int] = []
         shown = ""
 

@@ -101,6 +101,7 @@ class _Reader:
         self._names: set[str] = set()
 
     def question(self) -> Question:
+        """The tree as a question with a branch for each leaf."""
         tree, task, kept = self._tree, self._tree.task, self._kept
         branches = [self._branch(leaf) for leaf in sorted(tree.leaves(), key=_depth)]
         rewards = [one.reward for one in branches if one.reward is not None]
@@ -131,6 +132,7 @@ class _Reader:
         )
 
     def _branch(self, leaf: Node) -> Branch:
+        """The turns of a leaf: own ones, and those that it shares with a branch before."""
         tree, credit = self._tree, self._kept.credit
         path = [node for node in tree.history(leaf) if len(node.action_ids)]
         own = [node for node in path if node.index not in self._owner]

@@ -219,6 +219,7 @@ def _controller(cluster: KubernetesCluster, arguments: Sequence[str], run: Path)
 def _job(
     cluster: KubernetesCluster, name: str, part: str, command: list[str], more: dict[str, Any]
 ) -> dict[str, Any]:
+    """A Kubernetes Job of one part; `more` is what its container has beside that."""
     is_worker = part == "worker"
     cpus = cluster.cpus_per_worker if is_worker else cluster.cpus
     much: dict[str, Any] = {"cpu": str(cpus), "memory": cluster.memory}

@@ -312,6 +312,7 @@ class _Planner:
             self.plan.processes.append(Process("environments", number, note=note))
 
     def _add_learner(self, learner: LearnerConfig, ranks: list[str]) -> None:
+        """The ranks of the learner, and the files that it writes."""
         reference, tokens = self.wanted.has_reference, self.wanted.microbatch_tokens
         memory = Memory()
         if self.shape is not None:
@@ -341,6 +342,7 @@ class _Planner:
         self.plan.add(process, serving=serving, training=memory.gpu_bytes)
 
     def _add_engine(self) -> None:
+        """The processes of an engine, wherever it runs."""
         engine = self.engine
         self._check_contexts()
         if engine is None:
@@ -410,6 +412,7 @@ class _Planner:
         self, name: str, key: str, config: LaunchConfig, shape: ModelShape | None, context: int,
         path: str, *, policy: bool = False,
     ) -> None:  # fmt: skip
+        """The processes of an engine of its own servers, with what each holds."""
         number = config.count
         b, size = bytes_of(config.dtype), self.machine.gpu_bytes
         if not self.machine.num_gpus or config.device == "cpu":

@@ -101,6 +101,7 @@ def _assembly(
 async def _read_sets(
     assembly: AskingAssembly[Any], model: Path | None, absent: Collection[str], say: Say
 ) -> None:
+    """Read the questions of each set, as far as they are there, and try one of each."""
     config = assembly.config
     assembly.is_whole = False  # of some files only the ends are read
     assembly.built["urls"] = dict.fromkeys(config.roles, NOWHERE)

@@ -189,6 +189,7 @@ class Steered:
     # looking
 
     def _status(self) -> Status:
+        """Where the run stands: phase, step, queue, and what is under way."""
         training = self.training
         state, queue = training.state, training.queue
         found = Status(
@@ -287,6 +288,7 @@ class Steered:
         return list(found.values())
 
     async def _waits(self) -> Waits:
+        """What rollouts await, the longest first, and what holds up the run as a whole."""
         training = self.training
         if training.phase == "set-up":
             return Waits([], [f"the run has not begun: {training.view.activity or 'set-up'}"])
@@ -337,6 +339,7 @@ class Steered:
         return lines
 
     async def _why(self, asked: AskWhy) -> Why:
+        """What a tree and each of its branches await, and since when."""
         assert asked.tree is not None
         index, training = asked.tree, self.training
         flight = self._flight(index)
@@ -487,6 +490,7 @@ class Steered:
         return Done([f"{path} is saved"], {"path": path, "step": training.state.step})
 
     async def _evaluate(self, sets: list[str]) -> Done:
+        """Have these sets evaluated between two updates, all of them if none is named."""
         self._check_steps("an evaluation")
         training = self.training
         known = list(training.config.eval.sets)

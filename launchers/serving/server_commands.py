@@ -107,6 +107,7 @@ def environment(served: Served, config: LaunchConfig) -> dict[str, str]:
 
 
 def _vllm_arguments(served: Served, config: LaunchConfig, model: dict[str, Any]) -> list[str]:
+    """Behind `python -m`: how vLLM is to serve this model."""
     # `vllm serve` is broken in the CPU wheel; the module works in all.
     found = ["vllm.entrypoints.openai.api_server", "--host", config.host]
     found += ["--port", str(served.port), "--model", str(served.model)]
@@ -151,6 +152,7 @@ def _vllm_arguments(served: Served, config: LaunchConfig, model: dict[str, Any])
 
 
 def _sglang_arguments(served: Served, config: LaunchConfig, model: dict[str, Any]) -> list[str]:
+    """Behind `python -m`: how SGLang is to serve this model."""
     found = ["sglang.launch_server", "--host", config.host, "--port", str(served.port)]
     found += ["--model-path", str(served.model), "--served-model-name", served.name]
     found += ["--dtype", _dtype(config, model), "--enable-metrics", "--log-level-http", "warning"]

@@ -105,6 +105,7 @@ def _tags_of(raw: Row, form: RowFormat) -> ChatTags:
 
 
 def read_message(raw: Any, key: str, form: RowFormat) -> Message:
+    """A message of a row. Raises DataError that names the key."""
     if not isinstance(raw, dict):
         raise DataError(f"key '{key}': expected a message, got {raw!r:.60}")
     tags = _tags_of(raw, form)

@@ -218,6 +218,7 @@ def without_duplicates(judged: Iterable[Judged]) -> list[Judged]:
 def _problem(
     row: EvalRow, way: Way, parts: Sequence[Part], tools: Sequence[str], config: FilterConfig
 ) -> tuple[str, str]:
+    """Why a row is not kept, as a kind and in words; empty for one that is."""
     if row.end == FAILED:
         return "failed", row.error or ""
     if row.end != "terminated":

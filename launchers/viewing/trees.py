@@ -234,6 +234,7 @@ def _all_texts(tree: TrajectoryTree, texts: Texts | None) -> Iterator[str]:
 
 
 def _tree(kept: KeptTree, entry: Entry, texts: Texts | None) -> Figures:
+    """A tree for the page, with its nodes and what became of it."""
     tree, task = kept.tree, kept.tree.task
     return {
         "tree": tree.index,
@@ -264,6 +265,7 @@ def _tree(kept: KeptTree, entry: Entry, texts: Texts | None) -> Figures:
 
 
 def _node(kept: KeptTree, node: Node, texts: Texts | None) -> Figures:
+    """A node for the page: its place, tokens with their figures, and tool calls."""
     tree, at = kept.tree, node.index
     scored = tree.scored[at] if at < len(tree.scored) else Scored()
     found: Figures = {

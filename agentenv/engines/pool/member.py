@@ -485,6 +485,7 @@ class Member(Seat):
         )
 
     async def _replace(self, load: Callable[[], Awaitable[None]], policy_version: int) -> None:
+        """Load these weights and serve them. Raises ServerLostError where that fails."""
         async with self._replacing:
             loop = asyncio.get_running_loop()
             began_s = loop.time()
