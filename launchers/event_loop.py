@@ -38,6 +38,7 @@ EXIT_INTERRUPTED = 130
 NUM_FRAMES = 12  # of a stack that is shown
 FREEZE_S, FULL_S = 1.0, 300.0  # between looks for garbage
 MUCH_BYTES = 1 << 30
+SWITCH_S = 0.001
 LIBRARY = sysconfig.get_paths()["stdlib"]
 # Of glibc's malloc, with their names for `mallopt`.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
@@ -58,8 +59,11 @@ def rolling_out() -> Iterator[None]:
     collecting: asyncio.Task[None] | None = None
     if "torch" not in sys.modules:  # its tensors on the CPU would be mapped anew each time
         _set_malloc({M_TRIM_THRESHOLD: TRIM_BYTES, M_MMAP_THRESHOLD: MMAP_BYTES})
-    before = gc.get_threshold()
+    before, switch_s = gc.get_threshold(), sys.getswitchinterval()
     _num_rolling += 1
+    # Each write to a file or a socket gives Python's lock away; the loop waits this long to have it
+    # back from a thread that computes.
+    sys.setswitchinterval(SWITCH_S)
     gc.freeze()
     gc.set_threshold(200_000, 20, 100)
     with suppress(RuntimeError):  # no loop runs
@@ -69,6 +73,7 @@ def rolling_out() -> Iterator[None]:
     finally:
         if collecting is not None:
             collecting.cancel()
+        sys.setswitchinterval(switch_s)
         gc.set_threshold(*before)
         gc.unfreeze()
         _num_rolling -= 1

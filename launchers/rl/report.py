@@ -153,10 +153,10 @@ def step_lines(row: Row) -> Lines:
 
 
 PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (
-        "queue: trees, and staleness in versions",
-        ("queue/ready", "trees/in_flight", "staleness/max", "staleness/trained_mean"),
-    ),
+    ("trees that wait, and that grow", ("queue/ready", "trees/in_flight")),
+    ("staleness, in versions of the policy", ("staleness/max", "staleness/trained_mean")),
+    ("forks and roots a step", ("rollout/forks", "rollout/roots")),
+    ("failed trajectories, turns taken again", ("failed/trajectories", "failed/retaken")),
     (
         "lengths of trajectories, tokens",
         ("length/offered_p50", "length/trained_p50", "length/offered_p90", "length/trained_p90"),
@@ -212,9 +212,9 @@ def _eval_keys(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def training_figures(rows: Sequence[Row], name: str) -> Any:
-    """A figure of all beside the reward, by step: queue, lengths, tools, learner, seconds."""
+    """A figure of all beside the reward, by step: trees, lengths, tools, learner, seconds."""
     steps = _steps(rows)
-    figure, axes = panels(3, 3, (13, 10.5), f"{name}: by update")
+    figure, axes = panels(4, 3, (13, 14), f"{name}: by update")
     places = iter(axes)
     calls = sorted({key for row in steps for key in row if _is_tool(key, ("calls", "errors"))})
     for title, keys in (*PANELS, ("tool calls a step", calls)):

@@ -230,11 +230,12 @@ def test_a_loop_that_saves_after_the_second_ctrl_c_is_let_finish(
 
 
 def test_collections_are_rare_inside_and_as_before_behind() -> None:
-    before = gc.get_threshold()
+    before, switch_s = gc.get_threshold(), sys.getswitchinterval()
     with rolling_out():
+        assert sys.getswitchinterval() < switch_s
         assert gc.get_threshold()[0] > 100_000
         assert gc.get_freeze_count() > 0
-    assert gc.get_threshold() == before
+    assert (gc.get_threshold(), sys.getswitchinterval()) == (before, switch_s)
     assert gc.get_freeze_count() == 0
 
 
