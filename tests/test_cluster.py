@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -16,7 +17,13 @@ from hypothesis import strategies as st
 
 from agentenv.actor import Actor
 from agentenv.cluster.engine import LinkedEngine
-from agentenv.cluster.link import READ_BYTES, Link, StreamLink, linked
+from agentenv.cluster.link import (
+    PREFIX_BYTES,
+    READ_BYTES,
+    Link,
+    StreamLink,
+    linked,
+)
 from agentenv.cluster.messages import BEAT_S, read_asked
 from agentenv.cluster.worker import RolloutWorker
 from agentenv.cluster.workers import Left, RolloutWorkers
@@ -412,3 +419,30 @@ async def test_frames_of_any_size_arrive_in_their_order() -> None:
         link.close()
         await done.wait()
     assert received == frames
+
+
+async def test_frames_that_follow_each_other_closely_go_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first at once, the others as soon as the time is over in which they are gathered."""
+    monkeypatch.setattr("agentenv.cluster.link.GATHER_S", 0.3)
+    written: list[int] = []
+
+    class Writer:
+        transport = SimpleNamespace(is_closing=lambda: False)
+
+        def write(self, data: bytes) -> None:
+            written.append(len(data) // (PREFIX_BYTES + 1))
+
+    writer: Any = Writer()
+    link = StreamLink(asyncio.StreamReader(), writer)
+    for _ in range(100):
+        link.send(b"x")
+        await asyncio.sleep(0)
+    assert written == [1]
+    await asyncio.sleep(0.4)
+    assert written == [1, 99]
+
+    link.send(b"x")
+    link.flush()  # whoever must not wait says so
+    assert written == [1, 99, 1]

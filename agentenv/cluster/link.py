@@ -15,6 +15,7 @@ from typing import Protocol
 PREFIX_BYTES = 8
 READ_BYTES = 1 << 18
 GONE_S = 60.0  # after which a machine that does not answer is taken for gone
+GATHER_S = 0.004
 LAST_S = 5.0  # in which the other end reads what was sent before a close
 
 
@@ -93,11 +94,14 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
 
 
 class StreamLink:
-    """An end of a connection. What is sent within one turn of the event loop is written at once."""
+    """An end of a connection. A frame goes out at once, unless others have gone out less than
+    GATHER_S ago: then all until that has passed go together. To read a message costs the other end
+    many times what its content does."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._unsent: list[bytes] = []
+        self._flushed = 0.0  # time of the loop
         self._received: deque[bytes] = deque()  # frames
         self._rest = b""  # of what was read, the beginning of a frame
         self._missing = 0  # bytes of that frame, as far as they are known
@@ -118,12 +122,17 @@ class StreamLink:
         if self._is_closed:
             return
         if not self._unsent:
-            asyncio.get_running_loop().call_soon(self.flush)
+            loop, due = asyncio.get_running_loop(), self._flushed + GATHER_S
+            if loop.time() < due:
+                loop.call_at(due, self.flush)
+            else:
+                loop.call_soon(self.flush)
         self._unsent += (len(frame).to_bytes(PREFIX_BYTES, "little"), frame)
 
     def flush(self) -> None:
         unsent, self._unsent = self._unsent, []
         if unsent and not self._writer.transport.is_closing():
+            self._flushed = asyncio.get_running_loop().time()
             self._writer.write(b"".join(unsent))
 
     async def receive(self) -> bytes:
