@@ -1,7 +1,8 @@
 # Two commands do everything, on a bare machine too:
 #   make train   environment, then the main job (configs/quickstart.toml)
 #   make test    environment, then all checks
-# More: make check, all of them but real servers and long runs; make long, what takes hours.
+# More: make environment, the installation alone; make check, all checks but real servers and long
+# runs; make long, what takes hours.
 # Another Python: make train PYTHON=python3.12. Another run: make train ARGS="run.seed=1 run.name=b".
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help
 help:
-	@sed -n '1,5s/^# \{0,1\}//p' Makefile
+	@sed -n '1,6s/^# \{0,1\}//p' Makefile
 
 train: environment
 	$(BIN)/python launchers/train.py $(CONFIG) $(ARGS)

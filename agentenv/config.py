@@ -14,8 +14,8 @@ import functools
 import logging
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -100,8 +100,23 @@ def override_kinds(
     before = copy.deepcopy(raw)
     apply_overrides(raw, overrides)
     named = {override.partition("=")[0].strip() for override in overrides}
+    leave_out_old_kinds(config_type, raw, before, named, say)
+
+
+def leave_out_old_kinds(
+    config_type: type[T], raw: Tree, before: Tree, named: set[str], say: Say | None = None
+) -> None:
+    """Where a part of `raw` is of another kind than in `before`, take the keys out that only the
+    old kind has, but for those in `named`; `say` is told of each that was set to something."""
     for line in _leave_out_old_kinds(raw, before, named, type_info(config_type), ""):
         (say or logger.warning)(line)
+
+
+def keys_in(raw: Tree, path: str = "") -> Iterator[str]:
+    """The dotted keys of all values in plain tables."""
+    for name, value in raw.items():
+        key = _join(path, name)
+        yield from keys_in(value, key) if isinstance(value, dict) else (key,)
 
 
 @contextmanager
@@ -233,7 +248,7 @@ def _leave_out_old_kinds(
         if not isinstance(new, dict) or not isinstance(old, dict) or not structs:
             continue
         key, tag = _join(path, field.encode_name), str(next(iter(structs.values())).tag_field)
-        chosen, replaced = structs.get(str(new.get(tag))), structs.get(str(old.get(tag)))
+        chosen, replaced = (_of_kind(one.get(tag), field.type, structs) for one in (new, old))
         if len(structs) == 1:
             yield from _leave_out_old_kinds(new, old, named, field.type, key)
         elif chosen is not None and replaced is not chosen:
@@ -246,6 +261,18 @@ def _leave_out_old_kinds(
             told = [f"{n} = {v!r}" for n, v in values.items() if v != defaults.get(n)]
             if told:
                 yield f"{key}.{tag} = {chosen.tag} has no such keys, left out: {', '.join(told)}"
+
+
+def _of_kind(
+    name: Any, kind: mi.Type, structs: Mapping[str, mi.StructType]
+) -> mi.StructType | None:
+    """The struct of this name; of a part also one of the user's own, module:Class."""
+    parts = part_kind(kind)
+    if parts is None:
+        return structs.get(str(name))
+    with suppress(ConfigError):  # said where keys are checked
+        return struct_type(parts.find(name))
+    return None
 
 
 def _defaults(struct: mi.StructType | None) -> Tree:
@@ -408,6 +435,11 @@ def part_kind(kind: mi.Type) -> Kind[Any] | None:
     found = kind.types if isinstance(kind, mi.UnionType) else (kind,)
     keys = [one.cls for one in map(unwrap, found) if isinstance(one, mi.CustomType)]
     return keys[0].kind if keys and issubclass(keys[0], PartKey) else None
+
+
+def kind_at(config_type: type[msgspec.Struct], key: str) -> Kind[Any] | None:
+    """The kind of the parts that a table of a configuration chooses from; None: it does not."""
+    return part_kind(_type_at(type_info(config_type), key))
 
 
 def unwrap(kind: mi.Type) -> mi.Type:

@@ -99,6 +99,7 @@ class Crashes:
         self.num = 0
         self._max = 0.0 if strict else max_share * WINDOW
         self._recent: deque[bool] = deque(maxlen=WINDOW)
+        self._tasks: set[str] = set()  # that crashed
 
     def add(self, error: BaseException | None, task_id: str) -> None:
         """A rollout has ended, with a failure or without. Raises TooManyCrashesError."""
@@ -107,6 +108,7 @@ class Crashes:
         if not crashed:
             return
         self.num += 1
+        self._tasks.add(task_id)
         text = f"task {task_id}: {error}"
         if self.num == 1:
             logger.error("%s; its rollout fails", text, exc_info=error)
@@ -114,6 +116,7 @@ class Crashes:
         if num_recent > self._max:
             raise TooManyCrashesError(
                 f"{num_recent} of the last {len(self._recent)} rollouts ended in a bug of their "
-                "tool, environment or grader (limits.max_crashed_share, limits.strict); the last: "
-                f"{text}"
+                f"tool, environment or grader, more than {self._max:g} "
+                f"(limits.max_crashed_share of {WINDOW}, limits.strict), in {len(self._tasks)} "
+                f"different tasks; mend it and go on with --resume; the last: {text}"
             ) from error

@@ -25,6 +25,8 @@ traceback.
 
 from typing import Any
 
+SHOWN = {"shown": True}  # `extra` of a warning in the log that people are to see at once
+
 
 class AgentEnvError(Exception):
     """Base of all errors this project raises on purpose; the text is meant for the user. It may

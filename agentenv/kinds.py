@@ -13,7 +13,7 @@ configuration that holds a part has the type `Kind.key`, which `decode_part` rea
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import metadata
 from typing import Any, Generic, TypeVar, cast
@@ -44,10 +44,19 @@ class PartKey(metaclass=_Instances):
 
 class Kind(Generic[T]):
     """Parts of one kind: `noun` names it in errors, `group` is the group of entry points, `base`
-    the struct that each part's struct is derived from, `own` those of this project."""
+    the struct that each part's struct is derived from, `own` those of this project. `adapt` may
+    make such a struct of what was named and is none; None: that is no part."""
 
-    def __init__(self, noun: str, group: str, base: type[T], own: Sequence[type[T]]) -> None:
+    def __init__(
+        self,
+        noun: str,
+        group: str,
+        base: type[T],
+        own: Sequence[type[T]],
+        adapt: Callable[[Any], type[T] | None] = lambda found: None,
+    ) -> None:
         self.noun = noun
+        self._adapt = adapt
         self.group = group
         self.base = base
         self.own = tuple(own)
@@ -88,15 +97,17 @@ class Kind(Generic[T]):
 
     def _load(self, name: str, path: str) -> type[T]:
         try:
-            part = loaded(path)
+            part: Any = loaded(path)
         except ConfigError as error:
             raise ConfigError(f"{self.noun} {name!r}: {path} cannot be loaded: {error}") from error
         if not (isinstance(part, type) and issubclass(part, self.base)):
+            part = self._adapt(part)
+        if part is None:
             base = f"{self.base.__module__}.{self.base.__qualname__}"
             raise ConfigError(f"{self.noun} {name!r}: {path} is not derived from {base}")
         config = part.__struct_config__
         if config.tag == name and config.tag_field == _TAG:
-            return part
+            return cast(type[T], part)
         named = msgspec.defstruct(
             part.__name__,
             [],

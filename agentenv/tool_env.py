@@ -37,6 +37,7 @@ from agentenv.deadline import (
 )
 from agentenv.env import ForkMode, StepResult, shared
 from agentenv.errors import (
+    SHOWN,
     AgentEnvError,
     CrashError,
     EnvError,
@@ -71,6 +72,7 @@ FIRST_DELAY_S = 0.1  # before the first retry of a call; doubles with each, up t
 MAX_DELAY_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
 PIECE_CHARS = 1 << 16  # of a result, which are looked at without a break: half a millisecond
+TOLD_AGAIN_S = 60.0  # between two warnings of one tool that is waited for
 LEAST_WAIT_S = 1e-3  # less than that is not told
 NO_LIMITS = ToolLimits()
 
@@ -380,6 +382,8 @@ class ToolEnv:
             began_s = now_s if began_s is None else began_s
             if attempt >= num_retries and now_s - began_s >= patience_s:
                 break
+            if attempt == num_retries:
+                _tell_outage(tool.name, problem, patience_s, now_s)
             key = f"{self._seed}/{self.task.id}/{self._budget.num_calls}"
             delay_s = backoff_s(attempt, key, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S)
             with waiting(f"a break before the tool {tool.name!r} is called again"):
@@ -439,6 +443,18 @@ async def _timed(timeout_s: float, tool: Tool, arguments: dict[str, Any], state:
     late = Deadline(clock() + timeout_s, clock, TimeoutError)
     with late, doing(f"the tool {tool.name!r}"):
         return await guarded(_called(tool, arguments, state), partial(_naming, tool, arguments))
+
+
+def _tell_outage(name: str, problem: str, patience_s: float, now_s: float) -> None:
+    """Say that a tool is waited for, once a minute for all that wait for it."""
+    told: dict[str, float] = shared("outages told", dict)
+    if now_s - told.get(name, -TOLD_AGAIN_S) >= TOLD_AGAIN_S:
+        told[name] = now_s
+        logger.warning(
+            "the tool %r fails, and is tried again for up to %g s: %s",
+            *(name, patience_s, problem),
+            extra=SHOWN,
+        )
 
 
 def _naming(tool: Tool, arguments: dict[str, Any]) -> str:

@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Of the command line: a run, a command, and what that takes."""
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", action="store_true", help="the reply as JSON")
+    common.add_argument(
+        "--json", action="store_true", default=argparse.SUPPRESS, help="the reply as JSON"
+    )  # no default: what stands before the command holds
     texts = argparse.ArgumentParser(add_help=False)
     texts.add_argument("--text", action="store_true", help="questions, and what was written, too")
     parser = argparse.ArgumentParser(

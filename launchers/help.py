@@ -17,7 +17,8 @@ from msgspec import NODEFAULT, Struct
 from msgspec import inspect as mi
 from msgspec.structs import fields
 
-from agentenv.config import marks_of, part_kind, struct_types, type_info, unwrap
+from agentenv.config import kind_at, marks_of, part_kind, struct_types, type_info, unwrap
+from agentenv.errors import ConfigError
 
 REQUIRED = "required"
 TABLE = "table"
@@ -193,6 +194,13 @@ class HelpKeys(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         prefix = str(values or "")
+        try:
+            for table, name in _named(f"{prefix} {' '.join(sys.argv[1:])}"):
+                parts = kind_at(self.config_type, table)
+                if parts is not None:
+                    parts.find(name)
+        except ConfigError as error:
+            parser.error(f"--help-keys: {error}")
         keys = describe(self.config_type, once=not prefix)
         found = select(keys, prefix)
         if not found:
@@ -204,6 +212,12 @@ class HelpKeys(argparse.Action):
             parser.error(f"--help-keys: no key begins with {prefix!r}; {hint}")
         sys.stdout.write(key_list(found) + "\n")
         parser.exit()
+
+
+def _named(text: str) -> list[tuple[str, str]]:
+    """Tables of a command line, with the class of the user's own that each shall be."""
+    found = re.findall(r"(?:^|\s)([\w.]+)\.name=([\w.]+:\w+)", text)
+    return found + re.findall(r"^(\w+(?:\.own)?)\.([\w.]+:\w+)", text)
 
 
 def add_key_help(parser: Parser, config_type: type[msgspec.Struct]) -> None:

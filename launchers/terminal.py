@@ -53,16 +53,25 @@ class _LogFile(logging.FileHandler):
 
 
 class _Errors(logging.Handler):
-    """What the parts log as errors, one line each on the terminal; tracebacks are in the log."""
+    """What the parts log as errors, and as warnings for people (SHOWN), one line each on the
+    terminal; tracebacks are in the log."""
 
     def __init__(self, console: Console) -> None:
-        super().__init__(logging.ERROR)
+        super().__init__(logging.WARNING)
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name != "run":  # that is a View's own, which has printed it
+        if is_shown(record):
             line = record.getMessage().partition("\n")[0]
-            self._console.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
+            is_error = record.levelno >= logging.ERROR
+            word = "[bold red]error:[/]" if is_error else "[bold yellow]warning:[/]"
+            self._console.print(f"{word} {escape(line)}", soft_wrap=True)
+
+
+def is_shown(record: logging.LogRecord) -> bool:
+    """Whether people are to see what a part has logged; what a View has, it has printed."""
+    is_error = record.levelno >= logging.ERROR or getattr(record, "shown", False)
+    return record.name != "run" and is_error
 
 
 class _Stream:

@@ -12,6 +12,7 @@ from agentenv.config import build_config, changes, load_config, to_plain, upgrad
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.errors import ConfigError
 from agentenv.old_keys import DROPPED, Dropped
+from launchers.config import TrainConfig
 from launchers.help import describe
 
 
@@ -96,6 +97,22 @@ def test_keys_of_a_replaced_kind_are_left_out_and_told(tmp_path: Path) -> None:
     config = load_config(Outer, tmp_path / "c.toml", ["engine.name=slow"], say=told.append)
     assert config.engine == Slow()
     assert told == ["engine.name = slow has no such keys, left out: speed = 7"]
+
+
+def test_keys_are_left_out_for_a_class_of_the_users_own_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the README has it, on a file that is made for another algorithm."""
+    lines = "from learners.algorithm import Grouped\nclass Median(Grouped, frozen=True): pass\n"
+    (tmp_path / "of_a_user.py").write_text(lines, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    told: list[str] = []
+    override = "algorithm.name=of_a_user:Median"
+    file = Path(__file__).parents[1] / "configs" / "quickstart.toml"
+    config = load_config(TrainConfig, file, [override], say=told.append)
+    assert type(config.algorithm).__name__ == "Median"
+    named = override.replace("=", " = ")
+    assert told == [f"{named} has no such keys, left out: entropy_window = 4"]
 
 
 def test_nobody_listening_it_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

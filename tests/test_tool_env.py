@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from agentenv.env import close_shared
 from agentenv.errors import (
     ConfigError,
     CrashError,
@@ -143,6 +144,30 @@ def test_infrastructure_that_stays_away_is_waited_for_and_then_fails(
         await env.close()
 
     run_virtual(main())
+
+
+def test_a_tool_that_is_waited_for_is_told_of_once_a_minute_and_shown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """However many rollouts wait for it."""
+
+    async def main() -> None:
+        await close_shared()  # what another test was told
+        counter = Counter()
+        counter.faults = [InfraError("connection refused")] * 400
+        envs = [make(counter, outage_s=100.0) for _ in range(8)]
+        for env in envs:
+            await env.reset(seed=4)
+        await asyncio.gather(*(env.step(call()) for env in envs), return_exceptions=True)
+        for env in envs:
+            await env.close()
+        await close_shared()
+
+    run_virtual(main())
+    told = [one for one in caplog.records if "is tried again for up to 100 s" in one.message]
+    assert len(told) == 1
+    assert told[0].message.endswith("connection refused")
+    assert told[0].shown  # type: ignore[attr-defined]
 
 
 def test_a_tool_that_hangs_is_stopped() -> None:

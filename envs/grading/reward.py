@@ -6,12 +6,13 @@ The reward is the answer's score alone, or follows the rule of ARPO and Tool-Sta
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import NODEFAULT, Meta, Struct, defstruct, field
 from msgspec.structs import replace
 
 from agentenv.config import ESSENTIAL, PATH, build_config
@@ -115,7 +116,33 @@ class GraderPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
         raise NotImplementedError
 
 
-GRADERS = Kind("grader", "agentenv.graders", GraderPart, [])
+def _keys_of(found: Any) -> type[GraderPart] | None:
+    """A class with `grade`, whose keys are what its constructor takes."""
+    if not (isinstance(found, type) and callable(getattr(found, "grade", None))):
+        return None
+    types, fields = get_type_hints(found.__init__), []  # type: ignore[misc]
+    for one in inspect.signature(found).parameters.values():
+        if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+            value = NODEFAULT if one.default is one.empty else one.default
+            fields.append((one.name, types.get(one.name, Any), field(default=value)))
+    names = [name for name, _, _ in fields]
+
+    def build(keys: GraderPart) -> Grader:
+        return cast(Grader, found(**{name: getattr(keys, name) for name in names}))
+
+    part = defstruct(
+        found.__name__,
+        fields,
+        bases=(GraderPart,),
+        namespace={"build": build},
+        frozen=True,
+        kw_only=True,
+        module=found.__module__,
+    )
+    return cast(type[GraderPart], part)
+
+
+GRADERS = Kind("grader", "agentenv.graders", GraderPart, [], _keys_of)
 
 if TYPE_CHECKING:
     AnyGrader = GraderPart

@@ -20,7 +20,14 @@ from msgspec.structs import replace
 
 from agentenv.actor import Actor
 from agentenv.assist import Assist, assist_actor
-from agentenv.config import Tree, override_kinds, read_toml, resolver
+from agentenv.config import (
+    Tree,
+    keys_in,
+    leave_out_old_kinds,
+    override_kinds,
+    read_toml,
+    resolver,
+)
 from agentenv.data.rows import RowsConfig
 from agentenv.engine import Engine, EngineStart
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces
@@ -403,7 +410,9 @@ def given_keys(
         source = str(arguments.config)
         given = read_toml(arguments.config)
         asks = given.get("sets") or given.get("data")
-        raw = merged({k: v for k, v in raw.items() if k != "sets" or not asks}, given)
+        before = {k: v for k, v in raw.items() if k != "sets" or not asks}
+        raw = merged(before, given)
+        leave_out_old_kinds(config_type, raw, before, set(keys_in(given)), say)
         if subject.model is None:
             raw["engine"] = merged(_of_endpoint(raw), subject.raw["engine"])
     if any(text.startswith("data=") for text in arguments.overrides):

@@ -21,7 +21,7 @@ from agentenv.types import Task
 from envs.grading.reward import AnswerReward, GraderConfig, GraderKeys, ToolReward, check_grader
 from envs.search.bm25 import BM25Config
 from envs.search.service import SearchConfig
-from launchers.assembly import AskingAssembly, Assembly, SetConfig
+from launchers.assembly import TRAINED, AskingAssembly, Assembly, SetConfig
 from launchers.checks import environment_classes, findings
 from launchers.config import TrainConfig
 from launchers.data import EnvMaker
@@ -122,7 +122,9 @@ async def _read_sets(
     if not has_env:
         skipped |= OF_SETS - {"rows"}
     if not assembly.sets:
-        skipped |= {*OF_SETS, "demonstrations"}
+        skipped |= OF_SETS
+    if TRAINED not in assembly.sets:  # whose renderer and tools demonstrations are read with
+        skipped.add("demonstrations")
     await _refuse(assembly, skipped)
     if not assembly.sets:
         return

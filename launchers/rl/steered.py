@@ -7,6 +7,7 @@ anyway. A list of many rollouts is made in pieces, between which the run goes on
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 import os
 import socket
@@ -487,7 +488,8 @@ class Steered:
 
         path = await training.orders.place(save)
         await self._note("checkpoint", {"path": path}, f"{path} is saved")
-        return Done([f"{path} is saved"], {"path": path, "step": training.state.step})
+        told = f"{path} is saved; it goes when checkpoint.keep_last later ones are there"
+        return Done([told], {"path": path, "step": training.state.step})
 
     async def _evaluate(self, sets: list[str]) -> Done:
         """Have these sets evaluated between two updates, all of them if none is named."""
@@ -554,10 +556,10 @@ class Steered:
             key, equals, _ = text.partition("=")
             keys.append(key.strip())
             if not equals or key.strip() not in KNOBS:
-                raise ConfigError(
-                    f"{text!r}: expected KEY=VALUE; what can be changed in flight: "
-                    f"{', '.join(KNOBS)}"
-                )
+                near = difflib.get_close_matches(key.strip(), KNOBS, n=1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                problem = "it cannot be changed in flight" if equals else "expected KEY=VALUE"
+                raise ConfigError(f"{text!r}: {problem}; {hint}known: {', '.join(KNOBS)}")
         before = to_plain(training.config)
         plain = to_plain(training.config)
         apply_overrides(plain, values)

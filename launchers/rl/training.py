@@ -32,7 +32,7 @@ from agentenv.engine import Engine
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.env import shared_stats
-from agentenv.errors import EnvError, LearnerError
+from agentenv.errors import SHOWN, EnvError, LearnerError
 from agentenv.journal import Journal, Leased, Recorded, Trained
 from agentenv.metrics import (
     LoopLag,
@@ -82,6 +82,8 @@ logger = logging.getLogger(__name__)
 
 EQUAL = "with equal returns"  # what becomes of trees that teach nothing
 ROOM_S = 0.2  # between two looks at whether a tree may begin
+MANY_CALLS = 10  # of a tool in a step, of which one might succeed
+FAR_KL = 0.5  # nats a token; updates that learn move by a hundredth of that
 MAX_LATE = 0.01  # share of trajectories cut by seconds above which that is said
 
 
@@ -168,9 +170,11 @@ class StepAccounts:
         self._num_untrained = self._num_untrained + 1 if fates.total() == len(delivered) else 0
         allowed = self.config.train.max_untrained_steps
         if allowed and self._num_untrained >= allowed:
+            num_right = sum(one.success for one in everything)
             raise EnvError(
                 f"no tree was trained in {allowed} steps in a row (train.max_untrained_steps); of "
-                f"the last {len(delivered)}: {reasons}"
+                f"the last {len(delivered)}: {reasons}; {num_right} of their {len(everything)} "
+                "answers were right"
             )
 
     def look_at_hits(self, hits: Metrics) -> None:
@@ -183,9 +187,31 @@ class StepAccounts:
                 "too small for the trajectories in flight?",
             )
 
+    def look_at_tools(self, metrics: Metrics) -> None:
+        """Say when each call of a tool fails."""
+        for name in [key for key in metrics if key.startswith("tool/") and key.endswith("/calls")]:
+            calls, errors = metrics[name], metrics.get(f"{name[:-6]}/errors", 0.0)
+            self._say(
+                name,
+                calls >= MANY_CALLS and errors == calls,
+                f"all {calls:.0f} calls of the tool {name[5:-6]!r} in this step failed: what they "
+                "were told stands in trajectories/",
+            )
+
+    def look_at_update(self, metrics: Metrics) -> None:
+        """Say when an update has moved the policy further than any that learns."""
+        moved = metrics.get("learner/kl_to_proximal", 0.0)
+        self._say(
+            "moved",
+            moved > FAR_KL,
+            f"the update moved the policy by {moved:.2g} nats a token (learner/kl_to_proximal), "
+            f"above {FAR_KL:g}: the learning rate (learner.lr) is too high, or engine and learner "
+            "disagree",
+        )
+
     def _say(self, what: str, holds: bool, text: str) -> None:
         if holds and what not in self._said:
-            logger.warning("%s", text)
+            logger.warning("%s", text, extra=SHOWN)
         (self._said.add if holds else self._said.discard)(what)
 
     async def parity(self, parts: Parts) -> Metrics:
@@ -214,6 +240,7 @@ class StepAccounts:
                 gap.max,
                 parts.learner.policy_version,
                 self.config.train.max_logprob_gap,
+                extra=SHOWN,
             )
         return {"parity/logprob_gap_mean": gap.mean, "parity/logprob_gap_max": gap.max}
 
@@ -802,6 +829,8 @@ class Training:
         trees_by_fate = state.ledger.counts(in_flight=self.queue.num_waiting)
         hits = self.parts.actor.prefixes.take()
         self.accounts.look_at_hits(hits)
+        self.accounts.look_at_tools(metrics)
+        self.accounts.look_at_update(metrics)
         row = {
             "step": state.step,
             "policy_version": self.parts.learner.policy_version,

@@ -17,7 +17,7 @@ from agentenv.cluster.messages import Lost, named, pack
 from agentenv.errors import AgentEnvError, ConfigError, WorkerError
 from launchers.data import Say
 from launchers.event_loop import rolling_out
-from launchers.terminal import View, run_until_done, to_its_end
+from launchers.terminal import View, is_shown, run_until_done, to_its_end
 from launchers.workers.processes import (
     ADDRESS_VARIABLE,
     HELLO_S,
@@ -51,14 +51,15 @@ Build = Callable[[bytes, StreamLink, AsyncExitStack, Say, int], Coroutine[Any, A
 
 
 class Errors(logging.Handler):
-    """Tells the first line of each error of a part, such as the first crash of an environment."""
+    """Tells the first line of each error of a part, such as the first crash of an environment, and
+    of each warning for people."""
 
     def __init__(self, view: WorkerView) -> None:
-        super().__init__(logging.ERROR)
+        super().__init__(logging.WARNING)
         self._view = view
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name != "run":  # that is a View's own
+        if is_shown(record):
             self._view.tell(record.getMessage().partition("\n")[0])
 
 

@@ -13,7 +13,7 @@ from agentenv.env import close_shared
 from agentenv.errors import ConfigError, GraderError
 from agentenv.tool_env import Grader
 from agentenv.types import Message, Task
-from envs.grading.reward import check_grader, make_grader
+from envs.grading.reward import GRADERS, check_grader, make_grader
 
 TASK = Task("row 7", "e", "q?", ("12",), "math", {"extra_info": {"index": 3}})
 ANSWER = Message("assistant", r"<think>.</think><answer>\boxed{12}</answer>")
@@ -123,3 +123,35 @@ async def test_a_file_that_does_not_import_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import a_module_that_is_nowhere")
     with pytest.raises(ConfigError, match="a_module_that_is_nowhere"):
         await check_grader(grader_of(str(tmp_path / "broken.py"), "f"), [])
+
+
+def test_a_class_with_grade_is_a_grader_whose_keys_its_constructor_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = """
+from agentenv import Grade
+
+class Near:
+    def __init__(self, tolerance: float, kind: str = "near") -> None:
+        self.tolerance, self.kind = tolerance, kind
+
+    async def grade(self, task, written, calls):
+        return Grade(self.tolerance, True, reason=self.kind)
+
+class Other:
+    pass
+"""
+    (tmp_path / "own_graders.py").write_text(lines, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    keys = GRADERS.decode({"name": "own_graders:Near", "tolerance": 0.5})
+    grade = asyncio.run(keys.build().grade(Task("t", "e", "?", ("1",)), [], {}))
+    assert (grade.reward, grade.reason) == (0.5, "near")
+    for table, message in (
+        ({"name": "own_graders:Near"}, "required field `tolerance`"),
+        ({"name": "own_graders:Near", "tolerance": "x"}, "Expected `float`"),
+        ({"name": "own_graders:Near", "tolerance": 1.0, "extra": 1}, "unknown field `extra`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            GRADERS.decode(table)
+    with pytest.raises(ConfigError, match="own_graders:Other is not derived from"):
+        GRADERS.find("own_graders:Other")

@@ -227,3 +227,9 @@ def test_trees_in_workers_are_reached_but_for_their_texts(
     rows = [row for row in rows_of(run) if "trees/offered" in row]
     conserved(rows)
     assert sum(row.get("failed/by_kind/cancelled", 0) for row in rows) >= 1
+
+
+@pytest.mark.parametrize("line", ["R --json rollouts", "R rollouts --json", "--json R", "R --json"])
+def test_json_may_stand_anywhere(line: str) -> None:
+    assert ctl.make_parser().parse_args(line.split()).json
+    assert not ctl.make_parser().parse_args(["R", "rollouts"]).json

@@ -121,6 +121,21 @@ def test_a_gold_that_its_own_grader_finds_wrong_is_refused(
 
 
 @pytest.mark.slow
+def test_demonstrations_without_the_questions_they_belong_to_are_not_read(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = dry(
+        train.main,
+        *("train.toml", "engine.name=embedded", "data.train=trian.jsonl"),
+        *("sft.data=chats.jsonl", "sft.gate=chats.jsonl"),
+        'sft.stages=[{rows = "all", num_steps = 1}]',
+    )
+    told = capsys.readouterr()
+    assert code == EXIT_MISSING, told.err
+    assert "data.train = trian.jsonl" in told.out.partition("missing here:")[2]
+
+
+@pytest.mark.slow
 def test_without_a_tokenizer_rows_are_read_all_the_same(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,3 +128,30 @@ def test_each_command_says_in_the_same_words_how_it_is_used(
     if command in ("train", "evaluate", "sft", "dpo", "synthesize", "serve", "retriever"):
         assert re.search(r"(CONFIG|SUBJECT)\]? \[key.sub=value \.\.\.\]", usage)
     assert ("--resume" in text) == (command in ("train", "sft", "dpo"))
+
+
+def test_keys_of_a_class_of_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Named on the command line, or in the prefix."""
+    text = """
+from learners.algorithm import Grouped
+
+class Bounded(Grouped, frozen=True):
+    bound: float = 2.0
+"""
+    (tmp_path / "own_keys.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for arguments in (
+        ["x.toml", "algorithm.name=own_keys:Bounded", "--help-keys", "algorithm.bound"],
+        ["--help-keys", "algorithm.own_keys:Bounded"],
+    ):
+        monkeypatch.setattr("sys.argv", ["train.py", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            train.main(arguments)
+        assert ended.value.code in (None, 0)
+        assert "bound  (float, default '2.0')" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["train.py", "--help-keys", "algorithm.own_key:Bounded"])
+    with pytest.raises(SystemExit):
+        train.main(["--help-keys", "algorithm.own_key:Bounded"])
+    assert "own_key:Bounded cannot be loaded" in capsys.readouterr().err

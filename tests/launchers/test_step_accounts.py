@@ -49,6 +49,22 @@ def trees() -> list[TrajectoryTree]:
     return grown
 
 
+def test_a_tool_that_always_fails_and_a_policy_that_jumps_are_said_once_and_shown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours = accounts(ARPO(group_size=4))
+    calm = {"tool/search/calls": 40.0, "tool/search/errors": 39.0, "learner/kl_to_proximal": 0.01}
+    sick = {**calm, "tool/search/errors": 40.0, "learner/kl_to_proximal": 7.0}
+    few = {"tool/search/calls": 2.0, "tool/search/errors": 2.0}
+    for metrics in (calm, few, sick, sick, calm):
+        ours.look_at_tools(metrics)
+        ours.look_at_update(metrics)
+    assert len(caplog.records) == 2
+    assert "all 40 calls of the tool 'search'" in caplog.messages[0]
+    assert "moved the policy by 7 nats" in caplog.messages[1]
+    assert all(one.shown for one in caplog.records)  # type: ignore[attr-defined]
+
+
 def test_credit_of_a_tree_is_computed_once_an_update() -> None:
     """Though refilling asks before, accounting afterwards, and the learner encodes."""
     credit_calls.clear()

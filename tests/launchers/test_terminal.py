@@ -67,3 +67,29 @@ def test_what_is_said_follows_the_streams_of_the_process(
     assert capsys.readouterr().out == "to the first\n"
     view.warn("to the second")
     assert capsys.readouterr().err == "warning: to the second\n"
+
+
+def test_warnings_of_parts_for_people_and_their_errors_are_on_the_terminal(
+    tmp_path: Path,
+) -> None:
+    code = """
+import logging, sys
+from pathlib import Path
+from agentenv.errors import SHOWN
+from launchers.terminal import View, to_its_end
+
+view, part = View(), logging.getLogger("agentenv.part")
+
+def work():
+    view.log_to(Path(sys.argv[1]))
+    part.warning("for the log")
+    part.warning("for people\\nwith more in the log", extra=SHOWN)
+    part.error("an error")
+
+to_its_end(work, view, writing="it")
+"""
+    log = tmp_path / "run.log"
+    command = [sys.executable, "-c", code, str(log)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == ["warning: for people", "error: an error"]
+    assert "for the log" in log.read_text()

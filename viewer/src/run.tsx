@@ -166,6 +166,14 @@ function Tiles(props: { run: Run; rows: Row[]; steps: Row[] }) {
   );
 }
 
+/** Show the end of a text as soon as there is one; whoever scrolls it then is left alone. */
+function toEnd(element: HTMLElement | null) {
+  if (element && element.textContent && !element.dataset.shown) {
+    element.scrollTop = element.scrollHeight;
+    element.dataset.shown = "yes";
+  }
+}
+
 export function RunPage(props: { run: Run; rows: Row[]; unreadable: number; theme: string; version: number }) {
   const { run, rows, theme } = props;
   const [wanted, setWanted] = useState("");
@@ -212,7 +220,7 @@ export function RunPage(props: { run: Run; rows: Row[]; unreadable: number; them
       {run.steps.length === 0 && rows.length > 0 && <Absent>No trees are kept: the run is older than RUN/trees, or archive.max_gb is 0. Its steps cannot be opened.</Absent>}
       <div class="panels">
         <Card title="Log, its end" class="panel-wide">
-          <pre class="log" tabIndex={0}>{log.value?.text.trimEnd() ?? log.error ?? ""}</pre>
+          <pre class="log" tabIndex={0} ref={toEnd}>{log.value?.text.trimEnd() ?? log.error ?? ""}</pre>
         </Card>
         <Card title="Configuration">
           {run.config === null ? <Absent>config.json is missing</Absent> : <Config value={run.config} />}
