@@ -253,7 +253,8 @@ def _show_waits(reply: ask.Waits, view: View) -> None:
         rows.append([one.what, str(one.num_branches), one.since, longest, first])
     if rows:
         columns = ["awaited", "branches", "since", "for", "first"]
-        title, note = "what rollouts await", "!: longer than expected"
+        title = "what rollouts await"
+        note = "!: longer than expected" if any(one.is_long for one in reply.waits) else ""
         view.show(Table(title=title, columns=columns, rows=rows, left=[0, 4], note=note))
         _say_advice(((one.what, one.advice) for one in reply.waits), view)
     else:

@@ -141,8 +141,10 @@ def _read_jsonl(path: Path, ends: int = 0) -> Iterator[RawRow]:
             try:
                 row = decode_loose(line)
             except ForeignError as error:
-                reason = re.sub(r": line 1 (column \d+).*", r" at \1", str(error))
-                yield RawRow(path, number, {}, f"not valid JSON: {reason}")
+                reason = re.sub(r": line \d+ (column \d+).*", r" at \1", str(error))
+                is_list = number == 1 and line.lstrip().startswith(b"[")
+                hint = "; a file that holds one JSON list is named .json" if is_list else ""
+                yield RawRow(path, number, {}, f"not valid JSON: {reason}{hint}")
                 continue
             yield _checked(path, number, row)
 

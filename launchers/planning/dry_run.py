@@ -290,7 +290,10 @@ def dry_run(
     view.say(f"dry run: nothing was started; by this estimate {fits}")
     if not plan.missing:
         return 0
-    view.say(f"what is missing is listed above (exit code {EXIT_MISSING}); see docs/reproduce.md")
+    view.say(
+        f"what is missing is listed above (exit code {EXIT_MISSING}); docs/data.md says what files "
+        "are read, docs/reproduce.md where those of the papers are"
+    )
     return EXIT_MISSING
 
 

@@ -109,6 +109,11 @@ async def _read_sets(
     has_env = not any(_lacks(absent, f"{key}{name}") for key in keys for name in MADE_OF)
     if has_env:
         await environment_classes(assembly)
+    made = [one.key for one in assembly.sets.values() if assembly.makes(one.rows)]
+    if made:
+        say(
+            f"not tried, since the run itself makes the rows: {', '.join(made)} (env and grader too)"
+        )
     assembly.sets = {
         name: _local(one)
         for name, one in assembly.sets.items()

@@ -25,6 +25,7 @@ from agentenv.offload import in_thread
 from launchers.config import TrainConfig
 from launchers.evaluation.row import FAILED
 from launchers.rl.flights import Flight
+from launchers.rl.report import phase_title
 from launchers.rl.training import Training
 from launchers.rundir import RunDirectory
 from launchers.steering import (
@@ -326,7 +327,9 @@ class Steered:
         if training.is_paused:
             lines.append("the run is paused: `resume` lets it go on")
         if training.state.evaluating is not None:
-            lines.append(f"the evaluation {training.state.evaluating.phase} goes on")
+            has_sft = training.config.sft is not None
+            when = phase_title(training.state.evaluating.phase, cold_start=has_sft)
+            lines.append(f"the evaluation {when} goes on")
         if training.view.activity:
             lines.append(f"{training.view.activity} is being done")
         head = min(training.flights, default=None)
@@ -336,7 +339,7 @@ class Steered:
             lines.append(training.workers.behind())
         lag_ms = training.lag.figures().get("lag_p99_ms", 0.0)
         if lag_ms > 100:
-            lines.append(f"the event loop is late, by {lag_ms:.0f} ms at worst of 100")
+            lines.append(f"the event loop is late, by {lag_ms:.0f} ms or more in 1 % of the time")
         return lines
 
     async def _why(self, asked: AskWhy) -> Why:
