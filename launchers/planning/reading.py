@@ -111,9 +111,7 @@ async def _read_sets(
         await environment_classes(assembly)
     made = [one.key for one in assembly.sets.values() if assembly.makes(one.rows)]
     if made:
-        say(
-            f"not tried, since the run itself makes the rows: {', '.join(made)} (env and grader too)"
-        )
+        say(f"not tried, with env and grader, since the run makes the rows: {', '.join(made)}")
     assembly.sets = {
         name: _local(one)
         for name, one in assembly.sets.items()

@@ -205,8 +205,7 @@ class StepAccounts:
             "moved",
             moved > FAR_KL,
             f"the update moved the policy by {moved:.2g} nats a token (learner/kl_to_proximal), "
-            f"above {FAR_KL:g}: the learning rate (learner.learning_rate) is too high, or engine and learner "
-            "disagree",
+            f"above {FAR_KL:g}: learner.learning_rate is too high, or engine and learner disagree",
         )
 
     def _say(self, what: str, holds: bool, text: str) -> None:
