@@ -109,7 +109,7 @@ export function Drawing(props: { tree: Tree; scale: Scale; branch: string; besid
                 {node.num_forks !== null && node.num_forks > 0 && <circle class="fork-mark" cx={left + WIDE} cy={top + HIGH / 2} r="4.5" />}
                 {node.end !== null && (
                   <>
-                    <text class={cx("leaf-value", node.end === "failed" ? "bad" : reward !== null && reward > 0 ? "good" : "bad")} x={left + WIDE + 8} y={top + 15}>
+                    <text class={cx("leaf-value", node.info["success"] ? "good" : (node.end === "failed" || (reward ?? 0) <= 0) && "bad")} x={left + WIDE + 8} y={top + 15}>
                       {node.end === "failed" ? "failed" : num(reward, 2)}
                       {node.end === "truncated" ? " cut" : ""}
                     </text>

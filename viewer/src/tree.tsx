@@ -300,6 +300,13 @@ function Figures(props: { tree: Tree; leaves: [Node, Node] }) {
   );
 }
 
+/** The branch that shares most with this one: for a fork the one that it left. */
+function nearest(tree: Tree, leaves: Node[], leaf: Node): Node | undefined {
+  const path = new Set(pathTo(tree, leaf));
+  const shared = (one: Node) => pathTo(tree, one).filter((node) => path.has(node)).length;
+  return leaves.filter((one) => one !== leaf).sort((a, b) => shared(b) - shared(a))[0];
+}
+
 function View(props: { tree: Tree; branch: string | undefined; query: URLSearchParams }) {
   const { tree, query } = props;
   const leaves = leavesOf(tree);
@@ -375,7 +382,7 @@ function View(props: { tree: Tree; branch: string | undefined; query: URLSearchP
     c: () => mode(1),
     C: () => mode(-1),
     b: () => {
-      const sibling = leaves[(leaves.indexOf(leaf as Node) + 1) % leaves.length];
+      const sibling = leaf && nearest(tree, leaves, leaf);
       go(address(leaf?.branch, { beside: second ? undefined : sibling?.branch }), true);
     },
     Escape: () => (second ? go(address(leaf?.branch, { beside: undefined }), true) : go(link(["trees", tree.step]))),
