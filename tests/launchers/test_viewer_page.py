@@ -131,6 +131,9 @@ def test_the_run(shown: Viewed, open_page: Open) -> None:
     titles = page.locator(".card-head h2").all_inner_texts()
     assert {"Where the time went", "Failed trajectories of a step, by kind"} <= set(titles)
     assert "Gradient norm" in text_of(page, ".absent >> nth=-1")  # which this run lacks
+    page.wait_for_selector("pre.log:not(:empty)")
+    log = page.locator("pre.log")
+    assert log.evaluate("it => it.scrollTop + it.clientHeight >= it.scrollHeight - 1")
     page.hover(".timeline canvas", position={"x": 400, "y": 15})
     assert re.search(r"step \d: the learner (updates|waits)", text_of(page, ".told"))
     page.fill("input[type=search]", "queue/")

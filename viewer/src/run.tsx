@@ -220,7 +220,7 @@ export function RunPage(props: { run: Run; rows: Row[]; unreadable: number; them
       {run.steps.length === 0 && rows.length > 0 && <Absent>No trees are kept: the run is older than RUN/trees, or archive.max_gb is 0. Its steps cannot be opened.</Absent>}
       <div class="panels">
         <Card title="Log, its end" class="panel-wide">
-          <pre class="log" tabIndex={0} ref={toEnd}>{log.value?.text.trimEnd() ?? log.error ?? ""}</pre>
+          <pre key={log.value ? "text" : "none"} class="log" tabIndex={0} ref={toEnd}>{log.value?.text.trimEnd() ?? log.error ?? ""}</pre>
         </Card>
         <Card title="Configuration">
           {run.config === null ? <Absent>config.json is missing</Absent> : <Config value={run.config} />}
