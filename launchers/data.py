@@ -116,7 +116,10 @@ class EnvMaker:
                 continue
             if not any(name in recipe.read for recipe in recipes):
                 ids = ", ".join(sorted({recipe.env_id for recipe in recipes}))
-                raise ConfigError(f"[{name}]: not read by {ids}; take the table out")
+                raise ConfigError(
+                    f"[{name}]: not read by {ids}; take the table out, or give the environment's "
+                    f"constructor a keyword {name!r} (docs/own-parts.md)"
+                )
         if not all_rows:
             return
         for name in self.config.variants:

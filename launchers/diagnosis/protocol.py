@@ -19,6 +19,7 @@ from agentenv.errors import ConfigError, DataError
 from agentenv.native import NativeRenderer
 from agentenv.offload import in_thread
 from agentenv.renderer import Renderer, ToolSchemas
+from agentenv.tags import takes_object, written_arguments
 from agentenv.types import Completion, Message, SamplingParams, ToolCall
 from launchers.assembly import TRAINED
 from launchers.diagnosis.patient import Patient
@@ -57,8 +58,8 @@ def refuse_lost_call(
     if isinstance(renderer, NativeRenderer):
         text = renderer.calling("", [wanted])
     else:
-        values = list(wanted.arguments.values())
-        text, stop = f"<{name}>{values[0] if values else ''}</{name}>", f"</{name}>"
+        text = f"<{name}>{written_arguments(wanted.arguments, tool)}</{name}>"
+        stop = f"</{name}>"
     written = Completion(renderer.encode(text), [], [], "stop", [], stop)
     found = renderer.parse(written, tools, prompt).tool_calls
     if list(found) != [wanted]:
@@ -70,10 +71,11 @@ def refuse_lost_call(
 
 
 def sample_call(tool: dict[str, Any], *, every: bool) -> ToolCall:
-    """A call with a value for the first parameter, or for each that is required."""
+    """A call with a value for the first parameter, or for each that is required: with `every`, and
+    where the arguments are an object."""
     parameters = tool.get("parameters", {})
     names = list(parameters.get("properties", {}))
-    if every:
+    if every or takes_object(tool):
         required = [name for name in names if name in parameters.get("required", names)]
         kinds = {name: parameters["properties"][name].get("type") for name in required}
         values = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}}

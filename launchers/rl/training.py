@@ -15,7 +15,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, nullcontext, suppress
 from functools import partial
 from hashlib import blake2b
@@ -83,6 +83,7 @@ logger = logging.getLogger(__name__)
 EQUAL = "with equal returns"  # what becomes of trees that teach nothing
 ROOM_S = 0.2  # between two looks at whether a tree may begin
 MANY_CALLS = 10  # of a tool in a step, of which one might succeed
+MAX_SAID = 500  # characters of a warning
 FAR_KL = 0.5  # nats a token; updates that learn move by a hundredth of that
 MAX_LATE = 0.01  # share of trajectories cut by seconds above which that is said
 
@@ -151,14 +152,21 @@ class StepAccounts:
             f"{num_lost} of {len(delivered)} trees of the step were dropped: {reasons}",
         )
         everything = [one for tree in delivered for one in tree.trajectories()]
+        ends = [one.leaf.limit for one in everything]
+        limits = Counter(filter(None, ends))
+        advice = (
+            "is the answer in the form that the grader reads, and does the prompt "
+            "(prompt.template) tell the policy of its tools?"
+        )
+        if limits.total() > len(ends) / 2:
+            limit, count = limits.most_common(1)[0]
+            advice = f"{count} of {len(ends)} trajectories were cut by the limit of {limit}"
         self._say(
             "unlearned",
             fates[EQUAL] == len(delivered) and not any(one.success for one in everything),
             "no tree of the step was trained: in each all returns are equal, and no answer is "
-            "right; read trajectories/: is the answer in the form that the grader reads, and does "
-            "the prompt (prompt.template) tell the policy of its tools?",
+            f"right; read trajectories/: {advice}",
         )
-        ends = [one.leaf.limit for one in everything]
         num_late = ends.count(Limit.SECONDS)
         self._say(
             "late",
@@ -187,16 +195,23 @@ class StepAccounts:
                 "too small for the trajectories in flight?",
             )
 
-    def look_at_tools(self, metrics: Metrics) -> None:
-        """Say when each call of a tool fails."""
+    def look_at_tools(self, metrics: Metrics, trees: Sequence[TrajectoryTree] = ()) -> None:
+        """Say when each call of a tool fails, and what it said in the first of the trees."""
         for name in [key for key in metrics if key.startswith("tool/") and key.endswith("/calls")]:
             calls, errors = metrics[name], metrics.get(f"{name[:-6]}/errors", 0.0)
-            self._say(
-                name,
-                calls >= MANY_CALLS and errors == calls,
-                f"all {calls:.0f} calls of the tool {name[5:-6]!r} in this step failed: what they "
-                "were told stands in trajectories/",
-            )
+            if calls >= MANY_CALLS and errors == calls:
+                tool, said = name[5:-6], "what they were told stands in trajectories/"
+                records = (
+                    record
+                    for tree in trees
+                    for node in tree.nodes
+                    for record in node.info.get("tool_calls", ())
+                )
+                said = next((one["error"] for one in records if one["name"] == tool), said)
+                text = f"all {calls:.0f} calls of the tool {tool!r} in this step failed: {said}"
+                self._say(name, True, text[:MAX_SAID])
+            else:
+                self._said.discard(name)
 
     def look_at_update(self, metrics: Metrics) -> None:
         """Say when an update has moved the policy further than any that learns."""
@@ -828,7 +843,7 @@ class Training:
         trees_by_fate = state.ledger.counts(in_flight=self.queue.num_waiting)
         hits = self.parts.actor.prefixes.take()
         self.accounts.look_at_hits(hits)
-        self.accounts.look_at_tools(metrics)
+        self.accounts.look_at_tools(metrics, trees)
         self.accounts.look_at_update(metrics)
         row = {
             "step": state.step,

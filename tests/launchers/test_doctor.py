@@ -32,11 +32,12 @@ from launchers.diagnosis.escapes import Outcome, known_attacks
 from launchers.diagnosis.examination import examine
 from launchers.diagnosis.machine import MACHINE, Machine, requirement, satisfies
 from launchers.diagnosis.patient import Patient
-from launchers.diagnosis.protocol import check_prefix_hit, check_sampling
+from launchers.diagnosis.protocol import check_prefix_hit, check_sampling, refuse_lost_call
 from launchers.diagnosis.verdicts import Judge, Probe, Verdict
 from launchers.diagnosis.world import respelled, services
 from launchers.planning.machine import Machine as PlannedMachine
 from learners import model_check
+from tests.support.toy import CharTokenizer
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -482,3 +483,11 @@ def test_keys_without_a_configuration_and_files_that_are_not_there_are_told(
     assert "--config" in capsys.readouterr().err
     assert doctor.main(["--config", "nowhere.toml"]) == 1
     assert "there is no such configuration file" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("types", [("integer", "integer"), ("string", "array"), ("object",)])
+def test_a_call_whose_arguments_are_an_object_comes_back(types: tuple[str, ...]) -> None:
+    properties = {f"p{number}": {"type": kind} for number, kind in enumerate(types)}
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    schema = {"name": "mul", "description": "Multiply.", "parameters": parameters}
+    refuse_lost_call(TagRenderer(CharTokenizer()), [], [schema], schema)

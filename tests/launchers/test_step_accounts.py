@@ -56,11 +56,15 @@ def test_a_tool_that_always_fails_and_a_policy_that_jumps_are_said_once_and_show
     calm = {"tool/search/calls": 40.0, "tool/search/errors": 39.0, "learner/kl_to_proximal": 0.01}
     sick = {**calm, "tool/search/errors": 40.0, "learner/kl_to_proximal": 7.0}
     few = {"tool/search/calls": 2.0, "tool/search/errors": 2.0}
+    (tree,) = trees()[:1]
+    failed = {"name": "search", "error": "the index is locked"}
+    tree.nodes[2].info["tool_calls"] = [{"name": "python", "error": None}, failed]
     for metrics in (calm, few, sick, sick, calm):
-        ours.look_at_tools(metrics)
+        ours.look_at_tools(metrics, [tree])
         ours.look_at_update(metrics)
     assert len(caplog.records) == 2
-    assert "all 40 calls of the tool 'search'" in caplog.messages[0]
+    assert caplog.messages[0].startswith("all 40 calls of the tool 'search'")
+    assert caplog.messages[0].endswith("the index is locked")
     assert "moved the policy by 7 nats" in caplog.messages[1]
     assert all(one.shown for one in caplog.records)  # type: ignore[attr-defined]
 

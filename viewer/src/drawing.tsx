@@ -95,7 +95,7 @@ export function Drawing(props: { tree: Tree; scale: Scale; branch: string; besid
         })}
         {all.map(({ node, x, lane }) => {
           const [left, top] = [x * COLUMN, lane * LANE + TOP];
-          const name = node.parent === null && node.ids.length === 0 ? "prompt" : (node.calls[0]?.name ?? (node.end ? "answer" : `turn ${x}`));
+          const name = node.parent === null && node.ids.length === 0 ? "prompt" : (node.calls[0]?.name ?? (node.end && node.end !== "failed" ? "answer" : `turn ${x}`));
           const reward = node.end === null ? null : returnOf(tree, node);
           return (
             <a key={node.index} class="node-link" href={link(["trees", tree.step, tree.tree, target(node)], { color: props.color, beside: props.beside })} aria-label={`${name}, branch ${node.branch || "root"}, ${node.ids.length} tokens${node.end ? `, ${node.end}, return ${num(reward, 2)}` : ""}`}>
