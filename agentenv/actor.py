@@ -25,7 +25,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from hashlib import blake2b
 from itertools import count
 from math import inf
 from random import Random
@@ -805,6 +804,7 @@ class Actor:
         self.rollouts: set[Rollout] = set()  # that go on
         self.held: asyncio.Event | None = None  # set, when turns that are held back go on
         self.crashes = Crashes(limits.max_crashed_share, strict=limits.strict)
+        self._draws = Random()  # one for all turns, since making it costs as much as its draw
 
     async def rollout(
         self,
@@ -852,7 +852,8 @@ class Actor:
 
     def seed_of(self, key: str) -> int:
         """The seed of a turn, 63 bits of its key."""
-        return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
+        self._draws.seed(key)  # what earlier versions sampled, they would sample again
+        return self._draws.getrandbits(63)
 
     def awaited(self) -> list[Awaited]:
         """What every branch of every rollout awaits now."""

@@ -117,7 +117,7 @@ class Trained(ScriptedEngine):
 
 @pytest.mark.parametrize(
     ("name", "index"),
-    [("forks", 3), pytest.param("arpo", 5, marks=pytest.mark.slow), ("aepo", 3)],
+    [("forks", 2), pytest.param("arpo", 5, marks=pytest.mark.slow), ("aepo", 3)],
 )
 @pytest.mark.parametrize("engine", [ScriptedEngine, Trained])
 def test_a_tree_that_goes_on_after_crashes_grows_again_as_it_was(
