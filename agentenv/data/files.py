@@ -141,7 +141,7 @@ def _read_jsonl(path: Path, ends: int = 0) -> Iterator[RawRow]:
             try:
                 row = decode_loose(line)
             except ForeignError as error:
-                reason = re.sub(r": line \d+ (column \d+).*", r" at \1", str(error))
+                reason = re.sub(r"(?: at)?: line \d+ (column \d+).*", r" at \1", str(error))
                 is_list = number == 1 and line.lstrip().startswith(b"[")
                 hint = "; a file that holds one JSON list is named .json" if is_list else ""
                 yield RawRow(path, number, {}, f"not valid JSON: {reason}{hint}")
