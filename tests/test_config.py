@@ -8,7 +8,15 @@ from typing import Annotated
 import pytest
 from msgspec import Meta, Struct
 
-from agentenv.config import build_config, changes, load_config, to_plain, upgrade
+from agentenv.config import (
+    build_config,
+    changes,
+    keys_in,
+    leave_out_old_kinds,
+    load_config,
+    to_plain,
+    upgrade,
+)
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.errors import ConfigError
 from agentenv.old_keys import DROPPED, Dropped
@@ -96,6 +104,19 @@ def test_keys_of_a_replaced_kind_are_left_out_and_told(tmp_path: Path) -> None:
     told: list[str] = []
     config = load_config(Outer, tmp_path / "c.toml", ["engine.name=slow"], say=told.append)
     assert config.engine == Slow()
+    assert told == ["engine.name = slow has no such keys, left out: speed = 7"]
+
+
+def test_keys_below_a_file_that_names_another_kind_are_left_out_but_for_its_own() -> None:
+    """As of an evaluation's file over the configuration of a run."""
+    before = {"path": "x", "engine": {"name": "fast", "speed": 7}}
+    merged = {"path": "x", "engine": {"name": "slow", "speed": 7}}
+    told: list[str] = []
+    assert set(keys_in(merged)) == {"path", "engine.name", "engine.speed"}
+    leave_out_old_kinds(Outer, merged, before, {"engine.speed"}, told.append)
+    assert merged["engine"] == {"name": "slow", "speed": 7}  # the file's own, refused later
+    leave_out_old_kinds(Outer, merged, before, {"engine.name"}, told.append)
+    assert merged["engine"] == {"name": "slow"}
     assert told == ["engine.name = slow has no such keys, left out: speed = 7"]
 
 
