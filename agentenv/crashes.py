@@ -98,25 +98,24 @@ class Crashes:
     def __init__(self, max_share: float, *, strict: bool) -> None:
         self.num = 0
         self._max = 0.0 if strict else max_share * WINDOW
-        self._recent: deque[bool] = deque(maxlen=WINDOW)
-        self._tasks: set[str] = set()  # that crashed
+        self._recent: deque[str | None] = deque(maxlen=WINDOW)  # tasks of those that crashed
 
     def add(self, error: BaseException | None, task_id: str) -> None:
         """A rollout has ended, with a failure or without. Raises TooManyCrashesError."""
         crashed = isinstance(error, CrashError)
-        self._recent.append(crashed)
+        self._recent.append(task_id if crashed else None)
         if not crashed:
             return
         self.num += 1
-        self._tasks.add(task_id)
         text = f"task {task_id}: {error}"
         if self.num == 1:
             logger.error("%s; its rollout fails", text, exc_info=error)
-        num_recent = sum(self._recent)
+        tasks = [task for task in self._recent if task is not None]
+        num_recent = len(tasks)
         if num_recent > self._max:
             raise TooManyCrashesError(
                 f"{num_recent} of the last {len(self._recent)} rollouts ended in a bug of their "
                 f"tool, environment or grader, more than {self._max:g} "
-                f"(limits.max_crashed_share of {WINDOW}, limits.strict), in {len(self._tasks)} "
+                f"(limits.max_crashed_share of {WINDOW}, limits.strict), in {len(set(tasks))} "
                 f"different tasks; mend it and go on with --resume; the last: {text}"
             ) from error

@@ -37,6 +37,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXIT_INTERRUPTED = 130
 NUM_FRAMES = 12  # of a stack that is shown
 FREEZE_S, FULL_S = 1.0, 300.0  # between looks for garbage
+RARELY = 1000  # of the time, the part in which a look may hold up the loop
 MUCH_BYTES = 1 << 30
 SWITCH_S = 0.001
 LIBRARY = sysconfig.get_paths()["stdlib"]
@@ -80,20 +81,23 @@ def rolling_out() -> Iterator[None]:
 
 
 async def _collect() -> None:
-    """Set aside what is new, every FREEZE_S, and look for garbage everywhere each FULL_S, or when
-    the process has grown by MUCH_BYTES; until cancelled.
+    """Set aside what is new, every FREEZE_S, and look for garbage everywhere each FULL_S, more
+    seldom where a look takes long (RARELY), or when the process has grown by MUCH_BYTES; until
+    cancelled.
 
     Each look costs what it looks at, and at 10,000 rollouts what is new since a moment ago is much:
     looks five times a second took 100 us of each env step, those that Python itself makes (counting
     what was made less what was freed) stalled all for 360 ms.
     """
-    looked, peak = time.monotonic(), _peak_bytes()
+    looked, peak, pause_s = time.monotonic(), _peak_bytes(), FULL_S
     while True:
         await look_again(FREEZE_S)
-        if time.monotonic() - looked > FULL_S or _peak_bytes() - peak > MUCH_BYTES:
+        began = time.monotonic()
+        if began - looked > pause_s or _peak_bytes() - peak > MUCH_BYTES:
             gc.unfreeze()
             gc.collect()
             looked, peak = time.monotonic(), _peak_bytes()
+            pause_s = max(FULL_S, RARELY * (looked - began))
         gc.freeze()
 
 

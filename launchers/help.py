@@ -172,6 +172,11 @@ class Parser(argparse.ArgumentParser):
     looked up then only: that takes as long as the rest of reading a command."""
 
     config_type: type[msgspec.Struct] | None = None
+    given: Sequence[str] = ()  # the arguments
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
 
     def format_help(self) -> str:
         if self.config_type is not None:
@@ -195,7 +200,8 @@ class HelpKeys(argparse.Action):
     ) -> None:
         prefix = str(values or "")
         try:
-            for table, name in _named(f"{prefix} {' '.join(sys.argv[1:])}"):
+            given = parser.given if isinstance(parser, Parser) else []
+            for table, name in _named(" ".join([prefix, *given])):
                 parts = kind_at(self.config_type, table)
                 if parts is not None:
                     parts.find(name)

@@ -120,11 +120,18 @@ def _keys_of(found: Any) -> type[GraderPart] | None:
     """A class with `grade`, whose keys are what its constructor takes."""
     if not (isinstance(found, type) and callable(getattr(found, "grade", None))):
         return None
-    types, fields = get_type_hints(found.__init__), []  # type: ignore[misc]
-    for one in inspect.signature(found).parameters.values():
-        if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-            value = NODEFAULT if one.default is one.empty else one.default
-            fields.append((one.name, types.get(one.name, Any), field(default=value)))
+    fields: list[tuple[str, Any, Any]] = []
+    try:
+        types = get_type_hints(found.__init__)  # type: ignore[misc]
+        for one in inspect.signature(found).parameters.values():
+            if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+                value = NODEFAULT if one.default is one.empty else one.default
+                fields.append((one.name, types.get(one.name, Any), field(default=value)))
+    except (TypeError, ValueError, NameError) as error:
+        raise ConfigError(
+            f"what the constructor of {found.__name__} takes cannot be keys: {error}; derive it "
+            "from envs.grading.reward.GraderPart"
+        ) from error
     names = [name for name, _, _ in fields]
 
     def build(keys: GraderPart) -> Grader:

@@ -45,7 +45,7 @@ from agentenv.metrics import (
 from agentenv.offload import in_thread
 from agentenv.replay import ReplayQueue
 from agentenv.tree import TrajectoryTree
-from agentenv.types import TIMES, Limit, Task
+from agentenv.types import MALFORMED_CALL, TIMES, UNKNOWN_TOOL, Limit, Task
 from launchers.cluster import FOLDER, ExternalCluster, RayCluster, Setup, SpreadCluster
 from launchers.config import WHERE, TrainConfig
 from launchers.event_loop import rolling_out
@@ -198,6 +198,8 @@ class StepAccounts:
     def look_at_tools(self, metrics: Metrics, trees: Sequence[TrajectoryTree] = ()) -> None:
         """Say when each call of a tool fails, and what it said in the first of the trees."""
         for name in [key for key in metrics if key.startswith("tool/") and key.endswith("/calls")]:
+            if name[5:-6] in (UNKNOWN_TOOL, MALFORMED_CALL):  # by the policy, no tool
+                continue
             calls, errors = metrics[name], metrics.get(f"{name[:-6]}/errors", 0.0)
             if calls >= MANY_CALLS and errors == calls:
                 tool, said = name[5:-6], "what they were told stands in trajectories/"

@@ -140,6 +140,10 @@ class Near:
 
 class Other:
     pass
+
+class Odd:
+    def __init__(self, client: "Unheard") -> None: ...
+    async def grade(self, task, written, calls): ...
 """
     (tmp_path / "own_graders.py").write_text(lines, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -155,3 +159,5 @@ class Other:
             GRADERS.decode(table)
     with pytest.raises(ConfigError, match="own_graders:Other is not derived from"):
         GRADERS.find("own_graders:Other")
+    with pytest.raises(ConfigError, match="Odd takes cannot be keys: name 'Unheard'"):
+        GRADERS.find("own_graders:Odd")

@@ -146,12 +146,10 @@ class Bounded(Grouped, frozen=True):
         ["x.toml", "algorithm.name=own_keys:Bounded", "--help-keys", "algorithm.bound"],
         ["--help-keys", "algorithm.own_keys:Bounded"],
     ):
-        monkeypatch.setattr("sys.argv", ["train.py", *arguments])
         with pytest.raises(SystemExit) as ended:
             train.main(arguments)
         assert ended.value.code in (None, 0)
         assert "bound  (float, default '2.0')" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["train.py", "--help-keys", "algorithm.own_key:Bounded"])
     with pytest.raises(SystemExit):
         train.main(["--help-keys", "algorithm.own_key:Bounded"])
     assert "own_key:Bounded cannot be loaded" in capsys.readouterr().err

@@ -56,6 +56,7 @@ def test_a_tool_that_always_fails_and_a_policy_that_jumps_are_said_once_and_show
     calm = {"tool/search/calls": 40.0, "tool/search/errors": 39.0, "learner/kl_to_proximal": 0.01}
     sick = {**calm, "tool/search/errors": 40.0, "learner/kl_to_proximal": 7.0}
     few = {"tool/search/calls": 2.0, "tool/search/errors": 2.0}
+    few |= {"tool/<malformed>/calls": 40.0, "tool/<malformed>/errors": 40.0}  # the policy's doing
     (tree,) = trees()[:1]
     failed = {"name": "search", "error": "the index is locked"}
     tree.nodes[2].info["tool_calls"] = [{"name": "python", "error": None}, failed]
