@@ -35,7 +35,7 @@ from rich.table import Table as RichTable
 from agentenv.disk import explain
 from agentenv.errors import AgentEnvError, ConfigError, DataError
 from agentenv.offload import hanging, running
-from launchers.event_loop import ENDING, GRACE_S, Watchdog, share_heap
+from launchers.event_loop import ENDING, GRACE_S, CommandLoop, Watchdog, share_heap
 from launchers.tables import Table, as_rich
 
 T = TypeVar("T")
@@ -301,8 +301,9 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
     which may save before it ends; after that this raises KeyboardInterrupt. A second one is told
     what it waits for, and a third ends the process (see Watchdog). `view` tells who holds up the
     loop."""
-    runner = asyncio.Runner()
+    runner = asyncio.Runner(loop_factory=CommandLoop)
     loop = runner.get_loop()
+    dog = Watchdog(loop, view.warn)
     num_signals = 0
 
     def stop(task: asyncio.Task[Any]) -> None:
@@ -317,6 +318,7 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
         view.say(f"{what} (a third signal within {GRACE_S:g} s ends the command at once)")
 
     async def main() -> T:
+        dog.hear()
         this = asyncio.current_task()
         assert this is not None
 
@@ -338,7 +340,7 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
     taken = [number for number in ENDING if not (is_detached and number == signal.SIGHUP)]
     before = [signal.getsignal(number) for number in taken]
     try:
-        with Watchdog(loop, view.warn).watch(), runner:
+        with dog.watch(), runner:
             return runner.run(main())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None

@@ -83,6 +83,8 @@ def test_sigterm_cancels_and_both_handlers_are_put_back() -> None:
 
 STUBBORN = """
 import asyncio, os, signal, sys, threading, time
+if "without" in sys.argv:
+    sys.modules["uvloop"] = None
 from launchers import event_loop
 from launchers.terminal import View, run_until_done
 event_loop.GRACE_S = 0.2
@@ -100,9 +102,10 @@ run_until_done(work(), View())
 """
 
 
-def test_the_second_ctrl_c_ends_a_process_that_ignores_it() -> None:
+@pytest.mark.parametrize("uvloop", ["with", "without"])
+def test_the_second_ctrl_c_ends_a_process_that_ignores_it(uvloop: str) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(STUBBORN)], stdout=subprocess.PIPE,
+        [sys.executable, "-c", textwrap.dedent(STUBBORN), uvloop], stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None
