@@ -4,6 +4,7 @@
     dense    the same tokens, attention under one dense mask (--dense)
     varlen   every trajectory by itself, side by side without padding
     padded   every trajectory by itself, in rows of equal length
+    TreeRow  TRL's trie of trajectories, where TRL 1.16 is installed (tree_row.py)
 
 All compute the same loss and, with it, the same gradients. Printed are CPU seconds and peak memory
 of a step, beside what counting tokens, attention pairs and FLOPs lets one expect: `counted` is the
@@ -36,6 +37,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from agentenv.errors import ConfigError
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task, VersionSpan
+from launchers.benches import tree_row
 from launchers.planning.idle import NARROW, WIDE, Shape, simulated
 from launchers.tables import bare_table
 from learners.attention import TreeLayout, visible_pairs
@@ -55,6 +57,7 @@ from learners.policy import Policy, tensors
 
 LAYOUTS = ("tree", "varlen", "padded")
 FLAT = ("varlen", "padded")
+TREE_ROW = "TreeRow"
 MAX_TOKENS = 8192  # of a micro-batch, in every layout
 VOCABULARY = 4096
 Nodes = list[list[int]]  # of a tree: [parent, tokens of the policy, tokens of prompt or tool]
@@ -80,6 +83,9 @@ def make_model() -> Policy:
 
 def make_step(layout: str, trees: list[Nodes], policy: Policy) -> Callable[[], float]:
     """A function that runs forward and backward over all trees and returns the loss."""
+    if layout == TREE_ROW:
+        groups = [_sequences(grow(nodes, index)) for index, nodes in enumerate(trees)]
+        return tree_row.make_step(tree_row.pack(groups, MAX_TOKENS), policy)
     device = next(policy.parameters()).device
     encoded = encode_all(layout, trees)
     weight = ActionTokens.of(encoded).weight
@@ -109,14 +115,14 @@ def encode_all(layout: str, trees: list[Nodes]) -> list[EncodedTree]:
     """Trees as trees, or every trajectory as a sequence."""
     grown = [grow(nodes, index) for index, nodes in enumerate(trees)]
     if layout in FLAT:
-        return [
-            encode_sequence(path.token_ids, path.loss_mask)
-            for tree in grown
-            for path in tree.trajectories()
-        ]
+        return [one for tree in grown for one in _sequences(tree)]
     return [
         encode(tree, credit, 0) for tree in grown if (credit := tree_credit(tree, group_size=1))
     ]
+
+
+def _sequences(tree: TrajectoryTree) -> list[EncodedTree]:
+    return [encode_sequence(path.token_ids, path.loss_mask) for path in tree.trajectories()]
 
 
 def grow(nodes: Nodes, index: int) -> TrajectoryTree:
@@ -258,7 +264,7 @@ def run(
     found: dict[str, Figures] = {}
     for name in names or shapes:
         say(f"{name}: {shapes[name]['source']}")
-        layouts = (*LAYOUTS, "dense") if dense else LAYOUTS
+        layouts = [*LAYOUTS, *["dense"] * dense, *[TREE_ROW] * tree_row.is_installed()]
         found[name] = measure(shapes[name]["trees"], layouts, repeats)
     return flattened(found), list(tables(found))
 

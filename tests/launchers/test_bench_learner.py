@@ -10,7 +10,7 @@ import torch
 
 from launchers import bench
 from launchers.benches import layouts
-from launchers.benches.layouts import FLAT, count, make_model, make_step
+from launchers.benches.layouts import FLAT, TREE_ROW, count, make_model, make_step
 from launchers.planning.idle import WIDE, simulated
 from learners.dealing import Paths, idle_share, load, share
 
@@ -26,7 +26,7 @@ def test_all_layouts_have_the_same_loss_and_gradient(
     monkeypatch.setattr(layouts, "MAX_TOKENS", max_tokens)
     model = make_model()
     found = {}
-    for layout in ("tree", "dense", *FLAT):
+    for layout in ("tree", "dense", *FLAT, TREE_ROW):
         loss = make_step(layout, [TREE, TREE], model)()
         found[layout] = loss, torch.cat([p.grad.flatten().clone() for p in model.parameters()])
     loss, gradient = found["varlen"]
