@@ -197,7 +197,7 @@ def head(title: str, names: Iterable[str]) -> Table:
     """A table of figures with these columns, without rows."""
     table = bare_table(title)
     for name in names:
-        table.add_column(name.replace("_", " "), justify="right", no_wrap=True)
+        table.add_column(name.replace("_", " "), justify="right")  # names may wrap, no figure does
     return table
 
 

@@ -26,6 +26,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from heapq import heappop, heappush
+from itertools import count
 from random import Random
 from statistics import median
 from typing import Any
@@ -34,7 +36,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.actor import Actor
-from agentenv.deadline import admitted
+from agentenv.deadline import waiting
 from agentenv.plan import RolloutPlan
 from agentenv.replay import ReplayQueue
 from agentenv.tree import Node, Prefix, TrajectoryTree
@@ -100,22 +102,42 @@ class Figures(Struct, frozen=True, kw_only=True):
     ours_over_bound: float
 
 
+Order = tuple[int, int]
+
+
 class Pool:
-    """Places that are given in the order of asking, and the seconds for which they were taken."""
+    """Places that are given to the smallest `order` first, as those of engines are, to equal ones in
+    the order of asking; and the seconds for which they were taken."""
 
     def __init__(self, num_places: int) -> None:
         self.num_places = num_places
         self.used_s = 0.0
-        self._free = asyncio.Semaphore(num_places)
+        self._num_free = num_places
+        self._asked: list[tuple[Order, int, asyncio.Future[None]]] = []
+        self._numbers = count()
 
     @asynccontextmanager
-    async def place(self, what: str) -> Any:
-        async with admitted(self._free, what):
-            began_s = asyncio.get_running_loop().time()
-            try:
-                yield
-            finally:
-                self.used_s += asyncio.get_running_loop().time() - began_s
+    async def place(self, what: str, order: Order = (0, 0)) -> Any:
+        loop = asyncio.get_running_loop()
+        with waiting(what):
+            free = loop.create_future()
+            heappush(self._asked, (order, next(self._numbers), free))
+            self._give()
+            await free
+        began_s = loop.time()
+        try:
+            yield
+        finally:
+            self.used_s += loop.time() - began_s
+            self._num_free += 1
+            self._give()
+
+    def _give(self) -> None:
+        while self._num_free and self._asked:
+            free = heappop(self._asked)[2]
+            if not free.done():  # else whoever asked was cancelled
+                free.set_result(None)
+                self._num_free -= 1
 
     @property
     def least_s(self) -> float:
@@ -139,7 +161,7 @@ class MadeUpEngine:
         session: str,
         on_tokens: Callable[[Chunk], None] | None = None,
         stream_interval: int = 1,
-        order: tuple[int, int] = (0, 0),
+        order: Order = (0, 0),
     ) -> Completion:
         rng = Random(sampling.seed)
         size = min(
@@ -147,7 +169,7 @@ class MadeUpEngine:
         )
         entropies = [rng.random() * 2 for _ in range(min(size, 32))] + [0.0] * max(0, size - 32)
         ids, logprobs = [1] * size, [-0.5] * size
-        async with self.pool.place("a slot"):
+        async with self.pool.place("a slot", order):
             first = min(size, stream_interval)
             await asyncio.sleep(first * TOKEN_S)
             if on_tokens is not None:
