@@ -138,7 +138,7 @@ class CommandLoop(Loop):
     fifth of the controller's CPU with a worker.
     """
 
-    on_run: Callable[[], object] | None = None  # called each time that the loop begins to run
+    on_run: Callable[[], None] | None = None  # called each time that the loop begins to run
 
     def run_forever(self) -> None:
         if self.on_run is not None:
@@ -163,12 +163,13 @@ class Watchdog:
         self._last_signal = 0.0
         self._ending = 0.0  # when the process is ended, after the second signal
         self._signals, self._wakeup = socket.socketpair()
+        self._others: list[int] = []  # descriptors of those who heard of signals before
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """To be entered in the main thread, around everything that runs on the loop."""
         self._wakeup.setblocking(False)
-        before = self.hear()
+        before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         if isinstance(self._loop, CommandLoop):
             self._loop.on_run = self.hear
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -182,14 +183,23 @@ class Watchdog:
             self._wakeup.close()
             self._thread.join(GRACE_S)
             self._signals.close()
+            while self._others:
+                os.close(self._others.pop())
 
-    def hear(self) -> int:
-        """Let the system tell this thread of signals, and give who was told before.
+    def hear(self) -> None:
+        """Let the system tell this thread of signals, which tells whoever was told before: uvloop
+        takes that place each time that it begins to run.
 
-        uvloop takes that place each time that it begins to run: whatever runs first on the loop
-        calls this, too, since the loop may be held from then on.
+        Whatever runs first on the loop calls this, too, since the loop may be held from then on.
         """
-        return signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        told = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        if told not in (-1, self._wakeup.fileno()):
+            self._others.append(os.dup(told))  # its owner closes its own
+
+    def _pass_on(self, numbers: bytes) -> None:
+        for other in self._others[-1:]:
+            with suppress(OSError):  # it does not listen any more
+                os.write(other, numbers)
 
     def _run(self) -> None:
         self._signals.settimeout(BEAT_S)
@@ -199,7 +209,7 @@ class Watchdog:
                 if not numbers:
                     return
                 self._count(numbers)
-                self._wake()
+                self._pass_on(numbers)
             except TimeoutError:
                 pass
             self._look()
@@ -218,11 +228,6 @@ class Watchdog:
         if self._num_signals >= 2 and not self._ending:
             self._ending = now + GRACE_S
         self._last_signal = now
-
-    def _wake(self) -> None:
-        """Let a loop that sleeps go round once: Python calls handlers of signals only then."""
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(lambda: None)
 
     def _end(self, how: str) -> None:
         try:

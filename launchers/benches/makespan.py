@@ -106,8 +106,8 @@ Order = tuple[int, int]
 
 
 class Pool:
-    """Places that are given to the smallest `order` first, as those of engines are, to equal ones in
-    the order of asking; and the seconds for which they were taken."""
+    """Places that are given to the smallest `order` first, as those of engines are, and to equal
+    ones in the order of asking; and the seconds for which they were taken."""
 
     def __init__(self, num_places: int) -> None:
         self.num_places = num_places

@@ -81,6 +81,19 @@ def test_sigterm_cancels_and_both_handlers_are_put_back() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_handler_that_is_the_loops_own_hears_too() -> None:
+    """As `serve.py` has one: the watchdog passes on what it hears."""
+
+    async def work() -> None:
+        heard = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, heard.set)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        async with asyncio.timeout(10):
+            await heard.wait()
+
+    run_until_done(work(), View())
+
+
 STUBBORN = """
 import asyncio, os, signal, sys, threading, time
 if "without" in sys.argv:
