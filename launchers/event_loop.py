@@ -45,8 +45,9 @@ GRACE_S = 5.0
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXIT_INTERRUPTED = 130
 NUM_FRAMES = 12  # of a stack that is shown
-FREEZE_S, FULL_S = 1.0, 300.0  # between looks for garbage
+FREEZE_S, FULL_S, MOST_S = 1.0, 300.0, 3600.0  # between looks for garbage
 RARELY = 1000  # of the time, the part in which a look may hold up the loop
+FEW = 10_000  # pieces of garbage, for which the next look may come later
 MUCH_BYTES = 1 << 30
 SWITCH_S = 0.001
 LIBRARY = sysconfig.get_paths()["stdlib"]
@@ -91,8 +92,8 @@ def rolling_out() -> Iterator[None]:
 
 async def _collect() -> None:
     """Set aside what is new, every FREEZE_S, and look for garbage everywhere each FULL_S, more
-    seldom where a look takes long (RARELY), or when the process has grown by MUCH_BYTES; until
-    cancelled.
+    seldom where a look takes long (RARELY) or finds little (FEW), or when the process has grown by
+    MUCH_BYTES; until cancelled.
 
     Each look costs what it looks at, and at 10,000 rollouts what is new since a moment ago is much:
     looks five times a second took 100 us of each env step, those that Python itself makes (counting
@@ -104,9 +105,10 @@ async def _collect() -> None:
         began = time.monotonic()
         if began - looked > pause_s or _peak_bytes() - peak > MUCH_BYTES:
             gc.unfreeze()
-            gc.collect()
+            num_found = gc.collect()
             looked, peak = time.monotonic(), _peak_bytes()
-            pause_s = max(FULL_S, RARELY * (looked - began))
+            later_s = min(2 * pause_s, MOST_S) if num_found < FEW else 0.0
+            pause_s = max(FULL_S, RARELY * (looked - began), later_s)
         gc.freeze()
 
 

@@ -290,6 +290,15 @@ def test_what_is_new_is_set_aside_and_garbage_is_found_later(
     assert is_gone
     assert looks
 
+    monkeypatch.setattr("launchers.event_loop.RARELY", 0)
+    num_looks = []
+    for few in (0, 10**9):  # what is found is much, and little
+        monkeypatch.setattr("launchers.event_loop.FEW", few)
+        looks.clear()
+        asyncio.run(main(0.8))
+        num_looks.append(len(looks))
+    assert num_looks[0] > 2 * num_looks[1] > 0, "they come later where they find little"
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the options are those of glibc")
 def test_memory_that_a_step_has_freed_goes_back_to_the_system() -> None:
