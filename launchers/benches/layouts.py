@@ -320,10 +320,10 @@ def tables(found: dict[str, Figures]) -> tuple[Table, Table]:
         "CPU seconds; ratios are flat over tree, share is measured over counted FLOPs"
     )
     for name in ("shape", *layouts, "best flat", "FLOPs", "share", "tokens", "pairs", "computed"):
-        speed.add_column(name, justify="left" if name == "shape" else "right", no_wrap=True)
+        speed.add_column(name, justify="left" if name == "shape" else "right")
     memory = bare_table("peak memory of a step beyond the model, MB")
     for name in ("shape", *layouts):
-        memory.add_column(name, justify="left" if name == "shape" else "right", no_wrap=True)
+        memory.add_column(name, justify="left" if name == "shape" else "right")
     for name, one in found.items():
         ratio = one.flat_best_over_tree
         figures = (
@@ -381,7 +381,7 @@ def run_deal() -> tuple[dict[str, float], list[Table]]:
         )
         columns = ("ranks", "team", "groups", "idle: whole", "parts", "empty: whole", "parts")
         for column in (*columns, "computed", "load"):
-            table.add_column(column, justify="right", no_wrap=True)
+            table.add_column(column, justify="right")
         for num_ranks, groups, team in CASES:
             case = try_dealing(trees, num_ranks, groups, team)
             percent = (f"{100 * case[key]:.1f}" for key in list(case)[:4])
