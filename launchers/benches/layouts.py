@@ -58,6 +58,7 @@ from learners.policy import Policy, tensors
 LAYOUTS = ("tree", "varlen", "padded")
 FLAT = ("varlen", "padded")
 TREE_ROW = "TreeRow"
+SPEED, MEMORY = ("best flat", "FLOPs", "share"), ("tokens", "pairs", "computed")  # columns behind
 MAX_TOKENS = 8192  # of a micro-batch, in every layout
 VOCABULARY = 4096
 Nodes = list[list[int]]  # of a tree: [parent, tokens of the policy, tokens of prompt or tool]
@@ -319,24 +320,18 @@ def tables(found: dict[str, Figures]) -> tuple[Table, Table]:
     speed = bare_table(
         "CPU seconds; ratios are flat over tree, share is measured over counted FLOPs"
     )
-    for name in ("shape", *layouts, "best flat", "FLOPs", "share", "tokens", "pairs", "computed"):
-        speed.add_column(name, justify="left" if name == "shape" else "right")
-    memory = bare_table("peak memory of a step beyond the model, MB")
-    for name in ("shape", *layouts):
-        memory.add_column(name, justify="left" if name == "shape" else "right")
+    memory = bare_table("peak memory of a step beyond the model, MB; ratios as above")
+    for table, columns in ((speed, SPEED), (memory, MEMORY)):
+        table.add_column("shape")
+        for name in (*layouts, *columns):
+            table.add_column(name, justify="right")
     for name, one in found.items():
         ratio = one.flat_best_over_tree
-        figures = (
-            *one.cpu_s.values(),
-            ratio,
-            one.flops,
-            ratio / one.flops,
-            one.tokens,
-            one.pairs,
-            one.computed,
-        )
-        speed.add_row(name, *(f"{figure:.2f}" for figure in figures))
-        memory.add_row(name, *(f"{figure:.0f}" for figure in one.peak_mb.values()))
+        seconds = (*one.cpu_s.values(), ratio, one.flops, ratio / one.flops)
+        speed.add_row(name, *(f"{figure:.2f}" for figure in seconds))
+        megabytes = (f"{figure:.0f}" for figure in one.peak_mb.values())
+        counted = (f"{figure:.2f}" for figure in (one.tokens, one.pairs, one.computed))
+        memory.add_row(name, *megabytes, *counted)
     return speed, memory
 
 
