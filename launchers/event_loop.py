@@ -107,9 +107,14 @@ async def _collect() -> None:
             gc.unfreeze()
             num_found = gc.collect()
             looked, peak = time.monotonic(), _peak_bytes()
-            later_s = min(2 * pause_s, MOST_S) if num_found < FEW else 0.0
-            pause_s = max(FULL_S, RARELY * (looked - began), later_s)
+            pause_s = pause_after(pause_s, looked - began, num_found)
         gc.freeze()
+
+
+def pause_after(pause_s: float, took_s: float, num_found: int) -> float:
+    """Seconds until the next look, after one that came `pause_s` behind its last one."""
+    later_s = min(2 * pause_s, MOST_S) if num_found < FEW else FULL_S
+    return max(FULL_S, RARELY * took_s, later_s)
 
 
 def _peak_bytes() -> int:

@@ -17,7 +17,7 @@ import pytest
 
 from agentenv.tools import tool
 from launchers import event_loop
-from launchers.event_loop import Watchdog, rolling_out
+from launchers.event_loop import Watchdog, pause_after, rolling_out
 from launchers.terminal import View, run_until_done
 
 
@@ -290,14 +290,14 @@ def test_what_is_new_is_set_aside_and_garbage_is_found_later(
     assert is_gone
     assert looks
 
-    monkeypatch.setattr("launchers.event_loop.RARELY", 0)
-    num_looks = []
-    for few in (0, 10**9):  # what is found is much, and little
-        monkeypatch.setattr("launchers.event_loop.FEW", few)
-        looks.clear()
-        asyncio.run(main(0.8))
-        num_looks.append(len(looks))
-    assert num_looks[0] > 2 * num_looks[1] > 0, "they come later where they find little"
+
+def test_looks_come_later_where_they_take_long_or_find_little() -> None:
+    much, little = event_loop.FEW, event_loop.FEW - 1
+    assert pause_after(300, 0.1, much) == 300
+    assert pause_after(2400, 0.1, much) == 300
+    assert pause_after(300, 0.1, little) == 600
+    assert pause_after(2400, 0.1, little) == 3600, "an hour at most"
+    assert pause_after(3600, 5.0, much) == 5000, "a thousandth of the time"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the options are those of glibc")
