@@ -123,7 +123,13 @@ class Pool:
             free = loop.create_future()
             heappush(self._asked, (order, next(self._numbers), free))
             self._give()
-            await free
+            try:
+                await free
+            except asyncio.CancelledError:
+                if not free.cancelled():  # it was given meanwhile
+                    self._num_free += 1
+                    self._give()
+                raise
         began_s = loop.time()
         try:
             yield

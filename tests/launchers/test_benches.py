@@ -106,3 +106,24 @@ def test_figures_alone_are_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["flat"]["bytes_a_token"] > found["frame"]["bytes_a_token"]
     assert found["json"]["bytes_over_frame"] > 2
+
+
+def test_places_go_to_the_smallest_order_and_none_is_lost_to_who_is_cancelled() -> None:
+    async def main() -> list[str]:
+        pool, came = makespan.Pool(1), list[str]()
+
+        async def take(name: str, order: makespan.Order) -> None:
+            async with pool.place("a slot", order):
+                came.append(name)
+                await asyncio.sleep(1)
+
+        orders = {"root": (1, 1), "new": (0, 5), "old": (0, 2), "oldest": (0, 1)}
+        async with pool.place("a slot"):
+            tasks = {name: asyncio.create_task(take(name, order)) for name, order in orders.items()}
+            await asyncio.sleep(1)
+            tasks["new"].cancel()  # while it waits
+        tasks["oldest"].cancel()  # when it has just been given
+        await asyncio.wait(tasks.values())
+        return came
+
+    assert run_virtual(main()) == ["old", "root"]
