@@ -71,7 +71,8 @@ class Kind(Generic[T]):
                 self._parts[name] = self._load(name, path)
         if not isinstance(name, str) or name not in self._parts:
             known = self.names()
-            near = difflib.get_close_matches(str(name), known, n=1)
+            near = difflib.get_close_matches(str(name), known)
+            near.sort(key=lambda one: sorted(one) != sorted(str(name)))  # first: letters swapped
             hint = f"; did you mean {near[0]!r}?" if near else ""
             got = "which is missing" if name is None else f"got {name!r}{hint}"
             one_of = f"one of {known} or " if known else ""
