@@ -4,7 +4,7 @@
 
     accepted tokens   sampled tokens of the trees that a step trained, shared ones once, whose
                       advantage is not 0: what was discarded, failed or has nothing to teach does
-                      not count
+                      not count, nor what a resumed run found in its journal
     freshness         1 / (1 + s), s: the mean staleness of those tokens, in published versions
     batch factor      trees with a signal over `queue.groups_per_step`, at most 1
 
@@ -15,7 +15,7 @@ the published package (0.5.18) does not hold that tuner, so values are not compa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from agentenv.metrics import Metrics
 from agentenv.tree import TrajectoryTree
@@ -29,20 +29,24 @@ def step_score(
     policy_version: int,
     seconds: float,
     groups_per_step: int,
+    num_known: Mapping[int, int],
 ) -> Metrics:
     """The score of a step that took `seconds` of wall time, and its factors; `policy_version` is
-    the learner's before the update. And flow/filtered_tokens: the share of the sampled tokens of
-    the `delivered` trees that were in none of the `trained` ones."""
-    num_accepted = sum_ages = 0
+    the learner's before the update, `num_known` has by a tree's index how many of its first nodes
+    an earlier process grew, in seconds that are not counted here. And flow/filtered_tokens: the
+    share of the sampled tokens of the `delivered` trees that were in none of the `trained` ones."""
+    num_accepted = num_new = sum_ages = 0
     for tree, credit in trained:
+        first_new = num_known.get(tree.index, 0)
         for index, node in enumerate(tree.nodes):
             if credit.adv_pos[index] or credit.adv_neg[index]:
                 num_accepted += len(node.action_ids)
+                num_new += len(node.action_ids) * (index >= first_new)
                 for span in node.version_spans:
                     sum_ages += (span.end - span.start) * (policy_version - span.version)
     num_sampled = sum(map(_num_sampled, delivered))
     num_trained = sum(_num_sampled(tree) for tree, _ in trained)
-    rate = num_accepted / seconds if seconds else 0.0
+    rate = num_new / seconds if seconds else 0.0
     freshness = num_accepted / (num_accepted + sum_ages) if num_accepted else 0.0
     factor = min(1.0, len(trained) / groups_per_step)
     return {

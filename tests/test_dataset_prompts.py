@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -130,11 +131,24 @@ async def test_short_questions_are_not_rendered_once_one_was() -> None:
     assert fitting.renderer.num_rendered == 3  # the first, and the two whose sum is over 100
 
 
-@pytest.mark.parametrize("fault", [EnvError("no service"), TimeoutError()])
-async def test_an_env_that_fails_is_left_to_its_rollout(fault: Exception) -> None:
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (EnvError("no service"), "no service"),
+        (TimeoutError("late"), "the environment's reset raised TimeoutError: late"),
+        (KeyError("key"), "the environment's reset raised KeyError: 'key'"),
+    ],
+)
+async def test_an_env_that_fails_is_told_and_left_to_its_rollout(
+    fault: Exception, said: str
+) -> None:
     AskingEnv.fault = fault
     given = tasks(1, 2, 300, 4)
-    assert await Fitting("error").fitter.fit(given) == given
+    fitting = Fitting("error")
+    assert await fitting.fitter.fit(given) == given
+    (text,) = fitting.said
+    assert text.startswith("1 of 4 environments did not begin when they were tried")
+    assert f"that of task 2: {said}" in text
 
 
 async def test_what_the_user_can_mend_is_told_after_all_envs_are_closed() -> None:
@@ -152,3 +166,14 @@ async def test_a_row_with_an_unknown_environment_is_named() -> None:
     fitting.fitter.make_env = refuse
     with pytest.raises(ConfigError, match="task 0: no environment is registered as 'x'"):
         await fitting.fitter.fit(tasks(1))
+
+
+async def test_an_env_whose_reset_takes_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def forever(self: AskingEnv, **_: Any) -> None:
+        await asyncio.sleep(9)
+
+    monkeypatch.setattr(AskingEnv, "reset", forever)
+    fitting = Fitting("error")
+    fitting.fitter.limits = Limits(max_prompt_tokens=LIMIT, env_timeout_s=0.01)
+    assert await fitting.fitter.fit(given := tasks(1)) == given
+    assert fitting.said[0].endswith("task 0: its reset took more than limits.env_timeout_s")

@@ -279,6 +279,7 @@ class PromptFitter:
         self.key = key
         self.say = say
         self._rendered: dict[str, int] = {}  # tokens of a prompt, by what it shares with others
+        self._not_begun: dict[str, str] = {}  # why an environment did not begin, by its task
 
     async def fit(self, tasks: Sequence[Task]) -> list[Task]:
         """The tasks whose prompts fit, in order. Raises DataError for the first that does not, or
@@ -296,11 +297,22 @@ class PromptFitter:
                 overlong.append(f"{task.id} ({length} tokens)")
                 if self.mode == "cut":
                     kept.append(await self._cut(task))
+        self._report_not_begun(len(tasks))
         if overlong:
             self._report(overlong, len(tasks))
         if not kept:
             raise DataError(f"{self.key} = 'skip' left none of {len(tasks)} questions")
         return kept
+
+    def _report_not_begun(self, num_tasks: int) -> None:
+        """What would fail when it is rolled out, if it fails again."""
+        if self._not_begun:
+            task_id, problem = next(iter(self._not_begun.items()))
+            self.say(
+                f"{len(self._not_begun)} of {num_tasks} environments did not begin when they were "
+                "tried, and their rollouts fail if they do so again; the first of them is that of "
+                f"task {task_id}: {problem}"
+            )
 
     def _report(self, overlong: list[str], num_tasks: int) -> None:
         limit = f"limits.max_prompt_tokens = {self.limits.max_prompt_tokens}"
@@ -314,15 +326,17 @@ class PromptFitter:
         self.say(f"{self.key}: {found}; they {done}")
 
     async def _prompt(self, task: Task) -> _Prompt | AgentEnvError | None:
-        """The prompt of a task; None if its env could not be made or reset, which is the rollout's
-        business. Other errors are returned, so that all envs of a batch are closed."""
+        """The prompt of a task; None if its env could not be made or reset, which is told, and
+        the rollout's business. Other errors are returned, so that all envs of a batch are
+        closed."""
 
         async def made() -> Env:
             return self.make_env(task)
 
         try:
             env = await guarded(made(), "making the environment")
-        except CrashError:
+        except CrashError as error:
+            self._not_begun[task.id] = str(error)
             return None
         except ConfigError as error:
             return ConfigError(f"task {task.id}: {error}")
@@ -331,8 +345,10 @@ class PromptFitter:
             async with asyncio.timeout(self.limits.env_timeout_s):
                 messages, info = await guarded(env.reset(seed=0), "the environment's reset")
             found = _Prompt(messages, info.get("tools", ()))
-        except (EnvError, InfraError, TimeoutError):
-            pass
+        except TimeoutError:
+            self._not_begun[task.id] = "its reset took more than limits.env_timeout_s"
+        except (EnvError, InfraError) as error:
+            self._not_begun[task.id] = str(error)
         except AgentEnvError as error:
             found = error
         try:

@@ -27,6 +27,7 @@ class Flight:
         self.growing: asyncio.Task[TrajectoryTree] | None = None
         self.has_begun = False
         self.num_requeued = 0
+        self.num_known = 0  # nodes that an earlier process grew
         self._is_requeued = False  # since it was cancelled
 
     @property
@@ -45,6 +46,7 @@ class Flight:
             return
         self._is_requeued = True
         self.num_requeued += 1
+        self.num_known = 0
         self.began = asyncio.get_running_loop().time()
         self.growing.cancel()
 

@@ -690,6 +690,7 @@ class Training:
                 await asyncio.sleep(0)  # what was dropped writes the last of it before
                 if journal is not None and journal.knows(position):
                     recorded = await in_thread(journal.read, position, task)
+                    flight.num_known = 0 if recorded is None else len(recorded.tree.nodes)
                 if recorded is not None and recorded.is_finished:
                     return recorded.tree
                 return await self._grow(task, position, recorded)
@@ -775,8 +776,10 @@ class Training:
             name = f"self-critic-{state.step - 1:06d}"
             await self.recorder.write_trajectories(name, answers)
         self.queue.release(len(trees))
+        num_known: dict[int, int] = {}
         for tree in delivered:
-            self.flights.pop(tree.index, None)
+            flight = self.flights.pop(tree.index, None)
+            num_known[tree.index] = 0 if flight is None else flight.num_known
         state.ledger.check(in_flight=self.queue.num_waiting)
         began_s, self.scored_s = self.scored_s, asyncio.get_running_loop().time()
         metrics |= await in_thread(
@@ -786,6 +789,7 @@ class Training:
             policy_version=version,
             seconds=self.scored_s - began_s,
             groups_per_step=self.queue.groups_per_step,
+            num_known=num_known,
         )
         await self._report_step(delivered, metrics)
 

@@ -13,6 +13,7 @@ from agentenv.journal import Began, Finished, Frame, Leased, Trained
 from launchers import train
 from launchers.benches.chaos import Reader
 from tests.launchers.test_train_ends import started
+from tests.support.runs import rows_of
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here"), pytest.mark.slow]
 
@@ -66,6 +67,12 @@ def test_after_kill_9_the_same_trees_make_the_same_weights(
     leased = [index for frame in of(Leased, after) for index in frame.trees]
     assert leased == list(range(len(leased))), "each once, in start order"
     assert {step: weights(run, step) for step in (2, 4)} == old
+    rows = {row["step"]: row for row in rows_of(run) if "score/value" in row}
+    known = [there.issuperset(frame.trees) for frame in of(Leased, after)]
+    for step, row in rows.items():
+        if known[step - 1]:  # whose seconds were those of the process before
+            assert row["score/accepted_tokens_per_s"] == 0.0, step
+    assert any(known)
     files = steps_of(run / "trees")
     assert num_steps <= len(files)
     steps = [read_step(path) for path in files.values()]

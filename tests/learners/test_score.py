@@ -34,7 +34,12 @@ def test_the_score_of_a_step_by_hand() -> None:
     fresh, stale, equal = tree(0, (30, 5), (10, 4)), tree(1, (20, 3), (8, 5)), tree(2, (32, 5))
     trained = [credited(fresh, 1.0, -1.0), credited(stale, 0.5, 0.0)]
     found = step_score(
-        [fresh, stale, equal], trained, policy_version=5, seconds=4.0, groups_per_step=3
+        [fresh, stale, equal],
+        trained,
+        policy_version=5,
+        seconds=4.0,
+        groups_per_step=3,
+        num_known={},
     )
     # 30 + 10 + 20 tokens have an advantage, which are 0, 1 and 2 versions old: 50 in all.
     assert found["score/accepted_tokens_per_s"] == 15.0
@@ -45,6 +50,23 @@ def test_the_score_of_a_step_by_hand() -> None:
 
 
 def test_a_step_that_trains_nothing_scores_nothing() -> None:
-    found = step_score([tree(0, (4, 0))], [], policy_version=0, seconds=1.0, groups_per_step=1)
+    found = step_score(
+        [tree(0, (4, 0))], [], policy_version=0, seconds=1.0, groups_per_step=1, num_known={}
+    )
     assert found["score/value"] == 0.0
     assert found["flow/filtered_tokens"] == 1.0
+
+
+def test_what_an_earlier_process_grew_makes_the_rate_of_a_resumed_run_no_higher() -> None:
+    finished, begun = tree(0, (30, 5), (10, 5)), tree(1, (20, 5), (8, 5))
+    trained = [credited(finished, 1.0, -1.0), credited(begun, 0.5, 1.0)]
+    found = step_score(
+        [finished, begun],
+        trained,
+        policy_version=5,
+        seconds=4.0,
+        groups_per_step=2,
+        num_known={0: 3, 1: 2},  # all of the one, and of the other its root and a leaf
+    )
+    assert found["score/accepted_tokens_per_s"] == 8 / 4.0
+    assert found["score/freshness"] == found["score/batch_factor"] == 1.0
