@@ -98,7 +98,7 @@ def override_kinds(
     keys of the old kind that the new one does not have are left out, unless they are overrides
     themselves; `say` gets a line that lists them, by default as a warning."""
     before = copy.deepcopy(raw)
-    apply_overrides(raw, overrides)
+    apply_overrides(raw, overrides, config_type)
     named = {override.partition("=")[0].strip() for override in overrides}
     leave_out_old_kinds(config_type, raw, before, named, say)
 
@@ -136,10 +136,22 @@ def blaming(source: str, overrides: Sequence[str]) -> Iterator[None]:
         raise
 
 
-def apply_overrides(raw: Tree, overrides: Sequence[str]) -> None:
-    """Set the keys of `key.sub=value` texts in `raw`; a value that is no TOML is a text."""
+def apply_overrides(
+    raw: Tree, overrides: Sequence[str], config_type: type[msgspec.Struct] | None = None
+) -> None:
+    """Set the keys of `key.sub=value` texts in `raw`; a value that is no TOML is a text, but `none`
+    takes a table or a value away where a key of `config_type` may be without."""
     for override in overrides:
-        _apply(raw, override)
+        key, value = _read(override)
+        if value == "none" and config_type is not None:
+            path, _, last = key.rpartition(".")
+            if _is_named(config_type, path):
+                place = _lookup(raw, path)
+                if isinstance(place, dict):
+                    place.pop(last, None)
+                continue
+            value = None if _may_be_none(config_type, key) else value
+        _apply(raw, override, key, value)
 
 
 def build_config(config_type: type[T], raw: Tree, source: str) -> T:
@@ -285,18 +297,38 @@ def _defaults(struct: mi.StructType | None) -> Tree:
     }
 
 
-def _apply(raw: Tree, override: str) -> None:
+def _read(override: str) -> tuple[str, Any]:
+    """Key and value."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"override {override!r} is not of the form key.sub=value")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        return key.strip(), tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string
-    *parents, last = key.strip().split(".")
+        return key.strip(), text  # a bare word is a string
+
+
+def _is_named(config_type: type[msgspec.Struct], key: str) -> bool:
+    """Whether a key holds tables under names of the user's."""
+    kind = unwrap(_type_at(type_info(config_type), key)) if key else None
+    return isinstance(kind, mi.DictType) and bool(struct_types(kind.value_type))
+
+
+def _may_be_none(config_type: type[msgspec.Struct], key: str) -> bool:
+    """Whether no value can stand at a key, and "none" is none of its values."""
+    kind = unwrap(_type_at(type_info(config_type), key))
+    kinds = [unwrap(one) for one in kind.types] if isinstance(kind, mi.UnionType) else [kind]
+    has_none = any(isinstance(one, mi.NoneType) for one in kinds)
+    return has_none and "none" not in _choices(type_info(config_type), key)
+
+
+def _apply(raw: Tree, override: str, key: str, value: Any) -> None:
+    *parents, last = key.split(".")
     place = raw
     for parent in parents:
-        place = place.setdefault(parent, {})
+        if place.get(parent) is None:
+            place[parent] = {}
+        place = place[parent]
         if not isinstance(place, dict):
             raise ConfigError(f"override {override!r}: {parent} is a value, not a table")
     place[last] = value

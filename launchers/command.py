@@ -49,7 +49,7 @@ def make_parser(
         nargs="*",
         default=[],
         metavar="key.sub=value",
-        help="values that replace the file's",
+        help="values that replace the file's; none where there may be no value or table",
     )
     parser.set_defaults(resume="", view=False)
     if resumes:

@@ -111,7 +111,7 @@ def config_of(run: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     if "algorithm" not in raw:
         raise ConfigError(f"{run}: not a run of launchers/train.py: {path} names no algorithm")
-    apply_overrides(upgrade(TrainConfig, raw), overrides)
+    apply_overrides(upgrade(TrainConfig, raw), overrides, TrainConfig)
     return build_config(TrainConfig, raw, str(path))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 from msgspec import Meta, Struct
 
 from agentenv.config import (
+    apply_overrides,
     build_config,
     changes,
     keys_in,
@@ -61,6 +62,23 @@ def test_file_and_overrides(tmp_path: Path) -> None:
     assert config.path == "runs/a b"
     assert config.engine == Slow()
     assert config.sets["dev"].max_staleness == 5
+
+
+def test_none_takes_away_what_may_be_without(tmp_path: Path) -> None:
+    text = 'path = "x"\n[other]\nname = "slow"\npatience = 2.0\n[sets.dev]\n[sets.test]\n'
+    assert load(tmp_path, text).other == Slow(patience=2.0)
+    assert load(tmp_path, text, "other=none").other is None
+    assert load(tmp_path, text, "other=none", "other.name=fast").other == Fast()
+    assert list(load(tmp_path, text, "sets.dev=none", "sets.dave=none").sets) == ["test"]
+    assert load(tmp_path, text, "path=none").path == "none", "a key that takes any text"
+    with pytest.raises(ConfigError, match=r"queue: Expected `object`, got `str`: 'none'"):
+        load(tmp_path, text, "queue=none")
+
+
+def test_none_stays_a_value_where_it_is_one() -> None:
+    raw: dict[str, Any] = {"learner": {}, "sft": {}}
+    apply_overrides(raw, ["learner.offload=none", "sft=none"], TrainConfig)
+    assert raw == {"learner": {"offload": "none"}, "sft": None}
 
 
 def test_a_table_without_a_name_is_of_the_default_kind(tmp_path: Path) -> None:

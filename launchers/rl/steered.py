@@ -565,7 +565,7 @@ class Steered:
                 raise ConfigError(f"{text!r}: {problem}; {hint}known: {', '.join(KNOBS)}")
         before = to_plain(training.config)
         plain = to_plain(training.config)
-        apply_overrides(plain, values)
+        apply_overrides(plain, values, TrainConfig)
         config = await in_thread(build_config, TrainConfig, plain, "set")
         self._apply(config)
         after = to_plain(config)
