@@ -109,7 +109,6 @@ ALLOWED = {
     "launchers/monitors.py Monitors._run: self._calls.get": HERE,
     "launchers/benches/engines.py run: server.communicate": "it was killed",
     "launchers/benches/overhead.py _measure: stage.wait": BENCH,
-    "launchers/benches/overhead.py _measure: subprocess.run": BENCH,
     "launchers/benches/overhead.py serve_rank: asyncio.open_connection": BENCH,
     "launchers/benches/overhead.py serve_rank: reader.readexactly": BENCH,
     "launchers/benches/overhead.py serve_rank: writer.drain": BENCH,

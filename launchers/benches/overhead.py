@@ -70,6 +70,7 @@ FACT = "the founder of {} was born in the year {} in Osberg and so on"  # about 
 NUM_TEXTS = 512
 TURN_S, TOOL_S = 8.0, 2.0  # at 10,000; less in proportion below, so that as much happens a second
 NUM_STEPS = 4
+RUN_S = 3600.0  # of one size, after which it is given up
 WINDOW = 10  # tokens of a turn that the plan of ARPO looks at, and their part of the turn's time
 FIRST_PART = 0.2
 CONFIG, FIGURES = "run.toml", "figures.json"
@@ -101,33 +102,42 @@ def _run(prompts: int, num_workers: int) -> dict[str, float]:
         return figures
 
 
-def measured(module: str, options: Sequence[str], folder: Path) -> bytes:
+def measured(module: str, options: Sequence[str], folder: Path, limit_s: float = RUN_S) -> bytes:
     """What `python -m MODULE measure OPTIONS FOLDER ADDRESS` writes to FIGURES in the folder, once
     its surroundings, `... stage ...` in a process of their own, have written CONFIG there. ADDRESS
     is where the controller listens for its rank.
 
-    Raises AgentEnvError for a run that did not come to its end.
+    Raises AgentEnvError for a run that did not come to its end, in `limit_s` seconds.
     """
     with held_ports(1) as (port,):
-        done = _measure(module, options, folder, f"127.0.0.1:{port}")
+        try:
+            done = _measure(module, options, folder, f"127.0.0.1:{port}", limit_s)
+        except subprocess.TimeoutExpired:
+            raise AgentEnvError(
+                f"the run {' '.join(options)!r} did not end within {limit_s:g} s"
+            ) from None
     if done.returncode:
         raise AgentEnvError(f"the run {' '.join(options)!r} failed:\n{done.stderr[-4000:]}")
     return (folder / FIGURES).read_bytes()
 
 
 def _measure(
-    module: str, options: Sequence[str], folder: Path, address: str
+    module: str, options: Sequence[str], folder: Path, address: str, limit_s: float
 ) -> subprocess.CompletedProcess[str]:
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, wire.TOKEN_VARIABLE: secrets.token_hex(16)}
     command, here = [sys.executable, "-m", module], [*options, str(folder), address]
     quiet: dict[str, Any] = {"env": env, "stdout": subprocess.DEVNULL, "text": True}
+    end = time.monotonic() + limit_s
     stage = subprocess.Popen([*command, "stage", *here], **quiet)
     try:
         while not (folder / CONFIG).is_file() and stage.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(command, limit_s)
             time.sleep(0.05)
-        return subprocess.run([*command, "measure", *here], stderr=subprocess.PIPE, **quiet)
+        measure, left_s = [*command, "measure", *here], end - time.monotonic()
+        return subprocess.run(measure, stderr=subprocess.PIPE, timeout=left_s, **quiet)
     finally:
         stage.kill()
         stage.wait()

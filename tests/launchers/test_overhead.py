@@ -7,7 +7,26 @@ from pathlib import Path
 
 import pytest
 
+from agentenv.errors import AgentEnvError
 from launchers.benches import overhead
+
+STUCK = """
+import pathlib, sys, time
+if sys.argv[1] == "stage" and sys.argv[2] == "measure":
+    pathlib.Path(sys.argv[3], "run.toml").touch()
+else:
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("stuck", ["stage", "measure"])
+def test_a_run_that_hangs_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: str
+) -> None:
+    (tmp_path / "stuck.py").write_text(STUCK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(AgentEnvError, match=rf"the run '{stuck}' did not end within 0\.5 s"):
+        overhead.measured("stuck", [stuck], tmp_path, limit_s=0.5)
 
 
 @pytest.mark.slow
