@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentenv.errors import ConfigError
+from agentenv.disk import locked
+from agentenv.errors import AgentEnvError, ConfigError
 from launchers import bench
 from launchers.benches.peers import contest, environments
 from launchers.benches.peers.contest import PEERS, Peer, Sample
@@ -162,15 +169,169 @@ def test_a_run_tells_of_figures_and_errors(tmp_path: Path, monkeypatch: pytest.M
     ]
 
 
-def test_what_could_not_be_made_is_remembered(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (AgentEnvError("the run '3 0' failed:\n  ...\nValueError: it has moved"), "it has moved"),
+        (FileNotFoundError(2, "No such file or directory", "python"), "'python'"),
+        (subprocess.TimeoutExpired("python", 60.0), "timed out after 60.0 seconds"),
+    ],
+)
+def test_a_contestant_that_breaks_does_not_end_the_contest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, told: str
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise raised
+
+    peer = Peer(driver=write_driver(tmp_path, DRIVER))
+    monkeypatch.setattr(contest, "write_task", lambda place, sizes: write_task(place))
+    monkeypatch.setattr(contest, "_measured", broken)
+    peers = {"one": peer, "next": peer}
+    report = contest.run([*peers], [100], 1, tmp_path, 1.0, lambda text: None, peers=peers)
+    for one in report.peers.values():
+        assert told in one.error
+        assert "\n" not in one.error, "a row of the table"
+
+
+def test_one_whose_version_is_not_told_does_not_end_the_contest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(*_: Any) -> str:
+        raise subprocess.TimeoutExpired("python", 60.0)
+
+    monkeypatch.setattr(contest, "installed", silent)
+    monkeypatch.setattr(contest, "write_task", lambda place, sizes: write_task(place))
+    peers = {"silent": Peer(driver=write_driver(tmp_path, DRIVER), package="silent")}
+    report = contest.run(["silent"], [100], 1, tmp_path, 1.0, lambda text: None, peers=peers)
+    assert "timed out" in report.peers["silent"].error
+    assert report.peers["silent"].rounds == {}
+
+
+# Environments, made by a Python whose venv is a copy of itself, and whose pip is told what to do.
+
+PYTHON = """#!/bin/sh
+case "$2" in
+venv) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+pip) echo pip >> "$CALLS"; eval "$PIP" ;;
+esac
+"""
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes the environment with a pip that does so."""
+    python = tmp_path / "bin" / "python0.1"
+    python.parent.mkdir()
+    python.write_text(PYTHON)
+    python.chmod(0o755)
     asked = tmp_path / "asked.txt"
     asked.write_text("nothing\n")
-    with pytest.raises(PeerError) as first:
-        environments.interpreter("one", asked, ["2.0"], tmp_path / "made", 1.0)
-    with pytest.raises(PeerError) as second:
-        environments.interpreter("one", asked, ["2.0"], tmp_path / "made", 1.0)
-    assert str(first.value) == str(second.value)
-    assert "(tried 20" in str(first.value)
+    (tmp_path / "calls").touch()
+    monkeypatch.setenv("PATH", f"{python.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+
+    def made(pip: str, limit_s: float = 60.0) -> Path:
+        monkeypatch.setenv("PIP", pip)
+        return environments.interpreter("one", asked, ["0.1"], tmp_path / "made", limit_s)
+
+    return made
+
+
+def calls_of_pip(tmp_path: Path) -> int:
+    return (tmp_path / "calls").read_text().count("pip")
+
+
+REFUSED = "echo 'ERROR: No matching distribution found for nothing'; exit 1"
+
+
+def test_what_pip_refuses_is_remembered_until_its_folder_is_removed(
+    tmp_path: Path, make: Make
+) -> None:
+    told = []
+    for _ in range(2):
+        with pytest.raises(PeerError) as refused:
+            make(REFUSED)
+        told.append(str(refused.value))
+    assert told[0] == told[1]
+    assert calls_of_pip(tmp_path) == 1
+    found = re.fullmatch(
+        r"ERROR: No matching distribution found for nothing \(tried 20[-\d]+\); "
+        r"remove (\S+) to try again",
+        told[0],
+    )
+    assert found is not None, told[0]
+    subprocess.run(["rm", "-r", found[1]], check=True, timeout=60)
+    assert make("exit 0").is_file()
+
+
+@pytest.mark.parametrize(
+    ("pip", "told"),
+    [
+        ("echo Collecting nothing; exec sleep 600", "not installed within 0.1 s; pip was at: Coll"),
+        ("kill -9 $$", "nothing was said"),
+        (f"echo \"WARNING: Retrying after connection broken by 'E'\"; {REFUSED}", "No matching"),
+        ("echo 'ERROR: HTTPSConnectionPool: Read timed out.'; exit 2", "Read timed out"),
+        ("echo 'ERROR: [Errno 28] No space left on device'; exit 1", "No space left"),
+    ],
+)
+def test_what_was_not_the_peers_fault_is_tried_again(make: Make, pip: str, told: str) -> None:
+    with pytest.raises(PeerError, match=told):
+        make(pip, limit_s=0.1)
+    assert make("exit 0").is_file()
+
+
+def test_a_python_that_is_not_there_is_looked_for_again(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "/nowhere")
+        with pytest.raises(PeerError, match=r"needs Python 0\.1, and none is on the path"):
+            make("exit 0")
+    assert make("exit 0").is_file()
+
+
+def test_an_environment_that_was_made_is_made_again_if_its_python_is_gone(
+    tmp_path: Path, make: Make
+) -> None:
+    for _ in range(2):
+        python = make("exit 0")
+    assert calls_of_pip(tmp_path) == 1
+    python.unlink()
+    python.symlink_to("/nowhere/python")  # of a Python that was upgraded
+    assert make("exit 0") == python
+    assert calls_of_pip(tmp_path) == 2
+    assert python.is_file()
+
+
+def test_a_python_that_does_not_answer_is_none(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environments, "LOOK_S", 0.1)
+    (tmp_path / "bin" / "python0.1").write_text("#!/bin/sh\nexec sleep 600\n")
+    with pytest.raises(PeerError, match="none is on the path"):
+        make("exit 0")
+
+
+def test_two_benches_do_not_make_one_environment_at_once(tmp_path: Path, make: Make) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(make, 'sleep 0.3; touch "$(dirname $0)/done"') for _ in range(2)]
+        first, second = [one.result() for one in both]
+    assert first == second
+    assert first.with_name("done").is_file()
+    assert calls_of_pip(tmp_path) == 1
+
+
+def test_one_that_another_bench_makes_is_not_waited_for_without_end(
+    tmp_path: Path, make: Make
+) -> None:
+    with pytest.raises(PeerError, match="nothing was said"):
+        make("exit 1")
+    (lock,) = (tmp_path / "made").glob("*.lock")
+    began = time.monotonic()
+    with locked(lock), pytest.raises(PeerError, match=r"another bench has it, .*over 0\.1 s"):
+        make("exit 0", limit_s=0.1)
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(

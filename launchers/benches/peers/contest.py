@@ -33,7 +33,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from agentenv.errors import ConfigError
+from agentenv.errors import AgentEnvError, ConfigError
 from launchers.benches import overhead
 from launchers.benches.peers.environments import (
     REQUIREMENTS,
@@ -49,7 +49,8 @@ OURS, LOCK_STEP = "ours", "lock-step"
 # Rollouts at a time -> prompts a step, and steps, of our run. Waits are in proportion to rollouts,
 # as in `overhead`, so that as much happens a second.
 SIZES = {100: (3, 16), 1000: (31, 4)}
-RUN_S = 400.0  # of one contestant in one round, after which it is given up
+RUN_S = 400.0  # of one contestant in one round, of ours at one size, after which it is given up
+FAILURES = (AgentEnvError, OSError, subprocess.SubprocessError)  # of one contestant, not of all
 NUM_QUESTIONS = 124
 JSON_CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "it"}}\n</tool_call>'
 ANSWER, END = "<answer>it</answer>", "<|im_end|>"
@@ -155,9 +156,9 @@ def run(
         try:
             pythons[name] = _python(name, peers[name], folder, limit_s, say)
             found[name].version = _version(peers[name], pythons[name])
-        except PeerError as error:
-            found[name].error = str(error)
-            say(f"{name}: {error}")
+        except FAILURES as error:
+            found[name].error = _reason(error)
+            say(f"{name}: {found[name].error}")
     with tempfile.TemporaryDirectory(prefix="agentenv-") as place:
         task = write_task(Path(place), sizes)
         for number in range(num_rounds):
@@ -168,14 +169,19 @@ def run(
                 say(f"round {number + 1} of {num_rounds}: {name}")
                 try:
                     samples = _measured(name, peers[name], pythons[name], task, sizes)
-                except PeerError as error:
-                    one.error = str(error)
-                    say(f"{name}: {error}")
+                except FAILURES as error:
+                    one.error = _reason(error)
+                    say(f"{name}: {one.error}")
                     continue
                 for size, sample in samples.items():
                     one.rounds.setdefault(size, []).append(sample)
             keep(report := _report(found, number + 1))
     return report
+
+
+def _reason(error: Exception) -> str:
+    """Of a failure, in one line."""
+    return str(error) if isinstance(error, PeerError) else last_line(str(error))
 
 
 def _report(found: dict[str, Found], num_rounds: int) -> Report:
@@ -225,7 +231,7 @@ def _version(peer: Peer, python: Path) -> str:
 def _measured(
     name: str, peer: Peer, python: Path, task: Path, sizes: Sequence[int]
 ) -> dict[str, Sample]:
-    """One round of one contestant. Raises PeerError."""
+    """One round of one contestant. Raises what FAILURES are."""
     if name == OURS:
         return {str(size): _ours(*SIZES[size]) for size in sizes}
     assert peer.driver is not None
@@ -235,7 +241,7 @@ def _measured(
 def _ours(prompts: int, num_steps: int) -> Sample:
     with tempfile.TemporaryDirectory(prefix="agentenv-") as folder:
         options = [str(prompts), "0", str(num_steps), overhead.ENV]
-        told = overhead.measured("launchers.benches.overhead", options, Path(folder))
+        told = overhead.measured("launchers.benches.overhead", options, Path(folder), RUN_S)
     one = msgspec.json.decode(told, type=overhead.Figures)
     below = one.all_processes_us - one.cpu_us_per_env_step
     return Sample(one.cpu_us_per_env_step, round(below, 1), one.floor_us)

@@ -1,30 +1,45 @@
 """Virtual environments of peers, each made on first use from the file that pins it.
 
 A folder of them is by default that of the user's caches. An environment is named by its peer and by
-what was asked for, so that another file makes another one. What could not be made leaves why in the
-file `error.txt` and is not tried again while that stands.
+what was asked for, so that another file makes another one. What pip refuses leaves why in the file
+`error.txt` and is not tried again while that stands; a lack of time, of the network or of room on
+the disk says nothing about a peer and is not kept.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from agentenv.disk import locked
 from agentenv.errors import AgentEnvError
 
 REQUIREMENTS = Path(__file__).resolve().parent / "requirements"
 BAR = "\u2501"  # what pip draws its progress with
 ERROR, MADE, LOG = "error.txt", "made", "install.log"
+LOOK_S = 30.0  # for a Python that is on the path to do nothing
+POLL_S = 0.2  # between looks at an environment that another bench makes
+# What pip's log has, in small letters, where the network or the disk was the trouble.
+OURS = (
+    *("connection broken", "connectionpool", "connection error", "timed out", "name resolution"),
+    *("http error 5", "no space left"),
+)
 
 
 class PeerError(AgentEnvError):
     """A peer that was not made or did not run: the last line of what it said."""
+
+
+class RefusedError(PeerError):
+    """One that pip does not install, here and later."""
 
 
 def default_folder() -> Path:
@@ -41,26 +56,51 @@ def interpreter(
     text = "\n".join([requirements.read_text(encoding="utf-8"), *versions])
     place = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     python = place / "bin" / "python"
-    if (place / MADE).is_file():
-        return python
-    if (place / ERROR).is_file():
-        raise PeerError((place / ERROR).read_text(encoding="utf-8"))
-    shutil.rmtree(place, ignore_errors=True)  # of a bench that was interrupted
-    place.mkdir(parents=True)
-    try:
-        _make(place, python, requirements, versions, limit_s)
-    except PeerError as error:
-        shutil.rmtree(place / "lib", ignore_errors=True)  # often gigabytes
-        tried = time.strftime("%Y-%m-%d")
-        (place / ERROR).write_text(f"{error} (tried {tried})", encoding="utf-8")
-        raise PeerError(f"{error} (tried {tried})") from None
-    (place / MADE).touch()
-    return python
+    with _held(place, limit_s):
+        if (place / MADE).is_file() and python.exists():
+            return python
+        if not (place / ERROR).is_file():
+            shutil.rmtree(place, ignore_errors=True)  # of a bench that was interrupted
+            place.mkdir()
+            try:
+                _make(place, python, requirements, versions, limit_s)
+                (place / MADE).touch()
+                return python
+            except PeerError as error:
+                shutil.rmtree(place / "lib", ignore_errors=True)  # often gigabytes
+                if not isinstance(error, RefusedError):
+                    raise
+                tried = time.strftime("%Y-%m-%d")
+                (place / ERROR).write_text(f"{error} (tried {tried})", encoding="utf-8")
+        why = (place / ERROR).read_text(encoding="utf-8")
+    raise RefusedError(f"{why}; remove {place} to try again")
+
+
+@contextmanager
+def _held(place: Path, limit_s: float) -> Iterator[None]:
+    """No other bench makes or removes the environment meanwhile. Raises PeerError."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    lock = place.with_name(f"{place.name}.lock")
+    lock.touch()
+    end = time.monotonic() + limit_s
+    with ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(locked(lock, fcntl.LOCK_NB))
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise PeerError(
+                        f"another bench has it, in {place}, for over {limit_s:g} s; let that end"
+                    ) from None
+                time.sleep(POLL_S)
+        yield
 
 
 def _make(
     place: Path, python: Path, requirements: Path, versions: Sequence[str], limit_s: float
 ) -> None:
+    """Raises RefusedError for what pip does not install, PeerError for what is no fault of it."""
     base = _base(versions)
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install"]
     commands = ([base, "-m", "venv", str(place)], [*pip, "-r", str(requirements)])
@@ -78,7 +118,10 @@ def _make(
             except OSError as error:
                 raise PeerError(str(error)) from None
             if done.returncode:
-                raise PeerError(last_line(place / LOG))
+                said = (place / LOG).read_text(encoding="utf-8", errors="replace").lower()
+                is_ours = command[0] == base or done.returncode < 0  # it was killed
+                is_ours = is_ours or any(sign in said for sign in OURS)
+                raise (PeerError if is_ours else RefusedError)(last_line(place / LOG))
 
 
 def _base(versions: Sequence[str]) -> str:
@@ -94,7 +137,11 @@ def _base(versions: Sequence[str]) -> str:
 
 def _runs(python: str) -> bool:
     """Whether it is one: version managers put scripts on the path for what is not chosen."""
-    return not subprocess.run([python, "-c", ""], capture_output=True, timeout=30).returncode
+    try:
+        done = subprocess.run([python, "-c", ""], capture_output=True, timeout=LOOK_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return not done.returncode
 
 
 def last_line(log: Path | str) -> str:
