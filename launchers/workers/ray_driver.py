@@ -39,6 +39,8 @@ from launchers.workers.ray_places import (
 )
 
 INSTALL = "cluster.kind = ray needs the package ray: pip install 'agentenv[ray]'"
+OLDEST = "2.40"  # as in pyproject.toml
+MISMATCH = "Version mismatch"  # as Ray says it
 LOOK_S = 2.0  # at nodes
 STOP_S = GRACE_S + 4.0
 NUM_STARTS = 4  # of a cluster, on a machine that is busy
@@ -132,6 +134,11 @@ class Ray:
             import ray
         except ImportError as error:
             raise ConfigError(INSTALL) from error
+        if _numbers(ray.__version__) < _numbers(OLDEST):
+            raise ConfigError(
+                f"cluster.kind = ray needs Ray {OLDEST} or later, and {ray.__version__} is "
+                "installed: pip install --upgrade 'agentenv[ray]'"
+            )
         self.ray: Any = ray
         self.setup = setup
         self.groups: dict[str, Any] = {}
@@ -155,17 +162,25 @@ class Ray:
                 )
                 return
             except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-                where = setup.address or "of this machine"
+                where, why = setup.address or "of this machine", _in_one_line(error)
+                remedy = (
+                    "start one with `ray start --head` here and `ray start --address=HOST:6379` "
+                    "on other nodes, or leave cluster.address empty"
+                )
+                if why.startswith(MISMATCH):
+                    remedy = (
+                        "install the cluster's Ray and Python here (cluster.python names the "
+                        "interpreter on its nodes where that has another path), or start the "
+                        "cluster with those of here"
+                    )
                 raise ConfigError(
-                    f"cluster.address: the Ray cluster {where} cannot be reached: "
-                    f"{_first_line(error)}; start one with `ray start --head` here and "
-                    "`ray start --address=HOST:6379` on other nodes, or leave cluster.address empty"
+                    f"cluster.address: the Ray cluster {where} cannot be reached: {why}; {remedy}"
                 ) from error
             except Exception as error:  # it gives a node half a minute to come up
                 self.ray.shutdown()
                 if attempt == NUM_STARTS - 1:
                     raise WorkerError(
-                        f"Ray does not come up here: {_first_line(error)}; is the machine busy?"
+                        f"Ray does not come up here: {_in_one_line(error)}; is the machine busy?"
                     ) from error
 
     def nodes(self) -> dict[str, dict[str, float]]:
@@ -234,8 +249,15 @@ class Ray:
                 self.ray.util.remove_placement_group(group)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+def _in_one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    return "; ".join(filter(None, lines)).replace(":; ", ": ")
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    """The first two, which are whole numbers in every version of Ray."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 class _Held:
