@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from agentenv.disk import naming, write_whole
 from agentenv.engine import Engine
 from agentenv.errors import DataError, ForeignError
 from agentenv.foreign import decode
@@ -160,7 +161,7 @@ class Timings:
         self._row_s: float | None = None  # when there was a row
         self._loop_s = time.thread_time()
         if not path.exists():
-            path.write_bytes(msgspec.json.encode(_Head(vocab_size, max_staleness)) + b"\n")
+            write_whole(path, msgspec.json.encode(_Head(vocab_size, max_staleness)) + b"\n")
 
     def _now(self) -> float:
         now = asyncio.get_running_loop().time()
@@ -236,7 +237,7 @@ class Timings:
 
     def write(self, row: bytes) -> None:
         """Append a row; blocks."""
-        with self._path.open("ab") as file:
+        with naming(self._path), self._path.open("ab") as file:
             file.write(row)
 
 

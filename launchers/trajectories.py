@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.data.files import Row
+from agentenv.disk import naming
 from agentenv.encoder import fast_decoder
 from agentenv.tree import Trajectory, TrajectoryTree, of_frame
 
@@ -42,7 +43,7 @@ def write_rows(
     if path is None:
         return 0, list(islice(every, wanted))
     num_chars, shown = 0, list[Row]()
-    with path.open("w", encoding="utf-8") as file:
+    with naming(path), path.open("w", encoding="utf-8") as file:
         for row in every:
             num_chars += file.write(json.dumps(row, ensure_ascii=False) + "\n")
             if len(shown) < wanted:

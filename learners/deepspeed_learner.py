@@ -15,6 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentenv.deadline import uncancelled
+from agentenv.disk import explain, write_whole
 from agentenv.engines.weights import Address, Group, Manifest, TransferError, Wire
 from agentenv.errors import ConfigError, EngineError, LearnerError
 from agentenv.model_files import read_model_config
@@ -61,12 +62,12 @@ class Evidence:
         trees: Sequence[TrajectoryTree],
         encoded: Sequence[EncodedTree],
     ) -> None:
-        """Keep one step; beyond MAX_SAVED of a run only a warning is left."""
+        """Keep one step; beyond MAX_SAVED of a run, or where nothing can be written, only a warning
+        is left."""
         number = len(list(self.directory.glob("skipped-*.json"))) + 1
         if number > MAX_SAVED:
             logger.warning("an optimizer step was skipped: loss or gradient was not finite")
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"skipped-{number:05d}.json"
         row = {
             "policy_version": policy_version,
@@ -82,12 +83,14 @@ class Evidence:
                 for tree, one in zip(trees, encoded, strict=True)
             ],
         }
-        path.with_suffix(".msgpack").write_bytes(msgspec.msgpack.encode(list(encoded)))
-        path.write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
-        logger.warning(
-            "an optimizer step was skipped: loss or gradient was not finite; the batch is in %s",
-            path,
-        )
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            write_whole(path.with_suffix(".msgpack"), msgspec.msgpack.encode(list(encoded)))
+            write_whole(path, json.dumps(row, indent=2) + "\n")
+            told = f"the batch is in {path}"
+        except OSError as error:
+            told = f"the batch could not be written to {error.filename}: {explain(error)}"
+        logger.warning("an optimizer step was skipped: loss or gradient was not finite; %s", told)
 
 
 def _not_finite(tree: EncodedTree) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from agentenv.data.files import Row
+from agentenv.disk import naming, write_whole
 from agentenv.engine import Engine
 from agentenv.metrics import EntropyProfile, Throughput
 from agentenv.offload import look_again
@@ -37,7 +38,8 @@ def write_entropy(profile: EntropyProfile, folder: Path, name: str) -> None:
     """entropy.csv and entropy.png: mean entropy (nats) by token position from the start of a turn,
     of first turns and of turns after a tool result, by tool; beside it how many turns each point
     is the mean of."""
-    with (folder / "entropy.csv").open("w", encoding="utf-8", newline="") as file:
+    path = folder / "entropy.csv"
+    with naming(path), path.open("w", encoding="utf-8", newline="") as file:
         table = csv.DictWriter(file, COLUMNS)
         table.writeheader()
         table.writerows(profile.rows())
@@ -78,7 +80,7 @@ def _plot(profile: EntropyProfile, target: Path, name: str) -> None:
         ylim=(0, None),
     )
     right.set(title="turns that were that long", xlabel="token of the turn", ylim=(0, None))
-    target.write_bytes(png(figure))
+    write_whole(target, png(figure))
 
 
 INTERVAL_S = 0.5
@@ -173,11 +175,12 @@ def write_plots(metrics: Path, folder: Path, name: str) -> list[str]:
     """curve.png and training.png in `folder`; returns their names, none without a row."""
     if not metrics.is_file():
         return []
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    (folder / "curve.png").write_bytes(png(learning_curve(rows, name)))
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # else it was cut off
+    write_whole(folder / "curve.png", png(learning_curve(rows, name)))
     if not _steps(rows):
         return ["curve.png"]
-    (folder / "training.png").write_bytes(png(training_figures(rows, name), dpi=100))
+    write_whole(folder / "training.png", png(training_figures(rows, name), dpi=100))
     return ["curve.png", "training.png"]
 
 
@@ -427,7 +430,7 @@ def write_samples(path: Path, title: str, rows: Sequence[EvalRow], *, append: bo
     """A few complete trajectories as readable text, one of each kind of question."""
     firsts = {row.kind: row for row in reversed(rows)}
     chosen = [row for row in rows if firsts[row.kind] is row][:NUM_SAMPLES]
-    with path.open("a" if append else "w", encoding="utf-8") as file:
+    with naming(path), path.open("a" if append else "w", encoding="utf-8") as file:
         file.write(f"{'=' * 30} {title} {'=' * 30}\n\n")
         for row in chosen:
             file.write(readable(msgspec.structs.asdict(row)) + "\n\n")

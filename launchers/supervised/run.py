@@ -20,6 +20,7 @@ import numpy as np
 from msgspec import Struct
 
 from agentenv.deadline import uncancelled
+from agentenv.disk import write_whole
 from agentenv.offload import in_thread
 from agentenv.prompt import load_instruction
 from agentenv.renderer import Renderer
@@ -43,8 +44,8 @@ SMOOTHING = 0.9  # of the running mean that is drawn over the steps
 
 def plot_losses(run: Path, name: str, keys: tuple[str, ...]) -> None:
     """One panel a key: each step, their running mean, and the held-out rows."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # else it was cut off
     figure, places = panels(1, len(keys), (5.5 * len(keys), 4.2), run.name)
     for axes, key in zip(places, keys, strict=True):
         steps, values = _series(rows, f"{name}/{key}")
@@ -54,7 +55,7 @@ def plot_losses(run: Path, name: str, keys: tuple[str, ...]) -> None:
         if steps:
             axes.plot(steps, values, "o-", color="C1", markersize=4, label="held out")
         axes.set(title=key, xlabel="step")
-    (run / "loss.png").write_bytes(png(figure))
+    write_whole(run / "loss.png", png(figure))
 
 
 def smoothed(values: list[float]) -> list[float]:
