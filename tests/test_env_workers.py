@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
 from agentenv.actor import Actor
+from agentenv.branch import OpenEnvs
 from agentenv.cluster.env_server import EnvServer
 from agentenv.cluster.envs import EnvWorkers, WorkerEnv
 from agentenv.cluster.link import Link, linked
-from agentenv.cluster.messages import BEAT_S
+from agentenv.cluster.messages import BEAT_S, pack
 from agentenv.cluster.workers import Left
+from agentenv.config import to_plain
 from agentenv.deadline import WorkClock, doing, waiting, working
 from agentenv.env import Env, EnvWrapper, StepResult, forget_shared, shared
 from agentenv.errors import CrashError, EnvError, WorkerError
+from agentenv.prompt import PromptConfig
 from agentenv.testing import check_tool_env
 from agentenv.types import Limit, Limits, Message, Task
+from launchers.config import EnvConfig
+from launchers.workers import env_worker
+from launchers.workers.envs import Asked, EnvSetup
 from tests.support.counting_tools import ANSWER, call
 from tests.support.counting_tools import TASK as COUNTED
 from tests.support.toy import CountingEnv
@@ -30,6 +38,7 @@ from tests.test_testing import ShoutingEnv
 T = TypeVar("T")
 Make = Callable[[Task], Env]
 HELD_S = 30.0
+TIMEOUT_S = 20.0
 PLAN = AlwaysFork(group_size=4)
 SEARCH = call("search", query="a")
 LAST = Message("assistant", "enough")
@@ -52,18 +61,20 @@ class Host:
         self._make = make
         self.links: dict[str, Link] = {}
         self.ends: dict[str, Link] = {}
+        self.servers: dict[str, EnvServer] = {}
         self.serving: dict[str, asyncio.Task[None]] = {}
         self.joined: dict[str, asyncio.Task[Left]] = {}
 
     async def add(self, name: str) -> None:
         self.links[name], self.ends[name] = linked()
-        self.serving[name] = asyncio.create_task(self._serve(self.ends[name]))
+        self.servers[name] = EnvServer(self._make, self.ends[name], TIMEOUT_S)
+        self.serving[name] = asyncio.create_task(self._serve(name))
         self.joined[name] = asyncio.create_task(self.workers.join(name, self.links[name]))
         await asyncio.sleep(0)
 
-    async def _serve(self, end: Link) -> None:
-        await EnvServer(self._make, end).serve()
-        end.close()  # as the end of a process does
+    async def _serve(self, name: str) -> None:
+        await self.servers[name].serve()
+        self.ends[name].close()  # as the end of a process does
 
     async def kill(self, name: str) -> Left:
         """The process is gone at once, and what it held with it."""
@@ -328,6 +339,75 @@ def test_a_cancelled_fork_leaves_no_copy() -> None:
         assert CountingEnv.num_open == 0
 
     hosted(work, make=lambda task: CountingEnv(task, latency_s=5.0))
+
+
+class Stuck(EnvWrapper):
+    """Closes only when it is told to stop closing."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(CountingEnv(task))
+
+    async def close(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await super().close()
+
+
+def pending_of(host: Host) -> list[Any]:
+    """What either side of the first process still waits for."""
+    server = host.servers["a"]
+    return [*host.workers._processes["a"].calls, *server._calls, *server._of, *server._envs]
+
+
+def test_a_close_that_hangs_is_cancelled() -> None:
+    async def work(host: Host) -> None:
+        env = await begun(host)
+        with pytest.raises(EnvError, match=rf"env.close took over {TIMEOUT_S} s"):
+            await env.close()
+        assert CountingEnv.num_open == 0
+        await asyncio.sleep(1.0)
+        assert pending_of(host) == []
+
+    hosted(work, make=Stuck)
+
+
+@pytest.mark.parametrize("timeout_s", [TIMEOUT_S / 2, TIMEOUT_S, TIMEOUT_S * 2])
+def test_whoever_gives_a_close_up_first_leaves_nothing(timeout_s: float) -> None:
+    """The actor has its own deadline for it."""
+
+    async def work(host: Host) -> None:
+        envs = OpenEnvs(timeout_s)
+        env = host.workers.make(TASK)
+        with working(WorkClock()):
+            await envs.reset(env, seed=1)
+            await envs.close(env, TASK.id)
+        assert envs.count == 0
+        await asyncio.sleep(TIMEOUT_S)
+        assert CountingEnv.num_open == 0
+        assert pending_of(host) == []
+
+    hosted(work, make=Stuck)
+
+
+async def test_a_process_knows_the_limit_of_its_configuration(tmp_path: Path) -> None:
+    env_id = f"{__name__}:Stuck"
+    limits = Limits(env_timeout_s=0.01)
+    asked = Asked(env=EnvConfig(id=env_id), limits=limits, prompt=PromptConfig())
+    frame = pack(EnvSetup(to_plain(asked), str(tmp_path)))
+    link, far = linked()
+    end: Any = far
+    workers = EnvWorkers(held_s=HELD_S, tell=print)
+    async with AsyncExitStack() as stack:
+        serving = asyncio.create_task((await env_worker.build(frame, end, stack, print, 0)).serve())
+        joined = asyncio.create_task(workers.join("a", link))
+        await asyncio.sleep(0)
+        env = workers.make(Task("t", env_id, "?", ()))
+        await env.reset(seed=1)
+        with pytest.raises(EnvError, match=r"env.close took over 0.01 s"):
+            await env.close()
+        link.abort()
+        await asyncio.gather(serving, joined)
 
 
 class Tally:

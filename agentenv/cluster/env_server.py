@@ -30,7 +30,7 @@ from agentenv.cluster.env_messages import (
 from agentenv.cluster.link import Link
 from agentenv.cluster.messages import BEAT_S, Alive, Figures, Say, named, pack
 from agentenv.crashes import guarded
-from agentenv.deadline import ToldClock, working
+from agentenv.deadline import Deadline, ToldClock, working
 from agentenv.env import Env, shared_stats
 from agentenv.errors import AgentEnvError, CrashError, EnvError
 from agentenv.types import Task
@@ -41,10 +41,11 @@ logger = logging.getLogger(__name__)
 
 
 class EnvServer:
-    """Makes environments by `make_env`, and calls them, for whoever is at the other end."""
+    """Makes environments by `make_env`, and calls them, for whoever is at the other end. One that
+    has not closed after `timeout_s` seconds of work is told to stop that."""
 
-    def __init__(self, make_env: Callable[[Task], Env], link: Link) -> None:
-        self._make_env, self._link = make_env, link
+    def __init__(self, make_env: Callable[[Task], Env], link: Link, timeout_s: float) -> None:
+        self._make_env, self._link, self._timeout_s = make_env, link, timeout_s
         self._envs: dict[int, Env] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._of: dict[int, set[asyncio.Task[None]]] = {}  # the calls of an env
@@ -154,7 +155,8 @@ class EnvServer:
         await asyncio.gather(*before, return_exceptions=True)
         env = self._envs.pop(asked.env, None)
         if env is not None:
-            await guarded(env.close(), "the environment's close")
+            with Deadline.after(self._timeout_s, "env.close", EnvError):
+                await guarded(env.close(), "the environment's close")
         return Gave(asked.call)
 
     def _awaits(self, call: int, what: str, stands: bool, lost_s: float) -> None:

@@ -13,7 +13,7 @@ from agentenv.cluster.link import StreamLink
 from agentenv.config import resolver
 from agentenv.env import close_shared
 from launchers.data import Say
-from launchers.workers.envs import maker_of, read_env_setup
+from launchers.workers.envs import asked_of, maker_of, read_env_setup
 from launchers.workers.main import main
 
 
@@ -22,8 +22,10 @@ async def build(
 ) -> EnvServer:
     """What holds the environments of this process."""
     setup = read_env_setup(frame)
+    asked = asked_of(setup)
     stack.push_async_callback(close_shared)
-    return EnvServer(maker_of(setup, resolver(Path(setup.folder))), link)
+    make = maker_of(asked, resolver(Path(setup.folder)))
+    return EnvServer(make, link, asked.limits.env_timeout_s)
 
 
 if __name__ == "__main__":

@@ -46,9 +46,13 @@ class EnvSetup(Struct, array_like=True, frozen=True):
 read_env_setup = msgspec.msgpack.Decoder(EnvSetup).decode
 
 
-def maker_of(setup: EnvSetup, resolve: Callable[[str], Path]) -> EnvMaker:
+def asked_of(setup: EnvSetup) -> Asked:
+    """What a process was told. Raises ConfigError."""
+    return build_config(Asked, setup.asked, "the host")
+
+
+def maker_of(asked: Asked, resolve: Callable[[str], Path]) -> EnvMaker:
     """What makes environments in a process."""
-    asked = build_config(Asked, setup.asked, "the host")
     return EnvMaker(asked.env, tables_of(asked), resolve, asked.limits, asked.prompt)
 
 
