@@ -342,12 +342,14 @@ class Journal:
             await self._written.wait()
 
     async def rotate(self, oldest: int) -> None:
-        """Go on in a new file, and remove those in which no tree from place `oldest` on is."""
+        """Go on in a new file, and remove those in which no tree from place `oldest` on is. Raises
+        ConfigError when that cannot be done, and then nothing is written any more."""
         await self.commit()
         async with self._lock:
             try:
                 await uncancelled(self._on_disk(STALL_S, self._rotate, oldest))
             except OSError as error:
+                self._problem = self._problem or error
                 raise self._failure(error) from error
 
     async def close(self) -> None:
@@ -404,6 +406,8 @@ class Journal:
             is_due = to_sync_s is not None and loop.time() >= to_sync_s
             try:
                 async with self._lock:
+                    if self._problem is not None:  # a rotation's
+                        return
                     await uncancelled(self._on_disk(STALL_S, self._put, batch, is_due))
             except OSError as error:
                 self._problem = error
@@ -437,8 +441,10 @@ class Journal:
 
     def _rotate(self, oldest: int) -> None:
         assert self._file is not None
-        _close(self._file)
+        before = self._file
+        os.fdatasync(before.fileno())
         self._begin_file()
+        before.close()  # now that there is another to write into
         for path, last in list(self._last.items()):
             if last < oldest and path != Path(self._file.name):
                 path.unlink(missing_ok=True)

@@ -359,6 +359,42 @@ async def test_a_full_disk_is_one_line_and_nothing_half_written(
     await written.close()
 
 
+@pytest.mark.parametrize("where", ["the old file cannot be synced", "no new one can be made"])
+async def test_a_full_disk_at_a_rotation_is_told_as_any_other(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written any more, and what was written stays."""
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    for is_working in (True, False):
+        folder = tmp_path / str(is_working)
+        written = Journal(folder, JournalConfig(), settings="s", incarnation=1)
+        if is_working:
+            written.append(Began(0, "t", 0, 1, "s"))
+            await written.commit()
+        path = folder / "000001.frames"
+        size = path.stat().st_size
+        with monkeypatch.context() as patch:
+            if where.startswith("the old"):
+                patch.setattr(os, "fdatasync", full)
+            else:
+                patch.setattr(Path, "open", full)
+            with pytest.raises(ConfigError, match=r"cannot be written: No space left.*free some"):
+                await written.rotate(0)
+        assert written.is_broken
+        written.append(Began(1, "t", 0, 1, "s"))
+        with pytest.raises(ConfigError, match="cannot be written: No space left"):
+            await asyncio.wait_for(written.commit(), 10)
+        await written.close()  # it was told
+        assert path.stat().st_size == size
+        again = Journal(folder, JournalConfig(), settings="s", incarnation=2)
+        assert again.knows(0) == is_working
+        assert not again.knows(1)
+        await again.close()
+
+
 def test_a_disk_that_hangs_is_named_and_ends_the_wait(tmp_path: Path) -> None:
     """Whoever waits for the journal, and closing it, come to their end."""
 
