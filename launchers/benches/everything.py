@@ -31,6 +31,7 @@ PART_S = 3600.0  # that a part may take; `peers` installs what it lacks
 PARTS: dict[str, tuple[str, ...]] = {
     "start": ("--repeats", "3"),
     "overhead": ("--sizes", "1000"),
+    "overhead-workers": ("--sizes", "1000", "--workers", "2"),
     "makespan": ("--seeds", "3"),
     "staleness": ("--seeds", "1", "--updates", "0"),
     "transport": ("--repeats", "3"),
@@ -46,6 +47,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         *("--only", "ours", "lock-step", "verifiers", "trl", "skyrl-gym", "gymnasium"),
     ),
 }
+OF = {"overhead-workers": "overhead"}  # parts that are measured by the command of another one
 PACKAGES = ("agentenv", "torch", "transformers", "deepspeed", "vllm", "sglang", "numpy", "aiohttp")
 
 Found = dict[str, Any]
@@ -72,10 +74,15 @@ def run(parts: Sequence[str], say: Callable[[str], None], file: Path | None = No
     return found
 
 
+def command_of(name: str) -> list[str]:
+    """The arguments of bench.py that measure a part."""
+    return [OF.get(name, name), *PARTS[name]]
+
+
 def _run(name: str) -> Found:
     with tempfile.TemporaryDirectory(prefix="agentenv-") as folder:
         file = Path(folder) / "figures.json"
-        command = [sys.executable, "launchers/bench.py", name, *PARTS[name], "--json", str(file)]
+        command = [sys.executable, "launchers/bench.py", *command_of(name), "--json", str(file)]
         began = {"options": " ".join(PARTS[name]), "load": round(os.getloadavg()[0], 1)}
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PART_S)

@@ -125,9 +125,10 @@ def read_costs(file: Path) -> Costs:
         parts = decode(file.read_bytes())["parts"]
         found = {name: one["figures"] for name, one in parts.items() if "figures" in one}
         costs = COSTS
-        if "overhead" in found:
-            row = found["overhead"]["1000"]
-            costs = replace(costs, env_step_us=row["cpu_us_per_env_step"] - row["floor_us"])
+        for part, cost in (("overhead", "env_step_us"), ("overhead-workers", "central_us")):
+            if part in found:
+                row = found[part]["1000"]
+                costs = replace(costs, **{cost: row["cpu_us_per_env_step"] - row["floor_us"]})
         if "engines" in found:
             costs = replace(costs, client_us=found["engines"]["pool, 10 at a time"]["us_per_token"])
         if "transport" in found:

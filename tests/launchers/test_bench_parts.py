@@ -75,12 +75,23 @@ def test_what_gpus_ask_for_by_hand() -> None:
 def test_costs_are_read_from_what_all_writes(tmp_path: Path) -> None:
     file = tmp_path / "all.json"
     row = {"cpu_us_per_env_step": 300.0, "floor_us": 80.0}
-    file.write_text(json.dumps({"parts": {"overhead": {"figures": {"1000": row}}}}))
+    central = {"cpu_us_per_env_step": 250.0, "floor_us": 90.0}
+    parts = {"overhead": row, "overhead-workers": central}
+    written = {name: {"figures": {"1000": one}} for name, one in parts.items()}
+    file.write_text(json.dumps({"parts": written}))
     assert paper.read_costs(file).env_step_us == 220.0
+    assert paper.read_costs(file).central_us == 160.0
     assert paper.read_costs(file).client_us == paper.COSTS.client_us
     file.write_text('{"parts": {"tools": {"figures": {}}}}')
     with pytest.raises(ConfigError, match="not what `bench"):
         paper.read_costs(file)
+
+
+def test_all_measures_the_controller_with_and_without_workers() -> None:
+    found = {name: bench._parse(everything.command_of(name)) for name in everything.PARTS}
+    for name, workers in (("overhead", 0), ("overhead-workers", 2)):
+        options = found[name]
+        assert (options.part, options.sizes, options.workers) == ("overhead", [1000], workers)
 
 
 def test_a_part_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
