@@ -66,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
     view = View()
     try:
-        if options.json and not options.json.absolute().parent.is_dir():
-            raise ConfigError(f"--json {options.json}: there is no such folder")
+        if options.json and not is_alone(options):
+            check_target(options.json)
         return RUNS.get(options.part, run_plain)(options, view)
     except (AgentEnvError, OSError) as error:
         view.fail(str(error))
@@ -175,6 +175,22 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def is_alone(options: argparse.Namespace) -> bool:
     """Whether nothing but the figures is to be printed."""
     return str(options.json) == "-"
+
+
+def check_target(file: Path) -> None:
+    """Raises ConfigError for what figures cannot be written to; what is there stays as it is."""
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"--json {file}: there is no such folder")
+    is_new = not os.path.lexists(file)
+    try:
+        with file.open("ab"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--json {file}: {error.strerror}; name a file that can be written"
+        ) from error
+    if is_new:
+        file.unlink()
 
 
 def say_of(options: argparse.Namespace, view: View) -> Say:

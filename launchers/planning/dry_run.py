@@ -306,7 +306,12 @@ def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View,
     script = getattr(config.cluster, "script", "")
     job = job_of(config, arguments.config, arguments.overrides, run)
     if script:
-        Path(script).write_text(job, encoding="utf-8")
+        try:
+            Path(script).write_text(job, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"cluster.script = {script}: {error.strerror}; name a file that can be written"
+            ) from error
         view.say(f"written to {script}")
     elif job:
         view.say(f"\n{job}")

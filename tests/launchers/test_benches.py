@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
 from agentenv.actor import Actor
+from agentenv.errors import ConfigError
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Completion, SamplingParams, Task
 from agentenv.virtual_clock import run_virtual
@@ -106,6 +108,39 @@ def test_figures_alone_are_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["flat"]["bytes_a_token"] > found["frame"]["bytes_a_token"]
     assert found["json"]["bytes_over_frame"] > 2
+
+
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        ("folder", "--json folder: Is a directory; name a file that can be written"),
+        ("loop", "--json loop: Too many levels of symbolic links; name a file that can be"),
+        ("nowhere/figures.json", "--json nowhere/figures.json: there is no such folder"),
+        ("old.json", "measured"),
+        ("new.json", "measured"),
+    ],
+)
+def test_what_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    file: str,
+    told: str,
+) -> None:
+    """And what can be is left as it was until there are figures."""
+
+    def measure(*_: Any) -> int:
+        raise ConfigError("measured")
+
+    monkeypatch.setattr(bench, "run_plain", measure)
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("loop").symlink_to("loop")
+    Path("old.json").write_text("of another day")
+    assert bench.main(["transport", "--json", file]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+    assert Path("old.json").read_text() == "of another day"
+    assert not Path("new.json").exists()
 
 
 def test_places_go_to_the_smallest_order_and_none_is_lost_to_who_is_cancelled() -> None:

@@ -61,6 +61,15 @@ def test_what_cannot_work_is_refused(
     assert re.search(reason, refused(capsys, str(REASONING), "--gpus", "8", *overrides))
 
 
+def test_a_script_that_cannot_be_written_names_its_key(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    quickstart = str(ROOT / "configs" / "quickstart.toml")
+    for script, why in ((tmp_path / "none" / "job.sh", "No such file"), (tmp_path, "Is a direc")):
+        told = refused(capsys, quickstart, "cluster.kind=slurm", f"cluster.script={script}")
+        assert f"cluster.script = {script}: {why}" in " ".join(told.split())
+
+
 def test_rollout_workers_are_placed(capsys: pytest.CaptureFixture[str]) -> None:
     train.main([str(REASONING), "--dry-run", "--gpus", "8", *WORKERS])
     told = capsys.readouterr().out
