@@ -279,11 +279,14 @@ class Archive:
 
     async def write_behind(self, header: StepHeader, trees: Iterable[KeptTree]) -> None:
         """Write a step while other work goes on; only the one before is waited for. The trees must
-        not change any more."""
-        await self.written()
-        if self.config.max_gb:
-            work = uncancelled(in_thread(self.write, header, trees))
-            self._writing = asyncio.create_task(work)
+        not change any more. Raises ConfigError when that one could not be written; this one is
+        tried all the same, and the next call tells of it."""
+        try:
+            await self.written()
+        finally:
+            if self.config.max_gb:
+                work = uncancelled(in_thread(self.write, header, trees))
+                self._writing = asyncio.create_task(work)
 
     async def written(self) -> None:
         """Wait until everything is written. Raises ConfigError when it cannot be."""

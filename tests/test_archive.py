@@ -205,6 +205,26 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(writing())
 
 
+@pytest.mark.parametrize("is_full", [False, True], ids=["for a moment", "for good"])
+def test_each_step_whose_trees_are_missing_is_named(
+    is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trees of a step are written whatever became of those of the step before."""
+    archive, trees = Archive(tmp_path, ArchiveConfig()), [kept(1)]
+    for step in (1, 2) if is_full else (1,):
+        (tmp_path / f"step-{step:06d}.frames").symlink_to("/dev/full")
+
+    async def writing() -> None:
+        await archive.write_behind(header(1, 1), trees)
+        with pytest.raises(ConfigError, match=r"step-000001\.frames cannot be written"):
+            await archive.write_behind(header(2, 1), trees)
+        await archive.close()
+
+    asyncio.run(writing())
+    assert ("step-000002.frames cannot be written" in caplog.text) == is_full
+    assert is_full or read_step(tmp_path / "step-000002.frames").is_whole
+
+
 def test_none_is_kept_where_none_is_wanted(tmp_path: Path) -> None:
     archive = Archive(tmp_path / "trees", ArchiveConfig(max_gb=0))
     asyncio.run(archive.write_behind(header(1, 1), [kept(1)]))
