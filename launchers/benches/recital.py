@@ -190,7 +190,7 @@ class RecitingServer:
             self._begins = loop.call_later(self._scale * BEGIN_S, self._begin_fault)
         if is_turn and self.fault == "sick":
             raise web.HTTPInternalServerError(text='{"error": {"message": "CUDA error"}}')
-        if is_turn and self.fault == "full" and len(self._running) >= CAPACITY:
+        if self.fault == "full" and len(self._running) >= CAPACITY:
             raise web.HTTPTooManyRequests(text='{"error": {"message": "too many requests"}}')
         task = asyncio.current_task()
         assert task is not None

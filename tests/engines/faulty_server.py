@@ -132,6 +132,7 @@ class FaultyServer:
     async def connect(self, policy_version: int) -> ServerInfo:
         self.connected = True
         self._check()
+        self._check_room()  # a client tries a server out by a token
         self._name(policy_version)
         await self._engine.load_weights(Path(self.weights), policy_version)
         features = frozenset({"sleep"} if self.can_sleep else ())
@@ -146,13 +147,11 @@ class FaultyServer:
     async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         self._check()
         assert not self.asleep, "asked to sample while it sleeps"
+        self._check_room()
         if request.id.startswith("weights-"):  # what it answers tells its weights
             logprob = -float(crc32(self.weights.encode()))
             on_chunk(Chunk([1], [logprob], [0.0]))
             return PartEnd("length", [], 1)
-        if self.capacity is not None and self.num_running >= self.capacity:
-            self.num_refused += 1
-            raise BusyError("429")
         if self.num_starved:
             self.num_starved -= 1
             raise NoDescriptorError("no file descriptor")
@@ -273,6 +272,11 @@ class FaultyServer:
             raise ServerLostError(f"{self.name}: connection refused")
         if not self.connected:
             raise ServerLostError(f"{self.name}: connect was not called")
+
+    def _check_room(self) -> None:
+        if self.capacity is not None and self.num_running >= self.capacity:
+            self.num_refused += 1
+            raise BusyError("429")
 
 
 def end_of(done: Completion) -> PartEnd:

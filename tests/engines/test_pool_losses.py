@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentenv.deadline import Deadline, WorkClock, working
-from agentenv.engines.server import PartEnd, Request, ServerLostError
+from agentenv.engines.server import BusyError, PartEnd, Request, ServerLostError
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, Completion, VersionSpan
 from tests.engines.faulty_server import FaultyServer
@@ -219,6 +219,28 @@ async def test_a_server_that_is_full_loses_nothing_and_gets_fewer(b: Bench) -> N
     assert asyncio.get_running_loop().time() < 60
 
 
+@virtual(1)
+async def test_a_server_that_is_too_busy_to_say_what_it_has_is_asked_again(b: Bench) -> None:
+    """One of its requests was lost; the other one goes on there."""
+    (server,) = b.servers
+    says, refusals = server.keeps_label, [BusyError("503")] * 2
+
+    async def say() -> bool:
+        if refusals:
+            raise refusals.pop()
+        return await says()
+
+    asking = asyncio.create_task(b.ask(TEXT * 2, stop=()))
+    await asyncio.sleep(0.5)
+    server.keeps_label, server.fails = say, True  # type: ignore[method-assign]
+    other = asyncio.create_task(b.ask(session="other"))
+    await asyncio.sleep(0.1)
+    server.fails = False
+    assert b.text(await asking) == TEXT * 2
+    assert (b.text(await other), refusals) == (TEXT, [])
+    assert (server.num_aborted, server.loaded) == (0, [])
+
+
 @virtual(2)
 async def test_who_was_refused_goes_elsewhere_and_before_all_others(b: Bench) -> None:
     b.servers[0].capacity = 0
@@ -233,7 +255,7 @@ async def test_who_was_refused_goes_elsewhere_and_before_all_others(b: Bench) ->
 @virtual(1, max_outage_s=1000)
 async def test_a_server_that_refuses_everything_for_ever_is_lost_in_the_end(b: Bench) -> None:
     b.servers[0].capacity = 0
-    with pytest.raises(EngineError, match="refuses every request as if it were full"):
+    with pytest.raises(EngineDeadError, match="was there for 1000 s .*server0: 429"):
         await b.ask()
 
 

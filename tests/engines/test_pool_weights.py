@@ -11,8 +11,8 @@ import pytest
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.server import Request, ServerLostError
 from agentenv.engines.server_config import PoolConfig
-from agentenv.errors import ConfigError, EngineError
-from agentenv.types import Chunk, Completion, VersionSpan
+from agentenv.errors import ConfigError, EngineDeadError, EngineError
+from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 from tests.engines.faulty_server import EOS, FaultyServer, reciter
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
 from tests.support.virtual_clock import run_virtual
@@ -109,6 +109,21 @@ async def test_who_waits_while_a_server_refuses_an_update_gets_no_place_on_it(b:
     assert (await asked[1]).version_spans == [VersionSpan(1, 0, len(TEXT))]
     assert set(bad.versions_asked) <= {1}
     await asked[0]
+
+
+@virtual(1)
+async def test_a_server_that_is_full_takes_an_update_and_loses_nothing(b: Bench) -> None:
+    """It refuses the token by which its weights are known until one of its requests has ended."""
+    (server,) = b.servers
+    server.capacity = 8
+    asked = [asyncio.create_task(b.ask(session=str(number))) for number in range(8)]
+    await asyncio.sleep(0.5)
+    await b.load(1)
+    assert server.num_refused > 0
+    assert (server.loaded, server.num_aborted) == ([("v1", 1)], 0)
+    assert {b.text(await one) for one in asked} == {TEXT}
+    stats = b.pool.stats()
+    assert (stats["retries"], stats["server/0/lost"], stats["servers_up"]) == (0, 0, 1)
 
 
 @virtual(2)
@@ -271,6 +286,45 @@ def test_a_run_begins_without_a_server_that_is_gone_and_takes_it_in_when_it_is_b
         gone.restart()
         await asyncio.sleep(30)
         assert [server.weights for server in (there, gone)] == ["v1", "v1"]
+        await pool.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("names", [["there", "full"], ["full"]])
+def test_a_run_begins_without_a_server_that_is_full_and_takes_it_in_when_it_has_room(
+    folder: Path, names: list[str]
+) -> None:
+    """Others may ask it too. One that is full is there, also where it is the only one."""
+    servers = [FaultyServer(name, reciter(folder)) for name in names]
+    full = servers[-1]
+    full.capacity = 0
+
+    async def main() -> None:
+        pool = EnginePool(servers, folder, 0, vocab_size=256, eos_ids={EOS})
+        await pool.start(fresh=False)
+        assert pool.stats()["servers_up"] == len(names) - 1
+        await asyncio.sleep(60)
+        full.capacity = None
+        await pool.load_weights(folder / "v1", 1)
+        await asyncio.sleep(60)
+        assert [server.weights for server in servers] == ["v1"] * len(names)
+        assert pool.stats()["servers_up"] == len(names)
+        await pool.close()
+
+    run_virtual(main())
+
+
+def test_servers_that_stay_full_from_the_start_on_are_an_outage(folder: Path) -> None:
+    server = FaultyServer("full", reciter(folder))
+    server.capacity = 0
+
+    async def main() -> None:
+        pool = EnginePool([server], folder, 0, vocab_size=256, eos_ids={EOS})
+        await pool.start(fresh=False)
+        await asyncio.sleep(700)
+        with pytest.raises(EngineDeadError, match=r"600 s .*full: 429"):
+            await pool.generate([1], SamplingParams(1), session="s")
         await pool.close()
 
     run_virtual(main())

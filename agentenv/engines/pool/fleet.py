@@ -183,15 +183,16 @@ class Fleet:
 
     async def start(self, *, fresh: bool) -> None:
         """Connect to all. Raises ConfigError if one cannot be used, or none is there; one that is
-        gone while others are there takes part as soon as it is back."""
+        gone while others are there, or full, takes part as soon as it can."""
         outcomes = await asyncio.gather(
             *(member.connect(self._target, fresh=fresh) for member in self.members),
             return_exceptions=True,
         )
         found = list(zip(self.members, outcomes, strict=True))
-        gone = {member for member, one in found if isinstance(one, ServerLostError)}
+        gone = {m for m, one in found if isinstance(one, ServerLostError | BusyError)}
+        is_there = any(not isinstance(one, ServerLostError) for one in outcomes)
         for member, outcome in found:
-            if member in gone and len(gone) < len(found):
+            if member in gone and is_there:
                 logger.warning(
                     "engine server %s: %s; the run begins without it", member.name, outcome
                 )
@@ -204,6 +205,7 @@ class Fleet:
             if member not in gone:
                 self._serve(member)
             self._keep(member)
+        self._watch_outage()
 
     def add(self, server: Server) -> None:
         """One more takes part; it serves once it holds the current weights."""

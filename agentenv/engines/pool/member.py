@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from enum import Enum
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from agentenv.backoff import backoff_s
 from agentenv.engines.pool.account import Account
 from agentenv.engines.pool.seat import LISTEN_S, Hearing, Seat
 from agentenv.engines.server import (
+    BusyError,
     ForeignWeightsError,
+    NoDescriptorError,
     Request,
     Server,
     ServerLoad,
@@ -118,9 +121,12 @@ class Target(Struct, frozen=True):
 
 logger = logging.getLogger(__name__)
 
+FIRST_CLOSED_S, MAX_CLOSED_S = 0.25, 60.0  # after a refusal for congestion
+
 # Whether a server holds the same weights as the others, by one token.
 
 PROBE_IDS = tuple(range(1, 17))
+MAX_PROBE_PAUSE_S = 5.0  # before a full server is asked again
 MAX_PROBE_GAP = 0.05  # nats; kernels of one engine differ by less, other weights by more
 
 
@@ -138,18 +144,18 @@ class WeightProbe:
         self._first = ""  # name of the first server
         self._logprob = 0.0  # nats
 
-    async def check(self, server: Server) -> None:
+    async def check(self, server: Server, within_s: float) -> None:
         """Raises ServerLostError if the server has not the weights of the first server that took
-        its policy version."""
+        its policy version, or gives no token in time. One that is full is asked again until then:
+        it refuses a request, not the weights."""
         version = server.policy_version
-        self._num_asked += 1
-        request = Request(
-            f"weights-{id(self):x}-{self._num_asked}",
-            self._prompt_ids,
-            SamplingParams(max_tokens=1, temperature=0.0),
-        )
-        done = await sampled(server, request)
-        logprob = done.logprobs[0]
+        try:
+            async with asyncio.timeout(within_s):
+                logprob = await self._ask(server)
+        except TimeoutError as error:
+            raise ServerLostError(
+                f"{server.name} gave no token within {within_s:g} s when asked for one"
+            ) from error
         if self._version is not None and version < self._version:
             return  # an update has come meanwhile
         if version != self._version:
@@ -160,6 +166,27 @@ class WeightProbe:
                 f"{self._first} has: log-probs differ by {abs(logprob - self._logprob):.3f} nats"
             )
 
+    async def _ask(self, server: Server) -> float:
+        """The log-prob on this server, nats, as soon as it has room for the request."""
+        for attempt in count():
+            self._num_asked += 1
+            request = Request(
+                f"weights-{id(self):x}-{self._num_asked}",
+                self._prompt_ids,
+                SamplingParams(max_tokens=1, temperature=0.0),
+            )
+            try:
+                return (await sampled(server, request)).logprobs[0]
+            except BusyError as error:
+                wanted_s = error.retry_after_s
+            except NoDescriptorError:
+                wanted_s = 0.0
+            pause_s = backoff_s(
+                attempt, server.name, first_s=FIRST_CLOSED_S, max_s=MAX_PROBE_PAUSE_S
+            )
+            await asyncio.sleep(max(pause_s, wanted_s))
+        raise AssertionError
+
 
 # One server in a pool: whether it serves, what is on it, and how it comes back.
 
@@ -168,7 +195,6 @@ SETTLE_S = 0.2  # after a loss: by then the other connections to a dead process 
 NUM_LOADS = 2  # times that an update is offered to a server that refuses it
 IDLE = ServerLoad(0, 0, 0.0, 0)
 FIRST_STAY_S, MAX_STAY_S = 1.0, 60.0  # out of the pool, for a server that fails again
-FIRST_CLOSED_S, MAX_CLOSED_S = 0.25, 60.0  # after a refusal for congestion
 AWAY_S = 5.0  # for other processes to end their requests
 MAX_REFUSALS = 30  # times in a row that a server without requests may be closed
 
@@ -402,7 +428,7 @@ class Member(Seat):
         """At the start. `fresh`: it has just been started from the target's directory."""
         await self._connect(target.policy_version)
         if fresh:
-            await self.probe.check(self.server)
+            await self.probe.check(self.server, self.config.first_token_s)
         else:
             await self.take(target)
 
@@ -425,7 +451,9 @@ class Member(Seat):
         try:
             if not await self.server.healthy() or not await self.server.keeps_label():
                 return False
-            await self.probe.check(self.server)
+            await self.probe.check(self.server, self.config.first_token_s)
+        except BusyError:
+            raise
         except EngineError:
             return False
         return True
@@ -495,7 +523,7 @@ class Member(Seat):
             try:
                 async with asyncio.timeout(self.config.load_timeout_s):
                     await load()
-                    await self.probe.check(self.server)
+                    await self.probe.check(self.server, self.config.first_token_s)
             except TimeoutError as error:
                 lost = ServerLostError(
                     f"{self.name} did not load policy version {policy_version} within "
