@@ -246,11 +246,40 @@ def _paper(figures: Found) -> Any:
     return figure
 
 
+def _overhead(figures: Found) -> Any:
+    figure, (axes,) = panels(1, 1, (8, 3))
+    keys = (
+        ("a loop that waits", "floor_us"),
+        ("the controller", "cpu_us_per_env_step"),
+        ("all processes", "all_processes_us"),
+    )
+    columns = {label: [row[key] for row in figures.values()] for label, key in keys}
+    names = [f"{size} rollouts" for size in figures]
+    _bars(axes, "CPU microseconds an env step", names, columns)
+    return figure
+
+
+def _peers(figures: Found) -> Any:
+    rows = {name: one["sizes"] for name, one in figures["peers"].items() if one["sizes"]}
+    sizes = list(dict.fromkeys(size for row in rows.values() for size in row))
+    number = len(sizes) or 1  # nobody has figures: an empty picture
+    figure, axes = panels(1, number, (6 * number, 4.5), "CPU microseconds an env step")
+    keys = (("floor", "floor_us"), ("its process", "cpu_us"), ("those below it", "children_us"))
+    for one, size in zip(axes, sizes, strict=False):
+        those = {name: row[size] for name, row in rows.items() if size in row}
+        columns = {label: [row[key] for row in those.values()] for label, key in keys}
+        _bars(one, f"{size} rollouts at a time", list(those), columns)
+    return figure
+
+
 PICTURES: dict[str, Callable[[Found], Any]] = {
+    "overhead": _overhead,
+    "overhead-workers": _overhead,
     "makespan": _makespan,
     "staleness": _staleness,
     "transport": _transport,
     "fork": _fork,
     "tools": _tools,
     "paper": _paper,
+    "peers": _peers,
 }

@@ -117,6 +117,19 @@ def test_pictures_are_of_what_was_measured(tmp_path: Path) -> None:
     assert (tmp_path / "plots" / "fork.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_controller_and_its_peers_have_pictures(tmp_path: Path) -> None:
+    cost = {"cpu_us_per_env_step": 300.0, "floor_us": 80.0, "all_processes_us": 500.0}
+    peer = {"cpu_us": 300.0, "floor_us": 80.0, "children_us": 20.0}
+    peers = {"ours": {"sizes": {"100": peer, "1000": peer}}, "absent": {"sizes": {}}}
+    parts: dict[str, Any] = {"overhead": {"1000": cost}, "overhead-workers": {"1000": cost}}
+    parts |= {"peers": {"peers": peers}}
+    found = {"parts": {name: {"figures": figures} for name, figures in parts.items()}}
+    names = ["overhead.png", "overhead-workers.png", "peers.png"]
+    assert everything.plot(found, tmp_path) == names
+    found["parts"]["peers"]["figures"]["peers"] = {"absent": {"sizes": {}}}
+    assert everything.plot(found, tmp_path) == names, "with nothing on the last one"
+
+
 def test_every_picture_is_of_a_part_of_all() -> None:
     assert everything.PICTURES.keys() <= everything.PARTS.keys()
 
