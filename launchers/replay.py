@@ -1,10 +1,12 @@
 """Computes again what a run computed from the trees that it kept: `python launchers/replay.py RUN`.
 
-RUN is the folder of a run, finished or not; its model, engine, environments and learner are not
-needed. Of each step it computes again how every tree grew (the plan's roots and forks, limits, what
+RUN is the folder of a run, finished or not; its engine, environments and learner are not needed.
+Of each step it computes again how every tree grew (the plan's roots and forks, limits, what
 replaced a failure), the credit of every node, and the loss from the log-probs that the learner
-found. What comes out otherwise is named: step, tree, node, what, recorded and computed. One process
-and one thread, on a clock that jumps, so that a debugger may stop it anywhere:
+found; of finished trees that no step took, which are in the journal, how they grew. Only where no
+step is there the config.json of the model is needed. What comes out otherwise is named: step, tree,
+node, what, recorded and computed. One process and one thread, on a clock that jumps, so that a
+debugger may stop it anywhere:
 
     python -m pdb -c "b learners/arpo.py:154" -c c launchers/replay.py RUN --step 3 --tree 17
 """
@@ -23,16 +25,17 @@ import msgspec
 import numpy as np
 
 from agentenv.archive import ARCHIVE, Credit, Entry, KeptTree, Step, read_step, steps_of
-from agentenv.config import apply_overrides, build_config, upgrade
+from agentenv.config import apply_overrides, build_config, resolver, upgrade
 from agentenv.errors import ConfigError, DataError
 from agentenv.journal import finished_trees
+from agentenv.model_files import vocab_size
 from agentenv.plan import RolloutPlan
 from agentenv.regrow import Difference, cannot_grow_again, differences
 from agentenv.tree import TrajectoryTree
 from agentenv.virtual_clock import run_virtual
 from launchers.assembly import TRAINING, actor_seed
 from launchers.config import TrainConfig
-from launchers.rundir import CONFIG_FILE, JOURNAL
+from launchers.rundir import CONFIG_FILE, JOURNAL, find_checkpoint
 from launchers.terminal import EXIT_FAILED, View, to_its_end
 from learners.algorithm import Algorithm
 from learners.batch import ActionTokens, encode, encoded_nodes
@@ -74,7 +77,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def replay(arguments: argparse.Namespace, view: View) -> int:
     """All that was asked for; the exit code."""
     config = config_of(arguments.run, arguments.overrides)
-    steps = list(chosen(arguments.run, arguments.step, arguments.tree))
+    if arguments.step is None:
+        there = readable(arguments.run, view)
+    else:
+        there = [asked_for(arguments.run, arguments.step, arguments.tree)]
+    steps = [step for step in there if arguments.tree in (None, *_taken(step))]
     num_trees = num_different = 0
     for step in steps:
         entries = [e for e in step.entries if arguments.tree in (None, e.tree)]
@@ -83,11 +90,11 @@ def replay(arguments: argparse.Namespace, view: View) -> int:
         num_trees += len(entries)
         num_different += len(found)
     if arguments.step is None:
-        count, found, notes = untaken(arguments.run, config, arguments.tree)
+        count, found, notes = untaken(arguments.run, config, there, arguments.tree)
         _tell(view, "journal", found, notes)
         num_trees += count
         num_different += len(found)
-    what = f"{len(steps)} step{'s' * (len(steps) > 1)}, {num_trees} tree{'s' * (num_trees > 1)}"
+    what = f"{len(steps)} step{'s' * (len(steps) != 1)}, {num_trees} tree{'s' * (num_trees != 1)}"
     if num_different:
         view.fail(f"{what}: {num_different} differences")
         return EXIT_FAILED
@@ -115,47 +122,70 @@ def config_of(run: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     return build_config(TrainConfig, raw, str(path))
 
 
-def chosen(run: Path, number: int | None, tree: int | None) -> Iterator[Step]:
-    """The steps that are asked for. Raises DataError if they are not there."""
+def readable(run: Path, view: View) -> list[Step]:
+    """The steps of a run, oldest first. Of a file that cannot be read it says so, and goes on: of a
+    killed run the last one may be empty."""
+    found = []
+    for path in steps_of(run / ARCHIVE).values():
+        try:
+            found.append(read_step(path))
+        except DataError as error:
+            view.say(f"{error}; it is left out")
+    return found
+
+
+def asked_for(run: Path, number: int, tree: int | None) -> Step:
+    """One step. Raises DataError if it is not there, or `tree` not in it."""
     folder = run / ARCHIVE
     paths = steps_of(folder)
-    if not paths:
-        raise DataError(
-            f"{folder} holds no step: none was done yet, or archive.max_gb = 0 keeps none"
-        )
-    if number is not None and number not in paths:
-        raise DataError(
-            f"{folder}: step {number} is not there; there are the steps {min(paths)} to "
-            f"{max(paths)}"
-        )
-    for step in map(read_step, paths.values() if number is None else [paths[number]]):
-        taken = [entry.tree for entry in step.entries]
-        if tree is None or tree in taken:
-            yield step
-        elif number is not None:
-            raise DataError(f"{step.path}: tree {tree} is not there; step {number} took {taken}")
+    if number not in paths:
+        there = f"there are the steps {min(paths)} to {max(paths)}" if paths else "there is none"
+        raise DataError(f"{folder}: step {number} is not there; {there}")
+    step = read_step(paths[number])
+    if tree is not None and tree not in (taken := _taken(step)):
+        raise DataError(f"{step.path}: tree {tree} is not there; step {number} took {taken}")
+    return step
 
 
-def untaken(run: Path, config: TrainConfig, tree: int | None) -> tuple[int, list[str], list[str]]:
-    """How many finished trees no step took yet, as the journal has them; their differences, and
-    what could not be compared. Raises DataError if `tree`, which is asked for, is nowhere."""
+def _taken(step: Step) -> list[int]:
+    return [entry.tree for entry in step.entries]
+
+
+def untaken(
+    run: Path, config: TrainConfig, steps: Sequence[Step], tree: int | None
+) -> tuple[int, list[str], list[str]]:
+    """How many finished trees none of the steps took, as the journal has them; their differences,
+    and what could not be compared. Raises DataError if there is nothing at all, or if `tree`, which
+    is asked for, is nowhere."""
     from launchers.rl.training import rollout_settings
 
-    steps = [read_step(path) for path in steps_of(run / ARCHIVE).values()]
-    taken = {entry.tree for step in steps for entry in step.entries}
+    taken = {one for step in steps for one in _taken(step)}
     last = max(taken, default=-1)
-    work = Regrowing(config, steps[-1].header.vocab_size)
+    work: Regrowing | None = None
     count, found, notes = 0, list[str](), list[str]()
     for one in finished_trees(run / JOURNAL, rollout_settings(config)):
         if one.index > last and tree in (None, one.index):
+            if work is None:
+                num_words = steps[-1].header.vocab_size if steps else vocab_of(run, config)
+                work = Regrowing(config, num_words)
             count += 1
             work.grow(KeptTree(one, "trained"), found, notes)
+    if not steps and not count:
+        raise DataError(
+            f"{run / ARCHIVE} holds no step: none was done yet, or archive.max_gb = 0 keeps none; "
+            f"and {run / JOURNAL} holds no finished tree that was begun under this configuration"
+        )
     if tree is not None and tree not in taken and not count:
         raise DataError(
             f"{run}: tree {tree} is not there; steps took those from {min(taken, default=0)} to "
             f"{last}"
         )
     return count, found, notes
+
+
+def vocab_of(run: Path, config: TrainConfig) -> int:
+    """What plans are made with, by the model that the run began with. Raises DataError."""
+    return vocab_size(find_checkpoint(resolver(run)(config.model.path)))
 
 
 class Regrowing:
