@@ -352,6 +352,8 @@ class RemoteServer(ABC, Generic[F]):
 
     async def sleep(self) -> None:
         async with self._changing:
+            if self._tasks:  # of a load that was broken off: they resume it
+                await asyncio.wait(self._tasks)
             self._doubt = "it sleeps"
             await self._fall_asleep()
 

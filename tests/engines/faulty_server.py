@@ -89,9 +89,12 @@ class FaultyServer:
         self.policy_version = 0
         self.weights, self.label = "initial", "default"
         self.num_slots = 10**6  # more requests wait, by its own account
+        self.load_s = 0.05  # that a load takes
         self.load_faults: list[EngineError] = []  # of the next loads
         self.die_after: int | None = None  # tokens
         self.hanging = False
+        self.silent = False  # gives no token, and says that it is well
+        self.is_heard = False  # by the token for its weights, while it is silent
         self.capacity: int | None = None  # requests; more are refused
         self.num_starved = 0  # requests for which this process has no descriptor
         self.fails = False  # all requests but that for its weights
@@ -149,6 +152,8 @@ class FaultyServer:
         assert not self.asleep, "asked to sample while it sleeps"
         self._check_room()
         if request.id.startswith("weights-"):  # what it answers tells its weights
+            if self.silent and not self.is_heard:
+                await asyncio.Event().wait()
             logprob = -float(crc32(self.weights.encode()))
             on_chunk(Chunk([1], [logprob], [0.0]))
             return PartEnd("length", [], 1)
@@ -166,7 +171,7 @@ class FaultyServer:
 
         def report(chunk: Chunk) -> None:
             nonlocal num_tokens
-            if not self.hanging and not death.is_set() and not broken.is_set():
+            if not self.hanging and not self.silent and not death.is_set() and not broken.is_set():
                 if not request.with_entropies:
                     chunk = replace(chunk, entropies=[nan] * len(chunk.token_ids))
                 on_chunk(chunk)
@@ -196,7 +201,7 @@ class FaultyServer:
                 raise BrokenConnectionError(f"{self.name}: connection reset")
             if death.is_set():
                 raise ServerLostError(f"{self.name}: connection lost")
-            if self.hanging:
+            if self.hanging or self.silent:
                 await asyncio.Event().wait()
             done = await work
             if self.label != self._given:
@@ -236,7 +241,7 @@ class FaultyServer:
     async def load_weights(self, source: Path, policy_version: int) -> None:
         self._check()
         assert not self.asleep, "loads while it sleeps"
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(self.load_s)
         if self.load_faults:
             fault = self.load_faults.pop(0)
             if isinstance(fault, ServerLostError):

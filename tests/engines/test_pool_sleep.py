@@ -11,7 +11,8 @@ from agentenv.deadline import Deadline, WorkClock, working
 from agentenv.engines.server import ServerLostError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.types import Chunk, Completion, VersionSpan
-from tests.engines.pool_bench import TEXT, Bench, virtual, write_folder
+from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
+from tests.support.virtual_clock import run_virtual
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,49 @@ async def test_a_server_that_is_gone_already_does_not_keep_the_others_awake(b: B
     assert b.text(await b.ask()) == TEXT
     b.servers[0].restart()
     await b.until_up(2)
+
+
+@pytest.mark.parametrize("what", ["a token", "its weights"])
+def test_who_is_being_brought_back_does_not_keep_the_learner_from_its_memory(
+    folder: Path, what: str
+) -> None:
+    """The server says that it is well, and then nothing of what it was asked for."""
+
+    async def main() -> None:
+        async with bench(folder, 2, silence_s=5.0) as b:
+            silent = b.servers[0]
+            await b.load(1)
+            asking = asyncio.create_task(b.ask())
+            await asyncio.sleep(0.91)
+            if what == "a token":
+                silent.silent = True
+            else:
+                silent.load_s = 500.0
+                silent.restart()
+            assert b.text(await asking) == TEXT
+            await asyncio.sleep(10)
+            begin = asyncio.get_running_loop().time()
+            await b.pool.sleep()
+            assert asyncio.get_running_loop().time() - begin < 1.0
+            assert [server.asleep for server in b.servers] == [True, True]
+            silent.silent, silent.load_s = False, 0.05
+            await b.load(2)
+            assert b.pool.stats()["servers_up"] == 2
+            assert [server.weights for server in b.servers] == ["v2", "v2"]
+
+    run_virtual(main())
+
+
+@virtual(2, first_token_s=20.0)
+async def test_a_server_that_gives_no_token_when_it_is_tried_out_is_left(b: Bench) -> None:
+    """What else it has goes on elsewhere."""
+    asking = [asyncio.create_task(b.ask(session="s")) for _ in range(2)]
+    await asyncio.sleep(0.91)
+    b.servers[0].silent = True
+    b.pool.fleet.members[0].suspend("somebody doubts it")
+    begin = asyncio.get_running_loop().time()
+    assert [b.text(await one) for one in asking] == [TEXT, TEXT]
+    assert asyncio.get_running_loop().time() - begin < 25.0
 
 
 @virtual(2)

@@ -22,6 +22,7 @@ from agentenv.backoff import backoff_s
 from agentenv.engines.pool.account import Account
 from agentenv.engines.pool.seat import LISTEN_S, Hearing, Seat
 from agentenv.engines.server import (
+    BrokenOffError,
     BusyError,
     ForeignWeightsError,
     NoDescriptorError,
@@ -250,6 +251,7 @@ class Member(Seat):
         self._num_refusals = 0  # times in a row that it was closed
         self.account = Account(server.name)
         self.returning = asyncio.Lock()  # held while the server may come back into the pool
+        self._return: asyncio.Timeout | None = None  # while it is being brought back
         self._replacing = asyncio.Lock()  # held while its weights are being replaced
         self._looked_for = asyncio.Event()  # something happened that its keeper should look at
         self._listening: asyncio.TimerHandle | None = None
@@ -435,13 +437,22 @@ class Member(Seat):
     async def bring_back(self, target: Target) -> None:
         """Find out what a server that is out holds, and load what it lacks. Raises EngineError or
         ConfigError, and the server stays out."""
-        async with self._replacing:
-            pass
-        if not await self._is_unchanged():
-            self.drop(self.reason)
-            await self._come_back(target)
-        elif self.server.policy_version != target.policy_version:
-            await self.take(target)  # it refused or missed an update
+        self._return = asyncio.timeout(None)  # expires if it is to sleep
+        try:
+            async with self._return:
+                async with self._replacing:
+                    pass
+                if not await self._is_unchanged():
+                    self.drop(self.reason)
+                    await self._come_back(target)
+                elif self.server.policy_version != target.policy_version:
+                    await self.take(target)  # it refused or missed an update
+        except TimeoutError as error:
+            if not self._return.expired():
+                raise
+            raise BrokenOffError(f"{self.name} is to sleep") from error
+        finally:
+            self._return = None
 
     async def _is_unchanged(self) -> bool:
         """Whether it is the process that it was, with the weights that it had."""
@@ -550,10 +561,13 @@ class Member(Seat):
     # sleep
 
     async def fall_asleep(self) -> None:
-        """Break off what runs and let the server sleep. A server that is gone holds no memory.
+        """Break off what runs and let the server sleep, also while it is being brought back. A
+        server that is gone holds no memory.
 
         Raises EngineError for a server that is there and does not sleep.
         """
+        if self._return is not None:
+            self._return.reschedule(asyncio.get_running_loop().time())
         async with self.returning:
             self.suspend("it sleeps")
             self.state = State.ASLEEP
