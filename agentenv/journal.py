@@ -580,6 +580,9 @@ class TreeFrames:
         self.is_finished = False
         self._frames: list[bytes] = []
 
+    def __len__(self) -> int:
+        return len(self._frames)
+
     def add(self, tag: int, frame: bytes) -> None:
         """The next frame, with its head, and the tag of what is in it."""
         self._frames.append(frame)

@@ -56,6 +56,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 TRIM_BYTES, MMAP_BYTES = 1 << 20, 1 << 16
 
 _num_rolling = 0  # how often `rolling_out` is entered
+_most_held_s: float | None = None  # of `ended_when_held`
 
 
 @contextmanager
@@ -88,6 +89,18 @@ def rolling_out() -> Iterator[None]:
         gc.set_threshold(*before)
         gc.unfreeze()
         _num_rolling -= 1
+
+
+@contextmanager
+def ended_when_held(seconds: float) -> Iterator[None]:
+    """Inside, a loop that does not run for so long is the end of the process: whoever it works for
+    has given it up by then."""
+    global _most_held_s
+    _most_held_s = seconds
+    try:
+        yield
+    finally:
+        _most_held_s = None
 
 
 async def _collect() -> None:
@@ -251,6 +264,8 @@ class Watchdog:
             except RuntimeError:  # the loop is closed; what is left is the end of the command
                 return
         held_s = time.monotonic() - self._beat
+        if _most_held_s is not None and held_s > _most_held_s:
+            self._end(f"because {self._holder()} held up the event loop for {held_s:.0f} s")
         if _num_rolling and self._told < len(HELD_S) and held_s > HELD_S[self._told]:
             self._told += 1
             queued = queued_s() - self._queued

@@ -197,16 +197,22 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copyfile(source, target)
 
 
+JOB_VARIABLE = "AGENTENV_JOB"  # a name of the job that the process is of; nobody else has it
+
+
 class Holder(Struct, frozen=True):
-    """The process that has a directory, since a time of its clock."""
+    """The process that has a directory, since a time of its clock. Of a job one process at a time
+    is there, which may be started again on another host."""
 
     pid: int
     host: str
     since: str
+    job: str = ""
 
     @classmethod
     def me(cls) -> Holder:
-        return cls(os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S"))
+        job, since = os.environ.get(JOB_VARIABLE, ""), time.strftime("%Y-%m-%d %H:%M:%S")
+        return cls(os.getpid(), socket.gethostname(), since, job)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since}"
@@ -251,7 +257,8 @@ class Lock:
                 f"{folder} is in use by {before or 'another process'}; wait for its end, stop it, "
                 "or choose another name with run.name=NAME"
             )
-        if before is not None and before.host != me.host:
+        is_same_job = before is not None and bool(me.job) and before.job == me.job
+        if before is not None and before.host != me.host and not is_same_job:
             raise ConfigError(
                 f"{folder} is in use by {before}, which cannot be asked from {me.host}; if it "
                 f"does not run there any more, remove {self.path}"

@@ -25,6 +25,7 @@ from agentenv.cluster.link import (
     linked,
 )
 from agentenv.cluster.messages import BEAT_S, read_asked
+from agentenv.cluster.suspects import NUM_LOSSES, NUM_TRIALS
 from agentenv.cluster.worker import RolloutWorker
 from agentenv.cluster.workers import Left, RolloutWorkers
 from agentenv.deadline import WorkClock, waiting, working
@@ -200,7 +201,9 @@ def test_a_dead_engine_ends_rollouts() -> None:
 @settings(max_examples=settings.default.max_examples // 4)  # type: ignore[attr-defined]
 @given(
     seed=st.integers(0, 10**6),
-    kills=st.lists(st.sampled_from([0.0, 0.3, 1.0, 2.5, 7.0]), max_size=5),
+    kills=st.lists(
+        st.sampled_from([0.0, 0.3, 1.0, 2.5, 7.0]), max_size=NUM_LOSSES + NUM_TRIALS - 1
+    ),
 )
 def test_the_trees_of_killed_workers_are_those_that_would_have_grown(
     seed: int, kills: list[float]
@@ -247,6 +250,38 @@ def test_a_tree_goes_on_elsewhere_from_its_last_turn() -> None:
 async def count_requests(cluster: Cluster) -> float:
     await cluster.rollout(0)
     return cluster.engine.stats()["requests"]
+
+
+@pytest.mark.parametrize("kills_after_s", [0.0, 5.0])
+@pytest.mark.parametrize("begins", [0.0, 25.0], ids=["anew", "goes on"])
+def test_a_tree_that_kills_its_workers_is_given_up_and_no_other_one(
+    begins: float, kills_after_s: float
+) -> None:
+    """Each worker that has it is dead before any turn there is done."""
+
+    async def work(cluster: Cluster) -> tuple[list[TrajectoryTree], int]:
+        rollouts = [asyncio.create_task(cluster.rollout(index)) for index in range(4)]
+        await asyncio.sleep(begins)
+        num_killed = 0
+        while not rollouts[2].done():
+            where = cluster.workers.places()[2].worker
+            await asyncio.sleep(kills_after_s)
+            if any("is given up" in text for text in cluster.told):
+                break
+            if where:
+                num_killed += 1
+                await cluster.kill(where)
+                cluster.add(where)
+            await asyncio.sleep(0.1)
+        return await asyncio.gather(*rollouts), num_killed
+
+    keys: dict[str, Any] = {"engine": {"latency_s": 10.0}}
+    found, num_killed = clustered(work, **keys)
+    # the first ones may have told how the tree begins, which is further than before
+    assert NUM_LOSSES + NUM_TRIALS <= num_killed <= NUM_LOSSES + NUM_TRIALS + 2
+    for index in (0, 1, 3):
+        assert grown(found[index]) == grown(alone(index, **keys))
+    assert "failed" in {node.end for node in found[2].nodes}
 
 
 def test_a_worker_that_says_nothing_is_given_up() -> None:

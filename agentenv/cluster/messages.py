@@ -20,6 +20,7 @@
     GiveUp(number, reason)        ----->           a person wants no more of that tree
     Look(number)                  ----->           what do its branches await?
                                   <-----  Looked
+    Over                          ----->           the run has come to its end
                                   <-----  Alive    every BEAT_S, with figures
                                   <-----  Say      something for people
                                   <-----  Leaving  its machine is going to end
@@ -158,9 +159,14 @@ class Look(Struct, array_like=True, frozen=True, tag=14):
     number: int
 
 
+class Over(Struct, array_like=True, frozen=True, tag=15):
+    """The run has come to its end: no worker is needed any more. A link that ends without it is one
+    that may come again."""
+
+
 OfTurn = Tokens | Stand | Turn | Refused
 OfPlace = Serves | Seated | Standing | BreakOff | Settled | Refused
-Asked = Grow | Drop | Steer | GiveUp | Look | OfTurn | OfPlace
+Asked = Grow | Drop | Steer | GiveUp | Look | Over | OfTurn | OfPlace
 
 
 class Told(Struct, array_like=True, frozen=True, tag=1):
@@ -293,6 +299,6 @@ def raised(kind: str, text: str) -> Exception:
     """The error again; a bug as a RuntimeError."""
     if not kind:
         return RuntimeError(f"in a rollout worker:\n{text}")
-    found: Any = getattr(errors, kind)
+    found: Any = getattr(errors, kind, AgentEnvError)
     error: Exception = found(text)
     return error

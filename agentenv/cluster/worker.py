@@ -22,6 +22,7 @@ from agentenv.cluster.messages import (
     Look,
     Looked,
     Lost,
+    Over,
     Say,
     Steer,
     Told,
@@ -88,8 +89,10 @@ class RolloutWorker:
         self._rollouts: dict[int, asyncio.Task[None]] = {}
         self._indices: dict[int, int] = {}  # of their trees
 
-    async def serve(self) -> None:
-        """Until the other end is gone; then the rollouts that are left are cancelled."""
+    async def serve(self) -> bool:
+        """Until the other end is gone; then the rollouts that are left are cancelled. Whether its
+        run was over."""
+        is_over = False
         async with asyncio.TaskGroup() as group:
             beating = group.create_task(self._beat())
             try:
@@ -107,12 +110,15 @@ class RolloutWorker:
                         self._steer(asked)
                     elif isinstance(asked, GiveUp | Look):
                         self._of_tree(asked)
+                    elif isinstance(asked, Over):
+                        is_over = True
                     else:
                         self._engine.hear(asked)
             except EOFError:
                 beating.cancel()
                 for task in self._rollouts.values():
                     task.cancel()
+        return is_over
 
     def say(self, text: str) -> None:
         """To people, by the controller."""

@@ -39,6 +39,7 @@ from agentenv.cluster.messages import (
     Look,
     Looked,
     Lost,
+    Over,
     Quit,
     Sample,
     Say,
@@ -49,6 +50,7 @@ from agentenv.cluster.messages import (
     raised,
     read_answer,
 )
+from agentenv.cluster.suspects import NUM_LOSSES, NUM_TRIALS, Suspects
 from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.errors import WorkerError
@@ -59,6 +61,7 @@ from agentenv.types import Task
 LAST_S = 20.0  # in which workers end after a close: envs are being closed
 LOOK_S = 5.0  # in which a worker says what the branches of a tree await
 NUM_SHOWN = 8  # trees of a worker that was lost, one of which may be what kills workers
+NUM_FIRST = 2  # frames of a tree that say where it begins, or goes on
 
 
 class _Growing:
@@ -76,6 +79,11 @@ class _Growing:
         self.since = loop.time()
         self.number = -1
         self.worker: _Worker | None = None
+
+    @property
+    def has_come_further(self) -> bool:
+        """Since it has the worker."""
+        return len(self.frames) > NUM_FIRST
 
     def state(self) -> Recorded | None:
         """As it is now."""
@@ -147,9 +155,12 @@ class RolloutWorkers:
         self._workers: dict[str, _Worker] = {}
         self._left = asyncio.Event()  # a worker has
         self._homeless: list[_Growing] = []  # until a worker comes
+        self._suspects = Suspects()
+        self._held_back: list[_Growing] = []  # until no other suspect is tried
         self._numbers = count()
         self._reason = ""  # why no worker will come any more
         self._is_steered = False  # those that come are told of it
+        self.is_over = False  # the run: workers are not to come again
 
     # trees
 
@@ -178,11 +189,21 @@ class RolloutWorkers:
         """Give the tree to the worker with the fewest."""
         if self._reason:
             raise WorkerError(self._reason)
+        if not self._suspects.admits(growing.index):
+            self._held_back.append(growing)
+            return
         staying = [one for one in self._workers.values() if one.draining is None]
         if not staying:
             self._homeless.append(growing)
             return
         worker = min(staying, key=lambda one: len(one.trees))
+        if self._suspects.is_found(growing.index) and not growing.given_up:
+            growing.given_up = f"{NUM_LOSSES + NUM_TRIALS} workers were lost with it"
+            self._tell(
+                f"tree {growing.index} (task {growing.task.id}) is given up: "
+                f"{NUM_LOSSES + NUM_TRIALS} workers in a row were lost while it came no further; "
+                "look at their logs, and at what its task lets the tools do"
+            )
         recorded = growing.recorded
         growing.number, growing.worker = next(self._numbers), worker
         worker.trees[growing.number] = growing
@@ -200,12 +221,26 @@ class RolloutWorkers:
 
     def _let_go(self, growing: _Growing) -> None:
         """It is not wanted any more, or it has ended."""
-        if growing in self._homeless:
-            self._homeless.remove(growing)
+        for places in (self._homeless, self._held_back):
+            if growing in places:
+                places.remove(growing)
+        self._clear(growing)
         worker = growing.worker
         if worker is not None and worker.trees.pop(growing.number, None) is not None:
             worker.link.send(pack(Drop(growing.number)))
             self._has_less(worker)
+
+    def _clear(self, growing: _Growing) -> None:
+        """It kills no worker. The next one that may is tried."""
+        if self._suspects.clears(growing.index) and self._held_back:
+            self._place_again(self._held_back.pop(0))
+
+    def _place_again(self, growing: _Growing) -> None:
+        """The tree goes on elsewhere, if there is a place to come."""
+        if self._reason:
+            growing.ended.set_exception(WorkerError(self._reason))
+        else:
+            self._place(growing)
 
     # workers
 
@@ -280,6 +315,8 @@ class RolloutWorkers:
         if growing is None:  # dropped
             return
         growing.frames.add(told.tag, told.frame)
+        if growing.has_come_further:
+            self._clear(growing)
         if self.journal is not None:
             self.journal.append(Packed(growing.index, told.frame))
         if growing.frames.is_finished:
@@ -294,13 +331,12 @@ class RolloutWorkers:
         for growing in worker.trees.values():
             if growing.ended.done():
                 continue
+            if worker.draining is None or worker.is_hanging:
+                self._suspects.lost(growing.index, has_come_further=growing.has_come_further)
             growing.recorded, growing.frames = growing.state(), TreeFrames()
             growing.worker = None
             self.num_moved += 1
-            if self._reason:
-                growing.ended.set_exception(WorkerError(self._reason))
-            else:
-                self._place(growing)
+            self._place_again(growing)
         worker.trees.clear()
 
     async def _listen(self, worker: _Worker) -> None:
@@ -337,7 +373,8 @@ class RolloutWorkers:
     def end(self, reason: str) -> None:
         """No worker will come any more: trees that have none raise WorkerError."""
         self._reason = reason
-        waiting, self._homeless = self._homeless, []
+        waiting = self._homeless + self._held_back
+        self._homeless, self._held_back = [], []
         for growing in waiting:
             if not growing.ended.done():
                 growing.ended.set_exception(WorkerError(reason))
@@ -346,6 +383,8 @@ class RolloutWorkers:
         """Let the workers end, which close their envs. Idempotent."""
         self._reason = self._reason or "the run ends"
         for worker in self._workers.values():
+            if self.is_over:
+                worker.link.send(pack(Over()))
             worker.link.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_S):
@@ -390,11 +429,13 @@ class RolloutWorkers:
 
     def _growing(self, index: int) -> _Growing | None:
         placed = (one for worker in self._workers.values() for one in worker.trees.values())
-        return next((one for one in [*placed, *self._homeless] if one.index == index), None)
+        waiting = [*self._homeless, *self._held_back]
+        return next((one for one in [*placed, *waiting] if one.index == index), None)
 
     def places(self) -> dict[int, Placed]:
         """Where each tree grows, by its index."""
-        found = {one.index: Placed("", one.since) for one in self._homeless}
+        waiting = [*self._homeless, *self._held_back]
+        found = {one.index: Placed("", one.since) for one in waiting}
         for worker in self._workers.values():
             for one in worker.trees.values():
                 found[one.index] = Placed(worker.name, one.since)

@@ -15,6 +15,7 @@ from typing import Any
 from agentenv.errors import ConfigError
 from launchers.cluster import KubernetesCluster, SlurmCluster
 from launchers.config import TrainConfig
+from launchers.rundir import CONFIG_FILE, JOB_VARIABLE
 from launchers.workers.main import DRAIN_VARIABLE, WAIT_VARIABLE
 from launchers.workers.processes import ADDRESS_VARIABLE, PACKAGES, TOKEN_VARIABLE
 from learners.ranks import ADDRESS_VARIABLE as LEARNER_ADDRESS
@@ -25,6 +26,7 @@ DRAIN_S = 60  # of a worker that is told to end
 GRACE_S = 300  # of a controller that is told to end, for its checkpoint
 WORKER = "launchers.workers.rollout_worker"
 NAME_LENGTH = 40
+NUM_STARTS = 100  # of the controller; each time its workers are started again too
 NETWORKING = "networking.k8s.io/v1"
 
 
@@ -90,16 +92,18 @@ def slurm_script(
         ]
     lines += [
         "",
-        "# the controller, which goes on where an earlier start of this run has come to",
+        "# the controller, which goes on where an earlier start of this job has come to, also on",
+        "# another machine",
+        f'export {JOB_VARIABLE}="slurm-${{SLURM_CLUSTER_NAME:-}}-${{SLURM_JOB_ID:-$$}}"',
         "resume=()",
-        f"if compgen -G {shlex.quote(str(run.absolute() / 'checkpoints'))}'/*' >/dev/null; then",
+        f"if [ -f {shlex.quote(str(run.absolute() / CONFIG_FILE))} ]; then",
         "    resume=(--resume)",
         "fi",
         f'"$python" launchers/train.py {shlex.join(arguments)} "${{resume[@]}}" &',
         "controller=$!",
         "trap 'kill -TERM \"$controller\"' TERM INT",
         "",
-        "# rollout workers; one that ends with an error is started again",
+        "# rollout workers; one that ends before the run is over is started again",
         "# shellcheck disable=SC2016",
         f"srun --overlap --nodes={cluster.nodes} --ntasks={cluster.workers} "
         f"--cpus-per-task={cluster.cpus_per_worker} --kill-on-bad-exit=0 \\",
@@ -109,8 +113,8 @@ def slurm_script(
     if learner.launch == "external":
         lines += [
             "",
-            "# ranks of the learner",
-            f"srun --overlap --nodes={cluster.nodes} --ntasks={learner.num_ranks} "
+            "# ranks of the learner, on the cores of the workers",
+            f"srun --overlap --overcommit --nodes={cluster.nodes} --ntasks={learner.num_ranks} "
             '--gpu-bind=none "$python" -m learners.worker &',
             "ranks=$!",
         ]
@@ -169,7 +173,14 @@ def manifests(
             },
         ),
         _object(NETWORKING, "NetworkPolicy", cluster, name, spec=_policy(name)),
-        _job(cluster, name, "controller", _controller(cluster, arguments, run), {}),
+        # one that takes the place of another waits until that has ended
+        _job(
+            cluster,
+            name,
+            "controller",
+            _controller(cluster, arguments, run),
+            {"podReplacementPolicy": "Failed"},
+        ),
         _job(
             cluster,
             name,
@@ -179,6 +190,7 @@ def manifests(
                 "completions": cluster.workers,
                 "parallelism": cluster.workers,
                 "completionMode": "Indexed",
+                "backoffLimit": NUM_STARTS * cluster.workers,
             },
         ),
     ]
@@ -207,13 +219,9 @@ def _policy(name: str) -> dict[str, Any]:
 
 def _controller(cluster: KubernetesCluster, arguments: Sequence[str], run: Path) -> list[str]:
     """Goes on where an earlier start of this run has come to."""
-    checkpoints = shlex.quote(f"{run}/checkpoints")
+    begun = shlex.quote(f"{run}/{CONFIG_FILE}")
     command = f"exec python launchers/train.py {shlex.join(arguments)}"
-    return [
-        "sh",
-        "-c",
-        f'if [ -n "$(ls -A {checkpoints} 2>/dev/null)" ]; then {command} --resume; fi; {command}',
-    ]
+    return ["sh", "-c", f"if [ -f {begun} ]; then {command} --resume; fi; {command}"]
 
 
 def _job(
@@ -233,6 +241,8 @@ def _job(
             {"name": WAIT_VARIABLE, "value": str(WAIT_S)},
             {"name": DRAIN_VARIABLE, "value": str(DRAIN_S)},
         ]
+    else:
+        env.append({"name": JOB_VARIABLE, "value": f"{cluster.namespace}/{name}"})
     container: dict[str, Any] = {
         "name": part,
         "image": cluster.image,
@@ -259,5 +269,6 @@ def _job(
         ],
     }
     labels = _labels(name, part)
-    spec = {"backoffLimit": 100, **more, "template": {"metadata": {"labels": labels}, "spec": pod}}
+    template = {"metadata": {"labels": labels}, "spec": pod}
+    spec = {"backoffLimit": NUM_STARTS, **more, "template": template}
     return _object("batch/v1", "Job", cluster, f"{name}-{part}", spec=spec)

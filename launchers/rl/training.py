@@ -371,6 +371,8 @@ class Training:
                     engine=engine_account(self.parts.engine),
                 )
                 await uncancelled(in_thread(finish))
+            if self.workers is not None:
+                self.workers.is_over = True
 
     def _actors(self) -> list[Actor]:
         parts = self.parts

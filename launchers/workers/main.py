@@ -12,6 +12,8 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, Protocol
 
+import msgspec
+
 from agentenv.cluster.link import StreamLink, keep_alive
 from agentenv.cluster.messages import Lost, named, pack
 from agentenv.errors import AgentEnvError, ConfigError, WorkerError
@@ -22,16 +24,18 @@ from launchers.workers.processes import (
     ADDRESS_VARIABLE,
     HELLO_S,
     NUMBER_VARIABLE,
+    PACKAGES,
     TOKEN_VARIABLE,
     Hello,
+    own_code,
 )
 
 
 class Worker(Protocol):
     """What works."""
 
-    async def serve(self) -> None:
-        """Until the other end is gone."""
+    async def serve(self) -> bool | None:
+        """Until the other end is gone. False: before its work was over."""
         ...
 
     def say(self, text: str) -> None:
@@ -113,12 +117,19 @@ def drain_on_signal(leave: Callable[[float], None], drain_s: float) -> None:
 async def work(
     address: str, hello: Hello, view: WorkerView, build: Build, wait_s: float, drain_s: float
 ) -> None:
-    """Connect, be set up, and work until the other end is gone."""
+    """Connect, be set up, and work until the other end is gone. Raises WorkerError when it may want
+    this process again, so that whoever started it does so."""
     link, setup = await connect(address, hello, wait_s)
     async with AsyncExitStack() as stack:
         stack.callback(link.close)
         try:
-            worker = await build(setup, link, stack, view.say, hello.number)
+            try:
+                worker = await build(setup, link, stack, view.say, hello.number)
+            except msgspec.DecodeError as error:
+                raise ConfigError(
+                    f"what {address} sends cannot be read ({error}); is agentenv of the same "
+                    f"version there and here, where it is {PACKAGES}?"
+                ) from error
         except AgentEnvError as error:
             link.send(pack(Lost(-1, *named(error))))
             raise
@@ -132,7 +143,11 @@ async def work(
         if drain_s and leave is not None:
             drain_on_signal(leave, drain_s)
         with rolling_out():
-            await worker.serve()
+            if await worker.serve() is False:
+                raise WorkerError(
+                    f"the controller at {address} is gone, or has let this one go, and did not say "
+                    "that its run is over"
+                )
 
 
 def main(build: Build) -> int:
@@ -151,6 +166,7 @@ def main(build: Build) -> int:
         address, token = os.environ.pop(ADDRESS_VARIABLE), os.environ.pop(TOKEN_VARIABLE)
         number = next((os.environ[name] for name in NUMBERS if name in os.environ), os.getpid())
         seconds = [float(os.environ.get(name, 0)) for name in (WAIT_VARIABLE, DRAIN_VARIABLE)]
-        return work(address, Hello(token, int(number), os.getpid()), view, build, *seconds)
+        hello = Hello(token, int(number), os.getpid(), own_code())
+        return work(address, hello, view, build, *seconds)
 
     return to_its_end(lambda: run_until_done(begin(), view), view, writing="its log")

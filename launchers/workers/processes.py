@@ -14,12 +14,14 @@ on a cluster, some may come late, or never: `Kind.least` of them are waited for 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import secrets
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -31,6 +33,7 @@ from agentenv.cluster.link import Link, StreamLink, keep_alive
 from agentenv.cluster.messages import Lost, raised, read_answer
 from agentenv.cluster.workers import Left
 from agentenv.errors import ConfigError, WorkerError
+from agentenv.offload import in_thread
 from launchers.workers.places import Elsewhere, Here, Launch, Places
 
 logger = logging.getLogger(__name__)
@@ -47,14 +50,26 @@ LOOK_S, TELL_S = 1.0, 5.0  # whether any is there
 
 
 class Hello(Struct, array_like=True, frozen=True):
-    """The first frame of a worker."""
+    """The first frame of a worker. `code` is what it runs, by `own_code`."""
 
     token: str
     number: int
     pid: int
+    code: str = ""
 
 
 read_hello = msgspec.msgpack.Decoder(Hello).decode
+
+
+@cache
+def own_code() -> str:
+    """A digest of this project's sources as they are here, by which processes see whether they run
+    the same."""
+    digest = hashlib.blake2b(digest_size=6)
+    for package in ("agentenv", "envs", "launchers", "learners"):
+        for path in sorted(Path(PACKAGES, package).rglob("*.py")):
+            digest.update(f"{path.relative_to(PACKAGES)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 class Kind(NamedTuple):
@@ -127,7 +142,7 @@ class WorkerProcesses:
         self._token = token or secrets.token_hex(16)
         self._server: asyncio.Server | None = None
         self._arriving: dict[int, asyncio.Future[StreamLink]] = {}
-        self._links: set[StreamLink] = set()  # of workers that are being set up
+        self._links: set[StreamLink] = set()  # of workers that have not joined
         self._kept: set[int] = set()  # those that are not given up
         self._joined: set[int] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -182,18 +197,25 @@ class WorkerProcesses:
         return f"{self._places.host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def _enough(self, starting: Sequence[asyncio.Task[StreamLink]]) -> None:
-        """Returns when the least number are there; raises what the first one raises."""
+        """Returns when the least number are there. Raises what one of them raises, but a
+        WorkerError only where too few are left: the others may come, and it may yet."""
         kind, waiting = self._kind, set(starting)
+        num_there = num_lost = 0
         patience_s = kind.start_timeout_s if self._places.is_patient else None
         try:
             async with asyncio.timeout(patience_s):
-                while len(starting) - len(waiting) < kind.least:
+                while num_there < kind.least:
                     done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                     for task in done:
-                        task.result()
+                        error = task.exception()
+                        num_lost += error is not None
+                        is_enough = kind.num - num_lost >= kind.least
+                        if error is not None and not (isinstance(error, WorkerError) and is_enough):
+                            raise error
+                        num_there += error is None
         except TimeoutError as error:
             raise WorkerError(
-                f"{len(starting) - len(waiting)} of at least {kind.least} came within "
+                f"{num_there} of at least {kind.least} came within "
                 f"{kind.start_timeout_s:g} s{kind.key('start_timeout_s')}, each a {kind.one} that "
                 f"connects to {self.address}; start more{kind.key('min_workers')}"
             ) from error
@@ -225,8 +247,8 @@ class WorkerProcesses:
         finally:
             ended.cancel()
         if isinstance(first, Lost):
+            link.abort()
             raise raised(first.kind, f"{self.name_of(number)}: {first.text}")
-        self._links.discard(link)  # whoever joins with it closes it
         return link
 
     def _launch(self, number: int) -> Launch:
@@ -253,11 +275,22 @@ class WorkerProcesses:
             if secrets.compare_digest(hello.token.encode(), self._token.encode()):
                 arriving = self._expected(hello)
                 if arriving is not None:
+                    await self._compare(hello, link.peer)
                     link.max_bytes = None
                     arriving.set_result(link)
                     self._links.add(link)
                     return
         link.abort()
+
+    async def _compare(self, hello: Hello, peer: str) -> None:
+        """Tell of one that runs other code, which may be what its developer wants."""
+        here = await in_thread(own_code)
+        if hello.code != here:
+            self._tell(
+                f"a {self._kind.one} (process {hello.pid} on {peer}) runs other code than this "
+                f"process: its sources have the digest {hello.code or 'of an earlier version'}, "
+                f"here it is {here}; what it does may differ"
+            )
 
     def _expected(self, hello: Hello) -> asyncio.Future[StreamLink] | None:
         """Whose place it takes: of those that somebody else starts the number is a wish."""
@@ -279,6 +312,7 @@ class WorkerProcesses:
                 if is_late:
                     self._tell(f"{name} is there{' again' if num_losses else ''}")
                 self._joined.add(number)
+                self._links.discard(link)  # whoever joins with it closes it
                 try:
                     left = await self._members.join(name, link)
                 finally:

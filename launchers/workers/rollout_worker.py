@@ -24,9 +24,10 @@ from agentenv.env import close_shared, shared_stats
 from agentenv.metrics import LoopLag
 from agentenv.model_files import read_eos_ids
 from launchers.assembly import TRAINED, TRAINING, AskingAssembly, actor_seed, training_set
-from launchers.cluster import FOLDER, Setup, read_setup
+from launchers.cluster import FOLDER, Setup, SpreadCluster, read_setup
 from launchers.config import TrainConfig
 from launchers.data import Say
+from launchers.event_loop import ended_when_held
 from launchers.waits import Waits
 from launchers.workers.main import main
 
@@ -116,6 +117,8 @@ async def build(
         incarnation=setup.incarnation,
         look=look,
     )
+    if isinstance(config.cluster, SpreadCluster):
+        stack.enter_context(ended_when_held(config.cluster.silence_s))
     for beside in (lag.run(), waits.run()):
         stack.callback(asyncio.create_task(beside).cancel)
     return worker

@@ -132,6 +132,31 @@ def test_the_second_ctrl_c_ends_a_process_that_ignores_it(uvloop: str) -> None:
     assert "second signal" in errors
 
 
+HELD = """
+import asyncio, time
+from launchers import event_loop
+from launchers.terminal import View, run_until_done
+event_loop.BEAT_S = 0.02
+
+async def work():
+    with event_loop.ended_when_held(0.3):
+        await asyncio.sleep(0.5)
+        print("not held", flush=True)
+        time.sleep(60)
+
+run_until_done(work(), View())
+"""
+
+
+def test_a_worker_that_its_controller_has_given_up_ends_by_itself() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HELD], capture_output=True, text=True, timeout=50
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (130, "not held\n")
+    assert "held up the event loop for 0 s" in done.stderr
+    assert "in work" in done.stderr, "where it stood"
+
+
 SAVING = """
 import asyncio, signal
 from launchers.terminal import View, run_until_done

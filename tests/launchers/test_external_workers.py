@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +116,32 @@ def test_workers_join_and_leave_a_run(warehouse: Path, light: None, port: int, s
     last = [row for row in rows_of(found) if "workers/up" in row][-1]
     assert last["workers/lost"] == last["workers/trees_moved"] == 0
     assert re.search(r"worker-\d leaves within 30 s", log_of(found))
-    assert first.wait(RUN_S) == 0
+    assert first.wait(RUN_S) != 0, "its place may be wanted again, elsewhere"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("is_over", [True, False], ids=["over", "interrupted"])
+def test_a_worker_ends_well_when_the_run_is_over(
+    warehouse: Path, light: None, port: int, start: Any, tmp_path: Path, is_over: bool
+) -> None:
+    """Whoever has started it starts it again otherwise: the controller may come back."""
+    worker = start()
+    keys = [*EXTERNAL, f"cluster.port={port}"]
+    if is_over:
+        run(warehouse, "over", *keys)
+        assert worker.wait(RUN_S) == 0
+        return
+
+    async def interrupt(training: Training) -> None:
+        await until(lambda: training.state.step >= 1)
+        (main,) = [one for one in asyncio.all_tasks() if "run.<locals>.main" in repr(one)]
+        main.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        run(warehouse, "not-over", *keys, "train.num_steps=10000", beside=interrupt)
+    assert worker.wait(RUN_S) != 0
+    assert "did not say that its run is over" in (tmp_path / "0.log").read_text()
 
 
 @pytest.mark.slow
@@ -188,44 +215,82 @@ def test_a_script_for_slurm(
     assert "run.name=it" in script
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_the_script_of_slurm_runs(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, warehouse: Path
-) -> None:
-    """Whole, with an srun that starts its tasks on this machine: the controller ends with 0, and
-    the workers with it."""
-    srun = tmp_path / "bin" / "srun"
-    srun.parent.mkdir()
-    srun.write_text(SRUN)
-    srun.chmod(0o755)
-    path = tmp_path / "job.sh"
-    with hold_port("127.0.0.1", 0) as held:
-        port = port_of(held)
-    keys = ["cluster.kind=slurm", f"cluster.port={port}", "run.name=slurm", "eval.sets={}"]
-    arguments = [str(warehouse), *keys, f"cluster.script={path}"]
-    assert train.main([*arguments, "--dry-run"]) == 0
-    variables = {
-        "PATH": f"{srun.parent}:{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(warehouse.parent)]),
-    }
-    log = tmp_path / "job.log"
-    with log.open("wb") as output:
-        job = subprocess.Popen(
-            ["bash", path],
-            env=os.environ | variables,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+class Job:
+    """A script of Slurm, with an srun that starts its tasks on this machine."""
+
+    def __init__(self, tmp_path: Path, warehouse: Path, name: str, *keys: str) -> None:
+        srun = tmp_path / "bin" / "srun"
+        srun.parent.mkdir()
+        srun.write_text(SRUN)
+        srun.chmod(0o755)
+        self.script, self.run = tmp_path / "job.sh", warehouse.parent / "runs" / name
+        self.log = tmp_path / "job.log"
+        with hold_port("127.0.0.1", 0) as held:
+            port = port_of(held)
+        own = ["cluster.kind=slurm", f"cluster.port={port}", f"run.name={name}", "eval.sets={}"]
+        arguments = [str(warehouse), *own, *keys, f"cluster.script={self.script}"]
+        assert train.main([*arguments, "--dry-run"]) == 0
+        self.variables = {
+            "PATH": f"{srun.parent}:{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(warehouse.parent)]),
+            "SLURM_JOB_ID": "7",
+        }
+
+    @contextmanager
+    def started(self) -> Iterator[subprocess.Popen[bytes]]:
+        """The job, queued; what is left of it in the end is killed."""
+        with self.log.open("wb") as output:
+            job = subprocess.Popen(
+                ["bash", self.script],
+                env=os.environ | self.variables,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
         try:
-            status = job.wait(RUN_S)
+            yield job
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)
-    assert status == 0, log.read_text()
-    assert "2 rollout workers at 0.0.0.0:" in log.read_text()
-    assert "step   4/4" in log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_script_of_slurm_runs(tmp_path: Path, warehouse: Path) -> None:
+    """Whole: the controller ends with 0, and the workers with it."""
+    job = Job(tmp_path, warehouse, "slurm")
+    with job.started() as process:
+        status = process.wait(RUN_S)
+    assert status == 0, job.log.read_text()
+    assert "2 rollout workers at 0.0.0.0:" in job.log.read_text()
+    assert "step   4/4" in job.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_job_that_is_queued_again_goes_on_elsewhere(tmp_path: Path, warehouse: Path) -> None:
+    """The controller is killed before there is a checkpoint, and the job starts on another host;
+    another job is refused, since the first one may still be there."""
+    job = Job(tmp_path, warehouse, "queued-again", "checkpoint.every=1000")
+    lock = job.run / "lock"
+    with job.started() as process:
+        while not (job.run / "config.json").is_file():
+            assert process.poll() is None, job.log.read_text()
+            time.sleep(0.05)
+        holder = json.loads(lock.read_bytes())
+        os.kill(holder["pid"], signal.SIGKILL)
+        assert process.wait(RUN_S) != 0
+    assert holder["job"] == "slurm--7"
+    lock.write_text(json.dumps(holder | {"host": "another-host"}))
+    other = {"SLURM_JOB_ID": "8"}
+    mine, job.variables = job.variables, job.variables | other
+    with job.started() as process:
+        assert process.wait(RUN_S) == EXIT_BAD_INPUT
+    assert "cannot be asked from" in job.log.read_text()
+    job.variables = mine
+    with job.started() as process:
+        assert process.wait(RUN_S) == 0, job.log.read_text()
+    assert "step   4/4" in job.log.read_text()
 
 
 SRUN = """#!/bin/bash
@@ -258,6 +323,8 @@ def test_manifests_for_kubernetes(capsys: pytest.CaptureFixture[str], tmp_path: 
     }
     assert len(found["Secret", name]["stringData"]["token"]) == 32
     controller, workers = (found["Job", f"{name}-{part}"]["spec"] for part in PARTS)
+    assert controller["podReplacementPolicy"] == "Failed", "two would write one run"
+    assert workers["backoffLimit"] == 5 * controller["backoffLimit"]
     assert workers["completions"] == workers["parallelism"] == 5
     assert workers["completionMode"] == "Indexed"
     service = found["Service", name]["spec"]
