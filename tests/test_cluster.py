@@ -29,7 +29,7 @@ from agentenv.cluster.suspects import NUM_LOSSES, NUM_TRIALS
 from agentenv.cluster.worker import RolloutWorker
 from agentenv.cluster.workers import Left, RolloutWorkers
 from agentenv.deadline import WorkClock, waiting, working
-from agentenv.errors import DataError, EngineDeadError, WorkerError
+from agentenv.errors import DataError, EngineDeadError, TooManyCrashesError, WorkerError
 from agentenv.journal import Journal, JournalConfig
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, Task
@@ -185,6 +185,36 @@ def test_a_bug_of_a_worker_is_raised_with_its_traceback(monkeypatch: pytest.Monk
             await cluster.rollout(0)
 
     clustered(ask)
+
+
+def test_crashes_of_all_workers_are_counted_together(caplog: pytest.LogCaptureFixture) -> None:
+    """Four of each tree with a bug, and two such trees in one worker: ten are borne."""
+    buggy = Task("buggy", "toy", "q", ("a",))
+
+    def make() -> Actor:
+        actor = make_actor(limits=Limits(max_failures=0, max_crashed_share=0.05))
+        fine = actor.make_env
+
+        def make_env(task: Task) -> Any:
+            return fine(task) if task.id != "buggy" else {}["price"]
+
+        actor.make_env = make_env
+        return actor
+
+    async def main() -> None:
+        cluster = Cluster(make)
+        cluster.add("a")
+        cluster.add("b")
+        for index in range(2):
+            await cluster.rollout(index)
+            await cluster.rollout(10 + index, buggy)
+        with pytest.raises(TooManyCrashesError, match=r"11 of the last 19 .* KeyError"):
+            await cluster.rollout(12, buggy)
+        await cluster.close()
+
+    run_virtual(main())
+    told = [one for one in caplog.records if "its rollout fails" in one.message]
+    assert len(told) == 1, "the first of all"
 
 
 def test_a_dead_engine_ends_rollouts() -> None:

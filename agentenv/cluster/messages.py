@@ -21,6 +21,7 @@
     Look(number)                  ----->           what do its branches await?
                                   <-----  Looked
     Over                          ----->           the run has come to its end
+                                  <-----  Ended    a rollout has, maybe by a bug of a user
                                   <-----  Alive    every BEAT_S, with figures
                                   <-----  Say      something for people
                                   <-----  Leaving  its machine is going to end
@@ -277,7 +278,15 @@ class Looked(Struct, array_like=True, frozen=True, tag=11):
     branches: list[BranchNow]
 
 
-Answer = Told | Lost | Sample | Quit | Alive | Say | Seek | Heard | Leave | Leaving | Looked
+class Ended(Struct, array_like=True, frozen=True, tag=12):
+    """A rollout of this task has ended; `crash` says by which bug of a tool, an environment or a
+    grader, None: by none."""
+
+    task_id: str
+    crash: str | None
+
+
+Answer = Told | Lost | Sample | Quit | Alive | Say | Seek | Heard | Leave | Leaving | Looked | Ended
 
 pack = packed
 read_asked = msgspec.msgpack.Decoder(Asked).decode

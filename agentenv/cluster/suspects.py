@@ -5,9 +5,10 @@
     suspects.clears(index)                          it has come further, or has ended
 
 One prompt that takes all memory, or a tool that crashes its process, would take down one worker
-after the other. A tree is a suspect once its worker was lost NUM_LOSSES times in a row without that it had come any
-further, as are those that grew beside it. So they are tried one at a time: each that comes further
-is none any more, and the one whose worker is lost NUM_TRIALS times more is given up.
+after the other. A tree is a suspect once its worker was lost NUM_LOSSES times in a row without that
+it had come any further, as are those that grew beside it. So they are tried one at a time: each
+that comes further is none any more, and the one whose worker is lost NUM_TRIALS times more is given
+up.
 """
 
 from __future__ import annotations

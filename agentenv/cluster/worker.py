@@ -5,6 +5,7 @@ link. Trees travel as the frames that the controller's journal writes, turn by t
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from agentenv.cluster.messages import (
     BEAT_S,
     Alive,
     Drop,
+    Ended,
     Figures,
     GiveUp,
     Grow,
@@ -30,9 +32,13 @@ from agentenv.cluster.messages import (
     pack,
     read_asked,
 )
+from agentenv.crashes import Crashes
+from agentenv.errors import CrashError
 from agentenv.frames import framed
 from agentenv.journal import Frame, TreeRecord, unpack_recorded
 from agentenv.plan import RolloutPlan
+
+logger = logging.getLogger(__name__)
 
 SOON_S = 0.1  # until it is looked again whether a tree that was asked for has begun
 
@@ -53,6 +59,24 @@ class Frames:
 
     async def commit(self) -> None:
         """Returns at once: it is the controller that waits until a tree is on the disk."""
+
+
+class ToldCrashes(Crashes):
+    """Those of a worker, which its controller counts with those of the others. The traceback of the
+    first one is in the worker's log."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(1.0, strict=False)
+        self._link = link
+
+    def add(self, error: BaseException | None, task_id: str) -> None:
+        """A rollout has ended, with a failure or without."""
+        crash = str(error) if isinstance(error, CrashError) else None
+        if crash is not None:
+            self.num += 1
+            if self.num == 1:
+                logger.info("task %s: %s", task_id, crash, exc_info=error)
+        self._link.send(pack(Ended(task_id, crash)))
 
 
 class AskingEngine(Protocol):
@@ -86,6 +110,7 @@ class RolloutWorker:
         self._actor, self._plan, self._link, self._engine = actor, plan, link, engine
         self._settings, self._incarnation = settings, incarnation
         self._look = look
+        actor.crashes = ToldCrashes(link)
         self._rollouts: dict[int, asyncio.Task[None]] = {}
         self._indices: dict[int, int] = {}  # of their trees
 

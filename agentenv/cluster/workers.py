@@ -30,6 +30,7 @@ from agentenv.cluster.messages import (
     Alive,
     Answer,
     Drop,
+    Ended,
     Figures,
     GiveUp,
     Grow,
@@ -53,7 +54,7 @@ from agentenv.cluster.messages import (
 from agentenv.cluster.suspects import NUM_LOSSES, NUM_TRIALS, Suspects
 from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.errors import WorkerError
+from agentenv.errors import CrashError, TooManyCrashesError, WorkerError
 from agentenv.journal import Journal, Packed, Recorded, TreeFrames, pack_recorded
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
@@ -305,10 +306,22 @@ class RolloutWorkers:
                 self.leave(worker.name, told.within_s)
             case Say():
                 self._tell(f"{worker.name}: {told.text}")
+            case Ended():
+                self._count(worker, told)
             case Looked():
                 looked = worker.trees.get(told.number)
                 if looked is not None and looked.looked is not None and not looked.looked.done():
                     looked.looked.set_result(told.branches)
+
+    def _count(self, worker: _Worker, told: Ended) -> None:
+        """Crashes of all workers together: too many end the run, by a tree that is wanted."""
+        error = None if told.crash is None else CrashError(f"{told.crash} (in {worker.name})")
+        try:
+            self._actor.crashes.add(error, told.task_id)
+        except TooManyCrashesError as problem:
+            left = (one for one in worker.trees.values() if not one.ended.done())
+            if growing := next(left, None):
+                growing.ended.set_exception(problem)
 
     def _frame(self, worker: _Worker, told: Told) -> None:
         growing = worker.trees.get(told.number)
