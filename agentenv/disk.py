@@ -9,11 +9,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 PARTIAL, OLD = ".partial", ".old"
-SETTLED_S = 60.0  # after which the folder of a process that lives is locked
 
 
 def write_whole(path: Path, data: str | bytes | Iterable[bytes], *, durable: bool = False) -> None:
@@ -72,16 +71,17 @@ def finished_folder(folder: Path) -> Path:
 @contextmanager
 def own_folder(place: Path | None, prefix: str) -> Iterator[Path]:
     """A folder of this process in `place` (by default where temporary files are), which holds a
-    lock on it. Those of the same prefix that processes left there which were killed are removed."""
-    own = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+    lock on it: it has its name once it is locked. Those of the same prefix that nobody holds are
+    removed first, since their processes were killed; where the file system knows no locks, none."""
+    for left in Path(place or tempfile.gettempdir()).glob(f"{prefix}*"):
+        with suppress(OSError), locked(left, fcntl.LOCK_NB):
+            shutil.rmtree(left)
+    own = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=place))
     try:
-        with locked(own):
-            now = own.stat().st_mtime
-            for left in own.parent.glob(f"{prefix}*"):
-                # BlockingIOError: it is in use
-                with suppress(OSError), locked(left, fcntl.LOCK_NB):
-                    if now - left.stat().st_mtime > SETTLED_S:
-                        shutil.rmtree(left)
+        with ExitStack() as lock:
+            with suppress(OSError):  # there are no locks
+                lock.enter_context(locked(own))
+            own = own.rename(own.with_name(own.name[1:]))
             yield own
     finally:
         shutil.rmtree(own, ignore_errors=True)
@@ -89,6 +89,8 @@ def own_folder(place: Path | None, prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path, more: int = 0) -> Iterator[None]:
+    """Hold the lock of a folder. Raises OSError where the file system knows none, and, with
+    LOCK_NB, BlockingIOError if somebody has it."""
     held = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | more)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import pkgutil
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,6 @@ from typing import Any
 import pytest
 
 from agentenv.disk import (
-    SETTLED_S,
     explain,
     finished_folder,
     own_folder,
@@ -174,8 +177,6 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as one:
         assert one.stdout is not None
         held = Path(one.stdout.readline().strip())
-        long_ago = held.stat().st_mtime - SETTLED_S - 1
-        os.utime(held, (long_ago, long_ago))
         with own_folder(tmp_path, "own-"):
             assert held.is_dir(), "its process lives"
         one.kill()
@@ -183,3 +184,63 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -
         with own_folder(tmp_path, "own-") as mine:
             assert list(tmp_path.iterdir()) == [mine]
     assert list(tmp_path.iterdir()) == []
+
+
+def left_by_a_killed_process(place: Path) -> Path:
+    """As young as can be."""
+    folder = place / "own-left"
+    (folder / "v1").mkdir(parents=True)
+    return folder
+
+
+def test_a_folder_that_nobody_holds_is_removed_before_another_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However young it is: what takes its place may need its space."""
+    left, make = left_by_a_killed_process(tmp_path), tempfile.mkdtemp
+
+    def seen(**keys: Any) -> str:
+        assert not left.exists()
+        return make(**keys)
+
+    with own_folder(tmp_path, "own-") as other:
+        left_by_a_killed_process(tmp_path)
+        monkeypatch.setattr(tempfile, "mkdtemp", seen)
+        with own_folder(tmp_path, "own-") as mine:
+            assert set(tmp_path.iterdir()) == {other, mine}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", ["tempfile.mkdtemp", "os.open", "fcntl.flock", "os.rename"])
+def test_a_folder_is_held_as_soon_as_others_can_find_it(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process begins right before or after any of the steps by which one is made."""
+    step = pkgutil.resolve_name(moment)
+
+    def raced(*given: Any, **keys: Any) -> Any:
+        monkeypatch.undo()
+        with own_folder(tmp_path, "own-"):
+            done = step(*given, **keys)
+        with own_folder(tmp_path, "own-"):
+            return done
+
+    monkeypatch.setattr(moment, raced)
+    with own_folder(tmp_path, "own-") as mine:
+        assert step is pkgutil.resolve_name(moment), "it was one of the steps"
+        assert list(tmp_path.iterdir()) == [mine]
+
+
+def test_where_the_file_system_knows_no_locks_there_are_folders_and_none_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be another process's."""
+
+    def unknown(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    left = left_by_a_killed_process(tmp_path)
+    with own_folder(tmp_path, "own-") as mine:
+        assert set(tmp_path.iterdir()) == {left, mine}
+    assert list(tmp_path.iterdir()) == [left]

@@ -7,7 +7,7 @@ import copy
 import logging
 import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentenv.actor import Actor
+from agentenv.deadline import uncancelled
 from agentenv.disk import own_folder
 from agentenv.encoder import encode_beside
 from agentenv.engine import Engine, EngineStart, ServerStarter
@@ -111,6 +112,8 @@ async def build_parts(
     """Check and build everything; `stack` closes it. Raises ConfigError or DataError for the
     user's mistakes. With a checkpoint, engine and learner start from it and no set-up is run."""
     assembly = TrainingAssembly(config, run.path, checkpoint, stack, say)
+    if assembly.between == MEMORY:
+        await assembly.weights()
     cluster = config.cluster
     if isinstance(cluster, RayCluster):
         await refuse(assembly, "configuration")
@@ -344,7 +347,6 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         if self._starting is not None:
             await self._starting
         learner, engine = await self.learner_and_engine()
-        weights = self.stack.enter_context(weights_directory(self._between()))
         probe = ParityProbe(engine, learner, prompts)
         self.stack.push_async_callback(probe.close)
         colocation = None
@@ -366,7 +368,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             actor=self._actor(trained, make_env, config.sampling.train, engine, TRAINING),
             eval_actor=eval_actor,
             probe=probe,
-            publisher=make_publisher(config, engine, learner, weights, colocation),
+            publisher=make_publisher(config, engine, learner, await self.weights(), colocation),
             overlapping=await self._overlapping(eval_actor, learner),
             demonstrations=await self.demonstrations(),
             vocab_size=num_words,
@@ -375,11 +377,21 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             ray=self.ray,
         )
 
-    def _between(self) -> Path:
-        """Where weights pass from learner to engine: what all machines see that have one."""
+    @once
+    async def weights(self) -> Path:
+        """Where weights pass from learner to engine. What killed runs have left there is removed;
+        of memory, which a model may need, before one is loaded."""
+        folder = own_folder(self.between, "agentenv-weights-")
+        return await uncancelled(in_thread(self.stack.enter_context, folder))
+
+    @property
+    def between(self) -> Path | None:
+        """What all machines see that have an engine or the learner; else shared memory, where there
+        is any."""
         cluster = self.config.cluster
-        is_far = isinstance(cluster, RayCluster) and (cluster.engines or cluster.learner)
-        return self.folder if is_far else MEMORY
+        if isinstance(cluster, RayCluster) and (cluster.engines or cluster.learner):
+            return self.folder
+        return MEMORY if MEMORY.is_dir() else None
 
     def _actor(
         self,
@@ -454,8 +466,3 @@ def make_publisher(
         pool.broadcast_interface,
     )
     return BroadcastPublisher(engine, sender)
-
-
-def weights_directory(memory: Path) -> AbstractContextManager[Path]:
-    """Where weights pass from learner to engine: in shared memory where there is any."""
-    return own_folder(memory if memory.is_dir() else None, "agentenv-weights-")

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from agentenv.disk import SETTLED_S, locked
+from agentenv.config import load_config
 from agentenv.engines.scripted import ScriptedEngine
-from agentenv.errors import EngineDeadError, EnvError
+from agentenv.errors import ConfigError, EngineDeadError, EnvError
 from agentenv.tool_env import ToolEnv
 from launchers import train
-from launchers.rl.parts import MEMORY, weights_directory
+from launchers.config import TrainConfig
+from launchers.rl import parts
+from launchers.rl.parts import MEMORY, build_parts
+from launchers.rundir import RunDirectory
 from learners import ranks
 from tests.support.forks import Command, project
 from tests.support.nursery import Forked
@@ -118,14 +120,6 @@ def test_a_killed_learner_ends_the_run_with_the_reason(warehouse: Path) -> None:
 def test_nothing_of_a_killed_run_lives_on_and_the_next_start_clears_the_rest(
     warehouse: Path,
 ) -> None:
-    def left() -> set[Path]:
-        """The folders that nobody holds."""
-        found = set()
-        for folder in MEMORY.glob("agentenv-weights-*"):
-            with suppress(OSError), locked(folder, fcntl.LOCK_NB):
-                found.add(folder)
-        return found
-
     endless = ("train.num_steps=100000", "engine.latency_s=0.05", "checkpoint.every=1")
     with started(warehouse, "kill-9", *endless) as (process, run):
         below = psutil.Process(process.pid).children(recursive=True)
@@ -137,9 +131,6 @@ def test_nothing_of_a_killed_run_lives_on_and_the_next_start_clears_the_rest(
         _, there = psutil.wait_procs(below, timeout=20)
     assert not [one for one in there if one.status() != psutil.STATUS_ZOMBIE]
     assert len(own) == MEMORY.is_dir()
-    assert own <= left()
-    for folder in own:
-        os.utime(folder, (0, 0))  # as if it had lain there for long
     steps = int(sorted((run / "checkpoints").glob("step-*[0-9]"))[-1].name[5:])
     resumed = [str(warehouse), "run.name=kill-9", f"train.num_steps={steps + 1}", "--resume"]
     assert train.main(resumed) == 0
@@ -173,16 +164,24 @@ def test_a_step_without_any_trajectory_ends_the_run(
     assert "EnvError: the index is gone" in capsys.readouterr().err
 
 
-def test_weights_in_shared_memory_that_a_killed_run_left_are_removed_by_the_next(
-    tmp_path: Path,
+async def test_weights_in_shared_memory_that_a_killed_run_left_are_removed_before_all_else(
+    warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    long_ago = time.time() - SETTLED_S - 1
-    with weights_directory(tmp_path) as live:
-        left, young = (tmp_path / f"agentenv-weights-{name}" for name in ("left", "young"))
-        for folder in (left, young):
-            (folder / "v1").mkdir(parents=True)
-        for folder in (left, live):
-            os.utime(folder, (long_ago, long_ago))
-        with weights_directory(tmp_path) as mine:
-            assert set(tmp_path.iterdir()) == {live, young, mine}
-    assert list(tmp_path.iterdir()) == [young]
+    """They take the memory that the model is to be loaded into."""
+    memory = tmp_path / "memory"
+    left = memory / "agentenv-weights-left"
+    (left / "v1").mkdir(parents=True)
+
+    async def refuse(*_: Any, **__: Any) -> None:
+        assert not left.exists()
+        raise ConfigError("the first of the checks")
+
+    monkeypatch.setattr(parts, "MEMORY", memory)
+    monkeypatch.setattr(parts, "refuse", refuse)
+    config = load_config(TrainConfig, warehouse, [])
+    run = RunDirectory(tmp_path / "run", resume=False)
+    async with AsyncExitStack() as stack:
+        with pytest.raises(ConfigError, match="the first of the checks"):
+            await build_parts(config, run, None, stack, lambda text: None)
+    run.close()
+    assert list(memory.iterdir()) == []
