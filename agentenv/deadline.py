@@ -5,6 +5,7 @@
     with waiting("a place"): ...                   ... but not here: nobody works for it
     async with admitted(semaphore, "a place"): ...    a place, waited for without the clock
     with doing("the tool 'search'"): ...           what a rollout awaits, for those who watch it
+    with doubting(look): ...                       what is worked may be lost: a deadline asks first
     await uncancelled(env.close())                 ends it, however often the waiter is cancelled
     await within(60.0, "..", reading)              what it gives, or StallError
 
@@ -50,6 +51,7 @@ class WorkClock:
         self._loop_time: Clock | None = None if outer is None else outer._loop_time
         self.doing = ""
         self.since = 0.0
+        self.doubt: Callable[[], float] | None = None  # see `doubting`
 
     def __call__(self) -> float:
         if self._count <= 0:
@@ -211,6 +213,22 @@ class Doing:
             self._clock.now(self._before)
 
 
+@contextmanager
+def doubting(look: Callable[[], float]) -> Iterator[None]:
+    """What is worked inside for the rollout that is current now may turn out to be lost, so that a
+    deadline which is due asks `look` after how many seconds it is to look again; 0: it has
+    passed."""
+    clock = _current.get()
+    if clock is None:
+        yield
+        return
+    before, clock.doubt = clock.doubt, look
+    try:
+        yield
+    finally:
+        clock.doubt = before
+
+
 def doing(what: str) -> Doing:
     """The rollout that is current now awaits this, inside."""
     return Doing(what)
@@ -311,6 +329,8 @@ class _Timed:
     def look(self) -> None:
         """Ring if it is time, else look again later."""
         left_s = self._when - self._clock()
+        if left_s <= CLOSE_S and isinstance(self._clock, WorkClock) and self._clock.doubt:
+            left_s = self._clock.doubt()
         if left_s <= CLOSE_S:
             self.ring()
         else:

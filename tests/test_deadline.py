@@ -15,6 +15,7 @@ from agentenv.deadline import (
     Work,
     WorkClock,
     doing,
+    doubting,
     uncancelled,
     waiting,
     within,
@@ -180,6 +181,49 @@ def test_alarms_of_one_span_share_a_timer_and_ring_in_their_order() -> None:
     assert run_virtual(main()) == 1
     assert [number for number, _ in rung] == list(range(890, 900))
     assert all(when == pytest.approx(60.0 + 0.001 * i) for i, when in rung)
+
+
+@pytest.mark.parametrize(("lost", "ends_s"), [(True, 35.0), (False, 26.0)])
+def test_a_deadline_waits_until_it_is_known_whether_the_work_is_lost(
+    lost: bool, ends_s: float
+) -> None:
+    """It is due after 20 s; from second 10 to second 25 the work is in doubt, and given back then
+    if it is lost. Whether it is known is looked at each other second."""
+
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        with (
+            pytest.raises(EnvError),
+            working(WorkClock()) as clock,
+            Deadline(20.0, clock, EnvError("late")),
+        ):
+            await asyncio.sleep(10.0)
+            work = Work()
+            with doubting(lambda: 2.0):
+                await asyncio.sleep(15.0)
+            if lost:
+                work.give_back()
+            await asyncio.sleep(100.0)
+        return loop.time()
+
+    assert run_virtual(main()) == pytest.approx(ends_s)
+
+
+def test_who_says_that_it_is_over_does_not_ask_whether_work_is_lost() -> None:
+    async def main() -> None:
+        clock = WorkClock()
+        deadline = Deadline(20.0, clock, EnvError("late"))
+        with (
+            pytest.raises(EnvError),
+            working(clock),
+            deadline,
+            doubting(lambda: 2.0),
+        ):
+            asyncio.get_running_loop().call_later(5.0, deadline.expire)
+            await asyncio.sleep(100.0)
+        assert asyncio.get_running_loop().time() == 5.0
+
+    run_virtual(main())
 
 
 def test_work_that_is_lost_is_given_back_and_of_a_tree_once() -> None:

@@ -34,6 +34,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from agentenv.ports import held_ports
+from agentenv.types import Limits
 from launchers.benches import overhead
 from launchers.benches.overhead import CONFIG, FIGURES, GROUP_SIZE, measured, obey, trained
 from launchers.benches.recital import Recital, RecitingServer
@@ -53,9 +54,7 @@ SCENARIOS: dict[str, tuple[str, ...]] = {  # a fault for each server
 }
 STARVED = ("descriptors", "all")  # scenarios with few file descriptors
 RESULT_TOKENS = 60
-# Seconds, to be scaled.
-MAX_SECONDS = 1800.0  # a trajectory pays for each silence that it meets, 300 s for a first token
-LOAD_TIMEOUT_S = 900.0
+LOAD_TIMEOUT_S = 900.0  # to be scaled
 
 
 class Size(Struct, frozen=True):
@@ -143,7 +142,7 @@ max_prompt_tokens = 256
 max_response_tokens = 760
 max_turn_tokens = 64
 max_tool_result_tokens = {RESULT_TOKENS}
-max_seconds = {MAX_SECONDS * size.scale}
+max_seconds = {Limits().max_seconds * size.scale}
 [algorithm]
 name = "arpo"
 group_size = {GROUP_SIZE}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,17 +11,17 @@ from typing import Any
 import pytest
 
 from agentenv.actor import Actor
-from agentenv.deadline import WorkClock, working
+from agentenv.deadline import Deadline, WorkClock, working
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.engines.server import ServerLoad
+from agentenv.engines.server import PartEnd, Request, ServerLoad
 from agentenv.engines.server_config import PoolConfig
 from agentenv.plan import Independent
 from agentenv.renderer import TagRenderer
 from agentenv.tree import TrajectoryTree
-from agentenv.types import Limits, SamplingParams
-from tests.engines.faulty_server import EOS, VOCAB_SIZE, ByteTokenizer, FaultyServer
-from tests.engines.pool_bench import TEXT, Bench, virtual, write_folder
+from agentenv.types import Chunk, Limits, SamplingParams
+from tests.engines.faulty_server import EOS, VOCAB_SIZE, ByteTokenizer, FaultyServer, recite
+from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK
@@ -45,44 +46,66 @@ def three_searches(prompt: str, rng: Random) -> str:
     return f"<search>q{rng.randrange(9)}</search>" if more else "<answer>3</answer>"
 
 
+async def grown(
+    folder: Path,
+    servers: list[FaultyServer],
+    tokenizer: ChatTokenizer,
+    limits: Limits,
+    config: PoolConfig,
+    num_trees: int,
+) -> list[TrajectoryTree]:
+    """Trees of 16 branches of four turns each, grown on these servers."""
+    pool = EnginePool(servers, folder, 0, vocab_size=VOCAB_SIZE, eos_ids={EOS}, config=config)
+    await pool.start(fresh=True)
+    sampling = SamplingParams(max_tokens=1)
+    actor = Actor(pool, TagRenderer(tokenizer), CountingEnv, limits, sampling, seed=7)
+    rollouts = (actor.rollout(TASK, Independent(16), index=index) for index in range(num_trees))
+    trees = await asyncio.gather(*rollouts)
+    await pool.close()
+    return trees
+
+
+def ends_of(trees: list[TrajectoryTree]) -> list[str | None]:
+    assert not [leaf.error for tree in trees for leaf in tree.failures()]
+    return [t.leaf.end for tree in trees for t in tree.trajectories()]
+
+
 def test_eight_times_as_many_branches_as_places_lose_nothing(folder: Path) -> None:
     """8 trees of 16 on 16 places, four turns of 30 s: 960 s go by, 120 of work for each."""
 
-    async def main() -> list[TrajectoryTree]:
-        config = ScriptedConfig(latency_s=TURN_S, max_model_len=4096)
+    async def main() -> None:
+        scripted = ScriptedConfig(latency_s=TURN_S, max_model_len=4096)
         tokenizer = ChatTokenizer(folder)
         server = FaultyServer(
-            "server", lambda: ScriptedEngine(config, tokenizer, script=three_searches)
+            "server", lambda: ScriptedEngine(scripted, tokenizer, script=three_searches)
         )
-        pool = EnginePool(
-            [server],
-            folder,
-            0,
-            vocab_size=VOCAB_SIZE,
-            eos_ids={EOS},
-            config=PoolConfig(max_concurrency=16),
-        )
-        await pool.start(fresh=True)
-        actor = Actor(
-            pool,
-            TagRenderer(tokenizer),
-            CountingEnv,
-            Limits(max_seconds=200.0, max_response_tokens=400),
-            SamplingParams(max_tokens=1),
-            seed=7,
-        )
-        rollouts = (actor.rollout(TASK, Independent(16), index=index) for index in range(8))
-        trees = await asyncio.gather(*rollouts)
-        assert not [leaf.error for tree in trees for leaf in tree.failures()]
+        limits = Limits(max_seconds=200.0, max_response_tokens=400)
+        config = PoolConfig(max_concurrency=16)
+        trees = await grown(folder, [server], tokenizer, limits, config, 8)
         assert server.peak_running == 16
         assert asyncio.get_running_loop().time() >= 8 * 16 * 4 / 16 * TURN_S
-        await pool.close()
-        return trees
+        assert ends_of(trees) == ["terminated"] * 128
 
-    trees = run_virtual(main())
-    assert not any(tree.failures() for tree in trees)
-    ends = [t.leaf.end for tree in trees for t in tree.trajectories()]
-    assert ends == ["terminated"] * 128
+    run_virtual(main())
+
+
+def test_a_silent_server_cuts_no_trajectory_whatever_a_first_token_may_take(folder: Path) -> None:
+    """Four turns of 3 s within 60 s, on two servers of which one says that it is well, and gives
+    no token."""
+
+    async def main() -> None:
+        scripted = ScriptedConfig(latency_s=3.0, max_model_len=4096)
+        tokenizer = ChatTokenizer(folder)
+        servers = [
+            FaultyServer(name, lambda: ScriptedEngine(scripted, tokenizer, script=three_searches))
+            for name in ("well", "silent")
+        ]
+        servers[1].silent = servers[1].is_heard = True
+        limits = Limits(max_seconds=60.0, max_response_tokens=400)
+        trees = await grown(folder, servers, tokenizer, limits, PoolConfig(), 12)
+        assert ends_of(trees) == ["terminated"] * 192
+
+    run_virtual(main())
 
 
 @virtual(1, max_concurrency=1)
@@ -209,6 +232,75 @@ async def test_a_server_that_falls_silent_is_lost_and_its_turns_go_on_elsewhere(
         home.kill()  # what hangs in it
         home.restart()
         await b.until_up(2)
+
+
+async def seconds_of(b: Bench, seconds: float, spent_s: float = 0.0, **asked: Any) -> float:
+    """What the rollout of one turn shows at its end, of so many seconds."""
+    with working(WorkClock(spent_s)) as clock, Deadline(seconds, clock, LateError()):
+        assert b.text(await b.ask(**asked)) == asked.get("text", TEXT)
+    return clock()
+
+
+class LateError(Exception):
+    """The rollout had no time left."""
+
+
+@pytest.mark.parametrize(("spent_s", "left_after_s"), [(0.0, 60.0), (50.0, 30.0)])
+def test_a_silent_server_is_left_when_a_rollout_has_no_time_left_and_not_charged_to_it(
+    folder: Path, spent_s: float, left_after_s: float
+) -> None:
+    """It says that it is well, also by a token; a first one may take longer than a rollout has. If
+    the rollout has less than `silence_s` left, so long is waited."""
+
+    async def main(is_leased: bool) -> None:
+        async with bench(folder, 2, is_leased=is_leased) as b:
+            silent = b.servers[0]
+            silent.silent = silent.is_heard = True
+            at_s = await seconds_of(b, 60.0, spent_s)
+            assert at_s == pytest.approx(spent_s + 2.3)
+            now = asyncio.get_running_loop().time()
+            assert now == pytest.approx(left_after_s + 2.3, abs=3.0)
+            assert (silent.num_aborted, b.pool.stats()["server/0/lost"]) == (1, 1)
+
+    for is_leased in (False, True):
+        run_virtual(main(is_leased))
+
+
+@virtual(1)
+async def test_a_turn_that_waits_in_a_server_which_speaks_to_others_is_out_of_time(
+    b: Bench,
+) -> None:
+    (server,) = b.servers
+    generate = server.generate
+
+    async def keep_waiting(request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+        if request.session == "waits":
+            await asyncio.Event().wait()
+        return await generate(request, on_chunk)
+
+    server.generate = keep_waiting  # type: ignore[method-assign]
+    others = asyncio.create_task(b.ask(TEXT * 20, session="other", stop=(), max_tokens=1000))
+    with pytest.raises(LateError):
+        await seconds_of(b, 20.0, session="waits")
+    assert asyncio.get_running_loop().time() == pytest.approx(20.0, abs=0.1)
+    assert b.pool.stats()["server/0/lost"] == 0
+    await others
+
+
+def test_a_server_that_is_slow_is_not_silent(folder: Path) -> None:
+    """A token each 5 s, and 17 s of time: it ends with the token that comes next."""
+
+    async def main() -> None:
+        async with bench(folder, 1) as b:
+            (server,) = b.servers
+            config = ScriptedConfig(tokens_per_s=0.2, max_model_len=4096)
+            server._engine = ScriptedEngine(config, ByteTokenizer(folder), script=recite)
+            with pytest.raises(LateError):
+                await seconds_of(b, 17.0, on_tokens=lambda chunk: None)
+            assert 17.0 <= asyncio.get_running_loop().time() <= 22.0
+            assert b.pool.stats()["server/0/lost"] == 0
+
+    run_virtual(main())
 
 
 @virtual(2, silence_s=30.0)

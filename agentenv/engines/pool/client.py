@@ -13,15 +13,15 @@ worker those that the controller gives (agentenv/cluster/leases.py).
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Generic, Literal
 
-from agentenv.deadline import doing, waiting
-from agentenv.engines.pool.seat import Hearing, S, Seats
+from agentenv.deadline import doing, doubting, waiting
+from agentenv.engines.pool.seat import Hearing, S, Seats, Voice
 from agentenv.engines.pool.turn import EntropyKind, Turn
 from agentenv.engines.server import (
     BrokenConnectionError,
@@ -60,6 +60,7 @@ class PoolClient(Generic[S]):
         self.name = name
         self.counts: Counter[str] = Counter()
         self._turns, self._attempts = count(1), count(1)
+        self._voices: defaultdict[str, Voice] = defaultdict(Voice)  # by the server's name
         self._seats = seats
         self._config = config
         self._seed = seed
@@ -177,14 +178,15 @@ class PoolClient(Generic[S]):
         request = turn.request(f"{self.name}-{next(self._attempts)}", session)
         self.counts["prompt_tokens"] += len(request.prompt_ids)
         seat.counts["requests"] += 1
-        hearing, began_s = seat.hear(), asyncio.get_running_loop().time()
+        hearing = seat.hear(self._voices[seat.name])
+        began_s = asyncio.get_running_loop().time()
         receive = partial(self._receive, seat, turn, hearing)
         attempt = asyncio.create_task(seat.server.generate(request, receive))
         seat.attempts[attempt] = hearing
         problem: BaseException | None = None
         try:
             watched: set[asyncio.Future[Any]] = {attempt, turn.stopped}
-            with doing(seat.doing):
+            with doing(seat.doing), doubting(hearing.doubt_s):
                 await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not attempt.done():

@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from agentenv.backoff import backoff_s
 from agentenv.engines.pool.account import Account
-from agentenv.engines.pool.seat import LISTEN_S, Hearing, Seat
+from agentenv.engines.pool.seat import LISTEN_S, Hearing, Seat, Voice
 from agentenv.engines.server import (
     BrokenOffError,
     BusyError,
@@ -306,10 +306,10 @@ class Member(Seat):
 
     # what runs on it
 
-    def hear(self) -> Hearing:
+    def hear(self, voice: Voice) -> Hearing:
         if self._listening is None:
             self._listening = asyncio.get_running_loop().call_later(LISTEN_S, self._listen)
-        return super().hear()
+        return super().hear(voice)
 
     def _listen(self) -> None:
         self._listening = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Collection
+from math import inf
 from typing import Any, Protocol, TypeVar
 
 from agentenv.deadline import Wait, Work, WorkClock
@@ -18,29 +19,58 @@ from agentenv.engines.server_config import PoolConfig
 from agentenv.errors import EngineError
 
 LISTEN_S = 1.0  # between two looks at whether requests have gone silent
+SPEAKS_S = 2 * LISTEN_S  # a server that gave a token of any request within so long is not silent
+
+
+class Voice:
+    """What is heard of one server, of whichever request."""
+
+    def __init__(self) -> None:
+        self._heard_s = -inf  # time of the loop
+
+    def heard(self) -> None:
+        """A token has come."""
+        self._heard_s = asyncio.get_running_loop().time()
+
+    @property
+    def speaks(self) -> bool:
+        """Whether one came just now."""
+        return asyncio.get_running_loop().time() - self._heard_s < SPEAKS_S
 
 
 class Hearing:
     """What is heard of one request on a server; `wait` is its rollout's, while the server is
     paused, and `work` since the last token. `problem` says after which silence it was given up."""
 
-    def __init__(self, clock: WorkClock) -> None:
+    def __init__(self, voice: Voice, clock: WorkClock) -> None:
         self.wait = Wait()
         self.work = Work()
         self.problem = ""
+        self._voice = voice  # of the server
         self._clock = clock
         self._since_s = clock()
         self._has_tokens = False
+        self._is_due = False  # its rollout has no time left, unless the server is silent
 
     def heard(self) -> None:
         """Tokens have come."""
         self._since_s, self._has_tokens = self._clock(), True
+        self._voice.heard()
         self.work.begin()
+
+    def doubt_s(self) -> float:
+        """The rollout has no time left. Where nothing at all is heard of the server, that may be
+        the server's fault, which is known after `silence_s`: seconds until it is asked again."""
+        if self._voice.speaks:
+            return 0.0
+        self._is_due = True
+        return LISTEN_S
 
     def is_lost(self, config: PoolConfig) -> bool:
         """Whether it is silent for too long."""
         silence_s = self._clock() - self._since_s
-        if silence_s <= (config.silence_s if self._has_tokens else config.first_token_s):
+        hurries = self._has_tokens or self._is_due
+        if silence_s <= (config.silence_s if hurries else config.first_token_s):
             return False
         what = "no more tokens" if self._has_tokens else "no first token"
         self.problem = f"{what} of a request within {silence_s:.0f} s"
@@ -85,9 +115,9 @@ class Seat:
         if self.asleep:  # since the place was given
             raise BrokenOffError(self.reason)
 
-    def hear(self) -> Hearing:
+    def hear(self, voice: Voice) -> Hearing:
         """Of a request that it gets now."""
-        hearing = Hearing(self._clock)
+        hearing = Hearing(voice, self._clock)
         if self.standing:
             hearing.wait.begin()
         return hearing
