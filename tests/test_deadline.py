@@ -190,21 +190,24 @@ def test_a_deadline_waits_until_it_is_known_whether_the_work_is_lost(
     """It is due after 20 s; from second 10 to second 25 the work is in doubt, and given back then
     if it is lost. Whether it is known is looked at each other second."""
 
+    async def work_on() -> None:
+        await asyncio.sleep(10.0)
+        work = Work()
+        with doubting(lambda: 2.0):
+            await asyncio.sleep(15.0)
+        if lost:
+            work.give_back()
+        await asyncio.sleep(100.0)
+
     async def main() -> float:
-        loop = asyncio.get_running_loop()
+        clock = WorkClock()
         with (
             pytest.raises(EnvError),
-            working(WorkClock()) as clock,
+            working(clock),
             Deadline(20.0, clock, EnvError("late")),
         ):
-            await asyncio.sleep(10.0)
-            work = Work()
-            with doubting(lambda: 2.0):
-                await asyncio.sleep(15.0)
-            if lost:
-                work.give_back()
-            await asyncio.sleep(100.0)
-        return loop.time()
+            await work_on()
+        return asyncio.get_running_loop().time()
 
     assert run_virtual(main()) == pytest.approx(ends_s)
 
@@ -213,13 +216,13 @@ def test_who_says_that_it_is_over_does_not_ask_whether_work_is_lost() -> None:
     async def main() -> None:
         clock = WorkClock()
         deadline = Deadline(20.0, clock, EnvError("late"))
+        asyncio.get_running_loop().call_later(5.0, deadline.expire)
         with (
             pytest.raises(EnvError),
             working(clock),
             deadline,
             doubting(lambda: 2.0),
         ):
-            asyncio.get_running_loop().call_later(5.0, deadline.expire)
             await asyncio.sleep(100.0)
         assert asyncio.get_running_loop().time() == 5.0
 
