@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +24,7 @@ from agentenv.errors import ConfigError, DataError
 from launchers.config import WHERE
 from launchers.evaluation.config import EvaluateConfig
 from launchers.evaluation.row import FAILED, EvalRow, Key, Wanted
+from launchers.rundir import Holder
 
 # Who writes in the directory of an evaluation: one command at a time.
 
@@ -30,18 +32,35 @@ LOCK_FILE = ".lock"
 
 
 def lock(folder: Path) -> BinaryIO:
-    """The lock of the directory, held until it is closed, as by a `with`. Raises ConfigError if
-    another command has it."""
+    """The lock of the directory, held until it is closed, as by a `with`; the file names who has
+    it. Raises ConfigError if another command does, which nobody knows where the file system has no
+    locks."""
     try:
-        held = (folder / LOCK_FILE).open("wb")
+        held = (folder / LOCK_FILE).open("a+b", buffering=0)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {explain(error)}") from error
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        held.close()
-        raise ConfigError(f"{folder}: another command is writing this evaluation") from None
+        with held:
+            who = _holder(held)
+        raise ConfigError(
+            f"{folder}: {who} is writing this evaluation; wait for its end, or stop it"
+        ) from None
+    except OSError:  # there are no locks
+        pass
+    with suppress(OSError):  # a full disk, on which a name is missed least
+        held.truncate(0)
+        held.write(msgspec.json.encode(Holder.me()))
     return held
+
+
+def _holder(file: BinaryIO) -> str:
+    file.seek(0)
+    try:
+        return str(msgspec.json.decode(file.read(), type=Holder))
+    except msgspec.DecodeError:  # it has only just taken the lock
+        return "another command"
 
 
 CONFIG_FILE, ROWS_FILE = "config.json", "rows.jsonl"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -18,7 +20,7 @@ from agentenv.errors import ConfigError
 from envs.grading.reward import ExactMatch
 from launchers.evaluation import regrade
 from launchers.evaluation.config import resolve_sets
-from launchers.evaluation.store import Saved, Store, load_saved, read_rows
+from launchers.evaluation.store import Saved, Store, load_saved, lock, read_rows
 from tests.support.stored_evaluation import QUICK, mixed_rows, rows_of, write_evaluation
 
 
@@ -118,7 +120,7 @@ def test_without_any_grade_nothing_is_changed(tmp_path, capsys):
     assert regrade.main([str(folder), "grader.kind=custom", f"grader.path={path}"]) == 1
     assert "nothing is changed; no row could be graded" in capsys.readouterr().err
     after = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert after.pop(".lock") == b""
+    after.pop(".lock")
     assert after == before
 
 
@@ -207,6 +209,27 @@ def test_a_running_evaluation_is_not_regraded(tmp_path, capsys):
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert regrade.main([str(folder)]) == 2
     assert "another command is writing this evaluation" in capsys.readouterr().err
+
+
+def test_who_writes_an_evaluation_is_named_with_what_to_do(tmp_path: Path) -> None:
+    for _ in ("first", "after it"):
+        with lock(tmp_path):
+            me = rf"process {os.getpid()} on \S+ since .* is writing this evaluation; wait for"
+            with pytest.raises(ConfigError, match=me):
+                lock(tmp_path)
+
+
+def test_where_the_file_system_knows_no_locks_evaluations_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as Lustre that is mounted without them."""
+
+    def unknown(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"]}), QUICK)
+    Store(tmp_path / "new", saved_with(folder, "exact")).close()
 
 
 def saved_with(folder: Path, grader: str) -> Saved:
