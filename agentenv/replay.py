@@ -105,7 +105,8 @@ class ReplayQueue:
         """The trees of the next step, in start order.
 
         Trees that `keep` refuses give their slot back at once and are replaced by later ones.
-        Cancelling get() loses no tree: those already taken go back to the front.
+        Cancelling get() loses no tree, nor does what `keep` raises: those already taken go back to
+        the front.
         """
         taken: list[Waiting] = []
         try:
@@ -117,8 +118,10 @@ class ReplayQueue:
                     await self._arrived.wait()
                     continue
                 await asyncio.wait({self._rollouts[0].rollout})
-                one = self._rollouts.popleft()
-                if keep(one.rollout.result()):
+                one = self._rollouts[0]
+                is_kept = keep(one.rollout.result())  # may raise
+                self._rollouts.popleft()
+                if is_kept:
                     taken.append(one)
                 else:
                     self.flow.selected(one.age_s())

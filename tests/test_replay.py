@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentenv.errors import EnvError
 from agentenv.replay import ReplayQueue
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
@@ -97,6 +98,29 @@ def test_get_gives_back_what_it_took_when_it_is_cancelled() -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(queue.get(), 5)
         assert [tree.index for tree in await queue.get()] == [0, 1]
+
+    run_virtual(scenario())
+
+
+def test_get_gives_back_what_it_took_when_no_tree_is_wanted_any_more() -> None:
+    async def scenario() -> None:
+        queue = ReplayQueue(3, 0)
+
+        async def rollout(index: int) -> TrajectoryTree:
+            return TrajectoryTree(TASK, index=index)
+
+        def keep(tree: TrajectoryTree) -> bool:
+            if tree.index == 2:
+                raise EnvError("nothing is trained")
+            return tree.index > 0
+
+        for index in range(3):
+            await queue.reserve()
+            queue.put(asyncio.ensure_future(rollout(index)))
+        with pytest.raises(EnvError):
+            await queue.get(keep)
+        queue.finish()
+        assert [tree.index for tree in await queue.get()] == [1, 2], "the first was refused"
 
     run_virtual(scenario())
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.actor import Actor
-from agentenv.archive import StepHeader
+from agentenv.archive import Fate, StepHeader
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.config import to_plain
 from agentenv.data.dataset import TaskStream
@@ -98,6 +98,7 @@ class StepAccounts:
         self._credits: dict[int, TreeCredit | None] = {}  # by the tree's index, until it settles
         self.settled: list[Settled] = []  # the trees of the last step
         self._num_untrained = 0  # steps in a row without a trained tree
+        self._refused: list[TrajectoryTree] = []  # in a row, fewer than a step has
         self._said: set[str] = set()  # warnings that hold since the last step
 
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
@@ -110,6 +111,28 @@ class StepAccounts:
         """Whether the tree will be trained."""
         credit = self.credit(tree)
         return credit is not None and credit.has_signal
+
+    def keep(self, tree: TrajectoryTree) -> bool:
+        """Whether a tree is one of those that a step waits for, which is trained.
+
+        Each time that as many as a step has are not, one after the other, they count as a step that
+        trains nothing, since the one that is waited for may never be full. Raises EnvError as
+        `settle` does.
+        """
+        if self.has_signal(tree):
+            self._refused, self._num_untrained = [], 0
+            return True
+        self._refused.append(tree)
+        if len(self._refused) == self.config.queue.groups_per_step:
+            row, self._refused = self._refused, []
+            refuse_total_failure(row)
+            self._judge(row, Counter(self._why(one, self.credit(one)) for one in row))
+        return False
+
+    @staticmethod
+    def _why(tree: TrajectoryTree, credit: TreeCredit | None) -> str:
+        """Why a tree is not trained."""
+        return failure_kind(tree) if credit is None else EQUAL
 
     def settle(self, delivered: list[TrajectoryTree]) -> list[CreditedTree]:
         """Account for each tree of a step: trained, filtered (all returns equal) or failed.
@@ -126,16 +149,14 @@ class StepAccounts:
         settled: list[Settled] = []
         for tree, credit in zip(delivered, credits, strict=True):
             self._credits.pop(tree.index)
-            if credit is None:
-                why = failure_kind(tree)
-                settled.append(Settled(tree, credit, "failed", why))
-                fates[why] += 1
-            elif credit.has_signal:
+            if credit is not None and credit.has_signal:
                 settled.append(Settled(tree, credit, "trained"))
                 trained.append((tree, credit))
-            else:
-                settled.append(Settled(tree, credit, "filtered", EQUAL))
-                fates[EQUAL] += 1
+                continue
+            why = self._why(tree, credit)
+            fate: Fate = "failed" if credit is None else "filtered"
+            settled.append(Settled(tree, credit, fate, why))
+            fates[why] += 1
         self._judge(delivered, fates)
         self.settled = settled
         self.state.ledger.add(len(trained), fates.pop(EQUAL, 0), fates)
@@ -715,7 +736,7 @@ class Training:
         )
 
     def _keep(self, tree: TrajectoryTree) -> bool:
-        if not self.refill or self.accounts.has_signal(tree):
+        if not self.refill or self.accounts.keep(tree):
             return True
         self.refused.append(tree)
         return False

@@ -116,6 +116,20 @@ def test_a_run_that_trains_nothing_ends_with_the_reasons(caplog: pytest.LogCaptu
         ours.settle(masked())
 
 
+def test_a_step_that_never_fills_ends_the_run_too() -> None:
+    """Where trees without a signal are replaced, so many in a row are a step without any."""
+    ours = accounts(ARPO(group_size=4))
+    config = replace(ours.config, train=replace(ours.config.train, max_untrained_steps=2))
+    ours.config = replace(config, queue=replace(config.queue, groups_per_step=4))
+    good = trees()[1]
+    bad = alike(right=False)[0]
+    assert [ours.keep(one) for one in (bad, bad, bad, good)] == [False, False, False, True]
+    assert not any(ours.keep(bad) for _ in range(7))
+    told = r"no tree was trained in 2 steps.*of the last 4: 4 with equal returns"
+    with pytest.raises(EnvError, match=told):
+        ours.keep(bad)
+
+
 def alike(*, right: bool) -> list[TrajectoryTree]:
     """Trees with equal returns."""
     grown = trees()[:2]
