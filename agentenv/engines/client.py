@@ -33,7 +33,7 @@ from agentenv.engines.server import (
     NoDescriptorError,
     ServerLostError,
 )
-from agentenv.errors import ConfigError, EngineError, ForeignError
+from agentenv.errors import SHOWN, ConfigError, EngineError, ForeignError
 from agentenv.foreign import decode
 from agentenv.types import SamplingParams
 
@@ -299,6 +299,7 @@ class HttpClient:
                 "requests to %s wait for file descriptors, of which this process has no more; "
                 "raise the hard limit (ulimit -Hn), or lower engine.pool.max_concurrency",
                 self.name,
+                extra=SHOWN,
             )
 
     def _refuse(self, path: str, status: int, reason: str, retry_after_s: float | None) -> None:

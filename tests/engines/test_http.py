@@ -22,6 +22,7 @@ from agentenv.engines.server import (
     ServerLostError,
 )
 from agentenv.errors import ConfigError, EngineError
+from launchers.terminal import is_shown
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -264,7 +265,8 @@ async def test_a_request_waits_for_a_descriptor(caplog: pytest.LogCaptureFixture
             for descriptor in taken:
                 os.close(descriptor)
             assert await asking == b"ok"
-    assert "file descriptors" in caplog.text
+    (told,) = [one.getMessage() for one in caplog.records if is_shown(one)]
+    assert "file descriptors" in told
 
 
 async def test_names_hide_credentials_and_bad_urls_are_refused() -> None:

@@ -14,6 +14,7 @@ from agentenv.deadline import Deadline, WorkClock, working
 from agentenv.engines.server import BusyError, PartEnd, Request, ServerLostError
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, Completion, VersionSpan
+from launchers.terminal import is_shown
 from tests.engines.faulty_server import FaultyServer
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
 from tests.support.virtual_clock import run_virtual
@@ -144,11 +145,11 @@ async def test_retries_have_a_budget(b: Bench) -> None:
         await b.ask()
 
 
-def fail_turns(server: FaultyServer) -> None:
-    generate = server.generate
+def fail_turns(server: FaultyServer, number: int = 10**6) -> None:
+    generate, left = server.generate, iter(range(number))
 
     async def fail(request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
-        if request.id.startswith("weights-"):
+        if request.id.startswith("weights-") or next(left, None) is None:
             return await generate(request, on_chunk)
         raise ServerLostError("502 bad gateway")
 
@@ -282,6 +283,46 @@ async def test_a_connection_that_breaks_twice_without_a_token_is_a_lost_server(b
     stats = b.pool.stats()
     assert (stats["retries"], stats["server/0/lost"], stats["reconnections"]) == (1, 1, 1)
     assert len(b.servers[1].requests) == 1
+
+
+def shown(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What people saw on their terminal since the last call."""
+    found = [one.getMessage() for one in caplog.records if is_shown(one)]
+    caplog.clear()
+    return found
+
+
+def test_people_are_told_once_that_a_server_is_out_and_once_that_it_is_back(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that comes back and fails again was not back; a request that was lost is no outage."""
+
+    async def main() -> None:
+        async with bench(folder, 2) as b:
+            server = b.servers[0]
+            server.kill()
+            assert b.text(await b.ask()) == TEXT
+            await asyncio.sleep(100)
+            assert shown(caplog) == ["engine server server0 is out: server0: connection refused"]
+            server.restart()
+            await b.until_up(2)
+            assert shown(caplog) == ["engine server server0 serves policy version 0"]
+            server.fails = True
+            for number in range(60):
+                await b.ask(session=str(number))
+            told = shown(caplog)
+            assert told == ["engine server server0 is out: a request was lost: 500 CUDA error"]
+            assert server.num_failed > 3
+            server.fails = False
+            await asyncio.sleep(100)
+            await asyncio.gather(*(b.ask(session=f"later{number}") for number in range(6)))
+            assert shown(caplog) == ["engine server server0 serves policy version 0"]
+            fail_turns(server, 1)
+            assert b.text(await b.ask(session="later")) == TEXT
+            await b.until_up(2)
+        assert shown(caplog) == []
+
+    run_virtual(main())
 
 
 @virtual(2, max_outage_s=60)

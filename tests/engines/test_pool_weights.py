@@ -13,6 +13,7 @@ from agentenv.engines.server import Request, ServerLostError
 from agentenv.engines.server_config import PoolConfig
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
+from launchers.terminal import is_shown
 from tests.engines.faulty_server import EOS, FaultyServer, reciter
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
 from tests.support.virtual_clock import run_virtual
@@ -89,6 +90,28 @@ async def test_a_server_that_refuses_is_out_and_its_turns_go_on_where_they_are(b
     assert (bad.versions_asked[0], bad.num_aborted) == (0, 0)
     await b.until_up(2)
     assert bad.loaded == [("v1", 1)]
+
+
+def test_people_are_told_of_a_server_that_refuses_weights_and_of_one_that_joins(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with bench(folder, 2) as b:
+            b.servers[0].load_faults = [EngineError("no memory")] * 2
+            await b.load(1)
+            await b.until_up(2)
+            late = FaultyServer("late", reciter(folder))
+            b.pool.add_server(late)
+            await b.until_up(3)
+            await b.pool.sleep()
+            await b.load(2)
+
+    run_virtual(main())
+    assert [one.getMessage() for one in caplog.records if is_shown(one)] == [
+        "engine server server0 is out: it refused policy version 1: no memory",
+        "engine server server0 serves policy version 1",
+        "engine server late serves policy version 1",
+    ]
 
 
 @virtual(2, max_concurrency=1)
@@ -281,7 +304,7 @@ def test_a_run_begins_without_a_server_that_is_gone_and_takes_it_in_when_it_is_b
         gone.kill()
         pool = EnginePool([there, gone], folder, 0, vocab_size=256, eos_ids={EOS})
         await pool.start(fresh=False)
-        assert "engine server gone: " in caplog.text
+        assert "engine server gone is out: gone: connection refused" in caplog.text
         await pool.load_weights(folder / "v1", 1)
         gone.restart()
         await asyncio.sleep(30)

@@ -16,7 +16,13 @@ from heapq import heappop, heappush
 
 from agentenv.engines.pool.broadcast import Broadcast
 from agentenv.engines.pool.member import FULL, Member, State, Target, WeightProbe
-from agentenv.engines.server import BusyError, ForeignWeightsError, Server, ServerLostError
+from agentenv.engines.server import (
+    BrokenOffError,
+    BusyError,
+    ForeignWeightsError,
+    Server,
+    ServerLostError,
+)
 from agentenv.engines.server_config import PoolConfig
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
 
@@ -193,10 +199,7 @@ class Fleet:
         is_there = any(not isinstance(one, ServerLostError) for one in outcomes)
         for member, outcome in found:
             if member in gone and is_there:
-                logger.warning(
-                    "engine server %s: %s; the run begins without it", member.name, outcome
-                )
-                member.drop(str(outcome))
+                member.suspend(str(outcome))
             elif isinstance(outcome, EngineError):
                 raise ConfigError(f"engine server {member.name}: {outcome}") from outcome
             elif outcome is not None:
@@ -233,7 +236,7 @@ class Fleet:
     def heard(self, member: Member, num_tokens: int) -> None:
         member.counts["sampled_tokens"] += num_tokens
         if member.on_trial:
-            member.on_trial = False
+            member.pass_trial()
             self.places.dispatch()
 
     def answered(self, member: Member, num_tokens: int, seconds: float) -> None:
@@ -286,6 +289,7 @@ class Fleet:
         self._watch_outage()
         self._returned.set()
         for member in self.members:
+            member.is_missed = True  # whoever ends the fleet says why
             member.drop(self.reason)
         self.places.end(self.reason)
 
@@ -323,7 +327,6 @@ class Fleet:
             self.version = target.policy_version
             self.num_updates += 1
             for member, error in refused.items():
-                logger.warning("%s is out: it refused the weights: %s", member.name, error)
                 member.suspend(f"it refused policy version {target.policy_version}: {error}")
             self._watch_outage()
 
@@ -428,17 +431,18 @@ class Fleet:
             target, epoch = self._target, member.epoch
             try:
                 await member.bring_back(target)
+            except BrokenOffError:
+                return False
             except (EngineError, ConfigError) as error:
-                member.reason = str(error)
+                member.miss(str(error))
                 return False
             except OSError as error:  # ours: a directory that cannot be read now
-                logger.warning("%s cannot be given its weights: %s", member.name, error)
-                member.reason = str(error)
+                member.miss(f"it cannot be given its weights: {error}")
                 return False
             if member not in self.members or target != self._target or self.reason is not None:
                 return False
-            if member.epoch != epoch:
-                logger.warning("%s serves policy version %d", member.name, target.policy_version)
+            if not epoch:
+                member.is_missed = True  # it is new
             self._serve(member)
             return True
 

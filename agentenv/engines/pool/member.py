@@ -34,7 +34,7 @@ from agentenv.engines.server import (
 )
 from agentenv.engines.server_config import PoolConfig
 from agentenv.engines.weights import Group, Manifest, Sender
-from agentenv.errors import EngineError
+from agentenv.errors import SHOWN, EngineError
 from agentenv.types import SamplingParams
 
 STEP = 8  # requests that a look without congestion adds, once there has been any
@@ -238,6 +238,7 @@ class Member(Seat):
         self.probe = probe
         self.state = State.OUT
         self.reason = "it is being connected"
+        self.is_missed = False  # people were told that it is out, and not yet that it is back
         self.limit = ConcurrencyLimit(config.initial_concurrency, config.max_concurrency)
         self.load = IDLE
         self.max_model_len = 0  # tokens, once connected
@@ -351,12 +352,25 @@ class Member(Seat):
             tries = self._num_losses - 2
             stay_s = backoff_s(tries, self.name, first_s=FIRST_STAY_S, max_s=MAX_STAY_S)
         self.out_until = asyncio.get_running_loop().time() + stay_s
-        self.suspend(problem)
+        (self.suspend if stay_s else self._leave)(problem)
 
     def serve(self) -> None:
         """It may be asked from now on."""
         self.state, self.reason = State.SERVING, ""
         self.on_trial = self._num_losses > 1
+        if not self.on_trial:
+            self._tell_return()
+
+    def pass_trial(self) -> None:
+        """It has given a token."""
+        self.on_trial = False
+        self._tell_return()
+
+    def _tell_return(self) -> None:
+        if self.is_missed:
+            self.is_missed = False
+            text = "engine server %s serves policy version %d"
+            logger.warning(text, self.name, self.server.policy_version, extra=SHOWN)
 
     def refused(self, wanted_s: float) -> float:
         """A request was refused since the server is full; it asks for `wanted_s` of quiet. The
@@ -383,8 +397,19 @@ class Member(Seat):
 
     def suspend(self, reason: str) -> None:
         """No new requests; what runs goes on, and the keeper finds out what happened."""
+        self._leave(reason)
+        self.miss(reason)
+
+    def _leave(self, reason: str) -> None:
         self.state, self.reason = State.OUT, reason
         self.look()
+
+    def miss(self, reason: str) -> None:
+        """Why it still does not serve; people are told once, until it does."""
+        self.reason = reason
+        if not self.is_missed:
+            self.is_missed = True
+            logger.warning("engine server %s is out: %s", self.name, reason, extra=SHOWN)
 
     def drop(self, reason: str) -> None:
         """The server is gone, or nobody knows what it serves: what is on it goes on elsewhere."""
@@ -443,7 +468,8 @@ class Member(Seat):
                 async with self._replacing:
                     pass
                 if not await self._is_unchanged():
-                    self.drop(self.reason)
+                    if self.epoch:
+                        self.drop(self.reason)
                     await self._come_back(target)
                 elif self.server.policy_version != target.policy_version:
                     await self.take(target)  # it refused or missed an update
@@ -553,10 +579,7 @@ class Member(Seat):
             self.limit.restart()  # an engine may preempt what runs to change its weights
 
     def _doubt(self, error: BaseException) -> None:
-        reason = f"its weights are in doubt: {str(error) or type(error).__name__}"
-        if self.is_there:
-            logger.warning("%s is out: %s", self.name, reason)
-        self.drop(reason)
+        self.drop(f"its weights are in doubt: {str(error) or 'their load was broken off'}")
 
     # sleep
 
@@ -569,7 +592,7 @@ class Member(Seat):
         if self._return is not None:
             self._return.reschedule(asyncio.get_running_loop().time())
         async with self.returning:
-            self.suspend("it sleeps")
+            self._leave("it sleeps")
             self.state = State.ASLEEP
             attempts = list(self.attempts)
             self.break_off()
@@ -585,13 +608,12 @@ class Member(Seat):
     async def _rouse(self, target: Target) -> EngineError | None:
         """Wake the server up and load the target's weights, in any case: another process may have
         taken the place of the one that fell asleep."""
-        self.suspend("it wakes up")
+        self._leave("it wakes up")
         try:
             await self.server.wake()
             await self.take(target)
         except ServerLostError as lost:
             self.drop(f"it did not wake up: {lost}")
-            logger.warning("%s is out: it did not wake up: %s", self.name, lost)
         except EngineError as refused:
             return refused
         else:
