@@ -31,6 +31,7 @@ from launchers.config import TABLES, ModelConfig, TrainConfig
 from launchers.data import EnvMaker, check_graders, said, tables_of, try_env
 from launchers.evaluation.config import EvaluateConfig
 from launchers.planning.idle import check_idle
+from launchers.planning.time_outs import check_time_outs
 from launchers.rundir import check_writable
 from launchers.serving.roles import check_roles
 from launchers.serving.server_commands import find_python
@@ -140,6 +141,11 @@ async def idle_ranks(assembly: Assembly[TrainConfig]) -> None:
     """The ranks of the learner find enough to do."""
     config = assembly.config
     check_idle(config.learner, config.algorithm, config.limits)
+
+
+async def time_outs(assembly: Assembly[TrainConfig]) -> None:
+    """No deadline is longer than one that it is inside of."""
+    check_time_outs(assembly.config)
 
 
 async def demonstrations(assembly: Assembly[TrainConfig]) -> None:
@@ -389,6 +395,7 @@ def part(name: str) -> Callable[[Any], Awaitable[object]]:
 CHECKS: tuple[Check, ...] = (
     Check("sizes divide", "configuration", TRAIN, sizes),
     Check("idle ranks", "configuration", TRAIN, idle_ranks),
+    Check("time-outs", "configuration", TRAIN, time_outs),
     Check("cold start and renderer", "configuration", TRAIN, demonstrations),
     Check("names of evaluation sets", "configuration", TRAIN, evaluation_sets),
     Check("adapter", "configuration", TRAIN, adapter),

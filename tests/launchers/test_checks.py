@@ -40,6 +40,8 @@ async def test_a_run_that_can_start_passes_each_check_of_training(
     [
         ("learner.groups_per_minibatch=4", ["sizes divide"],
          "does not divide queue.groups_per_step = 2", ""),
+        ("limits.max_tree_seconds=1", ["time-outs"], "max_tree_seconds = 1 ends trees before",
+         "an outer deadline must be the longer one"),
         ("limits.max_response_tokens=2000", ["context"], "exceed the engine's context",
          "lower them, or take an engine"),
         ("python={}", ["environments"], "[python]: not read by me/Warehouse-v0",

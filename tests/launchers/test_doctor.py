@@ -183,7 +183,7 @@ def examined(
 
 
 EXTRA = (
-    *("time-outs", "room for rollouts", "room on the disk", "room in memory", "calls come back"),
+    *("room for rollouts", "room on the disk", "room in memory", "calls come back"),
     *("special tokens in results", "packed model", "services", "grader sanity"),
     *("conformance of the environment", "log-prob parity", "prefix hit of a fork"),
     "sampling contract",
