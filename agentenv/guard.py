@@ -8,14 +8,17 @@ It stops the server when its standard input ends, which happens however the proc
 end dies, when the process that started it dies, and when it is told to (SIGTERM). First it asks,
 after GRACE_S seconds it kills: all descendants, since those that lose their parent become children
 of the guard. Then it removes what engines leave when they are killed, sockets and shared memory:
-the server has a folder for temporary files of its own. Needs nothing but the standard library. The
-exit status is the server's, 128 + n if signal n ended it.
+the server has a folder for temporary files of its own. If the guard is killed too, the next one of
+the same user does it: the folder has a list of the shared memory, and a lock that guard and server
+hold. Needs nothing but the standard library. The exit status is the server's, 128 + n if signal n
+ended it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import select
 import shutil
@@ -31,7 +34,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 INTERVAL_S = 0.2
 LOOK_EVERY_S = 5.0
 # What engines map and leave when they are killed: figures of load, semaphores, queues.
-SHARED = (" /dev/shm/sglang_loads_", " /dev/shm/sem.mp-", " /dev/shm/psm_")
+SHARED = ("/dev/shm/sglang_loads_", "/dev/shm/sem.mp-", "/dev/shm/psm_")
+PREFIX, LIST = "agentenv-server-", ".shared-memory"  # of folders; in one: a line "INODE PATH" each
 GUARD = Path(__file__).resolve()
 
 
@@ -62,11 +66,14 @@ def main(argv: list[str]) -> int:
         return 1
     # what torch compiles is kept from start to start, as it would be without a folder of its own
     compiled = f"{tempfile.gettempdir()}/torchinductor_{os.environ.get('USER') or os.getuid()}"
-    own = tempfile.mkdtemp(prefix="agentenv-server-")
+    _remove_left()
+    own, lock = _own_folder()
     env = {"TORCHINDUCTOR_CACHE_DIR": compiled, **os.environ, "TMPDIR": own}
     stdin = None if passes_on else subprocess.DEVNULL
     try:
-        server = subprocess.Popen(command, stdin=stdin, start_new_session=True, env=env)
+        server = subprocess.Popen(
+            command, stdin=stdin, start_new_session=True, env=env, pass_fds=[lock]
+        )
     except OSError as error:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
         shutil.rmtree(own, ignore_errors=True)
@@ -75,7 +82,7 @@ def main(argv: list[str]) -> int:
     look = 0.0
     while server.poll() is None and not told:
         if time.monotonic() > look:  # before it can be killed
-            shared |= _shared_memory()
+            shared |= _listed(_shared_memory() - shared, own)
             look = time.monotonic() + LOOK_EVERY_S
         if passes_on or is_alone:
             _await(server, INTERVAL_S)
@@ -106,9 +113,47 @@ def _shared_memory() -> set[Path]:
             found |= {
                 Path(line[line.index("/") :])
                 for line in lines
-                if any(one in line for one in SHARED)
+                if any(f" {one}" in line for one in SHARED)
             }
     return found
+
+
+def _own_folder() -> tuple[str, int]:
+    """A folder, and its lock, which whoever inherits it holds too."""
+    own = tempfile.mkdtemp(prefix=PREFIX)
+    lock = os.open(own, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # a file system without locks, or a full one
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        Path(own, LIST).touch()  # from here on it is left over if nobody holds it
+    return own, lock
+
+
+def _listed(found: set[Path], own: str) -> set[Path]:
+    """The same, written down for the next guard."""
+    with contextlib.suppress(OSError), Path(own, LIST).open("r+") as file:
+        file.seek(0, os.SEEK_END)
+        for path in found:
+            with contextlib.suppress(FileNotFoundError):
+                file.write(f"{path.stat().st_ino} {path}\n")
+    return found
+
+
+def _remove_left() -> None:
+    """Remove what guards could not that were killed with their servers: our folders that nobody
+    holds, and the shared memory on their lists, unless it is another by now."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            opened.callback(os.close, lock)
+            if os.fstat(lock).st_uid != os.getuid():
+                continue
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for line in (folder / LIST).read_text(errors="replace").splitlines():
+                inode, _, path = line.partition(" ")
+                with contextlib.suppress(OSError, ValueError):  # gone; damaged
+                    if path.startswith(SHARED) and str(os.stat(path).st_ino) == inode:
+                        os.unlink(path)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _await(server: subprocess.Popen[bytes], seconds: float) -> None:

@@ -58,6 +58,7 @@ ALLOWED = {
     "agentenv/engines/embedded/engine.py EmbeddedEngine._serve: self._commands.get": HERE,
     "agentenv/engines/pool/fleet.py Fleet._until_taken: self._returned.wait": SAME,
     "agentenv/engines/remote.py RemoteServer._known: self._open.wait": SAME,
+    "agentenv/guard.py _own_folder: fcntl.flock": "who else takes it only looks, as in disk.py",
     "agentenv/guard.py main: server.wait": "it was killed",
     "agentenv/gym.py LoopThread.run: asyncio.run_coroutine_threadsafe": "result(timeout_s)",
     "launchers/benches/makespan.py _queued: queue.get": HERE,

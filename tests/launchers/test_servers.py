@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from agentenv.errors import EngineError
-from agentenv.guard import GUARD
+from agentenv.guard import GUARD, LIST
 from agentenv.ports import hold_port, port_of
 from launchers.serving.servers import ServerProcess, ServerSpec
 from tests.support.small_server import SERVER, alive, gone, processes, script, until
@@ -138,7 +138,7 @@ for path in (shared, semaphore, others):
     path.write_bytes(bytes(4096))
     with path.open("r+b") as file:
         maps.append(mmap.mmap(file.fileno(), 4096))
-print(socket, shared, semaphore, others, flush=True)
+print(socket, shared, semaphore, others, os.getpid(), flush=True)
 time.sleep(600)
 """
 
@@ -150,7 +150,7 @@ def test_what_a_killed_server_leaves_is_removed(tmp_path: Path) -> None:
     command = [sys.executable, "-I", "-S", str(GUARD), "0", sys.executable, str(server)]
     with log.open("wb") as out, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out) as one:
         until(lambda: "weights" in log.read_text())
-        socket, shared, semaphore, ours = (Path(word) for word in log.read_text().split())
+        socket, shared, semaphore, ours, _ = map(Path, log.read_text().split())
         assert socket.exists()
         assert shared.exists()
         one.terminate()
@@ -160,6 +160,73 @@ def test_what_a_killed_server_leaves_is_removed(tmp_path: Path) -> None:
     assert not shared.exists()
     assert not semaphore.exists()
     assert not socket.parent.exists()
+
+
+@contextmanager
+def leaving(place: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, list[Path]]]:
+    """A guard whose folder for temporary files is in `place`, its server, and what that one has: a
+    file in it and two of shared memory, which the guard has seen."""
+    log, server = place / "log", script(place, LEAVING)
+    with log.open("wb") as out, subprocess.Popen(
+        [sys.executable, "-I", "-S", str(GUARD), "0", sys.executable, str(server)],
+        stdin=subprocess.PIPE, stdout=out, env=os.environ | {"TMPDIR": str(place)},
+    ) as guard:  # fmt: skip
+        until(lambda: log.read_text().endswith("\n"))
+        *left, ours, pid = map(Path, log.read_text().split())
+        listed = left[0].parent / LIST
+        until(lambda: listed.is_file() and all(str(one) in listed.read_text() for one in left[1:]))
+        ours.unlink()
+        yield guard, int(pid.name), left
+        guard.kill()
+
+
+def begin_another(place: Path) -> None:
+    command = [sys.executable, "-I", "-S", str(GUARD), "0", "true"]
+    environment = os.environ | {"TMPDIR": str(place)}
+    subprocess.run(command, stdin=subprocess.PIPE, env=environment, timeout=60, check=True)
+
+
+def test_what_a_guard_that_was_killed_could_not_remove_the_next_one_removes(tmp_path: Path) -> None:
+    """Once the server is dead too: as long as it lives, it needs its folder."""
+    with leaving(tmp_path) as (guard, server, left):
+        guard.kill()
+        guard.wait()
+        begin_another(tmp_path)
+        assert all(path.exists() for path in left)
+        os.kill(server, signal.SIGKILL)
+        gone([server])
+        begin_another(tmp_path)
+    assert not any(path.exists() for path in left)
+    assert not list(tmp_path.glob("agentenv-server-*"))
+
+
+def test_a_guard_removes_nothing_of_another_one_that_lives_nor_what_it_does_not_know(
+    tmp_path: Path,
+) -> None:
+    """Such as the folder of a guard of an older version, which holds no lock; and of the shared
+    memory that a list names, nothing that is not of a server, or has been made anew since."""
+    older, dead = (tmp_path / f"agentenv-server-{name}" for name in ("older", "dead"))
+    older.mkdir()
+    dead.mkdir()
+    anew = Path(f"/dev/shm/psm_test{os.getpid()}")
+    ours = Path(f"/dev/shm/weights-test{os.getpid()}")
+    try:
+        for path in (anew, ours):
+            path.touch()
+        listed = [f"{anew.stat().st_ino + 1} {anew}", f"{ours.stat().st_ino} {ours}", "torn"]
+        (dead / LIST).write_bytes("\n".join(listed).encode() + b"\n7 /dev/shm/psm_\0\xff")
+        with leaving(tmp_path) as (guard, _, left):
+            assert not dead.exists()
+            begin_another(tmp_path)
+            assert all(path.exists() for path in left)
+            guard.terminate()
+            guard.wait()
+        assert list(tmp_path.glob("agentenv-server-*")) == [older]
+        assert anew.exists()
+        assert ours.exists()
+    finally:
+        anew.unlink()
+        ours.unlink()
 
 
 @pytest.mark.parametrize(
