@@ -28,9 +28,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from hashlib import blake2b
 from math import exp, isfinite, log, nan
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar, cast
+from urllib.parse import quote
 
 import msgspec
 from msgspec import Struct
@@ -171,6 +173,8 @@ class Answer:
 
 SESSION_HEADER, RANK_HEADER = "X-Session-ID", "X-data-parallel-rank"
 MAX_SESSIONS = 65536  # whose rank is remembered
+MAX_SESSION_CHARS = 200  # servers and proxies take headers of some kB in all
+PLAIN = "!#$&'()*+,/:;=?@[]"  # beside letters, digits and _.-~
 
 
 class Ranks:
@@ -203,8 +207,13 @@ class Ranks:
 
 
 def routing(session: str, rank: int | None) -> dict[str, str]:
-    """Headers that tell routers, and a server with ranks, where the prefixes of a session are."""
-    headers = {SESSION_HEADER: session} if session else {}
+    """Headers that tell routers, and a server with ranks, where the prefixes of a session are. A
+    session may have any name; what no header can hold is written as in a URL, and a long one is
+    known by its hash."""
+    name = quote(session, safe=PLAIN, errors="surrogatepass")
+    if len(name) > MAX_SESSION_CHARS:
+        name = blake2b(name.encode(), digest_size=16).hexdigest()
+    headers = {SESSION_HEADER: name} if session else {}
     return headers if rank is None else headers | {RANK_HEADER: str(rank)}
 
 

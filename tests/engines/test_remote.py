@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from agentenv.engines.client import HttpClient
+from agentenv.engines.remote import SESSION_HEADER, routing
 from agentenv.engines.vllm import VLLMServer
 
 
-async def test_a_server_sleeps_after_what_was_broken_off_has_been_let_go(tmp_path: Path) -> None:
+async def test_a_server_sleeps_after_what_was_broken_off_has_been_let_go() -> None:
     """A load of weights that is cancelled goes on in the background: the server is resumed, which
     one that sleeps must not be."""
     server, told = VLLMServer("http://nowhere:1"), []
@@ -38,3 +43,46 @@ async def test_a_server_sleeps_after_what_was_broken_off_has_been_let_go(tmp_pat
         "/sleep",
     ]
     await server.close()
+
+
+SESSIONS = [
+    "17",
+    "eval:17/3",
+    "two\nlines",
+    "two%0Alines",
+    "\r\nX-Other: 1",
+    "問",
+    "\ud800",
+    " a ",
+    "",
+    "x" * 9000,
+]
+
+
+@pytest.mark.parametrize("session", SESSIONS)
+async def test_any_session_travels_in_a_header(session: str) -> None:
+    """As itself where it is plain; it may be what a user calls a task."""
+    seen: list[str | None] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request.headers.get(SESSION_HEADER))
+        assert "X-Other" not in request.headers
+        return web.Response(text="data: [DONE]\n\n")
+
+    app = web.Application()
+    app.router.add_post("/", answer)
+    async with TestServer(app) as server:
+        client = HttpClient(str(server.make_url("/")))
+        try:
+            async with client.stream("/", {}, routing(session, None)) as events:
+                assert [event async for event in events] == []
+        finally:
+            await client.close()
+    (found,) = seen
+    assert found == session if session in ("17", "eval:17/3") else found != ""
+    assert (found is None) == (session == "")
+
+
+def test_no_two_sessions_are_one() -> None:
+    found = {routing(session, None).get(SESSION_HEADER) for session in [*SESSIONS, "x" * 9001]}
+    assert len(found) == len(SESSIONS) + 1
