@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
@@ -174,7 +175,7 @@ class Answer:
 SESSION_HEADER, RANK_HEADER = "X-Session-ID", "X-data-parallel-rank"
 MAX_SESSIONS = 65536  # whose rank is remembered
 MAX_SESSION_CHARS = 200  # servers and proxies take headers of some kB in all
-PLAIN = "!#$&'()*+,/:;=?@[]"  # beside letters, digits and _.-~
+PLAIN = re.compile(r"[!-$&-~]+( +[!-$&-~]+)*")  # what a header can hold, but for %
 
 
 class Ranks:
@@ -208,9 +209,11 @@ class Ranks:
 
 def routing(session: str, rank: int | None) -> dict[str, str]:
     """Headers that tell routers, and a server with ranks, where the prefixes of a session are. A
-    session may have any name; what no header can hold is written as in a URL, and a long one is
+    session may have any name: one that no header can hold is written as in a URL, a long one is
     known by its hash."""
-    name = quote(session, safe=PLAIN, errors="surrogatepass")
+    name = session
+    if not PLAIN.fullmatch(session):
+        name = quote(session, errors="surrogatepass")
     if len(name) > MAX_SESSION_CHARS:
         name = blake2b(name.encode(), digest_size=16).hexdigest()
     headers = {SESSION_HEADER: name} if session else {}
