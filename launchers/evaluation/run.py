@@ -15,7 +15,7 @@ from agentenv.engine import Engine
 from agentenv.engines.chat import ChatEngine, ChatRenderer
 from agentenv.engines.openai import TokensEngine
 from agentenv.env import shared_stats
-from agentenv.errors import EnvError
+from agentenv.errors import EngineError, EnvError
 from agentenv.evaluate import Answer, Question, ask
 from agentenv.metrics import Throughput
 from agentenv.renderer import Renderer, TextCodec
@@ -196,6 +196,12 @@ async def run_evaluation(config: EvaluateConfig, subject: Subject, out: Path, vi
         return progress.num_failed
 
 
+def broken(errors: Iterable[str]) -> type[EngineError | EnvError]:
+    """Which error it is that every trajectory has failed, each of one of these: EngineError where
+    all of them are the engine's."""
+    return EngineError if all(one.startswith("Engine") for one in errors) else EnvError
+
+
 async def ask_into(
     store: Store,
     missing: Sequence[Wanted],
@@ -206,24 +212,27 @@ async def ask_into(
     concurrency: int,
 ) -> None:
     """Ask what `store` lacks, each set by its actor, and store each row as its trajectory ends.
-    `make_row` makes it of the set's name and the answer, `on_row` sees it. Raises EnvError when the
+    `make_row` makes it of the set's name and the answer, `on_row` sees it. Raises `broken` when the
     first MAX_FAILED that end, or all, have failed: something is broken, not unlucky."""
     names = {id(actor): name for name, actor in actors.items()}
-    num_failed, hopeless = 0, min(MAX_FAILED, len(missing))  # 0: one has not failed
+    errors: list[str] = []
+    hopeless = min(MAX_FAILED, len(missing))  # 0: one has not failed
     if any(row.end != FAILED for row in store.rows.values()):
         hopeless = 0
 
     def keep(answer: Answer) -> None:
-        nonlocal hopeless, num_failed
+        nonlocal hopeless
         row = make_row(names[id(answer.question.actor)], answer)
         store.add(row)
         on_row(row)
-        num_failed += 1
         if row.end != FAILED:
             hopeless = 0
-        elif num_failed == hopeless:
-            raise EnvError(
-                f"all of the first {num_failed} trajectories failed, so that no others are asked; "
+        if not hopeless:
+            return
+        errors.append(row.error or "")
+        if len(errors) == hopeless:
+            raise broken(errors)(
+                f"all of the first {hopeless} trajectories failed, so that no others are asked; "
                 f"the last: {row.error}; the same command asks them again"
             )
 

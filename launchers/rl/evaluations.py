@@ -24,14 +24,14 @@ from agentenv.actor import Actor
 from agentenv.config import to_plain
 from agentenv.deadline import uncancelled
 from agentenv.disk import PARTIAL, replace_folder
-from agentenv.errors import AgentEnvError, DataError, EnvError
+from agentenv.errors import SHOWN, AgentEnvError, DataError, EnvError
 from agentenv.evaluate import Answer
 from agentenv.offload import in_thread
 from agentenv.types import Task
 from launchers.config import EvalConfig, TrainConfig
 from launchers.evaluation.config import EvaluateConfig, resolve_sets
 from launchers.evaluation.row import FAILED, EvalRow, Wanted
-from launchers.evaluation.run import ask_into, row_of
+from launchers.evaluation.run import ask_into, broken, row_of
 from launchers.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from launchers.evaluation.subject import evaluation_of
 from launchers.rl.parts import Parts
@@ -189,13 +189,17 @@ class Evaluator:
         self._beside = asyncio.create_task(self._evaluate_beside(actor, what))
 
     async def _evaluate_beside(self, actor: Actor, what: Evaluating) -> None:
-        """To its end, or to a gap in the curve: the training does not depend on it."""
+        """To its end, or to a gap in the curve: the training does not depend on it. What every
+        trajectory failed of is another matter, since those of the training meet it too."""
         try:
             found = await self._or_gap(self._with_weights(actor, what), what)
             for report in found.values():
                 await self.saver.consider_best(what.step, report)
         except* (AgentEnvError, OSError) as errors:
-            self._tell_gap(what, str(first_of(errors)))
+            error = first_of(errors)
+            if isinstance(error, EnvError):
+                raise
+            self._tell_gap(what, str(error))
         self.state.evaluating = None
         await in_thread(self._forget_weights)
 
@@ -232,7 +236,7 @@ class Evaluator:
         return {}
 
     def _tell_gap(self, what: Evaluating, reason: str) -> None:
-        logger.warning("there is no evaluation %s: %s", what.phase, reason)
+        logger.warning("there is no evaluation %s: %s", what.phase, reason, extra=SHOWN)
 
     async def _evaluate(self, actor: Actor, what: Evaluating) -> dict[str, BriefReport]:
         if not what.sets:
@@ -255,9 +259,10 @@ def first_of(error: BaseException) -> BaseException:
 
 
 def refuse_failed(name: str, rows: Sequence[EvalRow]) -> None:
-    """Stop when every trajectory of an evaluation failed: its figures would be those of nothing."""
+    """Stop when every trajectory of an evaluation failed: its figures would be those of nothing.
+    Raises `broken`."""
     if rows and all(row.end == FAILED for row in rows):
-        raise EnvError(
+        raise broken(row.error or "" for row in rows)(
             f"all {len(rows)} trajectories of the evaluation of eval.sets.{name} failed; the "
             f"first: {rows[0].error}"
         )

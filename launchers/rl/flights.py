@@ -106,8 +106,11 @@ class Orders:
             except LearnerError as error:
                 _tell(done, error)
                 raise
-            except (AgentEnvError, OSError) as error:
-                _tell(done, error)
+            except (AgentEnvError, OSError, ExceptionGroup) as error:
+                if (reason := _reason(error)) is None:
+                    _tell(done, LearnerError("the run ended before it was done"))
+                    raise
+                _tell(done, reason)
             except BaseException:
                 _tell(done, LearnerError("the run ended before it was done"))
                 raise
@@ -119,6 +122,14 @@ class Orders:
         """None is carried out any more."""
         while self._waiting:
             _tell(self._waiting.popleft()[1], LearnerError(reason))
+
+
+def _reason(error: Exception) -> Exception | None:
+    """What a person is told; None: it is a bug, or breaks the learner."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    is_told = isinstance(error, AgentEnvError | OSError) and not isinstance(error, LearnerError)
+    return error if is_told else None
 
 
 def _tell(done: asyncio.Future[Any], error: Exception) -> None:

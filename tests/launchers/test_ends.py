@@ -19,11 +19,11 @@ import pytest
 
 from agentenv.archive import Archive, StepHeader, read_step, steps_of
 from agentenv.engines.scripted import ScriptedEngine
-from agentenv.errors import DataError, EngineDeadError, LearnerError
+from agentenv.errors import DataError, EngineDeadError, EnvError, LearnerError
 from agentenv.tools import FunctionTool
 from agentenv.tree import TrajectoryTree
 from agentenv.types import ToolResult
-from launchers import saver, train
+from launchers import checks, saver, train
 from launchers.rl import evaluations
 from launchers.rl.parts import TrainingAssembly
 from launchers.rl.recorder import Recorder
@@ -584,6 +584,23 @@ async def hang() -> None:
     await asyncio.sleep(3600)
 
 
+async def break_down() -> None:
+    raise EnvError("the shop is closed")
+
+
+def test_an_evaluation_in_which_everything_failed_ends_the_run(
+    warehouse: Path,
+    rank: type[ToyRank],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also one on an engine of its own: the training meets what its trajectories failed of."""
+    asked_at_step_2(monkeypatch, break_down)
+    assert train.main(arguments(warehouse, "all-failed", OWN_ENGINE)) == 1
+    told = "all of the first 2 trajectories failed, so that no others are asked; the last: EnvError"
+    assert told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("act", "override", "told"),
     [
@@ -603,6 +620,7 @@ def test_an_evaluation_that_fails_is_a_gap_in_the_curve(
     request: pytest.FixtureRequest,
 ) -> None:
     asked_at_step_2(monkeypatch, act)
+    monkeypatch.setattr(checks, "check_time_outs", lambda config: None)  # for a short test
     name = f"gap-{request.node.callspec.id}"
     given = arguments(warehouse, name, "eval.timeout_s=1", *([override] if override else []))
     assert train.main(given) == 0

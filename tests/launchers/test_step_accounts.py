@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentenv.config import load_config
-from agentenv.errors import EnvError
+from agentenv.errors import EngineError, EnvError
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limit
 from launchers.config import TrainConfig
@@ -152,11 +152,15 @@ def test_a_policy_that_does_nothing_right_is_told_from_one_that_has_learned_all(
 
 
 def test_an_evaluation_in_which_everything_failed_is_refused() -> None:
-    rows = [EvalRow(dataset="a", task=task, sample=0, end="failed") for task in "tu"]
+    rows = [EvalRow(dataset="a", task=task, sample=0, end="failed", error="x") for task in "tu"]
     with pytest.raises(EnvError, match=r"all 2 trajectories of the evaluation of eval\.sets\.a"):
         refuse_failed("a", rows)
     refuse_failed("a", [*rows, EvalRow(dataset="a", task="v", sample=0, end="terminated")])
     refuse_failed("a", [])
+    for row in rows:
+        row.error = "EngineError: all servers are out"
+    with pytest.raises(EngineError, match="the first: EngineError: all servers are out"):
+        refuse_failed("a", rows)
 
 
 def test_what_is_trained_is_normalised_over_the_update() -> None:
