@@ -6,13 +6,15 @@
 Encoding a tool result costs more than all else that an env step does in the controller, and a
 long one holds up every rollout meanwhile; a thread would hold the interpreter's lock. The process
 starts with the first text, needs nothing but the library `tokenizers`, and ends with the other
-side of its connection. Only tokenizers of that library can be sent there.
+side of its connection. Only tokenizers of that library can be sent there. One that is lost starts
+again after a break, in which texts are encoded on the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import codecs
+import logging
 import os
 import socket
 import sys
@@ -20,18 +22,24 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack, suppress
+from math import inf
 from typing import Any, cast
 
 import msgspec
 
-from agentenv.errors import EnvError
+from agentenv.backoff import backoff_s
+from agentenv.errors import SHOWN, EnvError, StallError
 from agentenv.offload import kill, start_process
 
 COLLECT_S = 0.01  # texts of so long travel together
 ANSWER_S = 60.0  # also on a busy machine; the loop encodes then
 CLOSE_S = 5.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 10.0, 60.0  # before a process that was lost starts again
+MAX_LOST = 3  # in a row, without an answer; then it is done without
 PREFIX_BYTES = 4
 PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+logger = logging.getLogger(__name__)
 
 
 def frame(payload: Any) -> bytes:
@@ -122,7 +130,7 @@ def encode_beside(renderer: Any, stack: AsyncExitStack) -> None:
 
 
 class EncoderLostError(EnvError):
-    """The process has ended."""
+    """There is no process, or it has ended."""
 
 
 class Encoder:
@@ -138,10 +146,17 @@ class Encoder:
         self._texts: list[str] = []
         self._waiting: list[asyncio.Future[array[int]]] = []
         self._closed = False
+        self._num_lost = 0  # in a row
+        self._rests_until = -inf  # time of the loop
+
+    @property
+    def rests(self) -> bool:
+        """Whether there is no process, and none will be started now."""
+        return self._closed or asyncio.get_running_loop().time() < self._rests_until
 
     async def encode(self, text: str) -> array[int]:
         """The ids, int32. Raises EncoderLostError."""
-        if self._link is None:
+        if (self._link is None or self._link.lost) and not self.rests:
             await self._start()
         if self._closed or self._link is None or self._link.lost:
             raise EncoderLostError("the process that tokenizes is gone")
@@ -151,7 +166,9 @@ class Encoder:
         future: asyncio.Future[array[int]] = loop.create_future()
         self._texts.append(text)
         self._waiting.append(future)
-        return await future
+        ids = await future
+        self._num_lost = 0
+        return ids
 
     def _send(self) -> None:
         texts, waiting, self._texts, self._waiting = self._texts, self._waiting, [], []
@@ -164,18 +181,39 @@ class Encoder:
         await asyncio.shield(self._starting)
 
     async def _launch(self) -> None:
+        if self._process is not None:  # which may hang
+            await kill(self._process)
         try:
             ours = await self._spawn()
-        except OSError as error:
-            raise EncoderLostError(
+        except (OSError, StallError) as error:
+            why = (
                 f"the process that tokenizes cannot be started ({error}): more processes or files "
                 "may be needed than the limits allow (ulimit -u, -n)"
-            ) from error
+            )
+            self._lose(why)
+            raise EncoderLostError(why) from error
         loop = asyncio.get_running_loop()
-        _, link = await loop.create_connection(lambda: _Link(loop), sock=ours)
+        _, link = await loop.create_connection(lambda: _Link(loop, self._lose), sock=ours)
         link.transport.write(frame(fast_tokenizer(self._tokenizer).to_str()))
         link.transport.write(frame(list(self._left_out)))
         self._link = link
+
+    def _lose(self, why: str) -> None:
+        """The process is gone, or was not started."""
+        if self._closed:
+            return
+        self._starting = None
+        self._num_lost += 1
+        if self._num_lost == MAX_LOST:
+            self._rests_until = inf
+            text = "%s, %d times in a row; texts are tokenized on the event loop from now on"
+            logger.warning(text, why, MAX_LOST, extra=SHOWN)
+            return
+        key = f"encoder/{os.getpid()}"
+        pause_s = backoff_s(self._num_lost - 1, key, first_s=FIRST_PAUSE_S, max_s=MAX_PAUSE_S)
+        self._rests_until = asyncio.get_running_loop().time() + pause_s
+        text = "%s; texts are tokenized on the event loop for %.0f s, then it starts again"
+        logger.warning(text, why, pause_s, extra=SHOWN)
 
     async def _spawn(self) -> socket.socket:
         """Start the process; our end of its connection."""
@@ -209,13 +247,15 @@ class Encoder:
 
 
 class _Link(asyncio.Protocol):
-    """Frames to the process, answered in their order, and each within ANSWER_S."""
+    """Frames to the process, answered in their order, and each within ANSWER_S; `lose` is told
+    once why it is lost."""
 
     transport: asyncio.Transport
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, lose: Callable[[str], None]) -> None:
         self.loop = loop
         self.lost = False
+        self._lose = lose
         self._buffer = bytearray()
         self._batches: deque[tuple[Sequence[asyncio.Future[array[int]]], asyncio.Handle]] = deque()
 
@@ -251,7 +291,9 @@ class _Link(asyncio.Protocol):
 
     def _fail(self, why: str) -> None:
         """Whoever waits learns it; nothing is sent any more."""
-        self.lost = True
+        if not self.lost:
+            self.lost = True
+            self._lose(why)
         self.transport.abort()
         while self._batches:
             waiting, late = self._batches.popleft()

@@ -11,11 +11,11 @@ a special token. `agentenv/native.py` is the renderer of native tool calls.
 
 from __future__ import annotations
 
-import logging
 import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, Protocol
 
@@ -40,8 +40,6 @@ MAX_KNOWN_CHARS = 4_000_000  # of texts whose ids are kept, since branches of a 
 
 ToolSchemas = Sequence[dict[str, Any]]
 Known = tuple[str, tuple[str, ...], int]  # a text, the names of tools, and the tokens it may have
-
-logger = logging.getLogger(__name__)
 
 
 class TagsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="tags",
@@ -131,17 +129,14 @@ class TextCodec:
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
     ) -> None:
         """Have the texts of an observation encoded in the process of `encoder`, if there is one."""
-        for text in self.texts(messages, tools) if self.encoder is not None else ():
+        if self.encoder is None:
+            return
+        for text in self.texts(messages, tools):
             key = _key(text, tools, max_tokens)
-            if len(text) < FEW_CHARS or key in self._known or self.encoder is None:
+            if len(text) < FEW_CHARS or key in self._known or self.encoder.rests:
                 continue
-            try:
-                ids = await self.encoder.encode(self.neutralise(key[0], tools))
-            except EncoderLostError as error:
-                logger.warning("%s; texts are tokenized on the event loop from now on", error)
-                self.encoder = None
-            else:
-                self._fitted(key, ids)
+            with suppress(EncoderLostError):  # it is encoded on the loop
+                self._fitted(key, await self.encoder.encode(self.neutralise(key[0], tools)))
 
     def texts(self, messages: Sequence[Message], tools: ToolSchemas) -> list[str]:
         """The texts that `observation` gives to `encode_foreign`."""

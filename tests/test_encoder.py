@@ -17,6 +17,7 @@ from agentenv.encoder import Encoder, EncoderLostError, decoder, encode_beside
 from agentenv.renderer import MAX_CHARS_A_TOKEN, TagRenderer
 from agentenv.types import Message
 from launchers.quickstart import build_tokenizer
+from launchers.terminal import is_shown
 
 TOOL = {"name": "search", "description": "", "parameters": {"properties": {"query": {}}}}
 TEXTS = [
@@ -67,38 +68,74 @@ async def test_a_text_of_megabytes_costs_no_more_than_what_is_kept_of_it(
     assert len(beside.observation(huge, [TOOL], 50)) < 80
 
 
+async def prepared(renderer: TagRenderer, text: str) -> bool:
+    """Whether the process has encoded a text, whose ids are those of the tokenizer."""
+    message = [Message("tool", text)]
+    await renderer.prepare(message, [TOOL], 500)
+    was_known = any(key[0] == text for key in renderer._known)
+    here = TagRenderer(renderer.tokenizer)
+    assert renderer.observation(message, [TOOL], 500) == here.observation(message, [TOOL], 500)
+    return was_known
+
+
+def shown(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What people saw on their terminal since the last call."""
+    found = [one.getMessage() for one in caplog.records if is_shown(one)]
+    caplog.clear()
+    return found
+
+
+async def strike(renderer: TagRenderer, number: signal.Signals) -> None:
+    """A signal for the process."""
+    assert renderer.encoder is not None
+    process = renderer.encoder._process
+    assert process is not None
+    process.send_signal(number)
+    if number == signal.SIGKILL:
+        await process.wait()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_without_its_process_texts_are_encoded_here(
+async def test_a_process_that_is_lost_starts_again_and_texts_are_encoded_here_until_then(
     beside: TagRenderer,
-    tokenizer: Any,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     number: signal.Signals,
 ) -> None:
-    assert beside.encoder is not None
-    await beside.prepare([Message("tool", TEXTS[0])], [TOOL], 500)
-    process = beside.encoder._process
-    assert process is not None
-    monkeypatch.setattr(encoder, "ANSWER_S", 0.3)
+    """Texts that were lost together are one loss."""
     monkeypatch.setattr(encoder, "CLOSE_S", 0.3)
-    process.send_signal(number)
-    if number == signal.SIGKILL:
-        await process.wait()
-    later = [Message("tool", TEXTS[0] + "!")]
-    await beside.prepare(later, [TOOL], 500)
-    assert "on the event loop from now on" in caplog.text
-    assert beside.observation(later, [TOOL], 500) == TagRenderer(tokenizer).observation(
-        later, [TOOL], 500
-    )
+    monkeypatch.setattr(encoder, "FIRST_PAUSE_S", 0.2)
+    assert await prepared(beside, TEXTS[0])
+    monkeypatch.setattr(encoder, "ANSWER_S", 0.3)
+    await strike(beside, number)
+    several = [prepared(beside, TEXTS[0] + "!" * count) for count in range(1, 5)]
+    assert await asyncio.gather(*several) == [False] * 4
+    (told,) = shown(caplog)
+    assert "texts are tokenized on the event loop for" in told
+    assert not await prepared(beside, TEXTS[0] + "before its time")
+    monkeypatch.setattr(encoder, "ANSWER_S", 60.0)
+    await asyncio.sleep(0.4)
+    assert await prepared(beside, TEXTS[0] + "then")
+    assert shown(caplog) == []
 
 
-async def test_a_process_that_cannot_be_started_is_done_without(
+async def test_a_process_that_is_lost_three_times_in_a_row_is_done_without(
     beside: TagRenderer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One that has answered in between was none of them."""
+    monkeypatch.setattr(encoder, "FIRST_PAUSE_S", 0.0)
+    for text in ("one", "two", "three", "four"):
+        assert await prepared(beside, TEXTS[0] + text)
+        await strike(beside, signal.SIGKILL)
+        await asyncio.sleep(0.1)  # it is seen
+    assert len(shown(caplog)) == 4
     monkeypatch.setattr(encoder.sys, "executable", "/nowhere/python")
-    await beside.prepare([Message("tool", TEXTS[0])], [TOOL], 500)
-    assert "cannot be started" in caplog.text
-    assert "on the event loop from now on" in caplog.text
+    for count in range(5):
+        assert not await prepared(beside, TEXTS[0] + "?" * count)
+    told = shown(caplog)
+    assert len(told) == 2
+    assert "cannot be started" in told[0]
+    assert "on the event loop from now on" in told[1]
 
 
 async def test_closing_ends_the_process_and_whoever_waits(tokenizer: Any) -> None:
