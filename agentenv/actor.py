@@ -7,7 +7,8 @@
     end      terminated (by the env), truncated (by which limit), or failed (infrastructure);
              then the plan may start fresh roots, and a failed branch is replaced by one
     failure  a turn that the engine failed is sampled again; a step that the env failed is taken
-             again, in a fresh env that has been led to the same place; only then the branch fails
+             again, in a fresh env that has been led to the same place; only then the branch fails;
+             what is down is waited for, be it for a step or for the grade
     time     a branch is out of time once it was worked for `max_seconds`, its tree after
              `max_tree_seconds`: what is live then ends, and nothing is tried again
 
@@ -36,7 +37,7 @@ from msgspec.structs import replace
 from agentenv.backoff import backoff_s
 from agentenv.branch import Branch, OpenEnvs
 from agentenv.crashes import Crashes
-from agentenv.deadline import Alarm, Deadline, WorkClock, waiting, working
+from agentenv.deadline import Alarm, Deadline, Work, WorkClock, waiting, working
 from agentenv.engine import Engine
 from agentenv.env import Env, StepResult
 from agentenv.errors import (
@@ -699,12 +700,15 @@ class Rollout:
     async def _through_outage(
         self, branch: Branch, use: str, call: Callable[[], Awaitable[T]]
     ) -> T:
-        """Call until the machinery behind it works, for `outage_s` of the limits."""
+        """Call until the machinery behind it works, for `outage_s` of the limits. What was worked
+        for a call that failed is given back."""
         began_s: float | None = None
         for attempt in count():
+            work = Work()
             try:
                 return await call()
             except InfraError as error:
+                work.give_back()
                 now = asyncio.get_running_loop().time()
                 began_s = now if began_s is None else began_s
                 if now - began_s >= self.limits.outage_s:
@@ -726,8 +730,10 @@ class Rollout:
         leaf = branch.leaf(self.tree, "truncated")
         leaf.limit = limit
         if branch.env is not None:
-            branch.clock.now("its environment to finish")
-            reward, info = await self._guide.finish(branch, limit, action)
+            finish = partial(self._guide.finish, branch, limit, action)
+            with working(branch.clock):
+                branch.clock.now("its environment to finish")
+                reward, info = await self._through_outage(branch, "finish", finish)
             leaf.reward += reward
             leaf.info.update(info)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from agentenv.crashes import guarded
 from agentenv.deadline import Deadline, WorkClock, uncancelled
 from agentenv.env import Env, StepResult
-from agentenv.errors import AgentEnvError, CrashError, EnvError
+from agentenv.errors import AgentEnvError, CrashError, EnvError, InfraError
 from agentenv.renderer import ToolSchemas
 from agentenv.tree import End, Node, Prefix, TrajectoryTree, packed_ids
 from agentenv.types import Completion, Info, Limit, Limits, Message
@@ -185,8 +185,9 @@ def check_step(result: StepResult) -> StepResult:
 class OpenEnvs:
     """The open envs of an actor: each is closed once, and every call of one has a deadline.
 
-    All methods but `close` raise CrashError for a bug of the env, and all but `step` EnvError after
-    `timeout_s` seconds.
+    All methods but `close` raise CrashError for a bug of the env. After `timeout_s` seconds, less
+    those that the rollout waits, `reset` and `fork` raise EnvError, and `finish` InfraError: it
+    changes nothing and may be called again.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -208,7 +209,7 @@ class OpenEnvs:
 
     async def finish(self, env: Env, limit: Limit, action: Message | None) -> tuple[float, Info]:
         """The reward and the facts of an episode that a limit ends."""
-        with self._deadline("finish"):
+        with self._deadline("finish", InfraError):
             found = await guarded(env.finish(limit, action), "the environment's finish")
             return check_finish(found)
 
@@ -234,5 +235,5 @@ class OpenEnvs:
         finally:
             self.count -= 1
 
-    def _deadline(self, call: str) -> Deadline:
-        return Deadline.after(self.timeout_s, f"env.{call}", EnvError)
+    def _deadline(self, call: str, error: type[AgentEnvError] = EnvError) -> Deadline:
+        return Deadline.after(self.timeout_s, f"env.{call}", error)

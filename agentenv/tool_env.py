@@ -14,12 +14,12 @@ import asyncio
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from numbers import Real
 from random import Random
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from msgspec import Struct
 
@@ -27,6 +27,7 @@ from agentenv.backoff import backoff_s
 from agentenv.crashes import guarded
 from agentenv.deadline import (
     Deadline,
+    Work,
     WorkClock,
     admitted,
     doing,
@@ -72,9 +73,11 @@ FIRST_DELAY_S = 0.1  # before the first retry of a call; doubles with each, up t
 MAX_DELAY_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
 PIECE_CHARS = 1 << 16  # of a result, which are looked at without a break: half a millisecond
-TOLD_AGAIN_S = 60.0  # between two warnings of one tool that is waited for
+TOLD_AGAIN_S = 60.0  # between two warnings of one tool or grader that is waited for
 LEAST_WAIT_S = 1e-3  # less than that is not told
 NO_LIMITS = ToolLimits()
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +103,8 @@ class Grader(Protocol):
         self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
     ) -> Grade:
         """`written` holds only the policy's own messages; `calls` counts, by tool, the calls
-        that really ran without error. Raises GraderError."""
+        that really ran without error. Raises GraderError, and InfraError where what it asks is
+        down: it is asked again."""
         ...
 
 
@@ -114,7 +118,8 @@ async def start_grader(grader: Grader) -> None:
 async def graded(
     grader: Grader, task: Task, written: Sequence[Message], calls: Mapping[str, int]
 ) -> Grade:
-    """What the grader gives. Raises GraderError, and CrashError for a bug of the grader."""
+    """What the grader gives. Raises GraderError, InfraError, and CrashError for a bug of the
+    grader."""
     who = f"the grader {type(grader).__name__}"
 
     async def grade() -> Grade:
@@ -137,9 +142,10 @@ class ToolEnv:
     `prompt` is the text of a system message, or a function from the task to all prompt messages;
     without it the question alone is the prompt. A call that fails by infrastructure, or takes
     over `tool_timeout_s`, is tried `num_retries` more times, and on until `outage_s` have passed
-    since it first failed; then it raises OutageError. The policy never reads about it, and the
-    waits count for no limit. With `num_retries` 0, and where the tool is not required, no outage
-    is waited for. `tool_limits` bounds single tools by name, `max_tool_calls` all calls
+    since it first failed; then it raises OutageError. The policy never reads about it, and neither
+    tries that failed nor the waits between them count for a limit. With `num_retries` 0, and where
+    the tool is not required, no outage is waited for. A grader whose machinery is down is asked
+    again in the same way. `tool_limits` bounds single tools by name, `max_tool_calls` all calls
     together; beyond a bound, with `on_limit` "result", the policy reads that there are no more
     calls, and with "end" the episode ends as truncated and is graded.
 
@@ -243,17 +249,17 @@ class ToolEnv:
 
         info["tool_calls"] says of each call: name (UNKNOWN_TOOL for any that no tool has),
         arguments, ok, error, duration_s, and waited_s, the part of it in which nobody worked for
-        the call: it waited for a place, a rate limit, or the next try.
+        the call: it waited for a place, a rate limit, or the next try, or a try failed.
         """
         states = self._open_states("step")
         self._written.append(action)
         if not action.tool_calls:
-            reward, info = await self._grade()
+            reward, info = await self._grade(self._written)
             return [], reward, True, False, {"tool_calls": [], **info}
         names = [call.name for call in action.tool_calls]
         over = self._budget.beyond(names, self.tool_limits) if self.on_limit == "end" else ""
         if over:
-            reward, info = await self._grade()
+            reward, info = await self._grade(self._written)
             return [], reward, False, True, {"tool_calls": [], "limit": over, **info}
         messages: list[Message] = []
         records: list[Info] = []
@@ -264,11 +270,11 @@ class ToolEnv:
         return messages, 0.0, False, False, {"tool_calls": records}
 
     async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
-        """Grade what the policy wrote so far, as if the episode had ended by itself."""
+        """Grade what the policy wrote so far, as if the episode had ended by itself. May be called
+        again if it fails."""
         self._open_states("finish")
-        if action is not None:
-            self._written.append(action)
-        return await self._grade()
+        written = self._written if action is None else [*self._written, action]
+        return await self._grade(written)
 
     async def fork(self) -> Self:
         """A copy with its own transcript and a fork of each tool's state."""
@@ -322,8 +328,10 @@ class ToolEnv:
             raise EnvError(f"task {self.task.id}: {what} before reset or after close")
         return self._states
 
-    async def _grade(self) -> tuple[float, Info]:
-        grade = await graded(self.grader, self.task, self._written, self._num_ok)
+    async def _grade(self, written: Sequence[Message]) -> tuple[float, Info]:
+        asked = partial(graded, self.grader, self.task, written, self._num_ok)
+        who = f"the grader {type(self.grader).__name__}"
+        grade = await self._through_outage(who, asked, self.num_retries, self.outage_s)
         info = {"success": grade.success, "parts": dict(grade.parts), "reason": grade.reason}
         return grade.reward, info
 
@@ -355,44 +363,50 @@ class ToolEnv:
         return await _printable(text), record
 
     async def _call(self, call: ToolCall, state: Any, record: Info, limits: ToolLimits) -> str:
-        """The text of one call's result; facts that the tool reports go to record["info"].
-
-        Failures of machinery are retried with jittered delays.
-
-        Raises ToolError, and OutageError when retries and patience are used up.
-        """
+        """The text of one call's result; facts that the tool reports go to record["info"]. Raises
+        ToolError, and OutageError when retries and patience are used up."""
         tool = self.tools[call.name]
         timeout_s = self.tool_timeout_s if limits.timeout_s is None else limits.timeout_s
         num_retries = self.num_retries if limits.num_retries is None else limits.num_retries
         patience_s = self.outage_s if limits.required and num_retries else 0.0
+        called = partial(_within, timeout_s, limits.max_concurrency, tool, call.arguments, state)
+        who = f"the tool {tool.name!r}"
+        try:
+            result = await self._through_outage(who, called, num_retries, patience_s)
+        except OutageError as error:
+            if limits.required:
+                raise
+            logger.warning("%s; the policy reads that it is not available", error)
+            raise ToolError(f"The tool {tool.name!r} is not available at the moment.") from error
+        record |= {"info": result.info} if result.info else {}
+        return result.text
+
+    async def _through_outage(
+        self, who: str, call: Callable[[], Awaitable[T]], num_retries: int, patience_s: float
+    ) -> T:
+        """What `call` gives. Failures of machinery are retried with jittered delays, and what was
+        worked for them is given back. Raises OutageError when retries and patience are used up."""
         began_s: float | None = None
         for attempt in count():
+            work = Work()
             try:
-                result = await _within(
-                    timeout_s, limits.max_concurrency, tool, call.arguments, state
-                )
+                return await call()
             except InfraError as error:
-                problem = str(error)
-            except TimeoutError:
-                problem = f"no result within {timeout_s:g} s"
-            else:
-                record |= {"info": result.info} if result.info else {}
-                return result.text
-            now_s = asyncio.get_running_loop().time()
-            began_s = now_s if began_s is None else began_s
-            if attempt >= num_retries and now_s - began_s >= patience_s:
-                break
-            if attempt == num_retries:
-                _tell_outage(tool.name, problem, patience_s, now_s)
+                work.give_back()
+                now_s = asyncio.get_running_loop().time()
+                began_s = now_s if began_s is None else began_s
+                if attempt >= num_retries and now_s - began_s >= patience_s:
+                    raise OutageError(
+                        f"task {self.task.id}: {who} failed {attempt + 1} times, the last time: "
+                        f"{error}"
+                    ) from error
+                if attempt == num_retries:
+                    _tell_outage(who, str(error), patience_s, now_s)
             key = f"{self._seed}/{self.task.id}/{self._budget.num_calls}"
             delay_s = backoff_s(attempt, key, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S)
-            with waiting(f"a break before the tool {tool.name!r} is called again"):
+            with waiting(f"a break before {who} is called again"):
                 await asyncio.sleep(delay_s)
-        text = f"tool {tool.name} failed {attempt + 1} times, the last time: {problem}"
-        if limits.required:
-            raise OutageError(f"task {self.task.id}: {text}")
-        logger.warning("%s; the policy reads that it is not available", text)
-        raise ToolError(f"The tool {tool.name!r} is not available at the moment.")
+        raise AssertionError
 
     async def _close_states(self, states: Mapping[str, Any]) -> None:
         """Close every state within CLOSE_TIMEOUT_S. Raises EnvError for those that do not close,
@@ -425,7 +439,7 @@ class ToolEnv:
 async def _within(
     timeout_s: float, max_concurrency: int | None, tool: Tool, arguments: dict[str, Any], state: Any
 ) -> ToolResult:
-    """One try of a call. The deadline raises TimeoutError; waits for a place or for a rate limit
+    """One try of a call. The deadline raises InfraError; waits for a place or for a rate limit
     are not part of it."""
     if max_concurrency is None:
         return await _timed(timeout_s, tool, arguments, state)
@@ -440,19 +454,21 @@ async def _timed(timeout_s: float, tool: Tool, arguments: dict[str, Any], state:
     if clock is None:
         with working(WorkClock()):
             return await _timed(timeout_s, tool, arguments, state)
-    late = Deadline(clock() + timeout_s, clock, TimeoutError)
+    late = Deadline(
+        clock() + timeout_s, clock, lambda: InfraError(f"no result within {timeout_s:g} s")
+    )
     with late, doing(f"the tool {tool.name!r}"):
         return await guarded(_called(tool, arguments, state), partial(_naming, tool, arguments))
 
 
-def _tell_outage(name: str, problem: str, patience_s: float, now_s: float) -> None:
-    """Say that a tool is waited for, once a minute for all that wait for it."""
+def _tell_outage(who: str, problem: str, patience_s: float, now_s: float) -> None:
+    """Say who is waited for, once a minute for all that wait."""
     told: dict[str, float] = shared("outages told", dict)
-    if now_s - told.get(name, -TOLD_AGAIN_S) >= TOLD_AGAIN_S:
-        told[name] = now_s
+    if now_s - told.get(who, -TOLD_AGAIN_S) >= TOLD_AGAIN_S:
+        told[who] = now_s
         logger.warning(
-            "the tool %r fails, and is tried again for up to %g s: %s",
-            *(name, patience_s, problem),
+            "%s fails, and is tried again for up to %g s: %s",
+            *(who, patience_s, problem),
             extra=SHOWN,
         )
 

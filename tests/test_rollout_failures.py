@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from agentenv.actor import Actor
+from agentenv.deadline import admitted, waiting
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.errors import ConfigError, EngineError, EnvError, InfraError
+from agentenv.errors import ConfigError, EngineError, EnvError, InfraError, ToolError
 from agentenv.plan import Independent, RolloutPlan
-from agentenv.tool_env import ToolEnv
-from agentenv.tools import tool
+from agentenv.tool_env import Grade, ToolEnv
+from agentenv.tools import StatelessTool, Tool, tool
 from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Completion, Limit, Limits, Message
+from agentenv.types import Completion, Limit, Limits, Message, Task, ToolResult
 from learners.aepo import AEPO, AEPOPlan, is_probe
 from learners.arpo import ARPO, ARPOPlan
 from tests.support.toy import CharTokenizer, CountingEnv
@@ -117,14 +120,15 @@ def test_an_env_that_answers_otherwise_the_second_time_gives_way_to_a_fresh_root
 
 
 class DownEnv(CountingEnv):
-    """Its machinery is down from second 5 to second `until`."""
+    """Its machinery is down from second 5 to second `until`, which is known 4 s after a call."""
 
     until = 35.0
 
     async def _maybe_fail(self, method: str) -> None:
         await asyncio.sleep(1.0)
         if method != "close" and 5.0 <= asyncio.get_running_loop().time() < self.until:
-            raise InfraError("connection refused")
+            await asyncio.sleep(4.0)
+            raise InfraError("no answer")
 
 
 @pytest.mark.parametrize(("until", "num_failed"), [(35.0, 0), (2000.0, 5)])
@@ -271,21 +275,37 @@ class OneByOne(ARPOPlan):
         return min(1, super().on_leaf_end(tree, leaf))
 
 
-@tool
-async def search(query: str) -> str:
-    """A search server that refuses connections from second 12 to second 42."""
-    await asyncio.sleep(0.5)
-    if 12.0 <= asyncio.get_running_loop().time() < 42.0:
-        raise InfraError("connection refused")
-    return "found"
+async def refused() -> None:
+    raise InfraError("connection refused")
+
+
+async def accepted() -> None:
+    await asyncio.Event().wait()  # and never answered
+
+
+def search_that_is_away(away: Callable[[], Awaitable[None]], until: float) -> Tool:
+    @tool
+    async def search(query: str) -> str:
+        """A search server that is away from second 12 on."""
+        await asyncio.sleep(0.5)
+        if 12.0 <= asyncio.get_running_loop().time() < until:
+            await away()
+        return "found"
+
+    return search
 
 
 @pytest.mark.parametrize("plan", GROUPS[:2])
-def test_a_search_server_that_is_away_for_half_a_minute_costs_no_trajectory(
-    plan: RolloutPlan,
+@pytest.mark.parametrize(
+    ("away", "until", "max_seconds"), [(refused, 42.0, 30.0), (accepted, 132.0, 60.0)]
+)
+def test_a_search_server_that_is_away_costs_no_trajectory(
+    plan: RolloutPlan, away: Callable[[], Awaitable[None]], until: float, max_seconds: float
 ) -> None:
-    """Six groups of 16 at once; turns of 5 s, and 30 s of work for a trajectory at most."""
-    limits = Limits(max_seconds=30.0)
+    """Six groups of 16 at once; turns of 5 s, and so much work for a trajectory at most. A call has
+    30 s."""
+    limits = Limits(max_seconds=max_seconds)
+    search = search_that_is_away(away, until)
     actor = make_actor(script=three_searches, limits=limits, engine={"latency_s": 5.0})
     actor.make_env = lambda task: ToolEnv(task, [search], Anything())
 
@@ -295,3 +315,119 @@ def test_a_search_server_that_is_away_for_half_a_minute_costs_no_trajectory(
     for tree in run_virtual(main()):
         assert not tree.failures()
         assert [t.leaf.end for t in tree.trajectories()] == ["terminated"] * SIZE
+
+
+class CodeTimedOut(StatelessTool):
+    """Runs code that the policy wrote, for as long as it lets code run, which is 20 s."""
+
+    name, description = "search", ""
+    schema: dict[str, Any] = {"type": "object", "properties": {}}  # noqa: RUF012
+
+    async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
+        await asyncio.sleep(20.0)
+        raise ToolError("TimeoutError: stopped after 20 s")
+
+
+def test_code_that_runs_into_the_limit_of_its_tool_is_the_trajectory_s_own_time() -> None:
+    actor = make_actor(script=three_searches, limits=Limits(max_seconds=50.0))
+    actor.make_env = lambda task: ToolEnv(task, [CodeTimedOut()], Anything())
+    (trajectory,) = rollout(actor, Independent(1)).trajectories()
+    assert trajectory.leaf.limit == Limit.SECONDS
+    assert len(trajectory.turns) == 3, "two calls had an answer"
+
+
+class Judge:
+    """16 places of 20 s; whoever asks from second 0 to second `away_until` learns after 15 s of
+    breaks that nobody is there."""
+
+    def __init__(self, away_until: float = 0.0) -> None:
+        self.away_until = away_until
+        self.places = asyncio.Semaphore(16)
+
+    async def grade(
+        self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
+    ) -> Grade:
+        if asyncio.get_running_loop().time() < self.away_until:
+            with waiting("a break before the judge is asked again"):
+                await asyncio.sleep(15.0)
+            raise InfraError("connection refused")
+        async with admitted(self.places, "a place at the judge"):
+            await asyncio.sleep(20.0)
+        return Grade(float(len(written)), True)
+
+
+BY_ITSELF, BY_A_LIMIT = Limits(max_seconds=60.0), Limits(max_seconds=60.0, max_tool_calls=2)
+
+
+def judged(limits: Limits, judge: Judge, size: int) -> tuple[TrajectoryTree, int]:
+    """A tree whose trajectories make three searches unless a limit ends them at the third, and how
+    many calls were made."""
+    num_calls = 0
+
+    @tool
+    async def search(query: str) -> str:
+        """Finds it."""
+        nonlocal num_calls
+        num_calls += 1
+        return "found"
+
+    actor = make_actor(script=three_searches, limits=limits)
+    actor.make_env = lambda task: ToolEnv(task, [search], judge)
+    return rollout(actor, Independent(size)), num_calls
+
+
+@pytest.mark.parametrize("limits", [BY_ITSELF, BY_A_LIMIT])
+def test_a_place_at_the_judge_is_waited_for_however_the_trajectory_ended(limits: Limits) -> None:
+    """80 s for the last 16 of 64, though `finish` has 60."""
+    tree, _ = judged(limits, Judge(), 64)
+    assert not tree.failures()
+    assert {t.leaf.end for t in tree.trajectories()} == (
+        {"terminated"} if limits is BY_ITSELF else {"truncated"}
+    )
+
+
+@pytest.mark.parametrize("away_until", [42.0, 102.0])
+@pytest.mark.parametrize(("limits", "calls_each"), [(BY_ITSELF, 3), (BY_A_LIMIT, 2)])
+def test_a_judge_that_is_away_is_asked_again_and_nothing_else_is_done_again(
+    limits: Limits, calls_each: int, away_until: float
+) -> None:
+    tree, num_calls = judged(limits, Judge(away_until), 2)
+    assert not tree.failures()
+    assert num_calls == 2 * calls_each
+    assert [t.reward for t in tree.trajectories()] == [calls_each + 1.0] * 2, "each turn once"
+
+
+@pytest.mark.parametrize("limits", [BY_ITSELF, BY_A_LIMIT])
+def test_a_judge_that_does_not_come_back_gives_way_to_a_fresh_root(limits: Limits) -> None:
+    tree, _ = judged(replace(limits, max_failures=1), Judge(1e6), 1)
+    assert [leaf.branch for leaf in tree.failures()] == ["0", "1"]
+    for leaf in tree.failures():
+        assert str(leaf.error).startswith("OutageError: task t: the grader Judge failed ")
+        assert str(leaf.error).endswith("times, the last time: connection refused")
+
+
+class SlowToFinish(CountingEnv):
+    """Cannot be asked for the grade of what a limit ended before second `until`: its machinery
+    refuses, or says nothing."""
+
+    hangs = False
+    until = 120.0
+
+    async def finish(self, reason: Limit, action: Message | None) -> Any:
+        if asyncio.get_running_loop().time() < self.until:
+            if self.hangs:
+                await asyncio.Event().wait()
+            raise InfraError("connection refused")
+        return await super().finish(reason, action)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_the_grade_of_what_a_limit_ended_is_asked_for_through_an_outage(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlowToFinish, "hangs", hangs)
+    actor = make_actor(limits=Limits(max_tool_calls=1))
+    actor.make_env = SlowToFinish
+    tree = rollout(actor, Independent(2))
+    assert not tree.failures()
+    assert [t.reward for t in tree.trajectories()] == [-1.0, -1.0]

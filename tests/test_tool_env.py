@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from agentenv.deadline import WorkClock, working
 from agentenv.env import close_shared
 from agentenv.errors import (
     ConfigError,
@@ -121,6 +122,25 @@ def test_infrastructure_is_retried_and_never_shown() -> None:
         observation, *_ = await env.step(call())
         assert observation[0].content == "1"
         assert 0.3 <= loop.time() - start <= 0.45  # 0.1 and 0.2 s, jittered
+        await env.close()
+
+    run_virtual(main())
+
+
+def test_the_seconds_of_a_failed_try_are_told_as_waited() -> None:
+    """Two tries of 3 s, one of which fails; the break between them is 0.1 s, and up to half as
+    long again."""
+
+    async def main() -> None:
+        slow = Counter(latency_s=3.0)
+        slow.faults = [InfraError("gone")]
+        env = make(slow)
+        await env.reset()
+        with working(WorkClock()) as clock:
+            *_, info = await env.step(call())
+            assert clock() == pytest.approx(3.0)
+        (record,) = info["tool_calls"]
+        assert record["duration_s"] - record["waited_s"] == pytest.approx(3.0)
         await env.close()
 
     run_virtual(main())

@@ -186,7 +186,9 @@ def test_each_tool_has_a_deadline_and_retries_of_its_own() -> None:
         limits = {"slow": ToolLimits(timeout_s=2, num_retries=0)}
         env = ToolEnv(TASK, [slow], Anything(), tool_limits=limits)
         await env.reset()
-        with pytest.raises(EnvError, match="slow failed 1 times, the last time: no result within"):
+        with pytest.raises(
+            EnvError, match="'slow' failed 1 times, the last time: no result within"
+        ):
             await env.step(call("slow"))
         assert slow.num_calls == 1
         await env.close()
