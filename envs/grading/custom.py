@@ -23,6 +23,7 @@ import msgspec
 from agentenv.errors import ConfigError, GraderError, InfraError
 from agentenv.tool_env import Grade
 from agentenv.types import Message, Task
+from envs.grading.verdict import GraderDownError
 from envs.workers import JobDiedError, JobRaisedError, JobStoppedError, WorkerPool
 
 STOPPED = "stopped"  # the part of a grade that says that the function gave none
@@ -74,19 +75,23 @@ class CustomGrader:
     async def grade(
         self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
     ) -> Grade:
-        """Raises GraderError when the function raises, or no process can be had."""
+        """Raises GraderError when the function raises, GraderDownError when no process can be
+        had."""
         payload = {
             "task": msgspec.to_builtins(task),
             "written": msgspec.to_builtins(list(written)),
             "calls": dict(calls),
         }
-        await self.start()
+        where = f"task {task.id}: {self.name} of {self.path}"
         try:
+            await self.start()
             found = await self._pool.run(payload, self.timeout_s)
         except (JobStoppedError, JobDiedError) as error:
             return Grade(0.0, False, {STOPPED: 1.0}, f"{self.name} of {self.path}: {error}")
-        except (JobRaisedError, InfraError) as error:
-            raise GraderError(f"task {task.id}: {self.name} of {self.path}: {error}") from None
+        except JobRaisedError as error:
+            raise GraderError(f"{where}: {error}") from None
+        except InfraError as error:
+            raise GraderDownError(f"{where}: {error}") from None
         success = found["success"]
         if success is None:
             success = found["score"] >= self.success_at

@@ -3,7 +3,8 @@
 The judged text is written by a policy that is paid for a good verdict, so it is untrusted: it is
 cut, its special tokens are broken, it stands as one JSON string between marks that it cannot
 know, and a reply counts only if it is one of two words. A reply that is neither (a refusal, a
-verdict that was talked about) is no right answer.
+verdict that was talked about) is no right answer. A server that gives none is infrastructure, which
+is waited for; one that refuses, or answers something else than a chat completion, is not.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from agentenv.config import ESSENTIAL, PATH
+from agentenv.engines.client import MalformedReplyError, RefusedError
 from agentenv.engines.endpoint import ChatModel, ChatModelConfig, fenced, read_said, shortened
-from agentenv.errors import ConfigError, EngineError, GraderError
+from agentenv.errors import ConfigError, EngineDeadError, EngineError, GraderError
 from agentenv.foreign import decode_text
-from envs.grading.verdict import Matcher, Verdict, shown
+from envs.grading.verdict import GraderDownError, Matcher, Verdict, shown
 from envs.search.cache import ResultCache
 
 
@@ -150,7 +152,7 @@ class Judge:
         self._tried = True
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
-        """Raises GraderError when the server gives no reply."""
+        """Raises GraderError when the server gives no reply; GraderDownError: none now."""
         if not answer.strip():
             parts = {} if self.first is None else {"rule": 0.0}
             return Verdict(False, 0.0, "wrong: there is no answer", "judge", parts)
@@ -203,8 +205,10 @@ class Judge:
     async def _ask(self, body: dict[str, Any]) -> bytes:
         try:
             said = read_said(await self._model.reply(body))
-        except EngineError as error:
+        except (RefusedError, MalformedReplyError, EngineDeadError) as error:
             raise GraderError(f"the judge failed: {error}") from error
+        except EngineError as error:
+            raise GraderDownError(f"the judge failed: {error}") from error
         return said.raw.encode("utf-8", "replace")
 
 

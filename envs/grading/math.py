@@ -10,8 +10,9 @@ import sys
 from typing import Any
 
 from agentenv.env import shared
-from agentenv.errors import ConfigError, GraderError, InfraError
+from agentenv.errors import ConfigError, InfraError
 from agentenv.foreign import decode
+from envs.grading.verdict import GraderDownError
 from envs.search.cache import ResultCache
 from envs.workers import JobError, JobStoppedError, WorkerPool
 
@@ -111,7 +112,7 @@ class MathEquivalence:
             )
 
     async def equal(self, answer: str, gold: str, *, plain: bool = False) -> tuple[bool, str]:
-        """Whether the two are equal, and why. Raises GraderError when no process can be had."""
+        """Whether the two are equal, and why. Raises GraderDownError when no process can be had."""
 
         async def ask() -> bytes:
             return json.dumps(await self._ask(answer, gold, plain)).encode()
@@ -132,7 +133,7 @@ class MathEquivalence:
         except JobError as error:
             return False, f"math-verify failed: {error}"
         except InfraError as error:
-            raise GraderError(f"math-verify: {error}") from error
+            raise GraderDownError(f"math-verify: {error}") from error
         return equal, "math-verify: " + ("equal" if equal else "not equal")
 
     def stats(self) -> dict[str, float]:

@@ -8,6 +8,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from agentenv.errors import GraderError, InfraError
+
 MAX_BOX_CHARS = 20_000  # a box that is still open after so many characters counts as open
 
 _BRACE = re.compile(r"[{}]")
@@ -66,6 +68,10 @@ class Verdict(Struct, frozen=True):
     parts: Mapping[str, float] = {}
 
 
+class GraderDownError(GraderError, InfraError):
+    """What a grader asks is down: there is no verdict now, and one later."""
+
+
 class Matcher(Protocol):
     """Compares an answer with the golds of a question."""
 
@@ -74,7 +80,8 @@ class Matcher(Protocol):
         ...
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
-        """Right if any gold is met. Raises GraderError when no verdict can be had."""
+        """Right if any gold is met. Raises GraderError when no verdict can be had, and
+        GraderDownError when none can be had now."""
         ...
 
 

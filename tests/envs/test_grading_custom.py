@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from agentenv.env import close_shared
-from agentenv.errors import ConfigError, GraderError
+from agentenv.errors import ConfigError, GraderError, InfraError
 from agentenv.tool_env import Grader
 from agentenv.types import Message, Task
+from envs.grading.math import MathEquivalence
 from envs.grading.reward import GRADERS, check_grader, make_grader
+from envs.workers import WorkerPool
 
 TASK = Task("row 7", "e", "q?", ("12",), "math", {"extra_info": {"index": 3}})
 ANSWER = Message("assistant", r"<think>.</think><answer>\boxed{12}</answer>")
@@ -100,6 +102,25 @@ async def test_a_hanging_function_is_killed_and_holds_up_no_other(path: str) -> 
 async def test_a_function_that_raises_gives_no_grade(path: str) -> None:
     with pytest.raises(GraderError, match=r"row 7: raises of .*mine.py: ValueError: no gold here"):
         await grader_of(path, "raises").grade(TASK, [ANSWER], {})
+
+
+async def test_where_no_process_can_be_had_there_is_no_grade_for_now(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Infrastructure, which is waited for; of math-verify too."""
+
+    async def full(*_: Any) -> Any:
+        raise InfraError("no process for workers: no memory")
+
+    monkeypatch.setattr(WorkerPool, "start", full)
+    monkeypatch.setattr(WorkerPool, "run", full)
+    for asked in (
+        grader_of(path, "number").grade(TASK, [ANSWER], {}),
+        MathEquivalence().equal("x+1", "1+x"),
+    ):
+        with pytest.raises(GraderError, match="no process for workers: no memory") as raised:
+            await asked
+        assert isinstance(raised.value, InfraError)
 
 
 @pytest.mark.parametrize(

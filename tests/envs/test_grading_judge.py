@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentenv.env import close_shared
-from agentenv.errors import ConfigError, GraderError
+from agentenv.errors import ConfigError, GraderError, InfraError
 from agentenv.types import Message, Task
 from envs.grading.judge import Judge, JudgeConfig
 from envs.grading.reward import check_grader, make_grader
@@ -117,24 +117,25 @@ async def test_a_busy_server_is_left_alone_for_as_long_as_it_asks(
 
 
 @pytest.mark.parametrize(
-    ("reply", "says", "num_requests"),
+    ("reply", "says", "num_requests", "is_down"),
     [
-        (500, "answered 500: busy", 2),
-        (429, "answered 429: busy", 2),
-        (401, "answered 401: busy; check the API key", 1),
-        (None, "no answer in time", 2),
-        (Cut(), "ServerDisconnectedError", 2),
-        ({"error": "no such model"}, "no chat completion .*no such model", 2),
-        ({"choices": []}, "no chat completion", 2),
+        (500, "answered 500: busy", 2, True),
+        (429, "answered 429: busy", 2, True),
+        (401, "answered 401: busy; check the API key", 1, False),
+        (None, "no answer in time", 2, True),
+        (Cut(), "ServerDisconnectedError", 2, True),
+        ({"error": "no such model"}, "no chat completion .*no such model", 2, False),
+        ({"choices": []}, "no chat completion", 2, False),
     ],
 )
-async def test_a_failing_server_is_no_verdict(
-    server: JudgeServer, reply: Any, says: str, num_requests: int
+async def test_a_failing_server_is_no_verdict_and_infrastructure_unless_it_gave_a_reply(
+    server: JudgeServer, reply: Any, says: str, num_requests: int, is_down: bool
 ) -> None:
     server.replies = [reply]
     judge = judge_of(server, timeout_s=0.3)
-    with pytest.raises(GraderError, match=says):
+    with pytest.raises(GraderError, match=says) as raised:
         await judge.verdict("q", "a", ["g"])
+    assert isinstance(raised.value, InfraError) is is_down
     assert len(server.requests) == num_requests
     await judge.close()
 
