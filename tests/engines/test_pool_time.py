@@ -303,6 +303,42 @@ def test_a_server_that_is_slow_is_not_silent(folder: Path) -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize(("num_slots", "num_lost"), [(1, 0), (2, 1)])
+def test_a_request_that_is_preempted_is_not_lost_while_its_server_speaks_to_others(
+    folder: Path, num_slots: int, num_lost: int
+) -> None:
+    """It gives no token for 60 s. A server in which, by its own account, no request waits has lost
+    it."""
+
+    async def main() -> None:
+        async with bench(folder, 1, silence_s=30.0) as b:
+            (server,) = b.servers
+            server.num_slots = num_slots
+            generate, break_s = server.generate, [60.0]
+
+            async def take_a_break(request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+                if request.session != "preempted" or not break_s:
+                    return await generate(request, on_chunk)
+                on_chunk(Chunk(b.tokenizer.encode(TEXT[0]), [0.0], [0.0]))
+                await asyncio.sleep(break_s.pop())
+                chunks: list[Chunk] = []
+                end = await generate(request, chunks.append)
+                for chunk in chunks[1:]:
+                    on_chunk(chunk)
+                return end
+
+            server.generate = take_a_break  # type: ignore[method-assign]
+            others = [
+                asyncio.create_task(b.ask(TEXT * 40, session=f"{n}", stop=(), max_tokens=1000))
+                for n in range(2)
+            ]
+            assert b.text(await b.ask(session="preempted")) == TEXT
+            assert b.pool.stats()["server/0/lost"] == num_lost
+            await asyncio.gather(*others)
+
+    run_virtual(main())
+
+
 @virtual(2, silence_s=30.0)
 async def test_the_seconds_of_a_server_that_went_silent_are_given_back(b: Bench) -> None:
     """It is heard of for a second and then no more; the other server samples the rest."""

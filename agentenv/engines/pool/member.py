@@ -314,6 +314,8 @@ class Member(Seat):
 
     def _listen(self) -> None:
         self._listening = None
+        for hearing in self.attempts.values():
+            hearing.may_wait = self.load.num_waiting > 0
         self.listen()
         if self.attempts:
             self._listening = asyncio.get_running_loop().call_later(LISTEN_S, self._listen)

@@ -40,11 +40,13 @@ class Voice:
 
 class Hearing:
     """What is heard of one request on a server; `wait` is its rollout's, while the server is
-    paused, and `work` since the last token. `problem` says after which silence it was given up."""
+    paused, and `work` since the last token. `may_wait`: requests wait in the server, of which this
+    may be one again, preempted. `problem` says after which silence it was given up."""
 
     def __init__(self, voice: Voice, clock: WorkClock) -> None:
         self.wait = Wait()
         self.work = Work()
+        self.may_wait = False
         self.problem = ""
         self._voice = voice  # of the server
         self._clock = clock
@@ -69,7 +71,8 @@ class Hearing:
     def is_lost(self, config: PoolConfig) -> bool:
         """Whether it is silent for too long."""
         silence_s = self._clock() - self._since_s
-        hurries = self._has_tokens or self._is_due
+        is_preempted = self.may_wait and self._voice.speaks
+        hurries = self._is_due or (self._has_tokens and not is_preempted)
         if silence_s <= (config.silence_s if hurries else config.first_token_s):
             return False
         what = "no more tokens" if self._has_tokens else "no first token"
