@@ -378,21 +378,23 @@ class RunDirectory:
         say: Callable[[str], None],
         is_told: Callable[[str], bool] = bool,
         sft_step: int | None = None,
-    ) -> None:
+    ) -> bool:
         """Put aside what the run did after the checkpoint of `step`, and say what has changed since
-        it began. The last two: see forget_metrics_after."""
+        it began. Whether there were newer checkpoints. The last two: see forget_metrics_after."""
         self.forget_metrics_after(step, is_told, sft_step)
         place, after = f"step {step}", self.checkpoints.path(step)
         if sft_step is not None:
             place = f"step {sft_step} of the cold start"
             after = self.checkpoints.path(sft_step, COLD_START)
         say(f"resuming {self.path} after {place}")
-        for path in self.checkpoints.set_aside_after(after):
+        newer = self.checkpoints.set_aside_after(after)
+        for path in newer:
             say(f"a newer checkpoint is moved to {path}")
         saved = json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
         upgrade(type(config), saved)
         for change in changes(saved, json.loads(json.dumps(to_plain(config)))):
             say(f"changed since the start: {change}")
+        return bool(newer)
 
     def forget_unless_begun(self) -> None:
         """Remove the folder of a run that was refused, with what its set-up has made, and those

@@ -43,7 +43,8 @@ def step_score(
                 num_accepted += len(node.action_ids)
                 num_new += len(node.action_ids) * (index >= first_new)
                 for span in node.version_spans:
-                    sum_ages += (span.end - span.start) * (policy_version - span.version)
+                    age = max(0, policy_version - span.version)  # of a checkpoint that is gone: 0
+                    sum_ages += (span.end - span.start) * age
     num_sampled = sum(map(_num_sampled, delivered))
     num_trained = sum(_num_sampled(tree) for tree, _ in trained)
     rate = num_new / seconds if seconds else 0.0

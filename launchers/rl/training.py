@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, nullcontext, suppress
@@ -366,7 +367,7 @@ class Training:
             with self.clock.phase("setup"), self.view.doing("the start of the run"):
                 await self._set_up(stack)
                 await self._start_workers(stack)
-                self._announce()
+                await self._announce()
             measuring = asyncio.create_task(self.lag.run())
             stack.callback(measuring.cancel)
             stack.enter_context(watched(self._actors, self.view))
@@ -408,12 +409,20 @@ class Training:
         """So many rounds of the self-critic by themselves, in place of reinforcement learning."""
         async with AsyncExitStack() as stack:
             await self._set_up(stack)
+            stack.enter_context(watched(self._actors, self.view))
+            stack.enter_context(rolling_out())
             if self.checkpoint is None:
+                self.run.forget_metrics_after(-1)  # of a start that was ended early
                 self.run.begin(self.config)
                 await self._evaluate_all("before_rl")
+            else:
+                self.run.go_on(self.config, self.state.step, self.view.say)
             while self.state.step < num_rounds:
                 try:
-                    await uncancelled(self._one_round())
+                    critic = self._critic()
+                    trees = await critic.sample(self.state.step)
+                    with self.view.doing(f"round {self.state.step + 1}"):
+                        await uncancelled(self._one_round(critic, trees))
                     if self.saver.is_due():
                         await self.saver.save()
                 except BaseException:
@@ -509,7 +518,7 @@ class Training:
         at = f" at {processes.address}" if isinstance(cluster, ExternalCluster) else ""
         self.view.say(f"{cluster.workers} rollout workers{at}, logs in {folder}")
 
-    def _announce(self) -> None:
+    async def _announce(self) -> None:
         """The run has begun, or goes on: from here on its folder stays. Say what it will do."""
         config, parts = self.config, self.parts
         is_told = self.evaluator.is_told
@@ -520,7 +529,9 @@ class Training:
             imitating = self.state.imitating
             self.recorder.archive.forget_after(self.state.step)
             done = imitating.step if imitating else None
-            self.run.go_on(config, self.state.step, self.view.say, is_told, done)
+            goes_back = self.run.go_on(config, self.state.step, self.view.say, is_told, done)
+            if goes_back and self.journal is not None:
+                await self.journal.rotate(sys.maxsize)  # trees of weights that are given up
         groups, size = config.queue.groups_per_step, config.algorithm.group_size
         steps = groups // config.learner.groups_per_minibatch * config.learner.num_epochs_per_batch
         self.view.say(
@@ -767,13 +778,11 @@ class Training:
                     metrics |= await critic.learn(state.step, answers)
                 if trained:
                     metrics |= await self._update(trained)
-                figures = await in_thread(rollout_metrics, delivered, version)
-                counted = [(tree, counted_leaves(tree, credit)) for tree, credit in trained]
-                figures |= await in_thread(trained_metrics, delivered, counted, version)
-                profile = await in_thread(entropy_profile, delivered)
-                state.entropy = state.entropy.merged(profile)
-                state.totals.add(figures)
-                metrics |= figures
+                problem: Exception | None = None
+                try:
+                    metrics |= await self._figures(delivered, trained, version)
+                except Exception as error:  # the learner is well, and is saved first
+                    problem = error
                 state.position += len(delivered)
                 state.step += 1
             header = StepHeader(
@@ -792,6 +801,8 @@ class Training:
                         await parts.publish()
             finally:  # from now on a checkpoint may be of these weights, and needs their trees
                 await self.recorder.keep_trees(header, settled, told)
+        if problem is not None:
+            raise problem
         if self.journal is not None:
             indices = [tree.index for tree, _ in trained]
             self.journal.append(Trained(state.step - 1, parts.learner.policy_version, indices))
@@ -815,6 +826,19 @@ class Training:
             num_known=num_known,
         )
         await self._report_step(delivered, metrics)
+
+    async def _figures(
+        self, delivered: list[TrajectoryTree], trained: list[CreditedTree], version: int
+    ) -> Metrics:
+        """Of the trees of a step, some of which the state sums up."""
+        state = self.state
+        figures = await in_thread(rollout_metrics, delivered, version)
+        counted = [(tree, counted_leaves(tree, credit)) for tree, credit in trained]
+        figures |= await in_thread(trained_metrics, delivered, counted, version)
+        profile = await in_thread(entropy_profile, delivered)
+        state.entropy = state.entropy.merged(profile)
+        state.totals.add(figures)
+        return figures
 
     async def _update(self, groups: list[CreditedTree]) -> Metrics:
         scale = lr_factor(self.config.learner, self.state.step, self.parts.num_steps)
@@ -848,10 +872,9 @@ class Training:
             self.run,
         )
 
-    async def _one_round(self) -> None:
-        """A round of the self-critic, then the new weights into the engine."""
-        parts, state, critic = self.parts, self.state, self._critic()
-        trees = await critic.sample(state.step)
+    async def _one_round(self, critic: SelfCritic, trees: list[TrajectoryTree]) -> None:
+        """A round of the self-critic on these trees, then the new weights into the engine."""
+        parts, state = self.parts, self.state
         refuse_total_failure(trees)
         async with self.saver.moving():
             metrics = await critic.learn(state.step, trees)

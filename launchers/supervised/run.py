@@ -296,6 +296,7 @@ class SupervisedTraining:
     def _announce(self) -> None:
         loop, name = self.loop, self.objective.name
         if self.checkpoint is None:
+            self.run.forget_metrics_after(-1)  # of a start that was ended early
             self.run.begin(self.config)
         else:
             self.run.go_on(self.config, self.state.step, self.view.say)

@@ -24,7 +24,7 @@ from agentenv.tools import FunctionTool
 from agentenv.tree import TrajectoryTree
 from agentenv.types import ToolResult
 from launchers import checks, saver, train
-from launchers.rl import evaluations
+from launchers.rl import evaluations, training
 from launchers.rl.parts import TrainingAssembly
 from launchers.rl.recorder import Recorder
 from launchers.rl.state import RunSaver
@@ -338,15 +338,19 @@ def test_whatever_else_ends_a_run_is_said_after_saving(
     goes_on(warehouse, name, unwritten={full: {2, 3}, refusing: {1}}.get(replace, set()))
 
 
+@pytest.mark.parametrize(
+    ("owner", "name"), [(StepAccounts, "look_at_hits"), (training, "rollout_metrics")]
+)
 def test_a_bug_of_the_core_ends_the_run_with_a_checkpoint(
-    warehouse: Path, rank: type[ToyRank]
+    warehouse: Path, rank: type[ToyRank], owner: Any, name: str
 ) -> None:
+    """Also one in what is told of a step: its weights are whole."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepAccounts, "look_at_hits", lambda *_: 1 / 0)
+        patch.setattr(owner, name, lambda *_: 1 / 0)
         with pytest.raises(ExceptionGroup):
-            train.main(arguments(warehouse, "bug"))
-    assert last_checkpoint(warehouse.parent / "runs" / "bug")[0] == 1
-    goes_on(warehouse, "bug", unwritten={1})
+            train.main(arguments(warehouse, f"bug-{name}"))
+    assert last_checkpoint(warehouse.parent / "runs" / f"bug-{name}")[0] == 1
+    goes_on(warehouse, f"bug-{name}", unwritten={1})
 
 
 def test_weights_of_half_a_step_are_not_saved(

@@ -81,6 +81,32 @@ def test_after_kill_9_the_same_trees_make_the_same_weights(
     assert kept == list(range(len(kept))), "each tree once"
 
 
+def test_a_run_that_goes_back_begins_its_trees_again(warehouse: Path) -> None:
+    """Those of weights that are given up, some of which would be trained as if they were new."""
+    keys = ("train.num_steps=100000", "checkpoint.every=1", "checkpoint.keep_last=1000")
+    with started(warehouse, "goes-back", *keys, "engine.latency_s=0.05") as (process, run):
+        journal = Reader(run / "journal")
+        before: list[Frame] = []
+        while len(of(Trained, before)) < 5:
+            before += journal.read()
+            assert process.poll() is None
+        process.kill()
+        process.wait()
+    before += journal.read()
+    there = {frame.tree for frame in of(Finished, before)} - {
+        tree for frame in of(Trained, before)[:2] for tree in frame.trees
+    }
+    back = ("train.num_steps=100000", *keys[1:], "--resume", "step-000002")
+    with started(warehouse, "goes-back", *back) as (process, run):
+        after: list[Frame] = []
+        while len(of(Trained, after)) < 5:
+            after += journal.read()
+            assert process.poll() is None
+        process.kill()
+        process.wait()
+    assert there <= {frame.tree for frame in of(Began, after)}
+
+
 def test_a_run_with_another_environment_begins_its_trees_again(warehouse: Path) -> None:
     keys = ("train.num_steps=100000", "engine.latency_s=0.05")
     with started(warehouse, "changed", *keys) as (process, run):
