@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
@@ -258,6 +258,18 @@ def steps_of(folder: Path) -> dict[int, Path]:
     """The files of RUN/trees by step, oldest first."""
     found = {int(path.stem[5:]): path for path in folder.glob(f"step-*[0-9]{SUFFIX}")}
     return dict(sorted(found.items()))
+
+
+def readable_steps(folder: Path, say: Callable[[str], None]) -> list[Step]:
+    """The files of RUN/trees, oldest first. Of one that cannot be read it says so, and goes on:
+    the last one of a killed run may be empty."""
+    found = []
+    for path in steps_of(folder).values():
+        try:
+            found.append(read_step(path))
+        except DataError as error:
+            say(f"{error}; it is left out")
+    return found
 
 
 # writing

@@ -24,7 +24,16 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from agentenv.archive import ARCHIVE, Credit, Entry, KeptTree, Step, read_step, steps_of
+from agentenv.archive import (
+    ARCHIVE,
+    Credit,
+    Entry,
+    KeptTree,
+    Step,
+    read_step,
+    readable_steps,
+    steps_of,
+)
 from agentenv.config import apply_overrides, build_config, resolver, upgrade
 from agentenv.errors import ConfigError, DataError
 from agentenv.journal import finished_trees
@@ -78,7 +87,7 @@ def replay(arguments: argparse.Namespace, view: View) -> int:
     """All that was asked for; the exit code."""
     config = config_of(arguments.run, arguments.overrides)
     if arguments.step is None:
-        there = readable(arguments.run, view)
+        there = readable_steps(arguments.run / ARCHIVE, view.say)
     else:
         there = [asked_for(arguments.run, arguments.step, arguments.tree)]
     steps = [step for step in there if arguments.tree in (None, *_taken(step))]
@@ -120,18 +129,6 @@ def config_of(run: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raise ConfigError(f"{run}: not a run of launchers/train.py: {path} names no algorithm")
     apply_overrides(upgrade(TrainConfig, raw), overrides, TrainConfig)
     return build_config(TrainConfig, raw, str(path))
-
-
-def readable(run: Path, view: View) -> list[Step]:
-    """The steps of a run, oldest first. Of a file that cannot be read it says so, and goes on: of a
-    killed run the last one may be empty."""
-    found = []
-    for path in steps_of(run / ARCHIVE).values():
-        try:
-            found.append(read_step(path))
-        except DataError as error:
-            view.say(f"{error}; it is left out")
-    return found
 
 
 def asked_for(run: Path, number: int, tree: int | None) -> Step:

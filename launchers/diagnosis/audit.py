@@ -11,6 +11,7 @@ hole in its grader. Which of them, the samples show.
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from agentenv.archive import ARCHIVE, Entry, KeptTree, Step, read_step, steps_of
+from agentenv.archive import ARCHIVE, Entry, KeptTree, Step, readable_steps
 from agentenv.config import build_config, resolver, upgrade
 from agentenv.crashes import guarded
 from agentenv.env import close_shared
@@ -43,6 +44,8 @@ from launchers.evaluation.run import segments_of
 from launchers.rundir import find_checkpoint
 from launchers.terminal import EXIT_FAILED, View, run_until_done, to_its_end
 from launchers.trajectories import readable, trajectory_rows
+
+logger = logging.getLogger(__name__)
 
 NUM_BEFORE = 4  # steps that one is compared with
 LEAST_BEFORE = 2
@@ -113,7 +116,7 @@ async def _run(arguments: argparse.Namespace, view: View) -> int:
 
 async def audit(run: Path, max_trees: int) -> tuple[list[Verdict], list[str]]:
     """Verdicts, and the texts of trajectories behind them. Raises DataError for what is no run."""
-    config, steps = read_config(run), [read_step(path) for path in steps_of(run / ARCHIVE).values()]
+    config, steps = read_config(run), readable_steps(run / ARCHIVE, logger.warning)
     if not any(step.entries for step in steps):
         raise DataError(
             f"{run / ARCHIVE} holds no trees; archive.max_gb = 0 keeps none, and runs of older "

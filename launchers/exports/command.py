@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +28,8 @@ from launchers.exports.conversations import Decode, Question, of_row, of_tree, r
 from launchers.exports.redact import Redactor
 from launchers.rundir import CONFIG_FILE, find_checkpoint
 from launchers.terminal import View, to_its_end
+
+logger = logging.getLogger(__name__)
 
 COMMAND = "transcripts"
 EVALUATIONS = "eval"  # folder of a run
@@ -152,7 +155,13 @@ def _of_run(arguments: argparse.Namespace) -> tuple[str, Iterator[Part]]:
     def parts() -> Iterator[Part]:
         num_found = 0
         for path in chosen:
-            step = read_step(path)
+            try:
+                step = read_step(path)
+            except DataError as error:
+                if arguments.step is not None:
+                    raise
+                logger.warning("%s; it is left out", error)
+                continue
             found = list(_questions(step, arguments, decode, redactor))
             num_found += len(found)
             if found or arguments.tree is None:

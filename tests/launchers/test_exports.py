@@ -204,6 +204,22 @@ def test_the_trees_of_a_run_are_written_a_file_each_trajectory(
     assert len(list((tmp_path / "two").rglob("*.json"))) == 4
 
 
+def test_a_file_that_a_kill_left_empty_is_left_out(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    empty = run / "trees" / "step-000003.frames"
+    empty.touch()
+    try:
+        assert transcripts(run, tmp_path / "out", "--format", "atif") == 0
+        assert transcripts(run, tmp_path / "one", "--format", "atif", "--step", 3) != 0
+    finally:
+        empty.unlink()
+    assert len(list((tmp_path / "out").rglob("*.json"))) == 8
+    (told,) = caplog.records
+    assert str(empty) in told.getMessage()
+    assert "left out" in told.getMessage()
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
