@@ -155,11 +155,17 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(
             gt=0,
             description="a server that has a request for this long and gives no token of it is "
-            "lost; pauses for new weights do not count",
+            "lost; after silence_s if it gives none of any request, and the trajectory has no time "
+            "left; pauses for new weights do not count",
         ),
     ] = 300.0
     silence_s: Annotated[
-        float, Meta(gt=0, description="the same, after the first token: between two events")
+        float,
+        Meta(
+            gt=0,
+            description="the same, after the first token: between two events, unless "
+            "requests wait in the server and it speaks to others",
+        ),
     ] = 30.0
     load_timeout_s: Annotated[
         float,

@@ -72,8 +72,11 @@ class Hearing:
         """Whether it is silent for too long."""
         silence_s = self._clock() - self._since_s
         is_preempted = self.may_wait and self._voice.speaks
-        hurries = self._is_due or (self._has_tokens and not is_preempted)
-        if silence_s <= (config.silence_s if hurries else config.first_token_s):
+        began = self._has_tokens and not is_preempted
+        patience_s = config.silence_s if began else config.first_token_s
+        if self._is_due:
+            patience_s = min(patience_s, config.silence_s)
+        if silence_s <= patience_s:
             return False
         what = "no more tokens" if self._has_tokens else "no first token"
         self.problem = f"{what} of a request within {silence_s:.0f} s"
