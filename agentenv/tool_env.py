@@ -31,6 +31,7 @@ from agentenv.deadline import (
     WorkClock,
     admitted,
     doing,
+    doubting,
     uncancelled,
     waiting,
     work_clock,
@@ -75,6 +76,7 @@ CLOSE_TIMEOUT_S = 10.0
 PIECE_CHARS = 1 << 16  # of a result, which are looked at without a break: half a millisecond
 TOLD_AGAIN_S = 60.0  # between two warnings of one tool or grader that is waited for
 LEAST_WAIT_S = 1e-3  # less than that is not told
+LOOK_AGAIN_S = 1.0  # whether a call has ended, for a deadline that waits for that
 NO_LIMITS = ToolLimits()
 
 T = TypeVar("T")
@@ -454,10 +456,12 @@ async def _timed(timeout_s: float, tool: Tool, arguments: dict[str, Any], state:
     if clock is None:
         with working(WorkClock()):
             return await _timed(timeout_s, tool, arguments, state)
+    # Whether the tool is down is known when the call ends. Until then no other deadline of the
+    # rollout passes; this one does, since it asks for the time alone and not for a doubt.
     late = Deadline(
-        clock() + timeout_s, clock, lambda: InfraError(f"no result within {timeout_s:g} s")
+        clock() + timeout_s, clock.__call__, lambda: InfraError(f"no result within {timeout_s:g} s")
     )
-    with late, doing(f"the tool {tool.name!r}"):
+    with late, doing(f"the tool {tool.name!r}"), doubting(lambda: LOOK_AGAIN_S):
         return await guarded(_called(tool, arguments, state), partial(_naming, tool, arguments))
 
 
