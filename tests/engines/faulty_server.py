@@ -151,15 +151,15 @@ class FaultyServer:
         self._check()
         assert not self.asleep, "asked to sample while it sleeps"
         self._check_room()
+        if self.num_starved:
+            self.num_starved -= 1
+            raise NoDescriptorError("no file descriptor")
         if request.id.startswith("weights-"):  # what it answers tells its weights
             if self.silent and not self.is_heard:
                 await asyncio.Event().wait()
             logprob = -float(crc32(self.weights.encode()))
             on_chunk(Chunk([1], [logprob], [0.0]))
             return PartEnd("length", [], 1)
-        if self.num_starved:
-            self.num_starved -= 1
-            raise NoDescriptorError("no file descriptor")
         if self.fails:
             self.num_failed += 1
             raise ServerLostError("500 CUDA error")

@@ -149,6 +149,15 @@ async def test_a_server_that_is_full_takes_an_update_and_loses_nothing(b: Bench)
     assert (stats["retries"], stats["server/0/lost"], stats["servers_up"]) == (0, 0, 1)
 
 
+@virtual(1)
+async def test_an_update_waits_for_a_file_descriptor_and_blames_nobody(b: Bench) -> None:
+    (server,) = b.servers
+    server.num_starved = 5
+    await b.load(1)
+    assert (server.num_starved, server.loaded) == (0, [("v1", 1)])
+    assert b.pool.stats()["servers_up"] == 1
+
+
 @virtual(2)
 async def test_an_update_that_nobody_takes_leaves_the_old_weights(b: Bench) -> None:
     for server in b.servers:
