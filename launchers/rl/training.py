@@ -726,8 +726,11 @@ class Training:
                     recorded = await in_thread(journal.read, position, task)
                     flight.num_known = 0 if recorded is None else len(recorded.tree.nodes)
                 if recorded is not None and recorded.is_finished:
-                    return recorded.tree
-                return await self._grow(task, position, recorded)
+                    tree = recorded.tree
+                else:
+                    tree = await self._grow(task, position, recorded)
+                self.accounts.credit(tree)  # now, while others grow: not of a whole step at once
+                return tree
             except asyncio.CancelledError:
                 if not flight.begins_again():
                     raise
