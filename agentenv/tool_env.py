@@ -74,6 +74,7 @@ FIRST_DELAY_S = 0.1  # before the first retry of a call; doubles with each, up t
 MAX_DELAY_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
 PIECE_CHARS = 1 << 16  # of a result, which are looked at without a break: half a millisecond
+MAX_ERROR_CHARS = 4000  # of each text that the record of a failed call keeps
 TOLD_AGAIN_S = 60.0  # between two warnings of one tool or grader that is waited for
 LEAST_WAIT_S = 1e-3  # less than that is not told
 LOOK_AGAIN_S = 1.0  # whether a call has ended, for a deadline that waits for that
@@ -250,8 +251,9 @@ class ToolEnv:
         """Run the calls of `action` in order; without any, grade and end the episode.
 
         info["tool_calls"] says of each call: name (UNKNOWN_TOOL for any that no tool has),
-        arguments, ok, error, duration_s, and waited_s, the part of it in which nobody worked for
-        the call: it waited for a place, a rate limit, or the next try, or a try failed.
+        arguments, ok, error (of a long text head and tail), duration_s, and waited_s, the part of
+        it in which nobody worked for the call: it waited for a place, a rate limit, or the next
+        try, or a try failed.
         """
         states = self._open_states("step")
         self._written.append(action)
@@ -357,8 +359,9 @@ class ToolEnv:
             record["ok"] = True
             self._num_ok[call.name] += 1
         except ToolError as error:
-            text = record["error"] = str(error)
-            record |= {"info": error.info} if error.info else {}
+            text = str(error)
+            record["error"] = _kept(text)
+            record |= {"info": _kept(error.info)} if error.info else {}
         record["duration_s"] = seconds = loop.time() - start
         if clock is not None and (waited_s := seconds - (clock() - worked_s)) > LEAST_WAIT_S:
             record["waited_s"] = min(waited_s, seconds)  # what is given back may be of before
@@ -489,6 +492,19 @@ async def _called(tool: Tool, arguments: dict[str, Any], state: Any) -> ToolResu
     if not (isinstance(result, ToolResult) and isinstance(result.text, str)):
         raise TypeError(f"no text came back but {repr(result)[:100]}")
     return result
+
+
+def _kept(found: Any) -> Any:
+    """What the record of a failed call keeps: of a text that is too long, also of those within
+    dicts and lists, head and tail."""
+    if isinstance(found, str) and len(found) > MAX_ERROR_CHARS:
+        half = MAX_ERROR_CHARS // 2
+        return f"{found[:half]}\n...\n{found[-half:]}"
+    if isinstance(found, dict):
+        return {key: _kept(value) for key, value in found.items()}
+    if isinstance(found, list | tuple):
+        return [_kept(value) for value in found]
+    return found
 
 
 async def _printable(text: str) -> str:

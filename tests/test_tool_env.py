@@ -74,6 +74,26 @@ async def test_the_policy_reads_tool_errors_and_they_do_not_count() -> None:
     await env.close()
 
 
+async def test_the_record_of_an_error_keeps_head_and_tail_of_what_may_be_megabytes() -> None:
+    """It goes into the tree, the journal, the archive and frames of workers; the policy reads its
+    text as that of any result."""
+    text = "head" + "x" * 5_000_000 + "tail"
+    counter = Counter()
+    counter.faults = [ToolError(text, {"log": text, "tries": [{"code": text, "number": 3}]})]
+    env = make(counter)
+    await env.reset()
+    observation, *_, info = await env.step(call())
+    assert observation[0].content == text
+    (record,) = info["tool_calls"]
+    (tried,) = record["info"]["tries"]
+    for kept in (record["error"], record["info"]["log"], tried["code"]):
+        assert kept.startswith("headx")
+        assert kept.endswith("xtail")
+        assert len(kept) < 5000
+    assert tried["number"] == 3
+    await env.close()
+
+
 @pytest.mark.parametrize("half", ["", chr(0xD83D)], ids=["text", "half a pair"])
 async def test_a_very_long_result_lets_others_go_on_while_it_is_looked_at(half: str) -> None:
     size = 8 * PIECE_CHARS
