@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
+import tomllib
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -60,6 +62,18 @@ def test_demonstrations_are_right_and_giving_up_earns_nothing(name: str) -> None
     solved = demonstrate(env, rows, world.solve)
     assert all(row["success"] and row["reward"] > 0.9 for row in solved)
     assert all(row["reward"] == 0 for row in demonstrate(env, rows, world.give_up))
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_the_time_of_a_trajectory_stands_beside_the_work_that_it_is_for(name: str) -> None:
+    """So many tokens at a speed, within the seconds."""
+    text = (ROOT / "examples" / name / "train.toml").read_text()
+    limits = tomllib.loads(text)["limits"]
+    reason = re.search(r"^max_seconds = \d+  # of work: (\d+) tokens at (\d+) a second", text, re.M)
+    assert reason is not None
+    num_tokens, speed = map(int, reason.groups())
+    assert num_tokens == limits["max_response_tokens"]
+    assert num_tokens / speed < limits["max_seconds"]
 
 
 @pytest.mark.slow
