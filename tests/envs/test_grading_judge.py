@@ -11,9 +11,10 @@ import pytest
 
 from agentenv.env import close_shared
 from agentenv.errors import ConfigError, GraderError, InfraError
-from agentenv.types import Message, Task
+from agentenv.tool_env import ToolEnv
+from agentenv.types import Limit, Message, Task
 from envs.grading.judge import Judge, JudgeConfig
-from envs.grading.reward import check_grader, make_grader
+from envs.grading.reward import AnswerReward, check_grader, make_grader
 from tests.support.judge_server import Cut, JudgeServer, judge_of, judge_server
 
 
@@ -137,6 +138,23 @@ async def test_a_failing_server_is_no_verdict_and_infrastructure_unless_it_gave_
         await judge.verdict("q", "a", ["g"])
     assert isinstance(raised.value, InfraError) is is_down
     assert len(server.requests) == num_requests
+    await judge.close()
+
+
+@pytest.mark.parametrize("ends_by", ["itself", "a limit"])
+async def test_an_episode_waits_for_a_judge_that_is_away(server: JudgeServer, ends_by: str) -> None:
+    server.replies = ["CORRECT", 503, Cut(), 503, "CORRECT"]  # the first is the trial
+    task, answer = Task("t", "e", "q", ("Paris",)), Message("assistant", "the city of light")
+    judge = judge_of(server, num_retries=0)
+    env = ToolEnv(task, [], AnswerReward(judge))
+    await env.reset()
+    if ends_by == "itself":
+        _, reward, *_ = await env.step(answer)
+    else:
+        reward, _ = await env.finish(Limit.TURN_TOKENS, answer)
+    assert reward == 1.0
+    assert len(server.requests) == 5
+    await env.close()
     await judge.close()
 
 
