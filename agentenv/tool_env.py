@@ -15,6 +15,7 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
 from numbers import Real
@@ -77,7 +78,7 @@ PIECE_CHARS = 1 << 16  # of a result, which are looked at without a break: half 
 MAX_ERROR_CHARS = 4000  # of each text that the record of a failed call keeps
 TOLD_AGAIN_S = 60.0  # between two warnings of one tool or grader that is waited for
 LEAST_WAIT_S = 1e-3  # less than that is not told
-LOOK_AGAIN_S = 1.0  # whether a call has ended, for a deadline that waits for that
+LOOK_AGAIN_S = 1.0  # whether a call or a grade is there, for a deadline that waits for that
 NO_LIMITS = ToolLimits()
 
 T = TypeVar("T")
@@ -258,12 +259,14 @@ class ToolEnv:
         states = self._open_states("step")
         self._written.append(action)
         if not action.tool_calls:
-            reward, info = await self._grade(self._written)
+            with self._ended():
+                reward, info = await self._grade(self._written)
             return [], reward, True, False, {"tool_calls": [], **info}
         names = [call.name for call in action.tool_calls]
         over = self._budget.beyond(names, self.tool_limits) if self.on_limit == "end" else ""
         if over:
-            reward, info = await self._grade(self._written)
+            with self._ended():
+                reward, info = await self._grade(self._written)
             return [], reward, False, True, {"tool_calls": [], "limit": over, **info}
         messages: list[Message] = []
         records: list[Info] = []
@@ -331,6 +334,12 @@ class ToolEnv:
         if self._states is None:
             raise EnvError(f"task {self.task.id}: {what} before reset or after close")
         return self._states
+
+    def _ended(self) -> AbstractContextManager[None]:
+        """The episode has ended and is only graded: for `outage_s` of that no deadline cuts it."""
+        clock = work_clock() or WorkClock()
+        until_s = clock() + self.outage_s
+        return doubting(lambda: LOOK_AGAIN_S if clock() < until_s else 0.0)
 
     async def _grade(self, written: Sequence[Message]) -> tuple[float, Info]:
         asked = partial(graded, self.grader, self.task, written, self._num_ok)

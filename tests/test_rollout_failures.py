@@ -402,6 +402,46 @@ def test_a_judge_that_is_away_is_asked_again_and_nothing_else_is_done_again(
     assert [t.reward for t in tree.trajectories()] == [calls_each + 1.0] * 2, "each turn once"
 
 
+class DeafJudge(Judge):
+    """It is only after 20 s that nobody answers."""
+
+    async def grade(
+        self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
+    ) -> Grade:
+        if asyncio.get_running_loop().time() < self.away_until:
+            await asyncio.sleep(20.0)
+            raise InfraError("no answer in time")
+        return await super().grade(task, written, calls)
+
+
+def test_no_deadline_cuts_what_has_ended_and_is_only_graded() -> None:
+    """10 s for a trajectory, of which the judge needs 20, and is silent for 102."""
+    tree, num_calls = judged(replace(BY_ITSELF, max_seconds=10.0), DeafJudge(102.0), 2)
+    assert [leaf.end for leaf in tree.leaves()] == ["terminated"] * 2
+    assert num_calls == 6
+
+
+class NeverDone:
+    async def grade(self, *_: Any) -> Grade:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+def test_a_grader_that_never_ends_is_waited_for_as_long_as_one_that_is_down() -> None:
+    """The step, then what its deadline has cut: each for `outage_s`, and the last try."""
+
+    async def main() -> tuple[TrajectoryTree, float]:
+        limits = Limits(max_seconds=10.0, max_failures=0, max_tree_seconds=9999.0)
+        actor = make_actor(script=lambda *_: "<answer>3</answer>", limits=limits)
+        actor.make_env = lambda task: ToolEnv(task, [], NeverDone())
+        return await actor.rollout(TASK, Independent(1)), asyncio.get_running_loop().time()
+
+    tree, seconds = run_virtual(main())
+    (leaf,) = tree.failures()
+    assert "env.finish took over 60.0 s" in str(leaf.error)
+    assert 600.0 < seconds < 800.0
+
+
 @pytest.mark.parametrize("limits", [BY_ITSELF, BY_A_LIMIT])
 def test_a_judge_that_does_not_come_back_gives_way_to_a_fresh_root(limits: Limits) -> None:
     tree, _ = judged(replace(limits, max_failures=1), Judge(1e6), 1)
