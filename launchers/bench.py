@@ -9,6 +9,7 @@
     python launchers/bench.py soak [--json FILE] [--minutes M]
     python launchers/bench.py makespan [--json FILE] [--seeds N]
     python launchers/bench.py staleness [--json FILE] [--seeds N] [--updates N]
+    python launchers/bench.py concurrency [--json FILE]
     python launchers/bench.py transport | start | fork | tools | engines [--json FILE] [--repeats N]
     python launchers/bench.py lag [--json FILE]
     python launchers/bench.py paper [--json FILE] [--figures FILE]
@@ -23,7 +24,8 @@ thousands of rollouts, `workers` how much faster rollouts grow in two rollout wo
 trajectory is lost), `chaos` what is left of a run in a storm of faults (it fails if a tree is lost
 or trained twice), `soak` what its processes hold more and more of, `makespan` what a barrier costs
 beside no barrier, with tools of long tails, `staleness` what its bound does to time, length and
-success, beside rules that discard or wait, `transport` what a finished tree costs to send, `start`
+success, beside rules that discard or wait, `concurrency` how near to the best fixed limit of
+requests the pool's own comes (simulated), `transport` what a finished tree costs to send, `start`
 how long a command takes to begin, `fork` and `tools` what forks and calls cost (sandboxes.py),
 `engines` what a client of servers costs by the token, `lag` how late the loop is while tools give
 5 MB, `simulate` what a run would be like under other settings, by the times of a recorded one
@@ -133,6 +135,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--updates", type=int, default=20, metavar="N",
         help="of the quick start at each bound; default 20, 0: only what is simulated",
     )  # fmt: skip
+    finding = parts.add_parser("concurrency", help="the pool's limit of requests beside fixed ones")
     late = parts.add_parser("lag", help="lag of the event loop while tools give 5 MB")
     paper = parts.add_parser("paper", help="8, 64 and 1,000 GPUs, by measured costs")
     paper.add_argument(
@@ -163,7 +166,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     other.add_argument("--steps", type=int, default=20, metavar="N", help="default %(default)s")
     measured = (learner, dealing, cost, scaling, faults, storm, long, spans, sending, starting)
-    added = (forking, calling, asking, bounds, late, paper, everything, beside)
+    added = (forking, calling, asking, bounds, finding, late, paper, everything, beside)
     for part in (*measured, other, *added):
         part.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     learner.add_argument("--shapes", nargs="+", metavar="NAME", help="only these; default all")
@@ -257,6 +260,12 @@ def _staleness(options: argparse.Namespace, say: Say) -> Rows:
     return staleness.run(options.seeds, options.updates, say)
 
 
+def _concurrency(options: argparse.Namespace, say: Say) -> Rows:
+    from launchers.benches import concurrency
+
+    return concurrency.run()
+
+
 def _transport(options: argparse.Namespace, say: Say) -> Rows:
     from launchers.benches import transport
 
@@ -306,6 +315,7 @@ MOST_COLUMNS = 8
 PLAIN: dict[str, tuple[str, str, Callable[[argparse.Namespace, Say], Rows]]] = {
     "makespan": ("until the last batch is there, in virtual seconds", "workload", _makespan),
     "staleness": ("by the rule of what is trained, and its bound", "rule", _staleness),
+    "concurrency": ("sampled tokens a second, simulated", "server", _concurrency),
     "transport": ("a finished tree, per sampled token", "form", _transport),
     "start": ("fresh processes", "command", _start),
     "fork": ("forks, in milliseconds", "of", _fork),
