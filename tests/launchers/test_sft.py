@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,17 @@ def test_a_resumed_run_ends_with_the_same_weights(workspace: Path, kind: str) ->
     assert [row["step"] for row in rows_of(found)] == [row["step"] for row in rows]
     losses = [[row.get("sft/loss") for row in part] for part in (rows, rows_of(found))]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_before_its_first_checkpoint_tells_each_step_once(
+    workspace: Path,
+) -> None:
+    whole = run_small(sft, workspace, "before-checkpoint", "sft.num_steps=2")
+    told = [row["step"] for row in rows_of(whole)]
+    shutil.rmtree(whole / "checkpoints")
+    run_small(sft, workspace, "before-checkpoint", "sft.num_steps=2", "--resume")
+    assert [row["step"] for row in rows_of(whole)] == told
 
 
 @pytest.mark.parametrize(
