@@ -741,6 +741,8 @@ class Rollout:
         """Record the failure; its place in the group goes to a fresh root while retries last."""
         leaf = branch.leaf(self.tree, "failed")
         kind = CANCELLED if isinstance(error, GivenUpError) else type(error).__name__
+        if isinstance(error, GraderError):  # of whatever kind: the episode can be graded again
+            kind = GraderError.__name__
         leaf.error = f"{kind}: {error}"
         self._complete(leaf, branch)
         self.actor.crashes.add(error, self.tree.task.id)

@@ -44,6 +44,7 @@ from agentenv.errors import (
     AgentEnvError,
     CrashError,
     EnvError,
+    GraderError,
     InfraError,
     OutageError,
     ToolError,
@@ -94,6 +95,10 @@ class Grade(Struct, frozen=True):
     success: bool
     parts: dict[str, float] = {}
     reason: str = ""
+
+
+class GraderOutageError(OutageError, GraderError):
+    """What a grader asks stayed away for longer than it is waited for."""
 
 
 class Grader(Protocol):
@@ -344,7 +349,10 @@ class ToolEnv:
     async def _grade(self, written: Sequence[Message]) -> tuple[float, Info]:
         asked = partial(graded, self.grader, self.task, written, self._num_ok)
         who = f"the grader {type(self.grader).__name__}"
-        grade = await self._through_outage(who, asked, self.num_retries, self.outage_s)
+        try:
+            grade = await self._through_outage(who, asked, self.num_retries, self.outage_s)
+        except OutageError as error:
+            raise GraderOutageError(str(error)) from error
         info = {"success": grade.success, "parts": dict(grade.parts), "reason": grade.reason}
         return grade.reward, info
 

@@ -444,10 +444,11 @@ def test_a_grader_that_never_ends_is_waited_for_as_long_as_one_that_is_down() ->
 
 @pytest.mark.parametrize("limits", [BY_ITSELF, BY_A_LIMIT])
 def test_a_judge_that_does_not_come_back_gives_way_to_a_fresh_root(limits: Limits) -> None:
+    """Its failure is a grader's, so that an evaluation can be graded again."""
     tree, _ = judged(replace(limits, max_failures=1), Judge(1e6), 1)
     assert [leaf.branch for leaf in tree.failures()] == ["0", "1"]
     for leaf in tree.failures():
-        assert str(leaf.error).startswith("OutageError: task t: the grader Judge failed ")
+        assert str(leaf.error).startswith("GraderError: task t: the grader Judge failed ")
         assert str(leaf.error).endswith("times, the last time: connection refused")
 
 
