@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from agentenv.config import ESSENTIAL, PATH
 from agentenv.engines.client import MalformedReplyError, RefusedError
 from agentenv.engines.endpoint import ChatModel, ChatModelConfig, fenced, read_said, shortened
-from agentenv.errors import ConfigError, EngineDeadError, EngineError, GraderError
+from agentenv.errors import ConfigError, EngineDeadError, EngineError, GraderError, InfraError
 from agentenv.foreign import decode_text
 from envs.grading.verdict import GraderDownError, Matcher, Verdict, shown
 from envs.search.cache import ResultCache
@@ -104,6 +104,10 @@ _THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL)
 _VERDICTS = {"CORRECT": True, "INCORRECT": False}
 
 
+class JudgeDownError(InfraError, ConfigError):
+    """The judge is not there at the start: before a run a mistake to mend, within it an outage."""
+
+
 class Judge:
     """The matcher of `kind = "judge"`: what `first` finds right is right; of the rest the model
     is asked at temperature 0. Equal questions are asked once, also when asked together. With
@@ -129,7 +133,8 @@ class Judge:
 
     async def start(self) -> None:
         """Ask one question whose verdict is clear, unless it is in the cache. Raises ConfigError
-        when there is no reply; a reply that is no verdict gives a warning."""
+        when there is no reply, JudgeDownError where that may pass; a reply that is no verdict
+        gives a warning."""
         if self.first is not None:
             await self.first.start()
         if self._tried:
@@ -137,7 +142,8 @@ class Judge:
         try:
             reply = await self._judged(*_TRIAL)
         except GraderError as error:
-            raise ConfigError(
+            kind = JudgeDownError if isinstance(error, GraderDownError) else ConfigError
+            raise kind(
                 f"grader.judge: {error}; expected an OpenAI-compatible server that has the model "
                 f"{self.config.model!r}"
             ) from error

@@ -68,7 +68,7 @@ class Verdict(Struct, frozen=True):
     parts: Mapping[str, float] = {}
 
 
-class GraderDownError(GraderError, InfraError):
+class GraderDownError(InfraError, GraderError):
     """What a grader asks is down: there is no verdict now, and one later."""
 
 

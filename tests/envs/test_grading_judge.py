@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
+from agentenv.engines.server import ServerLostError
 from agentenv.env import close_shared
 from agentenv.errors import ConfigError, GraderError, InfraError
+from agentenv.plan import Independent
 from agentenv.tool_env import ToolEnv
 from agentenv.types import Limit, Message, Task
 from envs.grading.judge import Judge, JudgeConfig
 from envs.grading.reward import AnswerReward, check_grader, make_grader
 from tests.support.judge_server import Cut, JudgeServer, judge_of, judge_server
+from tests.test_actor import make_actor, rollout
 
 
 @pytest.fixture
@@ -176,16 +179,41 @@ async def test_the_rules_come_first_and_nothing_is_asked_about_no_answer(
     assert len(server.requests) == 2
 
 
-async def test_a_judge_that_cannot_be_asked_is_refused_at_the_start(server: JudgeServer) -> None:
-    server.replies = [404]
-    judge = judge_of(server)
-    with pytest.raises(ConfigError, match=r"grader\.judge: .*404.* that has the model 'm'"):
+@pytest.mark.parametrize(("status", "is_down"), [(404, False), (503, True)])
+async def test_a_judge_that_cannot_be_asked_is_refused_at_the_start(
+    server: JudgeServer, status: int, is_down: bool
+) -> None:
+    """One that is away is infrastructure too: a rollout worker may start again meanwhile, whose
+    episodes wait for it."""
+    server.replies = [status]
+    judge = judge_of(server, num_retries=0)
+    says = rf"grader\.judge: .*{status}.* that has the model 'm'"
+    with pytest.raises(ConfigError, match=says) as raised:
         await judge.start()
+    assert isinstance(raised.value, InfraError) is is_down
     server.replies = ["CORRECT"]
     for _ in range(3):
         await judge.start()
     assert len(server.requests) == 2
     await judge.close()
+
+
+def test_an_episode_begins_when_a_judge_that_was_never_heard_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    judge = Judge(JudgeConfig(url="http://judge/v1", model="m", num_retries=0))
+
+    async def reply(body: Any) -> Any:
+        if asyncio.get_running_loop().time() < 60.0:
+            raise ServerLostError("connection refused")
+        return {"choices": [{"message": {"content": "CORRECT"}}]}
+
+    monkeypatch.setattr(judge._model, "reply", reply)
+    actor = make_actor(script=lambda *_: "<answer>3</answer>")
+    actor.make_env = lambda task: ToolEnv(task, [], AnswerReward(judge))
+    tree = rollout(actor, Independent(2))
+    assert not tree.failures()
+    assert [trajectory.reward for trajectory in tree.trajectories()] == [1.0, 1.0]
 
 
 async def test_a_judge_that_gives_no_verdict_is_warned_of_once(
