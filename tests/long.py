@@ -41,7 +41,7 @@ PARTS = {
         ["launchers/bench.py", "chaos", "--long"],
     ),
     "nodes": (
-        "A node of a Ray cluster killed in mid-run, ten times on two nodes and once on four",
+        "Nodes of a Ray cluster killed in mid-run, ten times each: of workers, and of engines",
         [*PYTEST, "-rP", "--show-capture", "no", "--repeats", "10", "tests/launchers/test_ray.py"],
     ),
     "soak": ("What the processes of a run hold after 30 minutes", ["launchers/bench.py", "soak"]),

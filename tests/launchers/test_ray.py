@@ -259,11 +259,19 @@ def recited(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / CONFIG
 
 
-def test_an_engine_node_that_is_killed_costs_no_tree(recited: Path, nodes: Nodes) -> None:
+def test_an_engine_node_that_is_killed_costs_no_tree(
+    recited: Path, nodes: Nodes, repeats: int
+) -> None:
     keys = ["train.num_steps=6", "checkpoint.minutes=60", "eval.sets={}"]
     calm = run(recited, "calm-on-servers", *keys)
-    for _ in range(4):
-        nodes.add()
+    for nth in range(repeats):
+        while len(nodes.nodes) < 4:
+            nodes.add()
+        killed_engine_node(recited, nodes, calm, keys, f"engine-killed-{nth}")
+
+
+def killed_engine_node(recited: Path, nodes: Nodes, calm: Path, keys: list[str], name: str) -> None:
+    """A run whose engine node is killed, and its server comes up on another."""
     told: list[str] = []
 
     async def kill(training: Training) -> None:
@@ -280,9 +288,9 @@ def test_an_engine_node_that_is_killed_costs_no_tree(recited: Path, nodes: Nodes
 
     ray = ["cluster.kind=ray", "cluster.engines=true", f"cluster.address={nodes.address}"]
     more = ["cluster.host=127.0.0.1", "train.num_steps=10000"]
-    folder = found = recited.parent / "runs" / "workers-engine-killed"
+    folder = found = recited.parent / "runs" / f"workers-{name}"
     with pytest.raises(asyncio.CancelledError):
-        run(recited, "engine-killed", *keys, *ray, *more, beside=kill)
+        run(recited, name, *keys, *ray, *more, beside=kill)
     assert told == ["moved"]
     expected, both = tasks(calm), tasks(found)
     assert {index: both[index] for index in expected} == expected  # 0 lost
