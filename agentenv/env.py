@@ -53,7 +53,8 @@ class Env(Protocol):
         ...
 
     async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
-        """Grade what the policy wrote so far; called once when a limit of the actor ends a leaf.
+        """Grade what the policy wrote so far; called when a limit of the actor ends a leaf, and
+        again after an InfraError or `limits.env_timeout_s`.
 
         `action` is a last, possibly unfinished action that `step` never saw.
         """

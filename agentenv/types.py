@@ -69,8 +69,8 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         float,
         Meta(
             ge=0,
-            description="how long a tool or an environment whose machinery is down is waited for "
-            "before its trajectory begins afresh; counts against no other limit",
+            description="how long a tool, a grader or an environment whose machinery is down is "
+            "waited for before its trajectory begins afresh; counts against no other limit",
         ),
     ] = 300.0
     max_failures: Annotated[

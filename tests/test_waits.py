@@ -61,6 +61,8 @@ ALLOWED = {
     "agentenv/guard.py _own_folder: fcntl.flock": "who else takes it only looks, as in disk.py",
     "agentenv/guard.py main: server.wait": "it was killed",
     "agentenv/gym.py LoopThread.run: asyncio.run_coroutine_threadsafe": "result(timeout_s)",
+    "launchers/benches/concurrency.py BatchingServer._work: self._came.wait": HERE,
+    "launchers/benches/concurrency.py _throughput: over.wait": HERE,
     "launchers/benches/makespan.py _queued: queue.get": HERE,
     "launchers/benches/staleness.py World.drop: finished.get": HERE,
     "launchers/benches/staleness.py World.ours: queue.get": HERE,
