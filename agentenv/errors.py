@@ -4,7 +4,7 @@
     +-- ConfigError    a key of the configuration is wrong; refused before anything starts
     +-- DataError      a file, a dataset row or a model directory is wrong
     +-- ToolError      the tool call is at fault; its text is what the policy reads
-    +-- InfraError     machinery of a tool or a grader is at fault; retried, never shown to the policy
+    +-- InfraError     machinery of a tool or a grader is down; retried, never shown to the policy
     +-- EnvError       an environment could not go on; the leaf is marked failed
     |   +-- OutageError   what it needs was gone for longer than is waited for
     |   +-- CrashError    a tool, an environment or a grader has a bug; see agentenv/crashes.py
