@@ -91,7 +91,7 @@ async def test_a_failing_provider_fails_the_episode_and_is_never_read() -> None:
         backend = {"name": "web", "provider": "searxng", "url": url, "traffic": {"num_retries": 1}}
         env = WebSearchEnv(TASK, {"backend": backend}, num_retries=0)
         await env.reset(seed=1)
-        with pytest.raises(EnvError, match=r"tool search failed .* status 503"):
+        with pytest.raises(EnvError, match=r"the tool 'search' failed .* status 503"):
             await env.step(act("search", query="x"))
         await env.close()
         await close_shared()
