@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -176,14 +176,19 @@ def leaving(place: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, list[Pa
         listed = left[0].parent / LIST
         until(lambda: listed.is_file() and all(str(one) in listed.read_text() for one in left[1:]))
         ours.unlink()
-        yield guard, int(pid.name), left
-        guard.kill()
+        try:
+            yield guard, int(pid.name), left
+        finally:
+            guard.kill()
+            with suppress(ProcessLookupError):
+                os.kill(int(pid.name), signal.SIGKILL)
 
 
 def begin_another(place: Path) -> None:
     command = [sys.executable, "-I", "-S", str(GUARD), "0", "true"]
     environment = os.environ | {"TMPDIR": str(place)}
-    subprocess.run(command, stdin=subprocess.PIPE, env=environment, timeout=60, check=True)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as guard:
+        assert guard.wait(60) == 0  # with its input open, the end of which stops what it guards
 
 
 def test_what_a_guard_that_was_killed_could_not_remove_the_next_one_removes(tmp_path: Path) -> None:
