@@ -125,7 +125,7 @@ async def test_a_miss_is_told_or_fails_the_rollout(on_miss: str, tmp_path: Path,
     calls = [ToolCall("search", {"query": query}) for query in ("lima", "oslo")]
     action = Message("assistant", "", tool_calls=calls)
     if on_miss == "fail":
-        with pytest.raises(EnvError, match=r"tool search failed .*without search 'oslo'"):
+        with pytest.raises(EnvError, match=r"the tool 'search' failed .*without search 'oslo'"):
             await env.step(action)
     else:
         _, _, _, _, info = await env.step(action)
