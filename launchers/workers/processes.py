@@ -274,12 +274,11 @@ class WorkerProcesses:
                 hello = read_hello(await link.receive())
             if secrets.compare_digest(hello.token.encode(), self._token.encode()):
                 arriving = self._expected(hello)
-                if arriving is not None:
-                    await self._compare(hello, link.peer)
+                if arriving is not None:  # taken at once: others come meanwhile
                     link.max_bytes = None
                     arriving.set_result(link)
                     self._links.add(link)
-                    return
+                    return await self._compare(hello, link.peer)
         link.abort()
 
     async def _compare(self, hello: Hello, peer: str) -> None:

@@ -15,7 +15,7 @@ from agentenv.cluster.link import Link, StreamLink
 from agentenv.cluster.messages import Alive, Figures, Lost, pack
 from agentenv.cluster.workers import Left
 from agentenv.errors import ConfigError, WorkerError
-from launchers.workers.places import Launch
+from launchers.workers.places import Elsewhere, Launch
 from launchers.workers.processes import (
     ADDRESS_VARIABLE,
     NUMBER_VARIABLE,
@@ -152,6 +152,33 @@ async def test_an_error_of_another_version_is_told(tmp_path: Path) -> None:
     async with processes(tmp_path, first_is("NewError"), num=1, least=1) as (found, _, _):
         with pytest.raises(Exception, match="worker-0: this one is broken"):
             await found.start()
+
+
+async def test_workers_that_come_at_once_get_a_place_each(tmp_path: Path) -> None:
+    """Those that somebody else starts, whose number is a wish: here of all the same one."""
+    own_code.cache_clear()  # which takes a while the first time
+    members, told = Members(), list[str]()
+    kind = Kind("module", "worker", "rollout worker", 3, 10.0, 5, "cluster")
+    found = WorkerProcesses(kind, members, Setup(), tmp_path, told.append, Elsewhere("127.0.0.1"))
+    starting = asyncio.create_task(found.start())
+    await until(lambda: found._server is not None)
+    host, _, port = found.address.rpartition(":")
+    links = []
+    for _ in range(3):
+        links.append(StreamLink(*await asyncio.open_connection(host, int(port))))
+        links[-1].send(pack(Hello(found._token, 0, 1, "other")))
+    try:
+        for link in links:
+            async with asyncio.timeout(10):
+                await link.receive()  # its setup
+            link.send(pack(Alive(Figures())))
+        await starting
+        await until(lambda: len(told) == 3)  # of its other code each
+    finally:
+        await found.close()
+        for link in links:
+            link.abort()
+        await asyncio.sleep(0.05)
 
 
 async def test_who_runs_other_code_is_told_of(tmp_path: Path) -> None:
