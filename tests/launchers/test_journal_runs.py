@@ -13,6 +13,7 @@ from agentenv.journal import Began, Finished, Frame, Leased, Trained
 from launchers import train
 from launchers.benches.chaos import Reader
 from tests.launchers.test_train_ends import started
+from tests.support.forks import Command
 from tests.support.runs import rows_of
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here"), pytest.mark.slow]
@@ -28,6 +29,17 @@ def weights(run: Path, step: int) -> bytes:
     return (run / "checkpoints" / f"step-{step:06d}" / "model.safetensors").read_bytes()
 
 
+def read_and_killed(process: Command, journal: Reader, num_steps: int) -> list[Frame]:
+    """What a run writes until it has trained so many steps and is killed."""
+    found: list[Frame] = []
+    while len(of(Trained, found)) < num_steps:
+        found += journal.read()
+        assert process.poll() is None, process.said()
+    process.kill()
+    process.wait()
+    return found + list(journal.read())
+
+
 def test_after_kill_9_the_same_trees_make_the_same_weights(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -37,13 +49,7 @@ def test_after_kill_9_the_same_trees_make_the_same_weights(
     keys = ("train.num_steps=100000", "checkpoint.every=2", "checkpoint.keep_last=1000")
     with started(warehouse, "killed-9", *keys, "engine.latency_s=0.05") as (process, run):
         journal = Reader(run / "journal")
-        before: list[Frame] = []
-        while len(of(Trained, before)) < 5:
-            before += journal.read()
-            assert process.poll() is None
-        process.kill()
-        process.wait()
-    before += journal.read()
+        before = read_and_killed(process, journal, 5)
     trained = of(Trained, before)
     num_steps = len(trained)
     there = {frame.tree for frame in of(Finished, before)}
@@ -53,13 +59,7 @@ def test_after_kill_9_the_same_trees_make_the_same_weights(
     last = num_steps + 1
     goes_on = ("train.num_steps=100000", *keys[1:], "--resume")
     with started(warehouse, "killed-9", *goes_on) as (process, run):
-        after: list[Frame] = []
-        while len(of(Trained, after)) < last:
-            after += journal.read()
-            assert process.poll() is None
-        process.kill()
-        process.wait()
-    after += journal.read()
+        after = read_and_killed(process, journal, last)
     assert not there & {frame.tree for frame in of(Began, after)}, "none is rolled out again"
     assert [frame.trees for frame in of(Trained, after)][:num_steps] == [
         frame.trees for frame in trained
@@ -86,23 +86,12 @@ def test_a_run_that_goes_back_begins_its_trees_again(warehouse: Path) -> None:
     keys = ("train.num_steps=100000", "checkpoint.every=1", "checkpoint.keep_last=1000")
     with started(warehouse, "goes-back", *keys, "engine.latency_s=0.05") as (process, run):
         journal = Reader(run / "journal")
-        before: list[Frame] = []
-        while len(of(Trained, before)) < 5:
-            before += journal.read()
-            assert process.poll() is None
-        process.kill()
-        process.wait()
-    before += journal.read()
+        before = read_and_killed(process, journal, 5)
     there = {frame.tree for frame in of(Finished, before) if frame.tree >= 4}  # 2 a step
     older = run / "checkpoints" / "step-000002"
     back = ("train.num_steps=100000", *keys[1:], "--resume", str(older))
     with started(warehouse, "goes-back", *back) as (process, run):
-        after: list[Frame] = []
-        while len(of(Trained, after)) < 5:
-            after += journal.read()
-            assert process.poll() is None, process.said()
-        process.kill()
-        process.wait()
+        after = read_and_killed(process, journal, 5)
     assert len(there) > 4
     assert there <= {frame.tree for frame in of(Began, after)}
 
