@@ -6,8 +6,9 @@ connection broken off               -> BrokenConnectionError: nothing is known o
 every other status but 2xx          -> RefusedError, an EngineError with the server's reason
 
 Only GET is sent twice, when a kept connection turns out to be closed. Where this process has no
-file descriptor left, a call waits for one, and a stream raises NoDescriptorError: that is no fault
-of a server.
+file descriptor left, a call waits for one. A stream raises NoDescriptorError then, and where only
+those are left that are spared for the rest of the process, which has files to open and to save.
+That is no fault of a server.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import email.utils
 import errno
 import logging
 import os
+import resource
+import socket
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from math import isfinite
@@ -44,6 +47,7 @@ MAX_REASON = 500  # characters of a server's own words in our messages
 DONE = b"[DONE]"
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 NO_DESCRIPTOR_S = 0.25  # between two tries of a request that finds no file descriptor
+SPARED = 64  # file descriptors that no stream takes, of few a sixth: pages, checkpoints, processes
 WARN_S = 60.0  # between two warnings of that
 
 logger = logging.getLogger(__name__)
@@ -271,10 +275,13 @@ class HttpClient:
                 if isinstance(error, aiohttp.ClientConnectorError):
                     if error.errno not in NO_DESCRIPTOR and not _lacks_descriptors():
                         raise
-                    self._warn_descriptors()
+                    if streams or fresh:
+                        self._warn_descriptors()
                     if streams:
                         raise NoDescriptorError(f"no file descriptor for {self.name}") from error
-                    await asyncio.sleep(NO_DESCRIPTOR_S)
+                    if fresh:
+                        await asyncio.sleep(NO_DESCRIPTOR_S)
+                    fresh = True  # which may have those that are spared
                 elif fresh or method != "GET":
                     raise
                 else:
@@ -287,7 +294,9 @@ class HttpClient:
                 self._fresh = aiohttp.ClientSession(connector=connector)
             return self._fresh
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            connector = aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=_socket
+            )
             self._session = aiohttp.ClientSession(connector=connector)
         return self._session
 
@@ -337,6 +346,18 @@ def _is_broken(error: Exception) -> bool:
         | aiohttp.ClientOSError
         | ConnectionError,
     )
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """One that leaves the descriptors that are spared: the lowest that is free is always given, so
+    those above stay free. Raises OSError."""
+    family, kind, protocol = address[:3]
+    opened = socket.socket(family, kind, protocol)
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most > 0 and opened.fileno() >= most - min(SPARED, most // 6):  # -1: there is no limit
+        opened.close()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return opened
 
 
 def _lacks_descriptors() -> bool:

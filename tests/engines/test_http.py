@@ -269,6 +269,23 @@ async def test_a_request_waits_for_a_descriptor(caplog: pytest.LogCaptureFixture
     assert "file descriptors" in told
 
 
+async def test_streams_leave_descriptors_to_the_rest_of_the_process() -> None:
+    """Of few a sixth: with eight free ones below the limit none begins, while a call is answered
+    and files can be opened."""
+    async with serving(answering("200 OK", "ok")) as client:
+        with few_descriptors(free=8):
+            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            taken = []
+            while max(taken, default=0) < most - most // 6 - 1:
+                taken.append(os.dup(0))
+            with pytest.raises(NoDescriptorError):
+                async with client.stream("/x", 1):
+                    raise AssertionError
+            assert await client.call("POST", "/x", 1) == b"ok"
+            for descriptor in taken:
+                os.close(descriptor)
+
+
 async def test_names_hide_credentials_and_bad_urls_are_refused() -> None:
     assert HttpClient("http://me:secret@host:8000/base/").name == "http://host:8000/base"
     for url in ("host:8000", "ftp://host", ""):
