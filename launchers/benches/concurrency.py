@@ -8,8 +8,9 @@ are; keys and values take room for each token, and stay for the next turn of the
 as nobody else needs it; when there is none left, the last request that came is preempted and
 computed again. Trajectories take turns with tools between them that have long tails.
 
-What is found is the throughput of each fixed limit, and that of the pool's own after a few steps'
-worth of trajectories, as a share of the best of them.
+What is found is the throughput of each fixed limit, where all trajectories ask at once, and that of
+the pool's own, where they begin as the feeder of a run lets them, both after a few steps' worth of
+trajectories; and what share this is of the best.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import asyncio
 import tempfile
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from msgspec import Struct
 
-from agentenv.engines.pool.member import ConcurrencyLimit
+from agentenv.engines.pool.limit import ConcurrencyLimit
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.server import PartEnd, Request, ServerInfo, ServerLoad
 from agentenv.engines.server_config import PoolConfig
@@ -34,10 +36,11 @@ from launchers.benches.overhead import WaitingServer
 
 QUANTUM = 16  # decode steps that the server takes at once
 NUM_TURNS, TURN_TOKENS, RESULT_TOKENS, PROMPT_TOKENS = 6, 200, 300, 500
+ROOM_S = 0.2  # between two looks at whether a trajectory may begin
 TOOL_S = 2.0  # of most calls; a tenth takes ten times as long
 STEP_TREES = 128  # trajectories of a training step
 WARM_STEPS, NUM_STEPS = 10, 20
-FIXED = (8, 16, 32, 64, 128, 256, 512)
+FIXED = (8, 16, 32, 48, 64, 96, 128, 256, 512)
 EOS, VOCAB = 1, 1000
 
 
@@ -157,45 +160,58 @@ class BatchingServer(WaitingServer):
 class Fixed(ConcurrencyLimit):
     """A limit that stays."""
 
-    def observe(self, load: ServerLoad, in_flight: int) -> None:
+    def observe(self, load: ServerLoad, in_flight: int, **done: float) -> None:
         pass
 
 
-async def _throughput(shape: Shape, folder: Path, limit: int | None) -> float:
-    """Sampled tokens a second, of steps NUM_STEPS behind the first WARM_STEPS."""
+async def throughput(
+    shape: Shape, folder: Path, limit: int | None, *, feeds: bool, seed: int = 0
+) -> float:
+    """Sampled tokens a second, of steps NUM_STEPS behind the first WARM_STEPS, with this limit or
+    the pool's own. `feeds`: as the feeder of a run, which begins none before the pool has room."""
     server: Any = BatchingServer(shape)
     pool = EnginePool([server], folder, 0, vocab_size=VOCAB, eos_ids={EOS}, config=PoolConfig())
     await pool.start(fresh=True)
     if limit is not None:
         pool.fleet.members[0].limit = Fixed(limit, limit)
-    rng, num_done, numbers = Random(0), 0, iter(range(10**9))
+    rng, num_done = Random(seed), 0
     marks: list[tuple[float, int]] = []
     loop, over = asyncio.get_running_loop(), asyncio.Event()
 
-    async def trajectories() -> None:
-        nonlocal num_done
-        while True:
-            number = next(numbers)
-            ids = [2] * PROMPT_TOKENS
-            for turn in range(NUM_TURNS):
-                size = max(20, round(TURN_TOKENS * rng.expovariate(1.0)))
-                await pool.generate(
-                    ids, SamplingParams(size), session=str(number), order=(number, turn)
-                )
-                ids += [2] * (size + RESULT_TOKENS)
-                seconds = TOOL_S * (0.5 + rng.random())
-                await asyncio.sleep(seconds * (10 if rng.random() < 0.1 else 1))
-            num_done += 1
-            if num_done in (WARM_STEPS * STEP_TREES, (WARM_STEPS + NUM_STEPS) * STEP_TREES):
-                marks.append((loop.time(), server.num_tokens))
-                if len(marks) == 2:
-                    over.set()
+    places, live = asyncio.Semaphore(shape.num_open), set[asyncio.Task[None]]()
 
-    tasks = [asyncio.create_task(trajectories()) for _ in range(shape.num_open)]
+    async def feed() -> None:
+        for number in count():
+            await places.acquire()
+            while feeds and live and not pool.has_room(len(live)):  # noqa: ASYNC110 (as a run)
+                await asyncio.sleep(ROOM_S)
+            trajectory = asyncio.create_task(grow(number))
+            live.add(trajectory)
+            trajectory.add_done_callback(live.discard)
+
+    async def grow(number: int) -> None:
+        nonlocal num_done
+        ids = [2] * PROMPT_TOKENS
+        for turn in range(NUM_TURNS):
+            size = max(20, round(TURN_TOKENS * rng.expovariate(1.0)))
+            await pool.generate(
+                ids, SamplingParams(size), session=str(number), order=(number, turn)
+            )
+            ids += [2] * (size + RESULT_TOKENS)
+            seconds = TOOL_S * (0.5 + rng.random())
+            await asyncio.sleep(seconds * (10 if rng.random() < 0.1 else 1))
+        places.release()
+        num_done += 1
+        if num_done in (WARM_STEPS * STEP_TREES, (WARM_STEPS + NUM_STEPS) * STEP_TREES):
+            marks.append((loop.time(), server.num_tokens))
+            if len(marks) == 2:
+                over.set()
+
+    tasks = [asyncio.create_task(feed())]
     await over.wait()
-    for task in tasks:
+    for task in (*tasks, *live):
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*tasks, *live, return_exceptions=True)
     await pool.close()
     (began, before), (ended, after) = marks
     return (after - before) / (ended - began)
@@ -222,6 +238,7 @@ def run(shapes: Sequence[Shape] = SHAPES, fixed: Sequence[int] = FIXED) -> dict[
 
 
 def _figures(shape: Shape, folder: Path, fixed: Sequence[int]) -> Figures:
-    found = {limit: run_virtual(_throughput(shape, folder, limit)) for limit in fixed}
-    own, best = run_virtual(_throughput(shape, folder, None)), max(found, key=found.__getitem__)
+    found = {limit: run_virtual(throughput(shape, folder, limit, feeds=False)) for limit in fixed}
+    own = run_virtual(throughput(shape, folder, None, feeds=True))
+    best = max(found, key=found.__getitem__)
     return Figures(round(found[best]), best, round(own), round(own / found[best], 3))

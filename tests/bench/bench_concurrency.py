@@ -4,8 +4,10 @@
 
 One vLLM server of a tiny model on the CPU (.venv-vllm, made by `sh .ci/engine-vllm`), which runs
 NUM_SEQS requests at once, and 128 trajectories whose turns grow and wait for tools in between. The
-pool's own limit and each fixed one take turns; of each what it sampled a second, behind a warm-up
-of the pool's own. `launchers/bench.py concurrency` has the same of a simulated server.
+pool's own limit, with trajectories that begin as the feeder of a run lets them, and each fixed one
+take turns, in another order in each round, with prompts that the server has not seen; of each what
+it sampled a second, behind a warm-up. `launchers/bench.py concurrency` has the same of a simulated
+server.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import asyncio
 import json
 import sys
 import tempfile
-from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -34,43 +36,55 @@ from tests.engines.world import World, prompt
 NUM_OPEN, NUM_TURNS, TURN_TOKENS, RESULT_TOKENS = 128, 4, 48, 24
 TOOL_S = 0.3  # of most calls; a tenth takes ten times as long
 WARM_S = 20.0
+ROOM_S = 0.2  # between two looks at whether a trajectory may begin
+MOST = 100_000  # trajectories of a trial
 
 
-async def throughput(url: str, model: Path, limit: int | None, seconds: float) -> dict[str, float]:
-    """Sampled tokens a second, and the limit at the end."""
+async def throughput(
+    url: str, model: Path, limit: int | None, seconds: float, number: int
+) -> dict[str, float]:
+    """Sampled tokens a second, and the limit at the end, of the trial of this number."""
     pool = EnginePool(
         [VLLMServer(url, entropy_top_k=2)], model, 0, vocab_size=VOCAB, eos_ids={EOS}, name="bench"
     )
     await pool.start(fresh=True)
     if limit is not None:
         pool.fleet.members[0].limit = Fixed(limit, limit)
-    rng, numbers = Random(0), iter(range(10**9))
+    rng, live = Random(0), set[asyncio.Task[None]]()
+    places = asyncio.Semaphore(NUM_OPEN)
 
-    async def trajectories() -> None:
-        while True:
-            number = next(numbers)
-            ids = list(prompt(number, 40))
-            for turn in range(NUM_TURNS):
-                size = max(4, round(TURN_TOKENS * rng.expovariate(1.0)))
-                done = await pool.generate(
-                    ids,
-                    SamplingParams(min(size, 200), seed=number),
-                    session=str(number),
-                    order=(number, turn),
-                )
-                ids += [*done.token_ids, *prompt(number + turn, RESULT_TOKENS)]
-                wait_s = TOOL_S * (0.5 + rng.random())
-                await asyncio.sleep(wait_s * (10 if rng.random() < 0.1 else 1))
+    async def feed() -> None:
+        for one in count(number * MOST):
+            await places.acquire()
+            while limit is None and live and not pool.has_room(len(live)):  # noqa: ASYNC110
+                await asyncio.sleep(ROOM_S)
+            trajectory = asyncio.create_task(grow(one))
+            live.add(trajectory)
+            trajectory.add_done_callback(live.discard)
 
-    tasks = [asyncio.create_task(trajectories()) for _ in range(NUM_OPEN)]
+    async def grow(one: int) -> None:
+        ids = list(prompt(one, 40))
+        for turn in range(NUM_TURNS):
+            size = max(4, round(TURN_TOKENS * rng.expovariate(1.0)))
+            done = await pool.generate(
+                ids,
+                SamplingParams(min(size, 200), seed=one),
+                session=str(one),
+                order=(one, turn),
+            )
+            ids += [*done.token_ids, *prompt(one + turn, RESULT_TOKENS)]
+            wait_s = TOOL_S * (0.5 + rng.random())
+            await asyncio.sleep(wait_s * (10 if rng.random() < 0.1 else 1))
+        places.release()
+
+    feeding = asyncio.create_task(feed())
     await asyncio.sleep(WARM_S)
     before = pool.stats()["sampled_tokens"]
     await asyncio.sleep(seconds)
     sampled, own = pool.stats()["sampled_tokens"] - before, pool.stats()["server/0/limit"]
-    for task in tasks:
+    for task in (feeding, *live):
         task.cancel()
-    with suppress(Exception):
-        await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(feeding, *live, return_exceptions=True)
     await pool.close()
     return {"tokens_per_s": sampled / seconds, "limit": own}
 
@@ -88,9 +102,13 @@ def main() -> None:
         process = VLLMProcess(model, Path(text) / "server.log", (*SCALE_OUT, *LOGPROBS))
         try:
             process.wait_ready()
-            for _ in range(options.rounds):
-                for limit in (None, *options.fixed):
-                    one = asyncio.run(throughput(process.url, model, limit, options.seconds))
+            numbers = count()
+            for index in range(options.rounds):
+                limits = [None, *options.fixed]
+                Random(index).shuffle(limits)
+                for limit in limits:
+                    trial = throughput(process.url, model, limit, options.seconds, next(numbers))
+                    one = asyncio.run(trial)
                     found.setdefault(str(limit or "own"), []).append(one)
                     print(limit or "own", json.dumps(one), flush=True)
         finally:

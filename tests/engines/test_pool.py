@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.engines.pool.member import ConcurrencyLimit
-from agentenv.engines.server import ServerLoad
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, VersionSpan
 from tests.engines.faulty_server import EOS
@@ -157,48 +155,6 @@ async def test_closing_ends_what_runs_and_what_waits(b: Bench) -> None:
 
 
 # concurrency
-
-
-def test_the_limit_follows_the_engines_own_figures() -> None:
-    limit = ConcurrencyLimit(16, 64)
-    idle, queued = ServerLoad(16, 0, 0.2, 3), ServerLoad(16, 19, 0.2, 3)
-    limit.observe(ServerLoad(16, 16, 0.2, 3), in_flight=8)
-    assert limit.value == 16  # as many may wait as run
-    limit.observe(idle, in_flight=4)
-    assert limit.value == 16  # not in use: no reason to grow
-    limit.observe(idle, in_flight=16)
-    assert limit.value == 32  # at first it doubles
-    limit.observe(queued, in_flight=32)
-    assert limit.value == 32  # one look may have met a burst
-    limit.observe(queued, in_flight=32)
-    assert limit.value == 29  # by 32 of 35 requests
-    for grown in (37, 45):
-        limit.observe(idle, in_flight=limit.value)
-        assert limit.value == grown  # from then on it is careful
-    limit.observe(idle, in_flight=limit.value)
-    for _ in range(2):
-        limit.observe(queued, in_flight=40)
-    assert limit.value == 36
-    limit.observe(queued, in_flight=40)
-    assert limit.value == 36  # still draining
-    limit.observe(ServerLoad(16, 0, 0.2, 4), in_flight=36)
-    assert limit.value == 25  # a preemption counts at once
-    limit.observe(ServerLoad(16, 1, 0.99, 4), in_flight=25)
-    assert limit.value == 17  # so does a full cache with someone waiting
-    for _ in range(9):
-        limit.observe(queued, in_flight=0)
-    assert limit.value == 17  # the queue is someone else's
-    for _ in range(99):
-        limit.observe(queued, in_flight=1)
-    assert limit.value == 1
-    limit = ConcurrencyLimit(16, 64)
-    for _ in range(2):
-        limit.observe(ServerLoad(2, 99, 0.2, 3), in_flight=16)
-    assert limit.value == 11  # not to a tenth at once
-    limit = ConcurrencyLimit(100, 100)
-    limit.observe(ServerLoad(48, 52, 0.2, 3), in_flight=100)
-    limit.observe(ServerLoad(10, 90, 0.2, 3), in_flight=100)
-    assert limit.value == 96  # by the look that saw more of them run
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from collections.abc import Collection, Iterable
 from heapq import heappop, heappush
 
 from agentenv.engines.pool.broadcast import Broadcast
-from agentenv.engines.pool.member import FULL, Member, State, Target, WeightProbe
+from agentenv.engines.pool.limit import FULL
+from agentenv.engines.pool.member import Member, State, Target, WeightProbe
 from agentenv.engines.server import (
     BrokenOffError,
     BusyError,
@@ -171,11 +172,14 @@ class Fleet:
     def has_room(self, num_live: int) -> bool:
         """Whether more trajectories should begin beside so many that are under way: turns hardly
         wait for places, and the caches would hold all trajectories if each were as large as those
-        that are on a server now."""
+        that are on a server now. Once each cache has been full, the limits of the servers find by
+        trials how much of it is best used, and waiting alone decides."""
         serving = [member for member in self.members if member.serving]
         room = sum(member.limit.value for member in serving)
         if not serving or self.places.num_waiting > HARDLY * room:
             return False
+        if all(member.limit.has_been_full for member in serving):
+            return True
         running = sum(member.load.num_running for member in serving)
         usage = sum(member.load.kv_usage for member in serving)
         return running < MEASURED or usage / running * num_live <= FULL * len(serving)

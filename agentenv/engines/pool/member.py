@@ -1,6 +1,5 @@
 """One server of a pool: its state, the requests it may hold, the weights it should have.
 
-ConcurrencyLimit  how many requests it gets at a time
 Target            the weights that it should hold
 WeightProbe       whether it holds the same weights as the other servers
 Member            the server's state, and its ways out of the pool and back into it
@@ -20,6 +19,7 @@ from msgspec import Struct
 
 from agentenv.backoff import backoff_s
 from agentenv.engines.pool.account import Account
+from agentenv.engines.pool.limit import ConcurrencyLimit
 from agentenv.engines.pool.seat import LISTEN_S, Hearing, Seat, Voice
 from agentenv.engines.server import (
     BrokenOffError,
@@ -36,70 +36,6 @@ from agentenv.engines.server_config import PoolConfig
 from agentenv.engines.weights import Group, Manifest, Sender
 from agentenv.errors import SHOWN, EngineError
 from agentenv.types import SamplingParams
-
-STEP = 8  # requests that a look without congestion adds, once there has been any
-FACTOR = 0.7  # what one with congestion leaves at least
-IN_USE = 0.8  # share of the limit from which on more room is of use
-FULL = 0.95  # share of the cache above which a waiting request will not be admitted soon
-QUEUE = 1.0  # that may wait for each one that runs; a queue that is longer is cut back to this
-PATIENCE = 2  # looks in a row that must see a long queue: one of them may just be a burst
-
-
-class ConcurrencyLimit:
-    """The limit of one server; `value` is the number of requests it may hold.
-
-    Additive increase, multiplicative decrease by the engine's own figures (Chiu and Jain 1989,
-    "Analysis of the increase and decrease algorithms for congestion avoidance"): while the engine
-    admits what it gets, it gets more; when requests queue up in it, are preempted, or its cache is
-    full, it gets fewer. A short queue is wanted, since it keeps the engine's batch full, also when
-    many turns end in the same step: as many may wait as run. Until the first congestion the limit
-    doubles, as in the slow start of TCP, so that a large server is not left idle for minutes.
-    """
-
-    def __init__(self, initial: int, maximum: int) -> None:
-        self._limit = float(min(initial, maximum))
-        self._maximum = maximum
-        self._num_preemptions: int | None = None
-        self._num_queued = 0  # looks in a row that saw a long queue
-        self._wanted = 0.0  # the largest share of the requests that they would have left
-        self._congested = False  # at any time so far
-
-    @property
-    def value(self) -> int:
-        """Requests in flight that are allowed, at least 1."""
-        return int(self._limit)
-
-    def observe(self, load: ServerLoad, in_flight: int) -> None:
-        """Adapt to what the engine says; `in_flight` requests of ours are on it."""
-        before, self._num_preemptions = self._num_preemptions, load.num_preemptions
-        preempted = before is not None and load.num_preemptions > before
-        full = load.kv_usage > FULL and load.num_waiting > 0
-        queued = load.num_waiting > max(1, load.num_running * QUEUE)
-        self._num_queued = self._num_queued + 1 if queued else 0
-        if queued:
-            wanted = load.num_running * (1 + QUEUE) / (load.num_running + load.num_waiting)
-            self._wanted = max(wanted, self._wanted if self._num_queued > 1 else 0.0)
-        if preempted or full or self._num_queued >= PATIENCE:
-            self._congested = True
-            if 0 < in_flight <= self._limit:  # otherwise the last decrease is still taking effect
-                held = self._limit if in_flight >= self._limit * IN_USE else in_flight
-                left = FACTOR if preempted or full else max(FACTOR, self._wanted)
-                self._limit = max(1.0, held * left)
-        elif not queued and in_flight >= self._limit * IN_USE:
-            step = STEP if self._congested else self._limit
-            self._limit = min(float(self._maximum), self._limit + step)
-
-    def refuse(self, in_flight: int) -> None:
-        """The server refused one of so many requests, since it holds no more."""
-        self._congested = True
-        if in_flight <= self._limit:
-            self._limit = max(1.0, in_flight * FACTOR)
-
-    def restart(self) -> None:
-        """Its counters say nothing of its load: it is another process now, or has new weights."""
-        self._num_preemptions = None
-        self._num_queued = 0
-
 
 # What the servers of a pool should hold.
 
@@ -447,7 +383,13 @@ class Member(Seat):
         if not self.serving:
             return
         self.load = load
-        self.limit.observe(load, self.in_flight)
+        self.limit.observe(
+            load,
+            self.in_flight,
+            num_turns=self.counts["requests"],
+            num_tokens=self.counts["sampled_tokens"],
+            now_s=asyncio.get_running_loop().time(),
+        )
         if not keeps_label:
             self.drop(FOREIGN)
 
