@@ -34,6 +34,7 @@ from tests.engines.vllm_server import LOGPROBS, SCALE_OUT, VLLMProcess
 from tests.engines.world import World, prompt
 
 NUM_OPEN, NUM_TURNS, TURN_TOKENS, RESULT_TOKENS = 128, 4, 48, 24
+MOST_TOKENS = 90  # of a turn, so that all fit in the 512 of the model
 TOOL_S = 0.3  # of most calls; a tenth takes ten times as long
 WARM_S = 20.0
 ROOM_S = 0.2  # between two looks at whether a trajectory may begin
@@ -68,7 +69,7 @@ async def throughput(
             size = max(4, round(TURN_TOKENS * rng.expovariate(1.0)))
             done = await pool.generate(
                 ids,
-                SamplingParams(min(size, 200), seed=one),
+                SamplingParams(min(size, MOST_TOKENS), seed=one),
                 session=str(one),
                 order=(one, turn),
             )
