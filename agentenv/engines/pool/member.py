@@ -280,6 +280,7 @@ class Member(Seat):
 
     def completed(self) -> None:
         """A request came to its end."""
+        self.counts["turns"] += 1
         self._num_losses = self._num_refusals = 0
 
     def lost(self, problem: str) -> None:
@@ -386,7 +387,7 @@ class Member(Seat):
         self.limit.observe(
             load,
             self.in_flight,
-            num_turns=self.counts["requests"],
+            num_turns=self.counts["turns"],
             num_tokens=self.counts["sampled_tokens"],
             now_s=asyncio.get_running_loop().time(),
         )
