@@ -374,7 +374,7 @@ def test_a_close_that_hangs_is_cancelled() -> None:
 
 @pytest.mark.parametrize("timeout_s", [TIMEOUT_S / 2, TIMEOUT_S, TIMEOUT_S * 2])
 def test_whoever_gives_a_close_up_first_leaves_nothing(timeout_s: float) -> None:
-    """The actor has its own deadline for it."""
+    """The actor has its own deadline for it. Nor does the loop tell of it at the end."""
 
     async def work(host: Host) -> None:
         envs = OpenEnvs(timeout_s)
@@ -386,6 +386,9 @@ def test_whoever_gives_a_close_up_first_leaves_nothing(timeout_s: float) -> None
         await asyncio.sleep(TIMEOUT_S)
         assert CountingEnv.num_open == 0
         assert pending_of(host) == []
+        closing: Any = env._closing
+        assert closing.done()
+        assert not closing._log_traceback, "nobody has seen what became of it"
 
     hosted(work, make=Stuck)
 

@@ -234,6 +234,12 @@ class EnvWorkers:
         return dict(total)
 
 
+def _heed(closing: asyncio.Future[Gave]) -> None:
+    """Who waited for it may have gone, having told that it takes too long."""
+    if not closing.cancelled():
+        closing.exception()
+
+
 class WorkerEnv:
     """An Env whose state is in a process."""
 
@@ -309,6 +315,7 @@ class WorkerEnv:
             call = Close(self._workers.number(), self._number)
             asking = self._ask(call, "the environment's close")
             self._closing = asyncio.ensure_future(asking)
+            self._closing.add_done_callback(_heed)
         try:
             await asyncio.shield(self._closing)
         except EnvError:
