@@ -207,11 +207,11 @@ async def throughput(
             if len(marks) == 2:
                 over.set()
 
-    tasks = [asyncio.create_task(feed())]
+    feeding = asyncio.create_task(feed())
     await over.wait()
-    for task in (*tasks, *live):
+    for task in (feeding, *live):
         task.cancel()
-    await asyncio.gather(*tasks, *live, return_exceptions=True)
+    await asyncio.gather(feeding, *live, return_exceptions=True)
     await pool.close()
     (began, before), (ended, after) = marks
     return (after - before) / (ended - began)

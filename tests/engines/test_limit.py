@@ -84,6 +84,18 @@ def test_what_is_better_may_change() -> None:
     assert share_sparse(server.values[-20 * TRIAL :]) < 0.3
 
 
+def test_a_half_free_cache_asks_for_no_longer_queue_than_a_full_one() -> None:
+    """Turns have become so short that the batch is what is full."""
+    server = Looked(lambda requests: 3_500 if requests <= HELD * 0.7 else 3_000)
+    server.look(20 * TRIAL)
+    while server.values[-1] > HELD * 0.7:
+        server.look(1)
+    for _ in range(TRIAL):
+        in_flight = server.limit.value
+        server.limit.observe(ServerLoad(50, in_flight - 50, 0.05, 0), in_flight)
+    assert server.limit.value <= 100, "as many may wait as run"
+
+
 def test_nothing_is_tried_before_the_cache_was_full_or_while_few_ask() -> None:
     server = Looked(float)
     server.look(10 * TRIAL, asked=60)

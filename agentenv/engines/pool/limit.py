@@ -77,7 +77,7 @@ class ConcurrencyLimit:
         in_use = in_flight >= self._limit * IN_USE
         if self._trials.is_sparse:
             if in_use and load.kv_usage > 0:
-                wanted = load.num_running * SPARSE / load.kv_usage
+                wanted = load.num_running * min(SPARSE / load.kv_usage, 1 + QUEUE)
                 self._set(self._limit + (wanted - self._limit) * APPROACH)
         else:
             self._fill(load, in_flight, is_full=preempted or full)
