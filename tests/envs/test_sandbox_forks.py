@@ -8,7 +8,6 @@ import platform
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from agentenv.errors import EnvError
@@ -16,7 +15,7 @@ from envs.sandbox import Sandbox, SandboxSession
 from envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
 from envs.sandbox.process import HUGE_PAGES, Rung, environment
 from launchers.diagnosis.escapes import RUNGS
-from tests.support.sandboxes import said, until, zygote_of
+from tests.support.sandboxes import process_of, said, until, zygote_of
 
 CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]
 
@@ -171,9 +170,8 @@ async def test_memory_lies_in_huge_pages_where_there_are_any(sandbox: Sandbox) -
     if not had_for_the_asking():
         pytest.skip("this machine has none for the asking")
     session = sandbox.session(1)
-    await session.run("x = [bytes(2000) for _ in range(8_000)]", 10)
-    process = max(zygote_of(sandbox).children(), key=psutil.Process.create_time)
-    assert huge_kb(process.pid) >= 2 << 10
+    assert (await session.run("x = [bytes(2000) for _ in range(8_000)]", 10)).ok
+    assert huge_kb(process_of(session).pid) >= 2 << 10
     assert await said(session, "import os; 'GLIBC_TUNABLES' in os.environ") == "False"
     session.close()
 

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from agentenv.errors import ConfigError
@@ -19,7 +18,7 @@ from envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
 from launchers.diagnosis.escapes import RUNGS
 from tests.envs.test_sandbox_bounds import FRAME
 from tests.envs.test_sandbox_forks import CLONE
-from tests.support.sandboxes import children, said
+from tests.support.sandboxes import process_of, said
 
 Remove = Callable[[str, str, str], None]
 
@@ -70,8 +69,8 @@ async def computed_s(sandbox: Sandbox) -> float:
     session = sandbox.session(1)
     await session.run(FRAME, 10)
     assert (await session.run("forge(number(), 'early')\nwhile True: pass", 10)).ok
-    await asyncio.sleep(0.1)  # until what starts a session has ended
-    process = max(children(), key=psutil.Process.create_time)
+    await asyncio.sleep(0.1)  # a signal takes its time
+    process = process_of(session)
     before = process.cpu_times().user
     await asyncio.sleep(0.5)
     after = process.cpu_times().user
