@@ -375,6 +375,8 @@ class Sandbox:
             zygote, self._zygote = self._zygote, None
             if zygote is not None:
                 await zygote.stop()
+        for session in [one for one in self._holding if one.resting()]:
+            session.rest()  # one that runs a cell reads that its process is gone
 
     async def _launch(self) -> ZygoteProcess:
         """On the rung that worked before, else on the first that works."""

@@ -45,6 +45,7 @@ PACKAGES = str(Path(__file__).resolve().parents[2])
 HELLO_S = 30.0  # for who connects to say who it is
 HELLO_BYTES = 4096  # of a frame, until its sender is known
 FIRST_BREAK_S, MAX_BREAK_S = 1.0, 60.0
+ENDED_S = 3.0  # from the end of its link to that of its guard, on a busy machine
 LOG_TAIL_BYTES = 2000
 LOOK_S, TELL_S = 1.0, 5.0  # whether any is there
 
@@ -374,7 +375,7 @@ class WorkerProcesses:
         if left.is_drained:
             return f"{name} has left: {why}; {left.rest}"
         with suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(ENDED_S):
                 why = f"it {await self._places.ended(name)}"
         return str(self._failure(number, f"is lost: {why}; {left.rest}"))
 

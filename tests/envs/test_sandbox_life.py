@@ -82,6 +82,20 @@ async def test_bubblewrap_killed(sandbox: Sandbox) -> None:
     await until_gone(zygote)
 
 
+async def test_closing_ends_sessions_that_nobody_has_closed(sandbox: Sandbox) -> None:
+    """The fixture counts what is left."""
+    idle, busy = sandbox.session(1), sandbox.session(2)
+    await asyncio.gather(idle.run("x = 1", 10), busy.run("x = 2", 10))
+    forked = await idle.fork()
+    running = asyncio.ensure_future(busy.run("while True: pass", 60))
+    await asyncio.sleep(0.1)
+    await sandbox.close()
+    with pytest.raises(InfraError, match="the sandbox died"):
+        await running
+    assert not idle.resting()
+    assert not forked.resting()
+
+
 async def test_nothing_outlives_a_killed_host() -> None:
     code = """
 import asyncio
