@@ -43,12 +43,17 @@ class WorkClock:
     loop on.
     """
 
-    def __init__(self, elapsed_s: float = 0.0, outer: WorkClock | None = None) -> None:
+    def __init__(
+        self,
+        elapsed_s: float = 0.0,
+        outer: WorkClock | None = None,
+        loop_time: Clock | None = None,
+    ) -> None:
         self._elapsed_s = elapsed_s
         self._outer = outer
         self._count = 0  # above 0: it runs
         self._since = 0.0  # time of the loop when it began to run
-        self._loop_time: Clock | None = None if outer is None else outer._loop_time
+        self._loop_time: Clock | None = loop_time if outer is None else outer._loop_time
         self.doing = ""
         self.since = 0.0
         self.doubt: Callable[[], float] | None = None  # see `doubting`
@@ -213,20 +218,47 @@ class Doing:
             self._clock.now(self._before)
 
 
-@contextmanager
-def doubting(look: Callable[[], float]) -> Iterator[None]:
+class Doubting:
+    """See `doubting`."""
+
+    __slots__ = ("_before", "_clock", "_look")
+
+    def __init__(self, look: Callable[[], float]) -> None:
+        self._look = look
+        self._clock = _current.get()
+
+    def __enter__(self) -> None:
+        if self._clock is not None:
+            self._before, self._clock.doubt = self._clock.doubt, self._look
+
+    def __exit__(self, *_: object) -> None:
+        if self._clock is not None:
+            self._clock.doubt = self._before
+
+
+class Waiting:
+    """See `waiting`."""
+
+    __slots__ = ("_doing", "_wait")
+
+    def __init__(self, what: str) -> None:
+        self._wait, self._doing = Wait(), Doing(what)
+
+    def __enter__(self) -> Wait:
+        self._wait.begin()
+        self._doing.__enter__()
+        return self._wait
+
+    def __exit__(self, *_: object) -> None:
+        self._doing.__exit__()
+        self._wait.end()
+
+
+def doubting(look: Callable[[], float]) -> Doubting:
     """What is worked inside for the rollout that is current now may turn out to be lost, so that a
     deadline which is due asks `look` after how many seconds it is to look again; 0: it has
     passed."""
-    clock = _current.get()
-    if clock is None:
-        yield
-        return
-    before, clock.doubt = clock.doubt, look
-    try:
-        yield
-    finally:
-        clock.doubt = before
+    return Doubting(look)
 
 
 def doing(what: str) -> Doing:
@@ -234,16 +266,9 @@ def doing(what: str) -> Doing:
     return Doing(what)
 
 
-@contextmanager
-def waiting(what: str) -> Iterator[Wait]:
+def waiting(what: str) -> Waiting:
     """What is awaited inside is no work; see Wait."""
-    wait = Wait()
-    wait.begin()
-    try:
-        with doing(what):
-            yield wait
-    finally:
-        wait.end()
+    return Waiting(what)
 
 
 @asynccontextmanager
@@ -418,7 +443,8 @@ async def within(seconds: float, what: str, work: Awaitable[T]) -> T:
         ) from error
 
 
-def _end(waited_for: asyncio.Future[None], work: object) -> None:
+def end(waited_for: asyncio.Future[None], work: object = None) -> None:
+    """What somebody waits for has ended, however often that is said."""
     if not waited_for.done():
         waited_for.set_result(None)
 
@@ -432,7 +458,7 @@ async def uncancelled(work: Awaitable[T]) -> T:
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         ended: asyncio.Future[None] = task.get_loop().create_future()
-        task.add_done_callback(partial(_end, ended))
+        task.add_done_callback(partial(end, ended))
         try:
             await ended
         except asyncio.CancelledError as error:

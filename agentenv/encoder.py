@@ -152,6 +152,8 @@ class Encoder:
     @property
     def rests(self) -> bool:
         """Whether there is no process, and none will be started now."""
+        if self._rests_until == -inf:
+            return self._closed
         return self._closed or asyncio.get_running_loop().time() < self._rests_until
 
     async def encode(self, text: str) -> array[int]:

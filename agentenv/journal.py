@@ -497,6 +497,7 @@ class TreeRecord:
     def began(self, tree: TrajectoryTree) -> None:
         """The tree begins, without nodes that are complete."""
         journal = self._journal
+        self._loop = asyncio.get_running_loop()
         self._tree = tree
         self._opened, self._turns, self._asked, self._lost = [], [], [], []
         self._known = set()
@@ -554,7 +555,7 @@ class TreeRecord:
 
     def _soon(self) -> None:
         if self._flushing is None:
-            self._flushing = asyncio.get_running_loop().call_soon(self._flush)
+            self._flushing = self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         if self._flushing is None:

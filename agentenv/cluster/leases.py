@@ -40,6 +40,7 @@ from agentenv.cluster.messages import (
     pack,
     raised,
 )
+from agentenv.deadline import Clock
 from agentenv.engines.pool.client import PoolClient
 from agentenv.engines.pool.fleet import Fleet
 from agentenv.engines.pool.member import Member
@@ -75,8 +76,8 @@ def _trouble(error: EngineError) -> Trouble:
 class Lease(Seat):
     """A place on a server of the controller's pool, on which it has the number `on`."""
 
-    def __init__(self, server: Server, config: PoolConfig, said: Seated) -> None:
-        super().__init__(server, config)
+    def __init__(self, server: Server, config: PoolConfig, said: Seated, loop_time: Clock) -> None:
+        super().__init__(server, config, loop_time)
         self.number, self.on = said.number, said.server
         self.on_trial = said.on_trial
         self.version = said.policy_version
@@ -118,6 +119,7 @@ class Leased:
         self._held: dict[int, Lease] = {}
         self._settling: dict[int, asyncio.Future[str]] = {}
         self._numbers = count()
+        self._loop = asyncio.get_running_loop()
         self._death = ""  # of the pool: its reason
         self._listening: asyncio.TimerHandle | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -157,21 +159,21 @@ class Leased:
 
     def _seat(self, said: Seated) -> None:
         _, server = self._servers[said.server]
-        lease = Lease(server, self._config, said)
+        lease = Lease(server, self._config, said, self._loop.time)
         sought = self._sought.get(said.number)
         if sought is None or sought.done():  # nobody wants it, and the controller has been told
             return
         self._held[said.number] = lease
         sought.set_result(lease)
         if self._listening is None:
-            self._listening = asyncio.get_running_loop().call_later(LISTEN_S, self._listen)
+            self._listening = self._loop.call_later(LISTEN_S, self._listen)
 
     def _listen(self) -> None:
         self._listening = None
         for lease in self._held.values():
             lease.listen()
         if self._held:
-            self._listening = asyncio.get_running_loop().call_later(LISTEN_S, self._listen)
+            self._listening = self._loop.call_later(LISTEN_S, self._listen)
 
     def _close(self, server: Server) -> None:
         closing = asyncio.create_task(server.close())
@@ -197,7 +199,7 @@ class Leased:
         self, session: str, order: tuple[int, int], avoid: Collection[Lease]
     ) -> Lease:
         number = next(self._numbers)
-        sought: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        sought: asyncio.Future[Lease] = self._loop.create_future()
         self._sought[number] = sought
         self._link.send(pack(Seek(number, session, order, sorted({one.on for one in avoid}))))
         try:
@@ -254,7 +256,7 @@ class Leased:
 
     async def refuse(self, seat: Lease, error: BusyError) -> str:
         seat.trouble, seat.text, seat.retry_after_s = "full", str(error), error.retry_after_s
-        settling: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        settling: asyncio.Future[str] = self._loop.create_future()
         self._settling[seat.number] = settling
         self.release(seat)
         try:
@@ -364,8 +366,15 @@ class _Held(asyncio.Future[None]):
     """A place that a worker has; done when it is free again. To cancel it is to ask the worker to
     end what runs there."""
 
-    def __init__(self, link: Link, number: int, member: Member, fleet: Fleet) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        link: Link,
+        number: int,
+        member: Member,
+        fleet: Fleet,
+    ) -> None:
+        super().__init__(loop=loop)
         self.number, self.member = number, member
         self.is_over = False  # the worker was asked to
         self._link, self._fleet = link, fleet
@@ -385,6 +394,7 @@ class Leases:
 
     def __init__(self, pool: EnginePool, link: Link) -> None:
         self._pool, self._link = pool, link
+        self._loop = asyncio.get_running_loop()
         self._known: dict[int, int] = {}  # connections of a server that the worker knows of
         self._sought: dict[int, asyncio.Future[Member]] = {}
         self._held: dict[int, _Held] = {}
@@ -459,7 +469,8 @@ class Leases:
         self._link.send(pack(Refused(number, *named(error), is_final=False)))
 
     def _seat(self, number: int, member: Member) -> None:
-        held = self._held[number] = _Held(self._link, number, member, self._pool.fleet)
+        held = _Held(self._loop, self._link, number, member, self._pool.fleet)
+        self._held[number] = held
         wait = _Wait(self._link, number, member)
         member.attempts[held] = _Listens(wait)
         member.guests.add(held)

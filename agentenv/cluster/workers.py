@@ -254,9 +254,12 @@ class RolloutWorkers:
         waiting, self._homeless = self._homeless, []
         for growing in waiting:
             self._place(growing)
+        loop = asyncio.get_running_loop()
         try:
             while True:
-                self._take(worker, read_answer(await link.receive()))
+                told = read_answer(await link.receive())
+                worker.heard = loop.time()
+                self._take(worker, told)
         except (EOFError, msgspec.DecodeError) as error:
             why = str(error)
             if isinstance(error, msgspec.DecodeError):
@@ -280,7 +283,6 @@ class RolloutWorkers:
 
     def _take(self, worker: _Worker, told: Answer) -> None:
         """Deal with what a rollout worker has said."""
-        worker.heard = asyncio.get_running_loop().time()
         match told:
             case Told():
                 self._frame(worker, told)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Generic, Literal
+from typing import Generic, Literal
 
 from agentenv.deadline import doing, doubting, waiting
 from agentenv.engines.pool.seat import Hearing, S, Seats, Voice
@@ -179,15 +179,15 @@ class PoolClient(Generic[S]):
         self.counts["prompt_tokens"] += len(request.prompt_ids)
         seat.counts["requests"] += 1
         hearing = seat.hear(self._voices[seat.name])
-        began_s = asyncio.get_running_loop().time()
+        loop = turn.loop
+        began_s = loop.time()
         receive = partial(self._receive, seat, turn, hearing)
-        attempt = asyncio.create_task(seat.server.generate(request, receive))
+        attempt = loop.create_task(seat.server.generate(request, receive))
         seat.attempts[attempt] = hearing
         problem: BaseException | None = None
         try:
-            watched: set[asyncio.Future[Any]] = {attempt, turn.stopped}
             with doing(seat.doing), doubting(hearing.doubt_s):
-                await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+                await turn.until_ended(attempt)
         finally:
             if not attempt.done():
                 attempt.cancel()
@@ -195,7 +195,7 @@ class PoolClient(Generic[S]):
             del seat.attempts[attempt]
             hearing.end()
             problem = None if attempt.cancelled() else attempt.exception()
-        if turn.stopped.done():
+        if turn.is_stopped:
             return None
         if seat.asleep and (attempt.cancelled() or problem is not None):
             raise BrokenOffError(seat.reason)
@@ -208,7 +208,7 @@ class PoolClient(Generic[S]):
         if problem is not None:
             raise problem
         part = attempt.result()
-        seconds = asyncio.get_running_loop().time() - began_s
+        seconds = loop.time() - began_s
         self._seats.answered(seat, part.num_tokens, seconds)
         return part
 

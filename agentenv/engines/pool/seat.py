@@ -13,7 +13,7 @@ from collections.abc import Collection
 from math import inf
 from typing import Any, Protocol, TypeVar
 
-from agentenv.deadline import Wait, Work, WorkClock
+from agentenv.deadline import Clock, Wait, Work, WorkClock
 from agentenv.engines.server import BrokenOffError, BusyError, Server, ServerLostError
 from agentenv.engines.server_config import PoolConfig
 from agentenv.errors import EngineError
@@ -27,15 +27,16 @@ class Voice:
 
     def __init__(self) -> None:
         self._heard_s = -inf  # time of the loop
+        self._time = asyncio.get_running_loop().time
 
     def heard(self) -> None:
         """A token has come."""
-        self._heard_s = asyncio.get_running_loop().time()
+        self._heard_s = self._time()
 
     @property
     def speaks(self) -> bool:
         """Whether one came just now."""
-        return asyncio.get_running_loop().time() - self._heard_s < SPEAKS_S
+        return self._time() - self._heard_s < SPEAKS_S
 
 
 class Hearing:
@@ -91,7 +92,7 @@ class Seat:
     """A server and the requests on it. `reason` says why it does not serve; `attempts` are the
     requests that run; while it is `standing`, its weights being replaced, they wait."""
 
-    def __init__(self, server: Server, config: PoolConfig) -> None:
+    def __init__(self, server: Server, config: PoolConfig, loop_time: Clock | None = None) -> None:
         self.server = server
         self.config = config
         self.doing = f"the server {server.name}"  # of who asks it
@@ -99,7 +100,9 @@ class Seat:
         self.attempts: dict[asyncio.Future[Any], Hearing] = {}
         self.counts: Counter[str] = Counter()
         self.standing = False
-        self._clock = WorkClock()  # stands still while its weights are being replaced
+        self._clock = WorkClock(
+            loop_time=loop_time
+        )  # stands still while its weights are being replaced
         self._clock.go()
 
     @property

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from random import Random
 from typing import Literal
 
 from msgspec.structs import replace
 
+from agentenv.deadline import end
 from agentenv.engines.server import PartEnd, Request, ServerLostError
 from agentenv.engines.stop_strings import StopMatcher
 from agentenv.errors import EngineError
@@ -48,7 +50,9 @@ class Turn:
         self.was_refused = False  # by a server that is full, and so waits before all others
         self.was_starved = False  # this process had no file descriptor for it
         self._broken_at = -1  # tokens that were there when a connection broke off
-        self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_stopped = False  # by a stop string that the server does not see
+        self.loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] | None = None  # the current part, or the turn
         self._prompt_ids, self._sampling = prompt_ids, sampling
         self._on_tokens, self._stream_interval = on_tokens, stream_interval
         self._eos_ids, self._matcher = eos_ids, matcher
@@ -85,9 +89,17 @@ class Turn:
         prompt_ids = [*self._prompt_ids, *self.token_ids]
         return Request(request_id, prompt_ids, rest, interval, stops, session, wanted)
 
+    async def until_ended(self, attempt: asyncio.Future[PartEnd]) -> None:
+        """Until the request for the current part has ended, or the turn has."""
+        if self.is_stopped:
+            return
+        self._ended = self.loop.create_future()
+        attempt.add_done_callback(partial(end, self._ended))
+        await self._ended
+
     def receive(self, chunk: Chunk, version: int) -> None:
         """Tokens of the current part, sampled by `version` as far as anyone knows."""
-        if self.stopped.done():
+        if self.is_stopped:
             return
         start = len(self.token_ids)
         self.token_ids.extend(chunk.token_ids)
@@ -108,7 +120,7 @@ class Turn:
 
     def complete(self, part: PartEnd) -> Completion:
         """The current part came to its end, and with it the turn."""
-        if self.stopped.done():
+        if self.is_stopped:
             return self.cut(part.entropy_kind)
         self._adopt(part)
         stop = part.stop
@@ -124,7 +136,7 @@ class Turn:
     def lose(self, part: PartEnd | None, entropy_kind: EntropyKind) -> Completion | None:
         """The current part ended too early; what it gave stays. Returns the turn if that was all
         of it, since only the end of the answer was lost. `part`: aborted, its tokens known."""
-        if self.stopped.done():
+        if self.is_stopped:
             return self.cut(entropy_kind)
         if part is None:
             self._settle(self._observed)
@@ -151,7 +163,7 @@ class Turn:
     def discard(self, error: EngineError) -> None:
         """Forget the current part, whose weights were not those that this run loaded. Raises
         `error` if someone was told of its tokens, so that nothing can take their place."""
-        if self._num_reported > self._base or self.stopped.done():
+        if self._num_reported > self._base or self.is_stopped:
             raise error
         for tokens in (self.token_ids, self._logprobs, self._entropies):
             del tokens[self._base :]
@@ -184,7 +196,9 @@ class Turn:
                 self._stop = stop
                 for tokens in (self.token_ids, self._logprobs, self._entropies):
                     del tokens[length:]
-                self.stopped.set_result(None)
+                self.is_stopped = True
+                if self._ended is not None:
+                    end(self._ended)
                 return
 
     def _ends_by_itself(self, length: int) -> bool:
