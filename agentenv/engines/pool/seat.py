@@ -100,9 +100,8 @@ class Seat:
         self.attempts: dict[asyncio.Future[Any], Hearing] = {}
         self.counts: Counter[str] = Counter()
         self.standing = False
-        self._clock = WorkClock(
-            loop_time=loop_time
-        )  # stands still while its weights are being replaced
+        # it stands still while the weights are being replaced
+        self._clock = WorkClock(loop_time=loop_time)
         self._clock.go()
 
     @property
