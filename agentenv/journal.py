@@ -40,7 +40,9 @@ from agentenv.types import Task
 
 logger = logging.getLogger(__name__)
 
-GATHER_S = 0.05  # in which frames come together: handing a thread each turn alone costs 300 us
+# In which frames come together, and those that somebody waits for: handing a thread each turn alone
+# costs 300 us.
+GATHER_S, COMMIT_S = 0.2, 0.05
 STALL_S = 300.0  # a disk that has not written for so long hangs
 CLOSE_S = 10.0  # of one that has failed already
 
@@ -150,6 +152,7 @@ class Trained(Struct, array_like=True, frozen=True, tag=5):
 
 Frame = Began | Grown | Finished | Leased | Trained
 _DECODER = msgspec.msgpack.Decoder(Frame)
+FINISHED = Finished.__struct_config__.tag
 _OF_TREES = (1, 2, 3)
 
 
@@ -239,6 +242,7 @@ class Journal:
         self._pending: list[Frame | Packed] = []
         self._num_appended = self._num_written = 0
         self._wake, self._written = asyncio.Event(), asyncio.Event()
+        self._hurry = asyncio.Event()  # somebody waits for what is not written yet
         self._lock = asyncio.Lock()  # held while the file is written or replaced
         self._working: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -318,9 +322,10 @@ class Journal:
 
     def append(self, frame: Frame | Packed) -> None:
         """Write a frame soon, behind all before it; returns at once."""
+        if not self._pending:
+            self._wake.set()
         self._pending.append(frame)
         self._num_appended += 1
-        self._wake.set()
         if self._working is None and not self._is_closed:
             self._working = asyncio.get_running_loop().create_task(self._work())
 
@@ -339,6 +344,7 @@ class Journal:
             if self._working is not None and self._working.done():
                 self._working.result()  # raises what no disk has done
             self._written.clear()
+            self._hurry.set()
             await self._written.wait()
 
     async def rotate(self, oldest: int) -> None:
@@ -357,6 +363,7 @@ class Journal:
         could not be written, unless `commit` has."""
         self._is_closed = True
         self._wake.set()
+        self._hurry.set()
         try:
             if self._working is not None:
                 await uncancelled(self._working)
@@ -401,7 +408,8 @@ class Journal:
                     pass
                 self._wake.clear()
             if self._pending and not self._is_closed:
-                await asyncio.sleep(GATHER_S)
+                await self._gather()
+            self._hurry.clear()
             batch, self._pending = self._pending, []
             is_due = to_sync_s is not None and loop.time() >= to_sync_s
             try:
@@ -418,6 +426,15 @@ class Journal:
                 to_sync_s = loop.time() + self.config.sync_s
             self._num_written += len(batch)
             self._written.set()
+
+    async def _gather(self) -> None:
+        """More frames come, for so long as nobody waits for those that are there."""
+        try:
+            async with asyncio.timeout(GATHER_S):
+                await self._hurry.wait()
+        except TimeoutError:
+            return
+        await asyncio.sleep(COMMIT_S)
 
     def _put(self, batch: list[Frame | Packed], is_due: bool) -> None:
         """Append whole frames or nothing."""
@@ -587,7 +604,7 @@ class TreeFrames:
     def add(self, tag: int, frame: bytes) -> None:
         """The next frame, with its head, and the tag of what is in it."""
         self._frames.append(frame)
-        self.is_finished = tag == Finished.__struct_config__.tag
+        self.is_finished = tag == FINISHED
 
     def recorded(self, task: Task) -> Recorded | None:
         """What they leave of the tree; None: nothing that can be gone on with."""

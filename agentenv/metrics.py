@@ -412,6 +412,10 @@ class LoopLag:
             await look_again(self.interval_s)
             self.add(max(0.0, loop.time() - due))
 
+    def clear(self) -> None:
+        """Forget what was measured so far."""
+        self._lags_ms.clear()
+
     def add(self, lag_s: float) -> None:
         """A sleeper woke so late, and with it those that were due meanwhile."""
         for behind in range(min(int(lag_s / self.interval_s) + 1, self._lags_ms.maxlen or 1)):

@@ -413,7 +413,9 @@ class Leases:
                 if held := self._held.get(told.number):
                     self._pool.fleet.heard(held.member, 0)
             case Leave():
-                self._pool.client.counts.update(told.counts)
+                counts = self._pool.client.counts
+                for name, number in told.counts.items():  # half the time of Counter.update
+                    counts[name] += number
                 if held := self._held.get(told.number):
                     self._settle(held, told)
                     self._free(held)
@@ -438,7 +440,7 @@ class Leases:
             fleet.check_alive()
         except EngineDeadError as error:
             return self._refuse(asked.number, error)
-        avoid = [one for one in fleet.members if one.number in asked.avoid]
+        avoid = [one for one in fleet.members if one.number in asked.avoid] if asked.avoid else ()
         place = fleet.places.seek(asked.session, asked.order, avoid)
         if isinstance(place, Member):
             self._seat(asked.number, place)

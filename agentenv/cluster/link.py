@@ -15,7 +15,7 @@ from typing import Protocol
 PREFIX_BYTES = 8
 READ_BYTES = 1 << 18
 GONE_S = 60.0  # after which a machine that does not answer is taken for gone
-GATHER_S = 0.01
+GATHER_S = 0.02
 LAST_S = 5.0  # in which the other end reads what was sent before a close
 
 

@@ -48,7 +48,6 @@ from agentenv.engine import EngineConfig, EngineStart
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.server import PartEnd, Request, ServerInfo, ServerLoad
 from agentenv.errors import AgentEnvError
-from agentenv.metrics import LoopLag
 from agentenv.model_files import load_tokenizer
 from agentenv.ports import held_ports
 from agentenv.tool_env import Grade, ToolEnv
@@ -458,8 +457,7 @@ class MeasuredTraining(Training):
 
     async def _run_rl(self) -> None:
         global num_turns
-        lag = LoopLag()
-        sleeping = asyncio.create_task(lag.run())
+        self.lag.clear()
         process, peak = psutil.Process(), [0.0]
 
         async def watch_memory() -> None:
@@ -474,14 +472,13 @@ class MeasuredTraining(Training):
         own, others = time.process_time() - before, _children_cpu_s() - below
         if self.workers is not None:
             num_turns = int(self.parts.engine.stats()["requests"] - asked)
-        sleeping.cancel()
         watching.cancel()
         self.figures = Figures(
             round(own / num_turns * 1e6, 1),
             round(self.floor_us, 1),
             round((own + others) / num_turns * 1e6, 1),
-            round(lag.percentile_ms(99), 1),
-            round(lag.figures()["lag_max_ms"], 1),
+            round(self.lag.percentile_ms(99), 1),
+            round(self.lag.figures()["lag_max_ms"], 1),
             round(peak[0], 1),
         )
 

@@ -55,7 +55,7 @@ from rich.console import Console
 from agentenv.actor import Actor
 from agentenv.deadline import admitted, waiting
 from agentenv.errors import ConfigError, DataError
-from agentenv.journal import GATHER_S, JournalConfig
+from agentenv.journal import COMMIT_S, JournalConfig
 from agentenv.metrics import Metrics
 from agentenv.tree import Prefix, TrajectoryTree
 from agentenv.types import (
@@ -718,7 +718,7 @@ def simulate(
     queue = config.queue
     if variant.max_staleness is not None:
         queue = replace(queue, max_staleness=variant.max_staleness)
-    bound, commit_s = queue.max_staleness, GATHER_S * config.journal.enabled
+    bound, commit_s = queue.max_staleness, COMMIT_S * config.journal.enabled
     config = replace(
         config,
         queue=queue,
