@@ -406,9 +406,9 @@ class Journal:
                         await self._wake.wait()
                 except TimeoutError:
                     pass
-                self._wake.clear()
             if self._pending and not self._is_closed:
                 await self._gather()
+            self._wake.clear()
             self._hurry.clear()
             batch, self._pending = self._pending, []
             is_due = to_sync_s is not None and loop.time() >= to_sync_s

@@ -91,8 +91,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     faults = parts.add_parser("load", help="a run on engine servers with faults")
     cost.add_argument(
-        "--workers", type=int, default=0, metavar="N",
-        help="rollout workers; default 0: rollouts grow in the controller",
+        "--workers", type=int, default=1, metavar="N",
+        help="rollout workers; default 1; 0: rollouts grow in the controller",
     )  # fmt: skip
     scaling = parts.add_parser("workers", help="two rollout workers beside one, and more simulated")
     scaling.add_argument(

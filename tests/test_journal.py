@@ -17,7 +17,15 @@ from agentenv.actor import Actor
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.errors import ConfigError, EngineError
 from agentenv.frames import framed, frames_of
-from agentenv.journal import Began, Journal, JournalConfig, Leased, Recorded
+from agentenv.journal import (
+    COMMIT_S,
+    GATHER_S,
+    Began,
+    Journal,
+    JournalConfig,
+    Leased,
+    Recorded,
+)
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.renderer import TagRenderer
 from agentenv.tree import TrajectoryTree
@@ -452,6 +460,36 @@ class Mute:
 
     def __str__(self) -> str:
         raise ValueError
+
+
+def test_frames_go_together_until_somebody_waits_for_them(tmp_path: Path) -> None:
+    """To hand a thread each of them alone would cost more than all else that a turn does."""
+    batches: list[int] = []
+
+    async def offload(function: Any, *arguments: Any) -> Any:
+        if function.__name__ == "_put":
+            batches.append(len(arguments[0]))
+        return function(*arguments)
+
+    async def scenario() -> None:
+        written = Journal(
+            tmp_path, JournalConfig(sync_s=60.0), settings="s", incarnation=1, offload=offload
+        )
+        loop = asyncio.get_running_loop()
+        for step in range(10):
+            written.append(Leased(step, [step]))
+            await asyncio.sleep(GATHER_S / 20)
+        await asyncio.sleep(GATHER_S)
+        assert batches == [10]
+        written.append(Leased(10, [10]))
+        began = loop.time()
+        asyncio.get_running_loop().call_later(COMMIT_S / 2, written.append, Leased(11, [11]))
+        await written.commit()
+        assert loop.time() - began == pytest.approx(COMMIT_S)
+        assert batches == [10, 2]  # whoever comes meanwhile goes along
+        await written.close()
+
+    run_virtual(scenario())
 
 
 async def test_whoever_waits_for_a_journal_with_a_bug_is_told(

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PART_S = 3600.0  # that a part may take; `peers` installs what it lacks
 PARTS: dict[str, tuple[str, ...]] = {
     "start": ("--repeats", "3"),
-    "overhead": ("--sizes", "1000"),
+    "overhead": ("--sizes", "1000", "--workers", "0"),
     "overhead-workers": ("--sizes", "1000", "--workers", "2"),
     "makespan": ("--seeds", "3"),
     "staleness": ("--seeds", "1", "--updates", "0"),

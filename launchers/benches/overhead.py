@@ -15,8 +15,9 @@ engine waits and answers with ready tokens, the learner's rank takes what it is 
                 would have been late meanwhile (no coordinated omission)
 
 Figures are of the RL phase alone. CPU is that of the controller, `all_processes` adds the processes
-that it started. With `--workers` rollouts grow in so many rollout workers, which ask a server that
-waits as the engine does, on places that the controller gives.
+that it started. Rollouts grow in so many rollout workers as `--workers` says, by default in one as
+where the controller is to have a core of its own; they ask a server that waits as the engine does,
+on places that the controller gives. With `--workers 0` they grow in the controller.
 """
 
 from __future__ import annotations

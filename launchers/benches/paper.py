@@ -48,8 +48,8 @@ PROMPT_TOKENS = 200
 class Costs(Struct, frozen=True, kw_only=True):
     """Measured; microseconds of CPU. Two virtual cores that others shared, November 2026."""
 
-    env_step_us: float = 374.0  # `overhead`, above the floor, in the process where rollouts grow
-    central_us: float = 220.0  # `overhead --workers 2`, above the floor
+    env_step_us: float = 315.0  # `overhead`, above the floor, in the process where rollouts grow
+    central_us: float = 83.0  # `overhead --workers 2`, above the floor
     client_us: float = 24.0  # `engines`: a token, ten at a time
     frame_bytes: float = 18.5  # `transport`: a sampled token of a finished tree
     learner_bytes: float = 28.1
