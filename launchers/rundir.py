@@ -276,6 +276,7 @@ class Lock:
 LOG_FILE = "run.log"
 STARTS = "starts"
 JOURNAL = "journal"  # folder of turns and trees
+PROBE = ".writable"  # there for a moment, or left by a kill in it
 CONFIG_FILE = "config.json"  # written when everything was found in order; marks a run
 LOGS = ("learner.log", "servers", "workers")  # of what was started
 OURS = {
@@ -325,7 +326,7 @@ class RunDirectory:
         """Refuse a directory that holds a run or something else."""
         found = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
         found -= {name for name in found if name.startswith("learner-")}  # logs of ranks
-        found -= {CONFIG_FILE + PARTIAL, STARTS + PARTIAL, "lock"}
+        found -= {CONFIG_FILE + PARTIAL, STARTS + PARTIAL, PROBE, "lock"}
         if CONFIG_FILE in found:
             raise ConfigError(
                 f"{self.path} already holds a run; continue it with --resume, choose another name "
@@ -443,7 +444,7 @@ class RunDirectory:
 
 def check_writable(path: Path) -> None:
     """Raises ConfigError unless the directory takes a file and has space for it."""
-    probe = path / ".writable"
+    probe = path / PROBE
     try:
         probe.write_bytes(b"\0" * 65536)
         probe.unlink()

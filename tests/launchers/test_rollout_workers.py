@@ -94,7 +94,9 @@ def run(
         finally:
             if task is not None:
                 task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                (failed,) = await asyncio.gather(task, return_exceptions=True)
+                if isinstance(failed, Exception):
+                    raise failed
             for server in servers:
                 await server.close()
 
@@ -210,7 +212,8 @@ def test_without_workers_a_run_ends_with_a_checkpoint_and_goes_on_later(
         await until(lambda: training.state.step >= 2)
         while True:
             for one in workers():
-                one.kill()
+                with suppress(psutil.NoSuchProcess):  # it is gone since
+                    one.kill()
             await asyncio.sleep(0.05)
 
     with pytest.raises(BaseExceptionGroup) as ended:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentenv.errors import ConfigError
-from launchers.rundir import CONFIG_FILE, RunDirectory
+from launchers.rundir import CONFIG_FILE, PROBE, RunDirectory
 
 
 def begun(folder: Path) -> RunDirectory:
@@ -62,6 +62,14 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     assert json.loads((run.path / "lock").read_text())["pid"] == os.getpid()
     run.close()
     assert (run.path / "lock").read_text() == ""
+
+
+def test_a_process_that_was_killed_while_it_tried_to_write_leaves_no_run(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / PROBE).write_bytes(b"0")
+    RunDirectory(path, resume=False).close()
+    assert not (path / PROBE).exists()
 
 
 def test_the_lock_of_another_host_is_not_taken_over(tmp_path: Path) -> None:
