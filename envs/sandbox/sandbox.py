@@ -317,8 +317,8 @@ class Sandbox:
             if self._closed:
                 raise InfraError("the sandbox is closed")
             if self._zygote is not None and not self._zygote.alive():
-                await self._zygote.stop()
-                self._zygote = None
+                dead, self._zygote = self._zygote, None
+                await dead.stop()  # which goes on where this is cancelled
             if self._zygote is None:
                 self._zygote = await self._launch()
             return self._zygote

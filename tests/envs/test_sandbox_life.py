@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 
 import psutil
 import pytest
@@ -69,6 +70,30 @@ async def test_a_killed_zygote_is_replaced(sandbox: Sandbox) -> None:
         assert await said(session, "x") == "4"
     for session in sessions:
         session.close()
+
+
+async def test_who_replaces_a_zygote_may_be_cancelled(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the dead one is buried."""
+    bury = zygote_process.ZygoteProcess._bury
+
+    def slowly(self: zygote_process.ZygoteProcess) -> None:
+        time.sleep(0.3)
+        bury(self)
+
+    monkeypatch.setattr(zygote_process.ZygoteProcess, "_bury", slowly)
+    await sandbox.start()
+    zygote = zygote_of(sandbox)
+    zygote.kill()
+    await until_gone(zygote)
+    starting = asyncio.ensure_future(sandbox.start())
+    await asyncio.sleep(0.1)
+    starting.cancel()
+    await asyncio.wait({starting})
+    session = sandbox.session(1)
+    assert await said(session, "6 * 7") == "42"
+    session.close()
 
 
 async def test_bubblewrap_killed(sandbox: Sandbox) -> None:
