@@ -422,7 +422,7 @@ class ToolEnv:
                         f"task {self.task.id}: {who} failed {attempt + 1} times, the last time: "
                         f"{error}"
                     ) from error
-                if attempt == num_retries:
+                if attempt >= num_retries:
                     _tell_outage(who, str(error), patience_s, now_s)
             key = f"{self._seed}/{self.task.id}/{self._budget.num_calls}"
             delay_s = backoff_s(attempt, key, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S)
