@@ -43,17 +43,12 @@ class WorkClock:
     loop on.
     """
 
-    def __init__(
-        self,
-        elapsed_s: float = 0.0,
-        outer: WorkClock | None = None,
-        loop_time: Clock | None = None,
-    ) -> None:
+    def __init__(self, elapsed_s: float = 0.0, outer: WorkClock | None = None) -> None:
         self._elapsed_s = elapsed_s
         self._outer = outer
         self._count = 0  # above 0: it runs
         self._since = 0.0  # time of the loop when it began to run
-        self._loop_time: Clock | None = loop_time if outer is None else outer._loop_time
+        self._loop_time: Clock | None = None if outer is None else outer._loop_time
         self.doing = ""
         self.since = 0.0
         self.doubt: Callable[[], float] | None = None  # see `doubting`

@@ -40,7 +40,6 @@ from agentenv.cluster.messages import (
     pack,
     raised,
 )
-from agentenv.deadline import Clock
 from agentenv.engines.pool.client import PoolClient
 from agentenv.engines.pool.fleet import Fleet
 from agentenv.engines.pool.member import Member
@@ -76,8 +75,8 @@ def _trouble(error: EngineError) -> Trouble:
 class Lease(Seat):
     """A place on a server of the controller's pool, on which it has the number `on`."""
 
-    def __init__(self, server: Server, config: PoolConfig, said: Seated, loop_time: Clock) -> None:
-        super().__init__(server, config, loop_time)
+    def __init__(self, server: Server, config: PoolConfig, said: Seated) -> None:
+        super().__init__(server, config)
         self.number, self.on = said.number, said.server
         self.on_trial = said.on_trial
         self.version = said.policy_version
@@ -159,7 +158,7 @@ class Leased:
 
     def _seat(self, said: Seated) -> None:
         _, server = self._servers[said.server]
-        lease = Lease(server, self._config, said, self._loop.time)
+        lease = Lease(server, self._config, said)
         sought = self._sought.get(said.number)
         if sought is None or sought.done():  # nobody wants it, and the controller has been told
             return

@@ -184,7 +184,7 @@ class Member(Seat):
         self.out_until = 0.0  # time of the loop; not brought back before
         self.on_trial = False  # came back after several losses, and has given no token since
         self._num_losses = 0  # in a row, without an answered request
-        self._closed_until = 0.0  # time of the loop; 0: it is not
+        self._closed_until = 0.0  # time of the loop
         self._num_refusals = 0  # times in a row that it was closed
         self.account = Account(server.name)
         self.returning = asyncio.Lock()  # held while the server may come back into the pool
@@ -209,11 +209,7 @@ class Member(Seat):
     def has_room(self) -> bool:
         """Whether one more request may be sent to it now, if it serves."""
         room = 1 if self.on_trial else self.limit.value
-        if self.in_flight >= room:
-            return False
-        if self._closed_until and asyncio.get_running_loop().time() >= self._closed_until:
-            self._closed_until = 0.0
-        return not self._closed_until
+        return self.in_flight < room and asyncio.get_running_loop().time() >= self._closed_until
 
     @property
     def asleep(self) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from math import inf
 from typing import Any, Protocol, TypeVar
 
-from agentenv.deadline import Clock, Wait, Work, WorkClock
+from agentenv.deadline import Wait, Work, WorkClock
 from agentenv.engines.server import BrokenOffError, BusyError, Server, ServerLostError
 from agentenv.engines.server_config import PoolConfig
 from agentenv.errors import EngineError
@@ -92,7 +92,7 @@ class Seat:
     """A server and the requests on it. `reason` says why it does not serve; `attempts` are the
     requests that run; while it is `standing`, its weights being replaced, they wait."""
 
-    def __init__(self, server: Server, config: PoolConfig, loop_time: Clock | None = None) -> None:
+    def __init__(self, server: Server, config: PoolConfig) -> None:
         self.server = server
         self.config = config
         self.doing = f"the server {server.name}"  # of who asks it
@@ -100,8 +100,7 @@ class Seat:
         self.attempts: dict[asyncio.Future[Any], Hearing] = {}
         self.counts: Counter[str] = Counter()
         self.standing = False
-        # it stands still while the weights are being replaced
-        self._clock = WorkClock(loop_time=loop_time)
+        self._clock = WorkClock()  # stands still while its weights are being replaced
         self._clock.go()
 
     @property
