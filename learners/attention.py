@@ -237,6 +237,7 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
 # So the mask of blocks needs two numbers a block and no [tokens, tokens] tensor.
 
 BLOCK_SIZE = 128
+MIN_FLEX_WIDTH = 16  # channels of a head; narrower ones, of toys, are computed densely
 
 
 def block_mask(end: Tensor, block_size: int = BLOCK_SIZE) -> BlockMask:
@@ -519,7 +520,7 @@ def _attend(
         return windowed_attention(query, key, value, layout.window(window), scale)
     if layout.form == "blocked":
         return blocked_attention(query, key, value, layout.blocks, scale)
-    if layout.form == "flex":
+    if layout.form == "flex" and query.shape[-1] >= MIN_FLEX_WIDTH:
         return flex_tree_attention(query, key, value, layout.block_mask, scale)
     attended = scaled_dot_product_attention(
         query, key, value, attn_mask=layout.mask, scale=scale, enable_gqa=True

@@ -33,6 +33,8 @@ from learners.minibatch import (
     prepare,
 )
 
+GIB = 2**30
+
 
 class Reference:
     """The reference policy of a KL term, kept from the first use on, so that it is the policy that
@@ -134,7 +136,7 @@ class Trainer:
         sums = over_all(np.sum(counts, axis=0), self.backend.gather_teams).tolist()
         names = ("num_tokens", "num_flat_tokens", "num_proximal_tokens")
         metrics |= dict(zip(names, map(float, sums), strict=True))
-        return metrics | times(start_wall, start_cpu)
+        return metrics | gpu_peak(self.backend) | times(start_wall, start_cpu)
 
     def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float) -> Metrics:
         """One step on the negative log-likelihood, averaged over the weights of all tokens."""
@@ -151,7 +153,7 @@ class Trainer:
             loss_sum += float(loss.detach())
         loss_sum = sum(self.backend.gather_teams(loss_sum))
         metrics = {"loss": loss_sum, "num_tokens": total} | self.step(lr_scale, loss_sum)
-        return metrics | times(start_wall, start_cpu)
+        return metrics | gpu_peak(self.backend) | times(start_wall, start_cpu)
 
     def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
         """Figures of each sequence's predicted tokens, in their order."""
@@ -282,3 +284,15 @@ def times(start_wall: float, start_cpu: float) -> Metrics:
         "wall_s": time.perf_counter() - start_wall,
         "cpu_s": time.process_time() - start_cpu,
     }
+
+
+def gpu_peak(backend: RankBackend) -> Metrics:
+    """GiB of the fullest rank's GPU since this was asked last, at most: what tensors took, and what
+    torch's allocator held for them; CUDA's context comes on top. Nothing on the CPU."""
+    if backend.device.type != "cuda":
+        return {}
+    device = backend.device
+    peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    allocated, reserved = (max(one) / GIB for one in zip(*backend.gather(peaks), strict=True))
+    return {"gpu_allocated_gib": allocated, "gpu_reserved_gib": reserved}

@@ -38,7 +38,7 @@ from agentenv.disk import explain
 from agentenv.errors import AgentEnvError, ConfigError, LearnerError
 from learners import checkpoint
 from learners import ranks as wire
-from learners.backend import Aside, DeepSpeedBackend, TorchBackend
+from learners.backend import Aside, DeepSpeedBackend, HostMemory, TorchBackend
 from learners.batch import EncodedTree
 from learners.broadcast import Broadcaster
 from learners.checkpoint import restore
@@ -169,6 +169,7 @@ class Rank:
         self.broadcaster = Broadcaster(self.backend, interrupted, host)
         self.policy_version = 0
         self._aside: Aside | None = None  # the rank sleeps
+        self._host = HostMemory()
 
     def run(self, command: wire.Command) -> wire.Done:
         """Carry out one command; whatever it raises goes back as Failed."""
@@ -244,7 +245,7 @@ class Rank:
     def _nap(self, *, asleep: bool) -> None:
         if asleep and self._aside is None:
             reference = self.trainer.reference.weights or {}
-            self._aside = Aside(self.backend, reference)
+            self._aside = Aside(self.backend, reference, memory=self._host)
         elif not asleep and self._aside is not None:
             self._aside.take_back()
             self._aside = None

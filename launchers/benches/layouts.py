@@ -197,8 +197,7 @@ def padded_logprobs(policy: Policy, batch: PaddedBatch) -> Tensor:
 
 
 def count(layout: str, trees: list[Nodes], policy: Policy) -> tuple[float, float, float]:
-    """Tokens, visible pairs, and floating point operations of forward and backward, for models
-    with tied embeddings.
+    """Tokens, visible pairs, and floating point operations of forward and backward.
 
     6 a weight and token (the head only for predicted tokens), and 14 a pair, head channel and
     layer: 2 products forward and 5 backward, where the scores are computed again.
@@ -208,7 +207,8 @@ def count(layout: str, trees: list[Nodes], policy: Policy) -> tuple[float, float
     pairs = sum(visible_pairs(batch.end) for batch in batches)
     predicted = sum(len(batch.targets) for batch in batches)
     head = policy.model.lm_head.weight.numel()
-    weights = sum(parameter.numel() for parameter in policy.parameters()) - head
+    ends = head if config.tie_word_embeddings else 2 * head  # to look up a row costs nothing
+    weights = sum(parameter.numel() for parameter in policy.parameters()) - ends
     channels = config.num_attention_heads * config.head_dim * config.num_hidden_layers
     flops = 6.0 * (weights * num_tokens + head * predicted) + 14.0 * channels * pairs
     return float(num_tokens), float(pairs), flops

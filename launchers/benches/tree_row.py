@@ -1,8 +1,8 @@
 """TRL's TreeRow, which folds samples into a trie of their tokens, at the work of `learner`.
 
 TRL itself makes the rows: its `packing.py` is loaded alone, since its package needs more than a
-learner has. The attention that it asks for is a kernel of GPUs; here each segment attends, by
-PyTorch's own attention, to the keys and values that TRL gathers for it.
+learner has. The attention that it asks for is a kernel of GPUs for segments of unequal length, to
+the keys and values that TRL gathers for them: there PyTorch's own, elsewhere a call per segment.
 """
 
 from __future__ import annotations
@@ -73,6 +73,9 @@ def attend(
     """query [1, heads, tokens, channels], key and value with their own number of heads; gives
     [1, tokens, heads, channels]. A segment sees its path and, of itself, what is not behind."""
     keys, values = (one.index_select(2, tree_kv_index) for one in (key, value))
+    if query.is_cuda:
+        ends = tree_cu_seqlens_q, tree_cu_seqlens_k
+        return _attend_at_once(query, keys, values, *ends, scaling), None
     found = []
     for number, start in enumerate(tree_cu_seqlens_q[:-1]):
         end = tree_cu_seqlens_q[number + 1]
@@ -94,6 +97,37 @@ def attend(
             )
         )
     return torch.cat(found, 2).transpose(1, 2), None
+
+
+def _attend_at_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_ends: list[int],
+    key_ends: list[int],
+    scaling: float,
+) -> Tensor:
+    """All segments in one kernel, whose causal mask is aligned to the last query and key."""
+    from torch.nn.attention.varlen import varlen_attn  # torch 2.11 or newer
+
+    copies = query.shape[1] // key.shape[1]
+    keys, values = (one[0].repeat_interleave(copies, 0).transpose(0, 1) for one in (key, value))
+    ends = (query_ends, key_ends)
+    of_queries, of_keys = (torch.tensor(e, dtype=torch.int32, device=query.device) for e in ends)
+    most_queries, most_keys = (int(np.diff(e).max()) for e in ends)
+    attended = varlen_attn(
+        query[0].transpose(0, 1),
+        keys,
+        values,
+        of_queries,
+        of_keys,
+        most_queries,
+        most_keys,
+        scale=scaling,
+        window_size=(-1, 0),
+    )
+    assert isinstance(attended, Tensor)
+    return attended[None]
 
 
 def pack(groups: Sequence[Sequence[EncodedTree]], budget: int) -> list[dict[str, Tensor]]:
@@ -124,11 +158,12 @@ def make_step(rows: Sequence[dict[str, Tensor]], policy: Policy) -> Callable[[],
     def step() -> float:
         policy.zero_grad()
         model = policy.model
+        device = next(model.parameters()).device
         before = model.config._attn_implementation
         model.set_attn_implementation(NAME)
         total = 0.0
         try:
-            for row in rows:
+            for row in ({name: one.to(device) for name, one in row.items()} for row in rows):
                 labels = row["shift_labels"]
                 hidden = model.base_model(
                     input_ids=row["input_ids"][None],
@@ -140,8 +175,8 @@ def make_step(rows: Sequence[dict[str, Tensor]], policy: Policy) -> Callable[[],
                 ).last_hidden_state[0]
                 places = (labels != -100).nonzero()[:, 0]  # a shared token is computed once
                 logprobs = model.lm_head(hidden[places], labels[places])[0]
-                at = torch.zeros(len(labels), dtype=torch.long)
-                at[places] = torch.arange(len(places))
+                at = torch.zeros(len(labels), dtype=torch.long, device=device)
+                at[places] = torch.arange(len(places), device=device)
                 loss = -logprobs[at[row["token_index"]]].sum()
                 loss.backward()
                 total += float(loss.detach())

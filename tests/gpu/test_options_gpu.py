@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
+from transformers.models.qwen3 import modeling_qwen3
 
 from agentenv.errors import ConfigError
 from learners.baselines import GRPO
 from learners.batch import EncodedTree, encode, pack
 from learners.deepspeed_learner import DeepSpeedLearner
 from learners.policy import Policy, tensors, use_liger
-from tests.gpu.place import DEVICE, HAS_GPU
+from tests.gpu.place import DEVICE, HAS_GPU, restored
 from tests.learners.ranks import (
     ALGORITHM,
     largest_difference,
@@ -83,9 +84,10 @@ def test_compiled_parts_change_nothing_but_rounding() -> None:
     policy = Policy(tiny_model("llama", head_dim=16).to(DEVICE), compiled=True)
     plain = Policy(tiny_model("llama", head_dim=16).to(DEVICE))
     counters.clear()
-    check_equal(policy, plain, WHOLE)
+    for max_tokens in (WHOLE, 60):  # FlexAttention is compiled for a length, then for any
+        check_equal(policy, plain, max_tokens)
     compiled = counters["stats"]["unique_graphs"]
-    for max_tokens in (60, 100):
+    for max_tokens in (80, 100):
         check_equal(policy, plain, max_tokens)
     assert counters["stats"]["unique_graphs"] == compiled > 0
     assert [name for name, _ in policy.model.named_parameters()] == names
@@ -99,9 +101,10 @@ def test_kernels_of_liger_change_nothing_but_rounding() -> None:
             use_liger(model)
         return
     plain = Policy(tiny_model("qwen3", head_dim=16).to(DEVICE))
-    use_liger(model)
-    for max_tokens in (WHOLE, 60):
-        check_equal(Policy(model), plain, max_tokens)
+    with restored(modeling_qwen3):
+        use_liger(model)
+        for max_tokens in (WHOLE, 60):
+            check_equal(Policy(model), plain, max_tokens)
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="the allocator is CUDA's")

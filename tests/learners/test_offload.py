@@ -4,13 +4,14 @@ ends with the weights of one that does not, to the bit."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from agentenv.errors import LearnerError
-from learners.backend import Aside, TorchBackend, held_tensors
+from learners.backend import Aside, HostMemory, TorchBackend, held_tensors
 from learners.deepspeed_learner import DeepSpeedLearner
 from learners.lora import LoRAConfig
 from learners.policy import Policy
@@ -91,6 +92,33 @@ def test_what_a_rank_holds_is_freed_and_comes_back(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], weight) for name, weight in weights_of(trainer).items())
 
 
+def test_main_memory_is_kept_for_the_next_sleep(tmp_path: Path) -> None:
+    trainer = plain_torch(save_tiny_model(tmp_path / "model"), two_ranks(), torch.float32)
+    train(trainer, TREES, 4)
+    memory, places = HostMemory(), []
+    for _ in range(2):
+        aside = Aside(trainer.backend, memory=memory)
+        places.append(sorted(copy.data_ptr() for _, copy in aside._kept))
+        aside.take_back()
+    assert places[0] == places[1]
+
+
+def test_buckets_of_gradients_are_freed_without_a_copy(tmp_path: Path) -> None:
+    trainer = plain_torch(save_tiny_model(tmp_path / "model"), two_ranks(), torch.float32)
+    backend = trainer.backend
+    aside = Aside(backend)
+    held = size_of(aside)
+    aside.take_back()
+    bucket = torch.ones(1000)
+    lists = SimpleNamespace(buffer=[bucket]), SimpleNamespace(buffer=None)
+    backend.optimizer.ipg_buckets = dict(enumerate(lists))  # as ZeRO has them
+    aside = Aside(backend)
+    assert size_of(aside) == held
+    assert bucket.untyped_storage().size() == 0
+    aside.take_back()
+    assert bucket.untyped_storage().size() == 4000
+
+
 def test_tensors_on_another_device_stay(tmp_path: Path) -> None:
     trainer = plain_torch(save_tiny_model(tmp_path / "model"), two_ranks(), torch.float32)
     policy = trainer.backend.policy
@@ -101,4 +129,4 @@ def test_tensors_on_another_device_stay(tmp_path: Path) -> None:
 
 def size_of(aside: Aside) -> int:
     """Bytes in main memory."""
-    return sum(copy.nbytes() for _, copy in aside._kept)
+    return sum(copy.nbytes for _, copy in aside._kept)
