@@ -21,7 +21,7 @@ import os
 import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from math import isfinite
 from typing import Annotated, Any, TypeVar
 
@@ -43,6 +43,7 @@ from agentenv.types import SamplingParams
 # uvicorn closes an idle connection after 5 s; one that we reuse at that moment would be lost
 KEEP_ALIVE_S = 3.0
 CONNECT_S = 10.0
+END_S = 0.25  # for the end of an answer that is whole, else its connection is not kept
 MAX_REASON = 500  # characters of a server's own words in our messages
 DONE = b"[DONE]"
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
@@ -297,7 +298,9 @@ class HttpClient:
             connector = aiohttp.TCPConnector(
                 limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=_socket
             )
-            self._session = aiohttp.ClientSession(connector=connector)
+            # A cookie of a router would take all sessions to one server.
+            jar = aiohttp.DummyCookieJar()
+            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=jar)
         return self._session
 
     def _warn_descriptors(self) -> None:
@@ -330,9 +333,20 @@ class HttpClient:
                 if line.startswith(b"data:"):
                     data = line[5:].strip()
                     if data == DONE:
+                        await _read_end(response)
                         return
                     yield data
         raise BrokenConnectionError(f"{self.name}{path}: the stream ended before it was complete")
+
+
+async def _read_end(response: aiohttp.ClientResponse) -> None:
+    """The end of the body, mostly in a packet of its own: only behind it the connection is kept."""
+    if response.content.at_eof():
+        return
+    with suppress(aiohttp.ClientError, OSError):  # the answer is whole
+        async with asyncio.timeout(END_S):
+            while await response.content.readany():
+                pass
 
 
 def _is_broken(error: Exception) -> bool:

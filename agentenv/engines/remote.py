@@ -26,16 +26,17 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
-from math import exp, isfinite, log, nan
+from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar, cast
 from urllib.parse import quote
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -93,23 +94,24 @@ def check_top_k(top_k: int) -> None:
         raise ConfigError(f"entropy_top_k must be -1 (all) or at least 1, not {top_k}")
 
 
-def top_k_entropy(logprobs: Iterable[float]) -> float:
-    """-sum p ln p - r ln r in nats, r = 1 - sum p being all that is left, taken as one token.
+def top_k_entropies(positions: Sequence[Sequence[float]]) -> list[float]:
+    """-sum p ln p - r ln r in nats of each position, r = 1 - sum p being all that is left, taken as
+    one token.
 
-    A lower bound of the entropy: splitting the remainder can only add to it. Exact if `logprobs`
-    hold the whole vocabulary. Tokens that cannot be sampled may be listed with -inf, or with a
-    very low number in its place.
+    A lower bound of the entropy: splitting the remainder can only add to it. Exact if a position
+    has the log-probs of the whole vocabulary. Tokens that cannot be sampled may be listed with
+    -inf, or with a very low number in its place.
     """
-    total = entropy = 0.0
-    for logprob in logprobs:
-        p = exp(logprob)
-        if p > 0.0:
-            total += p
-            entropy -= p * logprob
-    rest = 1.0 - total
-    if rest > 0.0:
-        entropy -= rest * log(rest)
-    return max(entropy, 0.0)
+    if not positions:
+        return []
+    width = max(map(len, positions))
+    logprobs = np.array([[*one, *(-inf,) * (width - len(one))] for one in positions])
+    p = np.exp(logprobs)
+    parts = np.where(p > 0.0, logprobs, 0.0)
+    rest = np.maximum(1.0 - p.sum(1), 0.0)
+    entropies = -(p * parts).sum(1) - rest * np.log(np.where(rest > 0.0, rest, 1.0))
+    found: list[float] = np.maximum(entropies, 0.0).tolist()
+    return found
 
 
 class LabelledSpan(Struct, frozen=True):

@@ -40,7 +40,7 @@ from agentenv.engines.remote import (
     TransferRoutes,
     metric,
     routing,
-    top_k_entropy,
+    top_k_entropies,
     vocabulary,
 )
 from agentenv.engines.server import (
@@ -268,7 +268,7 @@ class SGLangAnswer(Answer):
             ]
             if not self._with_entropies:
                 return Chunk(token_ids, known, [nan] * len(supports))
-            return Chunk(token_ids, known, [top_k_entropy(support) for support in supports])
+            return Chunk(token_ids, known, top_k_entropies(supports))
         sampled = meta.output_token_logprobs[-num_new:]
         logprobs = [logprob for logprob, _, _ in sampled if logprob is not None]
         if not self._with_entropies:
@@ -277,7 +277,7 @@ class SGLangAnswer(Answer):
         return Chunk(
             token_ids,
             logprobs,
-            [top_k_entropy(p for p, _, _ in top or () if p is not None) for top in tops],
+            top_k_entropies([[p for p, _, _ in top or () if p is not None] for top in tops]),
         )
 
     def _refusal(self, message: str | None, code: int | None) -> EngineError:

@@ -40,7 +40,7 @@ from agentenv.engines.remote import (
     TransferRoutes,
     metric,
     routing,
-    top_k_entropy,
+    top_k_entropies,
     vocabulary,
 )
 from agentenv.engines.server import (
@@ -208,10 +208,8 @@ class VLLMAnswer(Answer):
                 "its logits may be NaN"
             )
         if self._with_entropies:
-            entropies = [
-                top_k_entropy([top.logprob for top in position.top_logprobs])
-                for position in positions
-            ]
+            rivals = [[top.logprob for top in position.top_logprobs] for position in positions]
+            entropies = top_k_entropies(rivals)
         else:
             entropies = [nan] * len(positions)
         return self._take(choice.token_ids, logprobs, entropies)

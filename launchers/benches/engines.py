@@ -189,7 +189,7 @@ async def _measure(name: str, client: Client) -> float:
     """CPU microseconds a request, behind a first round that opens the connections."""
     rng = random.Random(name)
     async with AsyncExitStack() as stack:
-        await _until_there(client.url)
+        await until_there(client.url)
         ask = await CLIENTS[name](client, stack)
 
         async def stream(num: int) -> int:
@@ -207,7 +207,7 @@ async def _measure(name: str, client: Client) -> float:
         return (cpu_s() - before) / num * 1e6
 
 
-async def _until_there(url: str) -> None:
+async def until_there(url: str) -> None:
     due = time.monotonic() + START_S
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(START_S)) as session:
         while True:

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from agentenv.engines.remote import top_k_entropy
+from agentenv.engines.remote import top_k_entropies
 from launchers.benches.engines import Ask, Client, Turn, bytes_client, cpu_s, pool_client
 
 MODEL = "policy"
@@ -55,7 +55,7 @@ async def openai_client(asked: Client, stack: AsyncExitStack) -> Ask:
                 if choice.logprobs is not None:
                     logprobs += choice.logprobs.token_logprobs or []
                     tops = choice.logprobs.top_logprobs or []
-                    entropies += [top_k_entropy(top.values()) for top in tops]
+                    entropies += top_k_entropies([[*top.values()] for top in tops])
         return ids, logprobs, entropies
 
     return ask

@@ -23,6 +23,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return World(tmp_path_factory.mktemp("models"), tied=False, num_models=2).paths
 
 
+def rounded(value: Any) -> Any:
+    """With floats to nine digits: sums are taken in another order elsewhere."""
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    return round(value, 9) if isinstance(value, float) else value
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", CLIENTS)
 async def test_a_client_asks_and_understands_as_it_did_with_the_real_server(
@@ -30,7 +39,7 @@ async def test_a_client_asks_and_understands_as_it_did_with_the_real_server(
 ) -> None:
     dialogue, outcome, player = await play(name, models)
     assert player.surprises == []
-    assert outcome == dialogue.outcome
+    assert rounded(outcome) == rounded(dialogue.outcome)
     assert [one.target for one in player.left] == []
 
 

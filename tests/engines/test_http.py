@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agentenv.engines.client import FailedError, HttpClient, RefusedError
-from agentenv.engines.remote import top_k_entropy
+from agentenv.engines.remote import top_k_entropies
 from agentenv.engines.server import (
     BrokenConnectionError,
     BusyError,
@@ -138,6 +138,32 @@ async def test_a_stream_that_breaks_off_is_a_loss_and_keeps_what_came() -> None:
                 async for event in events:
                     found.append(event)  # noqa: PERF401 (it raises)
     assert found == [b"1"]
+
+
+@pytest.mark.parametrize(("late_s", "num_kept"), [(0.05, 1), (60.0, 3)])
+async def test_a_stream_keeps_its_connection_though_its_end_comes_later(
+    late_s: float, num_kept: int
+) -> None:
+    """The end of the body is a packet of its own. One that does not come costs the connection."""
+    connections = 0
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        while True:
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(2)
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            writer.write(b"16\r\ndata: 1\n\ndata: [DONE]\n\r\n")
+            await asyncio.wait_for(reader.read(1), late_s) if late_s > 1 else None
+            await asyncio.sleep(late_s)
+            writer.write(b"0\r\n\r\n")
+
+    async with serving(handler) as client:
+        for _ in range(3):
+            async with client.stream("/x", {}) as events:
+                assert [event async for event in events] == [b"1"]
+    assert connections == num_kept
 
 
 async def test_a_kept_connection_that_the_server_closed_is_no_loss() -> None:
@@ -296,8 +322,15 @@ async def test_names_hide_credentials_and_bad_urls_are_refused() -> None:
 def test_entropy_of_the_largest_and_the_rest() -> None:
     """Hand-computed: halves and quarters, in nats; the rest counts as one token."""
     ln2 = 0.6931471805599453
-    assert top_k_entropy([-ln2, -2 * ln2, -2 * ln2]) == pytest.approx(1.5 * ln2)
-    assert top_k_entropy([-ln2]) == pytest.approx(ln2)
-    assert top_k_entropy([-ln2, -2 * ln2]) == pytest.approx(1.5 * ln2)
-    assert top_k_entropy([0.0, -9999.0, float("-inf")]) == 0.0
-    assert top_k_entropy([1e-7]) == pytest.approx(0.0, abs=1e-6)  # rounded above probability 1
+    positions = [
+        [-ln2, -2 * ln2, -2 * ln2],
+        [-ln2],
+        [-ln2, -2 * ln2],
+        [0.0, -9999.0, float("-inf")],
+        [1e-7],  # rounded above probability 1
+        [],
+    ]
+    known = [1.5 * ln2, ln2, 1.5 * ln2, 0.0, 0.0, 0.0]
+    assert top_k_entropies(positions) == pytest.approx(known, abs=1e-6)
+    assert top_k_entropies(positions[3:4]) == [0.0]
+    assert top_k_entropies([]) == []

@@ -10,7 +10,9 @@ import math
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from agentenv.engines.scripted import ScriptedEngine
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, VersionSpan
 from tests.engines.faulty_server import EOS
@@ -62,6 +64,30 @@ async def test_tokens_that_nobody_waits_for_come_in_few_events(b: Bench) -> None
     await b.ask()
     await b.ask(on_tokens=lambda chunk: None, stream_interval=4)
     assert [request.stream_interval for request in b.servers[0].requests] == [16, 4]
+
+
+@virtual(1)
+async def test_events_hold_what_their_server_gives_in_a_second(b: Bench) -> None:
+    """From 16 tokens to 64, by the requests before."""
+    (server,) = b.servers
+    engine = server._engine
+    assert isinstance(engine, ScriptedEngine)
+    for tokens_per_s, interval in ((10.0, 16), (40.5, 40), (500.0, 64), (2.0, 16)):
+        engine.config = replace(engine.config, tokens_per_s=tokens_per_s)
+        for _ in range(80):
+            await b.ask("word " * 40, stop=(), max_tokens=200)
+        assert server.requests[-1].stream_interval == interval
+
+
+def test_events_behind_a_fork_window_are_those_that_nobody_waits_for(folder: Path) -> None:
+    async def main() -> None:
+        async with bench(folder, 1, entropies="window") as b:
+            for heard in (4, 20):
+                await b.ask(on_tokens=lambda chunk: None, stream_interval=heard, max_tokens=22)
+            intervals = [request.stream_interval for request in b.servers[0].requests]
+            assert intervals == [4, 16, 20, 20]
+
+    run_virtual(main())
 
 
 @pytest.mark.parametrize("stop", ["</a>", "</b>"])  # which no token holds, and which one does

@@ -175,10 +175,11 @@ class PoolClient(Generic[S]):
     async def _attempt(self, seat: S, turn: Turn, session: str) -> PartEnd | None:
         """One request on one server; None if it ended in a stop string that only the turn sees."""
         seat.check()
-        request = turn.request(f"{self.name}-{next(self._attempts)}", session)
+        voice = self._voices[seat.name]
+        request = turn.request(f"{self.name}-{next(self._attempts)}", session, voice.interval)
         self.counts["prompt_tokens"] += len(request.prompt_ids)
         seat.counts["requests"] += 1
-        hearing = seat.hear(self._voices[seat.name])
+        hearing = seat.hear(voice)
         loop = turn.loop
         began_s = loop.time()
         receive = partial(self._receive, seat, turn, hearing)
@@ -213,7 +214,8 @@ class PoolClient(Generic[S]):
         return part
 
     def _receive(self, seat: S, turn: Turn, hearing: Hearing, chunk: Chunk) -> None:
-        hearing.heard()
-        self.counts["sampled_tokens"] += len(chunk.token_ids)
-        self._seats.heard(seat, len(chunk.token_ids))
+        num_tokens = len(chunk.token_ids)
+        hearing.heard(num_tokens)
+        self.counts["sampled_tokens"] += num_tokens
+        self._seats.heard(seat, num_tokens)
         turn.receive(chunk, seat.policy_version)

@@ -20,6 +20,11 @@ from agentenv.errors import EngineError
 
 LISTEN_S = 1.0  # between two looks at whether requests have gone silent
 SPEAKS_S = 2 * LISTEN_S  # a server that gave a token of any request within so long is not silent
+# Tokens of an event that nobody waits for: what a server samples of a request in a second, within
+# these bounds. As many may go with a server, and a request whose events take longer than
+# PoolConfig.silence_s is lost; each event costs both sides as much as ten tokens or more.
+FEWEST, MOST = 16, 64
+PACE_GAIN = 0.1  # weight of a request in the pace of its server
 
 
 class Voice:
@@ -28,6 +33,16 @@ class Voice:
     def __init__(self) -> None:
         self._heard_s = -inf  # time of the loop
         self._time = asyncio.get_running_loop().time
+        self._pace = 0.0  # tokens a second of one request
+
+    @property
+    def interval(self) -> int:
+        """Tokens of an event that nobody waits for."""
+        return min(MOST, max(FEWEST, int(self._pace)))
+
+    def went(self, pace: float) -> None:
+        """A request came to its end that had so many tokens a second behind its first ones."""
+        self._pace += (pace - self._pace) * (PACE_GAIN if self._pace else 1.0)
 
     def heard(self) -> None:
         """A token has come."""
@@ -53,11 +68,16 @@ class Hearing:
         self._clock = clock
         self._since_s = clock()
         self._has_tokens = False
+        self._num_later, self._first_s = 0, 0.0  # tokens behind the first event, and when that came
         self._is_due = False  # its rollout has no time left, unless the server is silent
 
-    def heard(self) -> None:
-        """Tokens have come."""
-        self._since_s, self._has_tokens = self._clock(), True
+    def heard(self, num_tokens: int) -> None:
+        """An event with so many tokens has come."""
+        self._since_s = self._clock()
+        if self._has_tokens:
+            self._num_later += num_tokens
+        else:
+            self._has_tokens, self._first_s = True, self._since_s
         self._voice.heard()
         self.work.begin()
 
@@ -86,6 +106,9 @@ class Hearing:
     def end(self) -> None:
         """The request is over."""
         self.wait.end()
+        took_s = self._since_s - self._first_s
+        if self._num_later and took_s > 0:
+            self._voice.went(self._num_later / took_s)
 
 
 class Seat:

@@ -19,7 +19,6 @@ from agentenv.tree import packed_ids
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 EntropyKind = Literal["exact", "top_k"]
-UNHEARD_INTERVAL = 16  # tokens of an event where nobody listens: as many may go with a server
 
 
 class Turn:
@@ -67,10 +66,10 @@ class Turn:
         self._num_reported = 0
         self._stop: str | None = None
 
-    def request(self, request_id: str, session: str) -> Request:
-        """What the next part is asked for: the rest of the turn, with random numbers of its own."""
+    def request(self, request_id: str, session: str, interval: int) -> Request:
+        """What the next part is asked for: the rest of the turn, with random numbers of its own.
+        `interval`: tokens of an event that nobody waits for, as behind a fork window."""
         self.num_parts += 1
-        interval = UNHEARD_INTERVAL if self._on_tokens is None else self._stream_interval
         stops = self._matcher.whole if self._matcher is not None else ()
         sampling, done = self._sampling, len(self.token_ids)
         if self._has_tokens:
@@ -79,6 +78,9 @@ class Turn:
         self._ends_window = window is not None and done < window < sampling.max_tokens
         most = window if window is not None and self._ends_window else sampling.max_tokens
         wanted = window is None or done < window
+        if self._on_tokens is not None:
+            behind = window is not None and not wanted
+            interval = max(interval, self._stream_interval) if behind else self._stream_interval
         if not done:
             sampling = replace(sampling, max_tokens=most)
             return Request(request_id, self._prompt_ids, sampling, interval, stops, session, wanted)
