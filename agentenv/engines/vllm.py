@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from math import nan
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from msgspec import Meta, Struct
 
@@ -70,29 +70,30 @@ from agentenv.types import Chunk, SamplingParams, VersionSpan
 
 TRIED = "0.32"  # version of vLLM that this client was tested with
 
-# One request as vLLM takes it, and what it streams, read into chunks and their end.
+# One request as vLLM takes it, and what it streams, read into chunks and their end. Rivals of a
+# token are read where entropies are wanted only.
 
 NO_LOGPROB = -9999.0  # what vLLM writes for minus infinity, NaN, and for "not known"
+P = TypeVar("P", bound="_Position")
 
 
-class _Top(Struct):
+class _Position(Struct, gc=False):
     logprob: Logprob
 
 
-class _Position(Struct):
-    logprob: Logprob
-    top_logprobs: list[_Top] = []
+class _WithRivals(_Position, gc=False):
+    top_logprobs: list[_Position] = []
 
 
-class _Logprobs(Struct):
-    content: list[_Position]
+class _Logprobs(Struct, Generic[P], gc=False):
+    content: list[P]
 
 
-class _Choice(Struct):
+class _Choice(Struct, Generic[P], gc=False):
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    logprobs: _Logprobs | None = None
+    logprobs: _Logprobs[P] | None = None
     weight_versions: list[LabelledSpan] | None = None
 
 
@@ -109,10 +110,14 @@ class _Failure(Struct):
     code: int = 500
 
 
-class _Event(Struct):
-    choices: list[_Choice] = []
+class _Event(Struct, Generic[P], gc=False):
+    choices: list[_Choice[P]] = []
     usage: _Usage | None = None
     error: _Failure | None = None
+
+
+BARE: type[_Event[_Position]] = _Event[_Position]
+WITH_RIVALS: type[_Event[_WithRivals]] = _Event[_WithRivals]
 
 
 def request_body(
@@ -176,7 +181,7 @@ class VLLMAnswer(Answer):
         tokens without a log-prob.
         """
         try:
-            found = decode(event, _Event)
+            found = decode(event, WITH_RIVALS if self._with_entropies else BARE)
         except ForeignError as error:
             text = f"{self._server} streamed what vLLM {TRIED} does not: {error}"
             raise ServerLostError(text) from None
@@ -192,7 +197,7 @@ class VLLMAnswer(Answer):
             self.has_cached_tokens = cached is not None
         return self._extend(found.choices[0]) if found.choices else None
 
-    def _extend(self, choice: _Choice) -> Chunk | None:
+    def _extend(self, choice: _Choice[Any]) -> Chunk | None:
         if choice.finish_reason is not None:
             self._reason = choice.finish_reason
             if isinstance(choice.stop_reason, str):
