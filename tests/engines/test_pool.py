@@ -67,12 +67,12 @@ async def test_tokens_that_nobody_waits_for_come_in_few_events(b: Bench) -> None
 
 
 @virtual(1)
-async def test_events_hold_what_their_server_gives_in_a_second(b: Bench) -> None:
+async def test_events_hold_what_their_server_gives_in_two_seconds(b: Bench) -> None:
     """From 16 tokens to 64, by the requests before."""
     (server,) = b.servers
     engine = server._engine
     assert isinstance(engine, ScriptedEngine)
-    for tokens_per_s, interval in ((10.0, 16), (40.5, 40), (500.0, 64), (2.0, 16)):
+    for tokens_per_s, interval in ((10.1, 20), (25.3, 50), (500.0, 64), (2.0, 16)):
         engine.config = replace(engine.config, tokens_per_s=tokens_per_s)
         for _ in range(80):
             await b.ask("word " * 40, stop=(), max_tokens=200)
@@ -85,7 +85,9 @@ def test_events_behind_a_fork_window_are_those_that_nobody_waits_for(folder: Pat
             for heard in (4, 20):
                 await b.ask(on_tokens=lambda chunk: None, stream_interval=heard, max_tokens=22)
             intervals = [request.stream_interval for request in b.servers[0].requests]
-            assert intervals == [4, 16, 20, 20]
+            assert intervals[0] == 4
+            assert intervals[1] >= 16
+            assert intervals[2:] == [20, 20]
 
     run_virtual(main())
 

@@ -19,11 +19,12 @@ from agentenv.engines.server_config import PoolConfig
 from agentenv.errors import EngineError
 
 LISTEN_S = 1.0  # between two looks at whether requests have gone silent
-SPEAKS_S = 2 * LISTEN_S  # a server that gave a token of any request within so long is not silent
-# Tokens of an event that nobody waits for: what a server samples of a request in a second, within
+# Tokens of an event that nobody waits for: what a server samples of a request meanwhile, within
 # these bounds. As many may go with a server, and a request whose events take longer than
-# PoolConfig.silence_s is lost; each event costs both sides as much as ten tokens or more.
+# PoolConfig.silence_s is lost; each event costs both sides some 50 microseconds.
+EVENT_S = 2.0
 FEWEST, MOST = 16, 64
+SPEAKS_S = EVENT_S + LISTEN_S  # a server that gave a token within so long is not silent
 PACE_GAIN = 0.1  # weight of a request in the pace of its server
 
 
@@ -38,7 +39,7 @@ class Voice:
     @property
     def interval(self) -> int:
         """Tokens of an event that nobody waits for."""
-        return min(MOST, max(FEWEST, int(self._pace)))
+        return min(MOST, max(FEWEST, int(self._pace * EVENT_S)))
 
     def went(self, pace: float) -> None:
         """A request came to its end that had so many tokens a second behind its first ones."""
