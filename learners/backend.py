@@ -12,6 +12,7 @@ import contextlib
 import gc
 import math
 import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -512,10 +513,21 @@ class HostMemory:
             return free.pop()
         found = torch.empty(num_bytes, dtype=torch.uint8)
         if device.type == "cuda":
-            # Torch's own page-locked memory is up to twice as much: sizes are powers of two.
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            runtime.cudaHostRegister(found.data_ptr(), num_bytes, 0)
+            self._lock(found, device)
         return found
+
+    def _lock(self, memory: Tensor, device: torch.device) -> None:
+        """Torch's own page-locked memory is up to twice as much: sizes are powers of two."""
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        place = memory.data_ptr()
+        if int(runtime.cudaHostRegister(place, memory.nbytes, 0)) == 0:
+            # What lies there next would be copied to pages that are not its own.
+            weakref.finalize(memory, runtime.cudaHostUnregister, place).atexit = False
+            return
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the next kernel tells of the refusal, whatever it does
+            torch.zeros(1, device=device)
 
     def put_back(self, memory: Tensor) -> None:
         """It is not used any more."""
@@ -538,10 +550,10 @@ class Aside:
         self, backend: RankBackend, *others: Any, memory: HostMemory | None = None
     ) -> None:
         """Give back what the backend holds on its device, and tensors in `others`."""
-        self.memory = memory or HostMemory()
+        self._memory = memory or HostMemory()
         self._device = backend.device
         self._kept = [
-            (storage, self.memory.take(storage.nbytes(), self._device))
+            (storage, self._memory.take(storage.nbytes(), self._device))
             for storage in self._storages(held_tensors(backend, *others))
         ]
         self._empty = [(s, s.nbytes()) for s in self._storages(buckets(backend))]
@@ -565,7 +577,7 @@ class Aside:
             _as_bytes(storage, self._device).copy_(copy, non_blocking=True)
         self._wait()
         for _, copy in self._kept:
-            self.memory.put_back(copy)
+            self._memory.put_back(copy)
         self._kept, self._empty = [], []
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

@@ -146,18 +146,16 @@ async def measure(url: str, model: Path, args: argparse.Namespace) -> dict[str, 
 
 
 async def steady(turn: Callable[[], Awaitable[None]], args: argparse.Namespace) -> float:
-    """Microseconds of CPU a token while all streams go on. Tokens are those that the server gives
-    by its pace: turns are as long as this counts them, or the streams would fall behind."""
+    """Microseconds of CPU a token of the turns that end while all streams go on."""
     took_s = args.turn / args.rate
-    num_turns, slowest_s = 0, 0.0
+    num_turns = 0
 
     async def stream(place: int) -> None:
-        nonlocal num_turns, slowest_s
+        nonlocal num_turns
         await asyncio.sleep(took_s * place / args.streams)
         while True:
-            began = time.monotonic()
             await turn()
-            num_turns, slowest_s = num_turns + 1, max(slowest_s, time.monotonic() - began)
+            num_turns += 1
 
     streams = [asyncio.create_task(stream(place)) for place in range(args.streams)]
     await asyncio.sleep(1.5 * took_s)

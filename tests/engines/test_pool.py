@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from agentenv.engines.pool.seat import Voice
 from agentenv.engines.scripted import ScriptedEngine
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, VersionSpan
@@ -72,11 +73,20 @@ async def test_events_hold_what_their_server_gives_in_two_seconds(b: Bench) -> N
     (server,) = b.servers
     engine = server._engine
     assert isinstance(engine, ScriptedEngine)
-    for tokens_per_s, interval in ((10.1, 20), (25.3, 50), (500.0, 64), (2.0, 16)):
+    for tokens_per_s, interval in ((10.1, 20), (25.1, 50), (500.0, 64), (2.0, 16)):
         engine.config = replace(engine.config, tokens_per_s=tokens_per_s)
         for _ in range(80):
             await b.ask("word " * 40, stop=(), max_tokens=200)
         assert server.requests[-1].stream_interval == interval
+
+
+@virtual(1)
+async def test_events_that_came_together_do_not_make_a_slow_server_a_fast_one(b: Bench) -> None:
+    """One that gives two tokens a second would seem silent with events of 64."""
+    voice = Voice()
+    for pace in (2.0, 2.0, 1e6):
+        voice.went(pace)
+    assert voice.interval == 16
 
 
 def test_events_behind_a_fork_window_are_those_that_nobody_waits_for(folder: Path) -> None:

@@ -103,6 +103,32 @@ def test_main_memory_is_kept_for_the_next_sleep(tmp_path: Path) -> None:
     assert places[0] == places[1]
 
 
+@pytest.mark.parametrize("status", [0, 1])
+def test_memory_is_page_locked_as_long_as_it_is_there(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal, of which CUDA tells the next kernel, costs speed only."""
+    locked: list[int] = []
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda place, size, flags: locked.append(place) or status,
+        cudaHostUnregister=locked.remove,
+    )
+
+    def kernel(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "zeros", kernel)
+    memory = HostMemory()
+    found = memory.take(4096, torch.device("cuda"))
+    assert locked == [found.data_ptr()]
+    memory.put_back(found)
+    assert memory.take(4096, torch.device("cuda")) is found
+    assert len(locked) == 1
+    del memory, found
+    assert len(locked) == status  # what was refused is not given back
+
+
 def test_buckets_of_gradients_are_freed_without_a_copy(tmp_path: Path) -> None:
     trainer = plain_torch(save_tiny_model(tmp_path / "model"), two_ranks(), torch.float32)
     backend = trainer.backend

@@ -39,10 +39,12 @@ class Voice:
     @property
     def interval(self) -> int:
         """Tokens of an event that nobody waits for."""
-        return min(MOST, max(FEWEST, int(self._pace * EVENT_S)))
+        return min(MOST, max(FEWEST, round(self._pace * EVENT_S)))
 
     def went(self, pace: float) -> None:
-        """A request came to its end that had so many tokens a second behind its first ones."""
+        """A request came to its end that had so many tokens a second behind its first ones. More
+        than matters counts as that: events come together where the loop was held up."""
+        pace = min(pace, MOST / EVENT_S)
         self._pace += (pace - self._pace) * (PACE_GAIN if self._pace else 1.0)
 
     def heard(self) -> None:
