@@ -524,9 +524,7 @@ class HostMemory:
             # What lies there next would be copied to pages that are not its own.
             weakref.finalize(memory, runtime.cudaHostUnregister, place).atexit = False
             return
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the next kernel tells of the refusal, whatever it does
+        with contextlib.suppress(RuntimeError):  # CUDA tells the next kernel of the refusal
             torch.zeros(1, device=device)
 
     def put_back(self, memory: Tensor) -> None:
