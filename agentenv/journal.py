@@ -1,5 +1,6 @@
 """The journal: what a run rolls out, on the disk as it happens, for a killed run to go on from.
 
+    Started    the feeder starts a tree that no process began before, at this moment of the run
     Began      a tree begins; with its next frame, what the journal says of it before holds no more
     Grown      what happened to it at once: branches that began, nodes that are complete
     Finished   all its branches are at their end: from here on the queue may deliver it
@@ -150,10 +151,21 @@ class Trained(Struct, array_like=True, frozen=True, tag=5):
     trees: list[int]
 
 
-Frame = Began | Grown | Finished | Leased | Trained
+class Started(Struct, array_like=True, frozen=True, tag=6):
+    """The feeder starts a tree while the learner has taken `step` steps, after it held the tree
+    back for `early_s` seconds, in which the learner did not need it yet. Of a run that goes on,
+    such a tree starts at once."""
+
+    tree: int
+    step: int
+    early_s: float
+
+
+Frame = Began | Grown | Finished | Leased | Trained | Started
 _DECODER = msgspec.msgpack.Decoder(Frame)
 FINISHED = Finished.__struct_config__.tag
 _OF_TREES = (1, 2, 3)
+STARTED = Started.__struct_config__.tag
 
 
 def read_frames(data: bytes) -> Iterator[tuple[int, Frame]]:
@@ -237,6 +249,7 @@ class Journal:
         self.settings = settings
         self.incarnation = incarnation
         self._places: dict[int, list[Place]] = {}
+        self._started: set[int] = set()  # by an earlier process
         self._begun: dict[int, Place] = {}  # where a tree begins of which no more is read yet
         self._last: dict[Path, int] = {}  # the latest tree that a file knows of
         self._pending: list[Frame | Packed] = []
@@ -281,9 +294,12 @@ class Journal:
                 continue
             payload = data[offset : offset + size]
             head = _HEADS.decode(payload)
-            trees = [head.number] if head.tag in _OF_TREES else trees_of(_DECODER.decode(payload))
+            is_of_tree = head.tag == STARTED or head.tag in _OF_TREES
+            trees = [head.number] if is_of_tree else trees_of(_DECODER.decode(payload))
             self._last[path] = max([self._last[path], *trees])
-            if head.tag in _OF_TREES:
+            if head.tag == STARTED:
+                self._started.add(head.number)
+            elif is_of_tree:
                 self._note(head, Place(path, offset, size))
 
     def _note(self, head: _Head, place: Place) -> None:
@@ -300,6 +316,10 @@ class Journal:
     def knows(self, index: int) -> bool:
         """Whether an earlier process began this tree."""
         return index in self._places
+
+    def started(self, index: int) -> bool:
+        """Whether an earlier process started this tree, though it may not have begun it."""
+        return index in self._started or index in self._places
 
     def read(self, index: int, task: Task) -> Recorded | None:
         """The tree of this place as an earlier process left it, if it can be gone on with: it is
@@ -468,6 +488,7 @@ class Journal:
                 del self._last[path]
         for index in [one for one in self._places if one < oldest]:
             del self._places[index]
+        self._started = {index for index in self._started if index >= oldest}
 
     def _begin_file(self) -> None:
         self._number += 1

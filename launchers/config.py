@@ -270,6 +270,13 @@ class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             extra=ESSENTIAL,
         ),
     ] = 1
+    just_in_time: Annotated[
+        bool,
+        Meta(
+            description="start a tree when the learner is expected to need it, so that finished "
+            "trees do not grow stale while they wait; false: as soon as max_staleness allows"
+        ),
+    ] = True
     refill: Annotated[
         bool,
         Meta(description="replace trees whose returns are all equal by later ones (DAPO)"),

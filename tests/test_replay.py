@@ -180,12 +180,14 @@ def test_what_waits_between_feeder_and_learner_is_measured() -> None:
         figures = queue.flow.take()
         assert figures == {
             "flow/producer_blocked_s": 5.0,
+            "flow/producer_early_s": 0.0,
             "flow/age_s": (3.0 + 4.0) / 2,
             "flow/age_max_s": 4.0,
         }
         await queue.get()
         assert queue.flow.take() == {
             "flow/producer_blocked_s": 0.0,
+            "flow/producer_early_s": 0.0,
             "flow/age_s": 0.0,
             "flow/age_max_s": 0.0,
         }

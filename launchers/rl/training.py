@@ -34,7 +34,7 @@ from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.env import shared_stats
 from agentenv.errors import SHOWN, EnvError, LearnerError
-from agentenv.journal import Journal, Leased, Recorded, Trained
+from agentenv.journal import Journal, Leased, Recorded, Started, Trained
 from agentenv.metrics import (
     LoopLag,
     Throughput,
@@ -339,7 +339,11 @@ class Training:
         self.settings = rollout_settings(config)
         self.accounts = StepAccounts(config, self.state)
         self.clock = PhaseClock(self.state.wall_s, self.state.cpu_s)
-        self.queue = ReplayQueue(config.queue.groups_per_step, config.queue.max_staleness)
+        self.queue = ReplayQueue(
+            config.queue.groups_per_step,
+            config.queue.max_staleness,
+            just_in_time=config.queue.just_in_time,
+        )
         self.refill = config.queue.refill or config.algorithm.refills
         self.lag = LoopLag()
         self.refused: list[TrajectoryTree] = []  # by the current queue.get, not accounted yet
@@ -677,13 +681,16 @@ class Training:
         for position, task in stream:
             if needed is not None and position >= needed:
                 break
-            await self.queue.reserve()
+            is_new = self.journal is None or not self.journal.started(position)
+            early_s = await self.queue.reserve(at_once=not is_new)
             await self._until_allowed()
             await self._until_room()
+            if self.journal is not None and is_new:
+                self.journal.append(Started(position, self.state.step, round(early_s, 3)))
             self.state.ledger.offered += 1
             flight = self.flights[position] = Flight(task)
             flight.growing = rollouts.create_task(self._roll_out(task, position))
-            self.queue.put(flight.growing)
+            self.queue.put(flight.growing, is_new=is_new)
             await asyncio.sleep(0)  # so that not all of them begin in one go
         self.queue.finish()
 
