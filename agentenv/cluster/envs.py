@@ -218,6 +218,7 @@ class EnvWorkers:
     async def close(self) -> None:
         """Let the processes end, which close their envs. Idempotent."""
         self._reason = self._reason or "the run ends"
+        self._changed.set()  # who waits for one that has not come is told
         for process in self._processes.values():
             process.link.close()
         with suppress(TimeoutError):

@@ -24,9 +24,16 @@ class Suspects:
         self._num_lost: dict[int, int] = {}
         self._tried: int | None = None
 
-    def lost(self, index: int, *, has_come_further: bool) -> None:
-        """The worker of a tree was lost, which may or may not have come further there."""
-        self._num_lost[index] = 0 if has_come_further else self._num_lost.get(index, 0) + 1
+    def lost(self, index: int, *, has_come_further: bool) -> int:
+        """The worker of a tree was lost, which may or may not have come further there; how many
+        were lost in a row."""
+        num = self._num_lost[index] = 0 if has_come_further else self._num_lost.get(index, 0) + 1
+        return num
+
+    def recall(self, index: int, num_lost: int) -> None:
+        """An earlier process lost so many workers in a row with that tree."""
+        if num_lost:
+            self._num_lost[index] = num_lost
 
     def admits(self, index: int) -> bool:
         """Whether a tree may grow now; a suspect is the one that is tried from then on."""

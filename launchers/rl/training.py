@@ -486,6 +486,7 @@ class Training:
             silence_s=cluster.silence_s,
             tell=self.view.warn,
             journal=self.journal,
+            plan=parts.plan,
         )
         setup = Setup(
             config=to_plain(config),
@@ -723,7 +724,7 @@ class Training:
                 flight.begins()
                 await asyncio.sleep(0)  # what was dropped writes the last of it before
                 if journal is not None and journal.knows(position):
-                    recorded = await in_thread(journal.read, position, task)
+                    recorded = await journal.recall(position, task)
                     flight.num_known = 0 if recorded is None else len(recorded.tree.nodes)
                 if recorded is not None and recorded.is_finished:
                     tree = recorded.tree

@@ -6,9 +6,10 @@ lost.
           | Setup   <------ Hello, token ------+     TCP, as agentenv/cluster/link.py has it
           +--> Members.join, until it is lost; then it is started again, after a break
 
-One that died `max_restarts` times in a row without having ended anything is given up; the members
-are told when it was the last. Of those that somebody else starts, and of those that wait for room
-on a cluster, some may come late, or never: `Kind.least` of them are waited for at the start.
+One that died `max_restarts` times in a row without any progress of its work is given up; the
+members are told when it was the last. Of those that somebody else starts, and of those that wait
+for room on a cluster, some may come late, or never: `Kind.least` of them are waited for at the
+start.
 """
 
 from __future__ import annotations
@@ -319,7 +320,8 @@ class WorkerProcesses:
                     self._joined.discard(number)
                 if self._is_closing:
                     return
-                num_losses = 1 if left.num_ended or left.is_drained else num_losses + 1
+                has_worked = left.num_ended or left.has_come_further or left.is_drained
+                num_losses = 1 if has_worked else num_losses + 1
                 self._members.num_lost += not left.is_drained
                 why = await self._how_it_ended(number, left)
             self._tell(why)
