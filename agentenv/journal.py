@@ -174,10 +174,12 @@ class Trained(Struct, array_like=True, frozen=True, tag=5):
 
 
 class WorkerLost(Struct, array_like=True, frozen=True, tag=16):
-    """The rollout worker of a tree was lost, as so many in a row while the tree came no further."""
+    """The rollout worker of a tree was lost, as so many in a row while the tree came no further;
+    `settings` as of `Began`."""
 
     tree: int
     num: int
+    settings: str
 
 
 Frame = Began | Grown | Finished | Leased | Trained | WorkerLost
@@ -324,7 +326,7 @@ class Journal:
                 frame = _DECODER.decode(payload)
                 trees = trees_of(frame)
                 if isinstance(frame, WorkerLost):
-                    self.losses[frame.tree] = frame.num
+                    self.losses[frame.tree] = frame.num if frame.settings == self.settings else 0
             self._last[path] = max([self._last[path], *trees])
 
     def _note(self, head: _Head, place: Place) -> None:
@@ -337,7 +339,7 @@ class Journal:
             self._places[head.number] = [self._begun.pop(head.number), place]
         else:
             self._places.setdefault(head.number, []).append(place)
-        if len(self._places[head.number]) > NUM_FIRST and head.tag != BEGAN:
+        if len(self._places[head.number]) > NUM_FIRST and head.tag not in (BEGAN, FINISHED):
             self.losses.pop(head.number, None)  # it came further
 
     def knows(self, index: int) -> bool:

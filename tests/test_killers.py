@@ -1,9 +1,10 @@
-"""A tree that kills its workers ends without another one, whenever it kills, and whatever becomes of
+"""A tree that kills its workers ends without another one, whenever it kills and whatever becomes of
 the controller; so does a tree that a person gives up, with or without a worker."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -206,6 +207,21 @@ def test_the_journal_remembers_what_a_tree_has_killed(
         return recorded is not None and recorded.is_finished
 
     assert run_virtual(third())
+
+    async def goes_back() -> int:
+        """To an older checkpoint, whose trees grow again."""
+        cluster = DeadlyCluster(where)
+        cluster.workers.journal = journal(4)
+        await cluster.workers.journal.rotate(sys.maxsize)
+        cluster.add("a")
+        (tree,) = await asyncio.gather(*cluster.start([KILLER], cluster.workers.journal))
+        assert tree.is_cancelled
+        await cluster.close()
+        await cluster.workers.journal.close()
+        return cluster.num_killed
+
+    assert run_virtual(goes_back()) == 0
+    assert run_virtual(goes_back()) == 0
 
 
 def test_losses_of_a_tree_that_came_further_are_forgotten(tmp_path: Path) -> None:

@@ -215,7 +215,8 @@ class RolloutWorkers:
         record = None
         if self.journal is not None:
             record = TreeRecord(self.journal, growing.index, next(self._numbers))
-        return await self._actor.rollout(
+        num_lost = self._suspects.num_lost(growing.index)
+        tree = await self._actor.rollout(
             growing.task,
             self._plan,
             index=growing.index,
@@ -224,6 +225,8 @@ class RolloutWorkers:
             recorded=growing.recorded,
             given_up=growing.given_up,
         )
+        self._remember(growing.index, num_lost)  # also if it is wanted again, of other weights
+        return tree
 
     def _place(self, growing: _Growing) -> None:
         """Give the tree to the worker with the fewest. One that is given up gets none."""
@@ -404,10 +407,14 @@ class RolloutWorkers:
         worker.trees.clear()
 
     def _suspect(self, growing: _Growing) -> None:
-        """Its worker was lost, which the journal remembers for the next process."""
+        """Its worker was lost."""
         num = self._suspects.lost(growing.index, has_come_further=growing.has_come_further)
-        if self.journal is not None:
-            self.journal.append(WorkerLost(growing.index, num))
+        self._remember(growing.index, num)
+
+    def _remember(self, index: int, num_lost: int) -> None:
+        """For the next process, how many workers were lost with a tree."""
+        if self.journal is not None and num_lost:
+            self.journal.append(WorkerLost(index, num_lost, self.journal.settings))
 
     async def _listen(self, worker: _Worker) -> None:
         """Break the link of one that hangs. A loop of ours that was held up hears late: it looks
