@@ -31,6 +31,7 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 import learners
+from agentenv.deadline import uncancelled
 from agentenv.engines.weights import Address, Bucket, Group, Wire
 from agentenv.errors import ConfigError, LearnerError
 from agentenv.offload import kill, start_process
@@ -749,7 +750,11 @@ class RankGroup:
         return LearnerError(f"{who}{failed.error}\n{failed.traceback}".rstrip())
 
     async def close(self) -> None:
-        """Ask idle ranks to stop, or kill busy ones; also ends calls that wait. Idempotent."""
+        """Ask idle ranks to stop, or kill busy ones, however often it is cancelled; also ends calls
+        that wait. Idempotent."""
+        await uncancelled(self._close())
+
+    async def _close(self) -> None:
         links, self._links = self._links, []
         processes, self._processes = self._processes, []
         idle = not self._lock.locked()

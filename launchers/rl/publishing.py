@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
+from agentenv.deadline import uncancelled
 from agentenv.engine import Engine, SleepingEngine
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.errors import ConfigError, EngineDeadError, LearnerError
@@ -142,7 +143,7 @@ class Colocation:
         finally:
             self._depth -= 1
             if not (self._depth or gone):
-                await self._to_engine()
+                await uncancelled(self._to_engine())  # half of it would leave both asleep
 
     async def release(self) -> None:
         """Within a turn: the learner sleeps from now on, the engine is about to be woken up by
