@@ -26,19 +26,34 @@ def write_whole(path: Path, data: str | bytes | Iterable[bytes], *, durable: boo
         data = data.encode()
     partial = path.with_name(path.name + PARTIAL)
     with naming(path):
-        try:
+        with removing(partial):
             with partial.open("wb") as file:
                 file.writelines([data] if isinstance(data, bytes) else data)
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())
             partial.replace(path)
-        except BaseException:  # the disk may be full, and what else is to be written needs space
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise
         if durable:
             sync(path.parent)
+
+
+def append_whole(path: Path, data: str | bytes, *, durable: bool = False) -> None:
+    """Add to the end of a file, which one process writes, all of this or nothing; `durable` as in
+    `write_whole`. Raises OSError."""
+    view = memoryview(data.encode() if isinstance(data, str) else data)
+    with naming(path), path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            while view:
+                view = view[file.write(view) :]
+            if durable:
+                os.fsync(file.fileno())
+        except BaseException:
+            with suppress(OSError):
+                file.truncate(size)
+            raise
+    if durable and not size:  # it may be new
+        sync(path.parent)
 
 
 def make_folder(folder: Path) -> None:
@@ -48,6 +63,19 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for one in made:
         sync(one.parent)
+
+
+@contextmanager
+def removing(*paths: Path) -> Iterator[None]:
+    """Files that are written inside do not stay where that fails: the disk may be full, and what
+    else is to be written needs the space."""
+    try:
+        yield
+    except BaseException:
+        for path in paths:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

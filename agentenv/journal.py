@@ -531,9 +531,14 @@ class Journal:
     def _begin_file(self) -> None:
         self._number += 1
         path = self.folder / f"{self._number:06d}{SUFFIX}"
-        self._file = path.open("xb", buffering=0)
-        sync(self.folder)
-        self._size, self._last[path] = 0, -1
+        file = path.open("xb", buffering=0)
+        try:
+            sync(self.folder)
+        except OSError:
+            file.close()
+            path.unlink(missing_ok=True)
+            raise
+        self._file, self._size, self._last[path] = file, 0, -1
 
     def _closed(self) -> RuntimeError:
         return RuntimeError(f"the journal in {self.folder} is closed, and takes no more frames")

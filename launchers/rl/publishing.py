@@ -17,6 +17,7 @@ from agentenv.deadline import uncancelled
 from agentenv.engine import Engine, SleepingEngine
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.errors import ConfigError, EngineDeadError, LearnerError
+from agentenv.offload import in_thread
 from agentenv.types import Completion, SamplingParams
 from learners.batch import encode_sequence
 from learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
@@ -210,7 +211,7 @@ class DirectoryPublisher:
             if self.colocation is not None:
                 await self.colocation.release()
         await self.engine.load_weights(path, version)
-        shutil.rmtree(self.folder / f"v{version - 1}", ignore_errors=True)
+        await in_thread(shutil.rmtree, self.folder / f"v{version - 1}", ignore_errors=True)
 
     async def _write(self, path: Path) -> Path:
         return await self.learner.publish(path)
@@ -233,4 +234,4 @@ class BroadcastPublisher:
     async def publish(self) -> None:
         version = await self.sender.publish()
         await self.engine.receive_weights(self.sender, version)
-        shutil.rmtree(self.sender.folder / f"v{version - 1}", ignore_errors=True)
+        await in_thread(shutil.rmtree, self.sender.folder / f"v{version - 1}", ignore_errors=True)

@@ -886,7 +886,7 @@ class Training:
         if metrics["self_critic/num_steps"]:
             await parts.publish()
         version = parts.learner.policy_version
-        self.recorder.log({"step": state.step, "policy_version": version, **metrics})
+        await self.recorder.log({"step": state.step, "policy_version": version, **metrics})
         self.view.say(f"round {state.step}: {round_line(metrics)}")
         await self.recorder.write_trajectories(f"self-critic-{state.step:06d}", trees)
 
@@ -921,7 +921,7 @@ class Training:
             **{f"event_loop/{name}": value for name, value in self.lag.figures().items()},
             **{f"steering/{key}": value for key, value in self.was_set.items()},
         }
-        self.recorder.log(row)
+        await self.recorder.log(row)
         if self.timings is not None:
             await in_thread(self.timings.write, self.timings.row(trees, row))
         self.live.row = row

@@ -153,7 +153,7 @@ class WorkerProcesses:
     async def start(self) -> None:
         """Returns when all that are needed are there. Raises WorkerError for one that does not come
         up, and what it finds wrong."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        await in_thread(self._folder.mkdir, parents=True, exist_ok=True)
         port = self._kind.port
         try:
             self._server = await asyncio.start_server(self._accept, self._places.host, port)
@@ -235,7 +235,7 @@ class WorkerProcesses:
             async with asyncio.timeout(deadline_s):
                 await asyncio.wait({arriving, ended}, return_when=asyncio.FIRST_COMPLETED)
                 if not arriving.done():
-                    raise self._failure(number, ended.result())
+                    raise await in_thread(self._failure, number, ended.result())
                 link: StreamLink = arriving.result()
                 link.send(self._setup)
             async with asyncio.timeout(self._kind.start_timeout_s):
@@ -243,9 +243,10 @@ class WorkerProcesses:
         except TimeoutError as error:
             await places.stop(name)
             late = f"did not come up within {self._kind.start_timeout_s:g} s"
-            raise self._failure(number, late + self._kind.key("start_timeout_s")) from error
+            late += self._kind.key("start_timeout_s")
+            raise await in_thread(self._failure, number, late) from error
         except EOFError as error:
-            raise self._failure(number, f"broke off: {error}") from error
+            raise await in_thread(self._failure, number, f"broke off: {error}") from error
         finally:
             ended.cancel()
         if isinstance(first, Lost):
@@ -379,7 +380,7 @@ class WorkerProcesses:
         with suppress(TimeoutError):
             async with asyncio.timeout(ENDED_S):
                 why = f"it {await self._places.ended(name)}"
-        return str(self._failure(number, f"is lost: {why}; {left.rest}"))
+        return str(await in_thread(self._failure, number, f"is lost: {why}; {left.rest}"))
 
     def _log(self, number: int) -> Path:
         return self._folder / f"{self.name_of(number)}.log"
