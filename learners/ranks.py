@@ -34,7 +34,7 @@ import learners
 from agentenv.deadline import uncancelled
 from agentenv.engines.weights import Address, Bucket, Group, Wire
 from agentenv.errors import ConfigError, LearnerError
-from agentenv.offload import kill, start_process
+from agentenv.offload import in_thread, kill, start_process
 from learners.algorithm import Algorithm
 from learners.batch import EncodedTree
 from learners.learner import Agreement, LearnerConfig, OptimizerConfig, Score
@@ -374,7 +374,7 @@ async def spawn(
     backend: str = "",
 ) -> asyncio.subprocess.Process:
     """Start a rank on this machine, in a session of its own."""
-    with open_log(log_path) as log:
+    with await in_thread(open_log, log_path) as log:
         return await start_process(
             sys.executable,
             "-m",

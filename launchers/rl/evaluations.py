@@ -284,7 +284,7 @@ class Evaluations:
         """What asks a set of the evaluation in RUN/eval/WHEN, which is whole when the context ends
         well. An evaluation of the same weights that was cut off is taken up; one of others in its
         place is removed."""
-        config = self._configuration(what.sets)
+        config = await in_thread(self._configuration, what.sets)
         saved = self._saved(what, config)
         folder = self._run / EVALUATIONS / when
         unfinished = folder.with_name(folder.name + PARTIAL)
