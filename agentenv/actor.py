@@ -271,9 +271,11 @@ class Rollout:
         self._num_prompt_tokens = 0
         self._env_seed = Random(f"{actor.seed}/{tree.task.id}").getrandbits(31)
 
-    async def run(self, first_root: int, recorded: Recorded | None = None) -> None:
+    async def run(
+        self, first_root: int, recorded: Recorded | None = None, given_up: str = ""
+    ) -> None:
         """Grow the tree to its last leaf, from its start or from where it was recorded, and until
-        that is written. The next root is named `first_root`."""
+        that is written. The next root is named `first_root`. `given_up`: see `Actor.rollout`."""
         self._next_root = first_root
         alarm = Alarm(self.limits.seconds_of_tree, self.clock, self._run_out)
         alarm.set()
@@ -288,6 +290,8 @@ class Rollout:
                     self._start_roots(number)
                 else:
                     self._go_on(recorded)
+                if given_up:  # no branch has run yet
+                    self.give_up(given_up)
             if self._record is not None:
                 self.clock.now("the journal")
                 await self._record.finished()
@@ -545,8 +549,8 @@ class Rollout:
             with working(branch.clock), deadline:
                 branch.clock.now("its environment")
                 self._growing[deadline] = None
-                if self._is_over:
-                    deadline.expire()
+                if self._is_over:  # before an environment is made, which may kill its process
+                    raise _OutOfTimeError
                 await opening()
                 branch.is_open = True
                 return await self._turns(branch)
@@ -825,12 +829,15 @@ class Actor:
         max_failures: int | None = None,
         record: TreeRecord | None = None,
         recorded: Recorded | None = None,
+        given_up: str = "",
     ) -> TrajectoryTree:
         """Grow one tree. `index` is its place in start order.
 
         What happens to it is written to `record`, and the tree is returned once that is on the
         disk. `recorded` is the tree as an earlier process left it, which goes on from there; it
-        begins again if its task has another prompt by now, or if a guide took part in it.
+        begins again if its task has another prompt by now, or if a guide took part in it. With a
+        reason in `given_up` the tree ends at once: its live branches fail as cancelled, and no
+        environment is made and no turn is sampled.
 
         For trees that hold parts of one group: `session` names those whose prompts are alike (by
         default `index` does), and the first from-scratch branch gets the name `first_root`.
@@ -848,14 +855,14 @@ class Actor:
         )
         if recorded is not None and self.make_guide is Guide:
             try:
-                return await self._go_on(make, recorded, record)
+                return await self._go_on(make, recorded, record, given_up)
             except* _OtherPromptError:
                 logger.warning("task %s has another prompt than its tree: it begins again", task.id)
         tree = TrajectoryTree(task, index=index, policy_version=self.engine.policy_version)
         tree.add(None)
         if record is not None:
             record.began(tree)
-        await make(tree).run(first_root)
+        await make(tree).run(first_root, given_up=given_up)
         return tree
 
     def seed_of(self, key: str) -> int:
@@ -908,11 +915,12 @@ class Actor:
         make: Callable[[TrajectoryTree], Rollout],
         recorded: Recorded,
         record: TreeRecord | None,
+        given_up: str,
     ) -> TrajectoryTree:
         tree = recorded.tree
         if record is not None:
             record.goes_on(recorded)
         names = [node.branch for node in tree.nodes] + [one.name for one in recorded.branches]
         roots = [int(name) for name in names if name.isdecimal()]
-        await make(tree).run(max(roots, default=-1) + 1, recorded)
+        await make(tree).run(max(roots, default=-1) + 1, recorded, given_up)
         return tree

@@ -28,7 +28,7 @@ from msgspec import Meta, Struct, field
 from numpy.typing import NDArray
 
 from agentenv.deadline import uncancelled
-from agentenv.disk import explain
+from agentenv.disk import explain, make_folder, removing, sync
 from agentenv.errors import ConfigError, DataError
 from agentenv.frames import SUFFIX, framed, read_frame, skip_frame
 from agentenv.offload import in_thread
@@ -318,14 +318,15 @@ class Archive:
         are too many. Raises ConfigError."""
         path = self.folder / f"step-{header.step:06d}{SUFFIX}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as file:
+            make_folder(self.folder)
+            with removing(path), path.open("wb") as file:
                 file.write(framed(header))
                 for kept in trees:
                     file.write(framed(Entry.of(kept)))
                     file.write(framed(kept))
                 file.flush()
                 os.fdatasync(file.fileno())
+            sync(self.folder)
             self._prune(path)
         except OSError as error:
             raise ConfigError(

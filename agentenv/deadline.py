@@ -444,6 +444,12 @@ def end(waited_for: asyncio.Future[None], work: object = None) -> None:
         waited_for.set_result(None)
 
 
+def heed(done: asyncio.Future[Any]) -> None:
+    """Nobody may be left to hear what it has raised; for `add_done_callback`."""
+    if not done.cancelled():
+        done.exception()
+
+
 async def uncancelled(work: Awaitable[T]) -> T:
     """Wait for `work` to its end in spite of any number of cancellations of the waiter.
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from agentenv.data.files import RawRow
 from agentenv.data.rows import RowReader, RowsConfig
+from agentenv.disk import write_whole
 from agentenv.env import Env, shared_apart
 from agentenv.errors import DataError
 from agentenv.tags import tag_calls
@@ -111,6 +112,5 @@ def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     """A JSONL file of these rows, and the folders above it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_whole(path, (f"{json.dumps(row, ensure_ascii=False)}\n".encode() for row in rows))
     return path

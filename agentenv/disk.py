@@ -18,19 +18,64 @@ PARTIAL, OLD = ".partial", ".old"
 def write_whole(path: Path, data: str | bytes | Iterable[bytes], *, durable: bool = False) -> None:
     """Write a file beside its name and rename it, so that no reader ever sees half of the file.
 
-    Text is written as UTF-8. A `durable` file is on the disk before it has its name, and so
-    survives a crash of the machine. Raises OSError.
+    Text is written as UTF-8. A `durable` file is on the disk before it has its name, and so is its
+    name at the end: both survive a crash of the machine. Where it fails, nothing is left of what
+    was written. Raises OSError.
     """
     if isinstance(data, str):
         data = data.encode()
     partial = path.with_name(path.name + PARTIAL)
     with naming(path):
-        with partial.open("wb") as file:
-            file.writelines([data] if isinstance(data, bytes) else data)
+        with removing(partial):
+            with partial.open("wb") as file:
+                file.writelines([data] if isinstance(data, bytes) else data)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            partial.replace(path)
+        if durable:
+            sync(path.parent)
+
+
+def append_whole(path: Path, data: str | bytes, *, durable: bool = False) -> None:
+    """Add to the end of a file, which one process writes, all of this or nothing; `durable` as in
+    `write_whole`. Raises OSError."""
+    view = memoryview(data.encode() if isinstance(data, str) else data)
+    with naming(path), path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            while view:
+                view = view[file.write(view) :]
             if durable:
-                file.flush()
                 os.fsync(file.fileno())
-        partial.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                file.truncate(size)
+            raise
+    if durable and not size:  # it may be new
+        sync(path.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, whose names survive a crash of the
+    machine. Raises OSError."""
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in made:
+        sync(one.parent)
+
+
+@contextmanager
+def removing(*paths: Path) -> Iterator[None]:
+    """Files that are written inside do not stay where that fails: the disk may be full, and what
+    else is to be written needs the space."""
+    try:
+        yield
+    except BaseException:
+        for path in paths:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

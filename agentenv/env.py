@@ -22,6 +22,7 @@ from importlib import metadata
 from typing import Any, Literal, Protocol, Self, TypeVar, cast
 
 from agentenv.crashes import loaded
+from agentenv.deadline import uncancelled
 from agentenv.errors import ConfigError
 from agentenv.types import Info, Limit, Message, Task
 
@@ -250,12 +251,19 @@ async def shared_apart() -> AsyncIterator[None]:
     try:
         yield
     finally:
-        await close_shared()
-        _resources.update(kept)
+        try:
+            await close_shared()
+        finally:
+            _resources.update(kept)
 
 
 async def close_shared() -> None:
-    """Close every shared resource, last built first; those without `close` are just dropped."""
+    """Close every shared resource, last built first, however often it is cancelled; those without
+    `close` are just dropped."""
+    await uncancelled(_close_shared())
+
+
+async def _close_shared() -> None:
     while _resources:
         _, resource = _resources.popitem()
         close = getattr(resource, "close", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from agentenv.actor import Actor
@@ -31,10 +31,13 @@ class Answer(NamedTuple):
 
 
 async def ask(
-    questions: Iterable[Question], on_answer: Callable[[Answer], None], *, concurrency: int
+    questions: Iterable[Question],
+    on_answer: Callable[[Answer], Awaitable[None] | None],
+    *,
+    concurrency: int,
 ) -> None:
     """Ask all questions, `concurrency` at a time and in order; `on_answer` gets each answer as
-    soon as it is there.
+    soon as it is there, and is awaited if it wants that.
 
     What is sampled depends on the actor's seed, the task and the number of the sample, never on
     order, concurrency, or how many samples are asked. A failed trajectory is tried again with
@@ -44,7 +47,9 @@ async def ask(
 
     async def work() -> None:
         for question in waiting:
-            on_answer(await _answer(question))
+            heard = on_answer(await _answer(question))
+            if heard is not None:
+                await heard
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):

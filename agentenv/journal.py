@@ -6,14 +6,16 @@
     Finished   all its branches are at their end: from here on the queue may deliver it
     Leased     the learner takes these trees for a step
     Trained    what became of them; weights that know them are live
+    WorkerLost its worker was lost, and how many in a row while it came no further
 
     folder/000001.frames ...   a new file at each start and at each checkpoint; a file goes when no
                                checkpoint that is kept can want a tree of it any more
 
 A frame (frames.py) is an array. It does not say who wrote it, so that a worker of another host may.
 Tokens take 4 bytes an id, 4 a log-prob and 4 an entropy. Frames are written in the order of events,
-many at once, by a thread: what is lost of them in a crash is an end, and from any end a tree can go
-on. A damaged frame costs its tree alone.
+many at once, by a thread of their own: what is lost of them in a crash is an end, and from any end
+a tree can go on. A damaged frame costs its tree alone: each frame of a tree names its record and
+its place there (`Mark`), and a tree that lacks a frame in between is rolled out again.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from copy import copy
+from itertools import pairwise
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple, Protocol
@@ -32,10 +35,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agentenv.deadline import uncancelled, within
+from agentenv.disk import make_folder, sync
 from agentenv.errors import ConfigError, DataError, StallError
 from agentenv.foreign import packed
 from agentenv.frames import HEADER, SUFFIX, framed, frames_of
-from agentenv.offload import in_thread
+from agentenv.offload import OwnThread
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
 
@@ -96,14 +100,31 @@ class Counts(Struct, array_like=True, frozen=True):
     num_retaken: int
 
 
+class Mark(Struct, array_like=True, frozen=True):
+    """Of which record a frame is, and its place there. `record` is a number of its own within the
+    process, which is the start `incarnation` of the run."""
+
+    incarnation: int
+    record: int
+    place: int
+
+    def follows(self, before: Mark | None) -> bool:
+        """Whether the frame comes right behind that one."""
+        return before is not None and self == Mark(
+            before.incarnation, before.record, before.place + 1
+        )
+
+
 class Began(Struct, array_like=True, frozen=True, tag=1):
-    """`settings` names the configuration that the tree is grown under."""
+    """`settings` names the configuration that the tree is grown under. `mark` is None in frames of
+    earlier versions, here and below."""
 
     tree: int
     task_id: str
     policy_version: int
     incarnation: int
     settings: str
+    mark: Mark | None = None
 
 
 class Asked(Struct, array_like=True, frozen=True):
@@ -124,6 +145,7 @@ class Grown(Struct, array_like=True, frozen=True, tag=2):
     asked: list[Asked]
     counts: Counts
     lost: list[int] = []
+    mark: Mark | None = None
 
 
 class Finished(Struct, array_like=True, frozen=True, tag=3):
@@ -133,6 +155,7 @@ class Finished(Struct, array_like=True, frozen=True, tag=3):
     num_nodes: int
     turns: list[Turned]
     counts: Counts
+    mark: Mark | None = None
 
 
 class Leased(Struct, array_like=True, frozen=True, tag=4):
@@ -161,11 +184,20 @@ class Started(Struct, array_like=True, frozen=True, tag=6):
     early_s: float
 
 
-Frame = Began | Grown | Finished | Leased | Trained | Started
+class WorkerLost(Struct, array_like=True, frozen=True, tag=16):
+    """The rollout worker of a tree was lost, as so many in a row while the tree came no further;
+    `settings` as of `Began`."""
+
+    tree: int
+    num: int
+    settings: str
+
+
+Frame = Began | Grown | Finished | Leased | Trained | Started | WorkerLost
 _DECODER = msgspec.msgpack.Decoder(Frame)
-FINISHED = Finished.__struct_config__.tag
+BEGAN, FINISHED = Began.__struct_config__.tag, Finished.__struct_config__.tag
 _OF_TREES = (1, 2, 3)
-STARTED = Started.__struct_config__.tag
+NUM_FIRST = 2  # frames of a tree that say where it begins, or goes on
 
 
 def read_frames(data: bytes) -> Iterator[tuple[int, Frame]]:
@@ -241,9 +273,10 @@ class Journal:
         *,
         settings: str,
         incarnation: int,
-        offload: Callable[..., Awaitable[Any]] = in_thread,
+        offload: Callable[..., Awaitable[Any]] | None = None,
     ) -> None:
-        """Raises ConfigError if the folder cannot be written."""
+        """`offload` runs what blocks; by default in a thread of the journal's own, for which no
+        other work is ever waited. Raises ConfigError if the folder cannot be written."""
         self.folder = folder
         self.config = config
         self.settings = settings
@@ -251,6 +284,8 @@ class Journal:
         self._places: dict[int, list[Place]] = {}
         self._started: set[int] = set()  # by an earlier process
         self._begun: dict[int, Place] = {}  # where a tree begins of which no more is read yet
+        # By tree, the workers that earlier processes lost in a row while it came no further.
+        self.losses: dict[int, int] = {}
         self._last: dict[Path, int] = {}  # the latest tree that a file knows of
         self._pending: list[Frame | Packed] = []
         self._num_appended = self._num_written = 0
@@ -261,11 +296,13 @@ class Journal:
         self._is_closed = False
         self._problem: OSError | None = None
         self._is_told = False  # somebody was
-        self._offload = offload
+        self._thread = OwnThread("journal")
+        self._offload = offload or self._thread
+        self._num_records = 0
         self._file: BinaryIO | None = None
         self._size = 0  # of the file, whole frames
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             paths = sorted(folder.glob(f"*{SUFFIX}"))
             for path in paths:
                 self._read(path)
@@ -294,24 +331,30 @@ class Journal:
                 continue
             payload = data[offset : offset + size]
             head = _HEADS.decode(payload)
-            is_of_tree = head.tag == STARTED or head.tag in _OF_TREES
-            trees = [head.number] if is_of_tree else trees_of(_DECODER.decode(payload))
-            self._last[path] = max([self._last[path], *trees])
-            if head.tag == STARTED:
-                self._started.add(head.number)
-            elif is_of_tree:
+            if head.tag in _OF_TREES:
+                trees = [head.number]
                 self._note(head, Place(path, offset, size))
+            else:
+                frame = _DECODER.decode(payload)
+                trees = trees_of(frame)
+                if isinstance(frame, Started):
+                    self._started.add(frame.tree)
+                if isinstance(frame, WorkerLost):
+                    self.losses[frame.tree] = frame.num if frame.settings == self.settings else 0
+            self._last[path] = max([self._last[path], *trees])
 
     def _note(self, head: _Head, place: Place) -> None:
         """A tree that goes on begins again, and then says all that is known of it: before it has
         said that, the earlier frames hold."""
-        if head.tag == 1:
+        if head.tag == BEGAN:
             self._begun[head.number] = place
             self._places.setdefault(head.number, [])
         elif head.number in self._begun:
             self._places[head.number] = [self._begun.pop(head.number), place]
         else:
             self._places.setdefault(head.number, []).append(place)
+        if len(self._places[head.number]) > NUM_FIRST and head.tag not in (BEGAN, FINISHED):
+            self.losses.pop(head.number, None)  # it came further
 
     def knows(self, index: int) -> bool:
         """Whether an earlier process began this tree."""
@@ -334,14 +377,21 @@ class Journal:
             return None
         return _assembled(began, frames[1:], task)
 
+    async def recall(self, index: int, task: Task) -> Recorded | None:
+        """As `read`, in the journal's thread."""
+        found: Recorded | None = await self._offload(self.read, index, task)
+        return found
+
     # writing
 
     def record(self, index: int) -> TreeRecord:
         """Through which the rollout of a tree writes."""
-        return TreeRecord(self, index)
+        self._num_records += 1
+        return TreeRecord(self, index, self._num_records)
 
     def append(self, frame: Frame | Packed) -> None:
-        """Write a frame soon, behind all before it; returns at once."""
+        """Write a frame soon, behind all before it; returns at once. Of a journal that is closed
+        nothing is written any more, as `commit` says."""
         if not self._pending:
             self._wake.set()
         self._pending.append(frame)
@@ -356,22 +406,28 @@ class Journal:
 
     async def commit(self) -> None:
         """Wait until all that was appended is written. Raises ConfigError when it cannot be, also
-        for a disk that does not write for STALL_S."""
+        for a disk that does not write for STALL_S, and RuntimeError for what was appended to a
+        journal that is closed."""
         wanted = self._num_appended
         while self._num_written < wanted:
             if self._problem is not None:
                 raise self._failure(self._problem)
             if self._working is not None and self._working.done():
                 self._working.result()  # raises what no disk has done
+            if self._is_closed and (self._working is None or self._working.done()):
+                raise self._closed()
             self._written.clear()
             self._hurry.set()
             await self._written.wait()
 
     async def rotate(self, oldest: int) -> None:
         """Go on in a new file, and remove those in which no tree from place `oldest` on is. Raises
-        ConfigError when that cannot be done, and then nothing is written any more."""
+        ConfigError when that cannot be done, and then nothing is written any more, and RuntimeError
+        if the journal is closed."""
         await self.commit()
         async with self._lock:
+            if self._file is None:
+                raise self._closed()
             try:
                 await uncancelled(self._on_disk(STALL_S, self._rotate, oldest))
             except OSError as error:
@@ -388,7 +444,7 @@ class Journal:
             if self._working is not None:
                 await uncancelled(self._working)
         finally:
-            await self._close_file()
+            await uncancelled(self._close_file())
         if self._problem is not None and not self._is_told:
             raise self._failure(self._problem)
 
@@ -400,6 +456,7 @@ class Journal:
                 await uncancelled(self._on_disk(seconds, _close, file))
             except OSError as error:
                 self._problem = self._problem or error
+        self._thread.close()
 
     async def _on_disk(self, seconds: float, function: Callable[..., None], *given: Any) -> None:
         """Let a thread do it. Raises OSError, also where the disk takes longer."""
@@ -493,8 +550,17 @@ class Journal:
     def _begin_file(self) -> None:
         self._number += 1
         path = self.folder / f"{self._number:06d}{SUFFIX}"
-        self._file = path.open("xb", buffering=0)
-        self._size, self._last[path] = 0, -1
+        file = path.open("xb", buffering=0)
+        try:
+            sync(self.folder)
+        except OSError:
+            file.close()
+            path.unlink(missing_ok=True)
+            raise
+        self._file, self._size, self._last[path] = file, 0, -1
+
+    def _closed(self) -> RuntimeError:
+        return RuntimeError(f"the journal in {self.folder} is closed, and takes no more frames")
 
     def _failure(self, error: OSError) -> ConfigError:
         self._is_told = True
@@ -521,9 +587,12 @@ class TreeRecord:
     a leaf that ended, and the branches that the plan began for it.
     """
 
-    def __init__(self, journal: Sink, index: int) -> None:
+    def __init__(self, journal: Sink, index: int, number: int = 0) -> None:
+        """`number`: see `Mark.record`."""
         self._journal = journal
         self._index = index
+        self._number = number
+        self._num_frames = 0
         self._tree: TrajectoryTree
         self._opened: list[OpenBranch] = []
         self._turns: list[Turned] = []
@@ -546,8 +615,14 @@ class TreeRecord:
                 policy_version=tree.policy_version,
                 incarnation=journal.incarnation,
                 settings=journal.settings,
+                mark=self._mark(),
             )
         )
+
+    def _mark(self) -> Mark:
+        """Of the next frame."""
+        self._num_frames += 1
+        return Mark(self._journal.incarnation, self._number, self._num_frames)
 
     def goes_on(self, recorded: Recorded) -> None:
         """The tree goes on, its nodes under new numbers."""
@@ -588,7 +663,8 @@ class TreeRecord:
         self._flush()
         tree = self._tree
         left = [Turned(copy(node)) for node in tree.nodes if node.index not in self._known]
-        self._journal.append(Finished(self._index, len(tree.nodes), left, self._counts()))
+        counts = self._counts()
+        self._journal.append(Finished(self._index, len(tree.nodes), left, counts, self._mark()))
         await self._journal.commit()
 
     def _soon(self) -> None:
@@ -602,7 +678,7 @@ class TreeRecord:
         self._flushing = None
         counts, lost = self._counts(), self._lost
         self._journal.append(
-            Grown(self._index, self._opened, self._turns, self._asked, counts, lost)
+            Grown(self._index, self._opened, self._turns, self._asked, counts, lost, self._mark())
         )
         self._opened, self._turns, self._asked, self._lost = [], [], [], []
 
@@ -624,6 +700,8 @@ class TreeFrames:
 
     def add(self, tag: int, frame: bytes) -> None:
         """The next frame, with its head, and the tag of what is in it."""
+        if tag == BEGAN:  # also where the tree could not go on, and begins anew
+            self._frames.clear()
         self._frames.append(frame)
         self.is_finished = tag == FINISHED
 
@@ -660,7 +738,7 @@ def unpack_recorded(data: bytes) -> Recorded:
 def _assembled(began: Began, rest: Sequence[Frame], task: Task) -> Recorded | None:
     """What these frames leave of a tree, if nothing is missing between them."""
     frames = [frame for frame in rest if isinstance(frame, Grown | Finished)]
-    if not frames or len(frames) < len(rest):
+    if not frames or len(frames) < len(rest) or not _is_chain([began, *frames]):
         return None
     turns: dict[int, Turned] = {}
     live: dict[str, OpenBranch] = {}
@@ -703,11 +781,31 @@ def _assembled(began: Began, rest: Sequence[Frame], task: Task) -> Recorded | No
         tree.nodes.append(node)
     tree.events = [new[one] if one >= 0 else ~new[~one] for one in events]
     tree.lost = [new[one] for one in lost]
+    if _has_doubles(tree):
+        return None
     for name in Counts.__struct_fields__:
         setattr(tree, name, getattr(last.counts, name))
     branches = [OpenBranch(one.name, new[one.cursor], one.seconds) for one in live.values()]
     stops = {new[old]: turn.stop for old, turn in turns.items() if turn.stop is not None}
     return Recorded(tree, isinstance(last, Finished), branches, stops)
+
+
+def _is_chain(frames: Sequence[Began | Grown | Finished]) -> bool:
+    """Whether each frame follows the one before; of earlier versions nothing is known."""
+    if all(frame.mark is None for frame in frames):
+        return True
+    return all(two.mark and two.mark.follows(one.mark) for one, two in pairwise(frames))
+
+
+def _has_doubles(tree: TrajectoryTree) -> bool:
+    """Whether a place (branch, turns before it, begins a context or not) is there twice."""
+    depths: list[int] = []
+    places = set()
+    for node in tree.nodes:
+        before = node.continues if node.parent is None else node.parent
+        depths.append(0 if before is None else depths[before] + 1)
+        places.add((node.branch, depths[-1], node.parent is None))
+    return len(places) < len(depths)
 
 
 def _order(frame: Grown) -> list[int]:
@@ -727,7 +825,7 @@ def finished_trees(folder: Path, settings: str) -> Iterator[TrajectoryTree]:
             for offset, size, is_whole in frames_of(data):
                 head = _HEADS.decode(data[offset : offset + size]) if is_whole else None
                 if head is not None and head.tag in _OF_TREES:
-                    known = [] if head.tag == 1 else places.get(head.number, [])
+                    known = [] if head.tag == BEGAN else places.get(head.number, [])
                     places[head.number] = [*known, Place(path, offset, size)]
         for _, parts in sorted(places.items()):
             began, *rest = (_DECODER.decode(payload) for payload in _read(parts))

@@ -1,6 +1,7 @@
 """Where work goes that does not run on the event loop: the one seam of threads and processes.
 
     await in_thread(read, path)             a function that waits for a disk, or computes a little
+    await OwnThread("journal")(write, frames)   the same, in a thread that nothing else can hold up
     await start_process(*command, ...)      a program
     start_thread(serve, name="..")          a thread that lives on its own
     check_outside("the sandbox")            before threads and processes that it cannot start
@@ -22,7 +23,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from agentenv.deadline import within
@@ -92,7 +96,11 @@ def hanging() -> list[Job]:
 
 
 class Machine:
-    """Threads and processes of this machine."""
+    """Threads and processes of this machine. `threads` run the functions, None: those that the loop
+    shares among all work."""
+
+    def __init__(self, threads: ThreadPoolExecutor | None = None) -> None:
+        self._threads = threads
 
     async def in_thread(self, function: Callable[..., T], /, *arguments: Any, **keys: Any) -> T:
         def run() -> T:
@@ -103,7 +111,9 @@ class Machine:
             finally:
                 _jobs.discard(job)
 
-        return await within(LONGEST_S, name_of(function), asyncio.to_thread(run))
+        loop, call = asyncio.get_running_loop(), partial(copy_context().run, run)
+        what = name_of(function)
+        return await within(LONGEST_S, what, loop.run_in_executor(self._threads, call))
 
     async def start_process(self, *command: str, **options: Any) -> asyncio.subprocess.Process:
         what = f"the start of {command[0]}"
@@ -147,7 +157,31 @@ def _beside(what: str) -> RuntimeError:
     return RuntimeError(f"nothing runs beside a virtual clock, and {what} would")
 
 
-_current: Offload = Machine()
+_shared: Offload = Machine()
+_current = _shared
+
+
+class OwnThread:
+    """One thread for one kind of work, made when it is first wanted: the shared ones may all be
+    held up, by tools or by files of a server that hangs."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._threads: ThreadPoolExecutor | None = None
+
+    async def __call__(self, function: Callable[..., T], /, *arguments: Any) -> T:
+        """What the function gives, or what it raises, after those that came before it."""
+        if _current is not _shared:
+            return await _current.in_thread(function, *arguments)
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix=self._name)
+        return await Machine(self._threads).in_thread(function, *arguments)
+
+    def close(self) -> None:
+        """Let the thread end once its work has; idempotent."""
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=False)
 
 
 @contextmanager

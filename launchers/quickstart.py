@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from agentenv.disk import write_whole
 from agentenv.tiny import tiny_model, tiny_tokenizer
 from envs.quickstart import (
     HABITS,
@@ -115,6 +116,4 @@ def _texts() -> Iterator[str]:
 
 
 def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")
+    write_whole(path, (f"{json.dumps(row)}\n".encode() for row in rows))

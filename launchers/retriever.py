@@ -188,9 +188,13 @@ async def serve(config: RetrieverConfig, stop: asyncio.Event) -> None:
         logger.info(told, config.host, port)
         await stop.wait()
     finally:
-        await runner.cleanup()
-        await backend.close()
-        await cache.close()
+        try:
+            await runner.cleanup()
+        finally:
+            try:
+                await backend.close()
+            finally:
+                await cache.close()
 
 
 async def _serve_until_signal(config: RetrieverConfig) -> None:

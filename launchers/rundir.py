@@ -40,7 +40,16 @@ from msgspec import Struct
 from agentenv.archive import ARCHIVE
 from agentenv.config import changes, resolver, to_plain, upgrade
 from agentenv.deadline import within
-from agentenv.disk import OLD, PARTIAL, explain, naming, replace_folder, write_whole
+from agentenv.disk import (
+    OLD,
+    PARTIAL,
+    append_whole,
+    explain,
+    make_folder,
+    replace_folder,
+    sync,
+    write_whole,
+)
 from agentenv.errors import ConfigError, DataError, StallError
 from agentenv.offload import in_thread
 from launchers.monitors import MonitorConfig, Monitors
@@ -76,11 +85,14 @@ class Checkpoints:
         found = sorted(self.folder.glob("s[ft]*-*[0-9]"))  # those of the cold start come first
         return [path for path in found if (path / STATE_FILE).is_file()]
 
+    def _is_there(self, path: Path) -> bool:
+        return path in self.finished()
+
     def begin(self, path: Path) -> Path:
         """An empty folder to write the checkpoint `path` into."""
         partial = path.with_name(path.name + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        make_folder(partial)
         return partial
 
     def complete(self, partial: Path) -> Path:
@@ -99,13 +111,13 @@ class Checkpoints:
     ) -> None:
         """The checkpoint `path`, unless it is there: model, learner and `state`, whole or not at
         all; then the old ones are removed as `prune` says."""
-        if path in self.finished():
+        if await in_thread(self._is_there, path):
             return
         partial = await in_thread(self.begin, path)
         try:
             await learner.export(partial)
             await learner.save(partial / "trainer")
-            save_state(partial, state)
+            await in_thread(save_state, partial, state)
             await in_thread(self.complete, partial)
         except BaseException:  # the disk may be full, and what else is to be written needs space
             with suppress(StallError):
@@ -127,8 +139,12 @@ class Checkpoints:
         """Make checkpoints/best the checkpoint of `step`; at every moment there is a whole one."""
         partial = self.folder / f"{BEST}{PARTIAL}"
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(self.path(step), partial, copy_function=_link_or_copy)
-        replace_folder(partial, self.folder / BEST)
+        try:
+            shutil.copytree(self.path(step), partial, copy_function=_link_or_copy)
+            replace_folder(partial, self.folder / BEST)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
     def best(self) -> Path | None:
         """checkpoints/best, or what it was before if a crash cut its renaming in two."""
@@ -164,6 +180,9 @@ class Checkpoints:
                 number = len(list(aside.glob(f"{path.name}*")))
                 name = f"{path.name}-{number}" if number else path.name
                 moved.append(path.rename(aside / name))
+        if moved:
+            sync(self.folder / SET_ASIDE)
+            sync(self.folder)
         return moved
 
 
@@ -308,11 +327,11 @@ class RunDirectory:
         try:
             if not resume:
                 self._refuse_used()
-                path.mkdir(parents=True, exist_ok=True)
+                make_folder(path)
             self._lock = Lock(path)
             if not resume:
                 self._claim()
-            self.checkpoints.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.checkpoints.folder)
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {explain(error)}") from error
         check_writable(path)
@@ -417,10 +436,13 @@ class RunDirectory:
         write_whole(self.path / name, json.dumps(value, indent=2) + "\n")
 
     def log_metrics(self, row: Row) -> None:
-        path = self.path / "metrics.jsonl"
-        with naming(path), path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        """Add a row to metrics.jsonl, and tell the monitors. Blocks."""
+        self.write_metrics(row)
         self.monitors.log(row)
+
+    def write_metrics(self, row: Row) -> None:
+        """Add a row to metrics.jsonl. Blocks."""
+        append_whole(self.path / "metrics.jsonl", json.dumps(row) + "\n")
 
     def forget_metrics_after(
         self, step: int, is_told: Callable[[str], bool] = bool, sft_step: int | None = None

@@ -19,9 +19,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agentenv.config import ESSENTIAL
-from agentenv.deadline import uncancelled
+from agentenv.deadline import uncancelled, within
 from agentenv.disk import explain
-from agentenv.errors import AgentEnvError, LearnerError
+from agentenv.errors import AgentEnvError, LearnerError, StallError
 from agentenv.offload import in_thread
 from launchers.rundir import STEP, Checkpoints, save_state
 from launchers.terminal import View
@@ -30,6 +30,8 @@ from learners.learner import Learner
 logger = logging.getLogger(__name__)
 
 LAST_S = 30.0  # until a save ends whose learner was ended
+LOOK_S = 10.0  # to see which checkpoints there are, on a disk that may hang
+HANGS = "its disk hangs"
 
 
 class SavingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,32 +138,37 @@ class Saver:
 
     async def _finish(self) -> None:
         if not self._is_whole:
-            self._fail("what ends the run left its weights within a step")
+            await self._fail("what ends the run left its weights within a step")
             return
         if self._is_abandoned:
-            self._fail("its disk hangs")
+            self._warn(HANGS)
             return
-        if not self._exists():
+        try:
+            is_there = await within(self.config.finish_s, "it", in_thread(self._exists))
+        except StallError:
+            self._warn(HANGS)
+            return
+        if not is_there:
             self._view.say(
                 f"saving {self._path().name}, which may take {self.config.finish_s:g} s "
                 "(checkpoint.finish_s)"
             )
         try:
             await self.save(at_end=True)
-            await self.amend()
+            await within(self.config.finish_s, "what it remembers", self.amend())
         except OSError as error:
-            self._fail(f"{error.filename or self.checkpoints.folder}: {explain(error)}")
+            await self._fail(f"{error.filename or self.checkpoints.folder}: {explain(error)}")
         except AgentEnvError as error:
-            self._fail(str(error).splitlines()[0])
+            await self._fail(str(error).splitlines()[0])
         except Exception as error:  # what ends the run stays its reason
             logger.error("a bug while the last checkpoint is written", exc_info=error)
-            self._fail(f"{type(error).__name__}: {error}")
+            await self._fail(f"{type(error).__name__}: {error}")
 
     async def amend(self) -> None:
         """Bring what the checkpoint of this step, if there is one, remembers up to date: the
         weights are the same, and an evaluation of them is done."""
         async with self._one_at_a_time:
-            if self._exists():
+            if await in_thread(self._exists):
                 await in_thread(save_state, self._path(), self._state())
 
     # inner workings
@@ -208,12 +215,18 @@ class Saver:
             self._is_abandoned = True
             saving.cancel()
 
-    def _fail(self, reason: str) -> None:
-        if self._exists():
+    async def _fail(self, reason: str) -> None:
+        try:
+            found = await within(LOOK_S, "it", in_thread(self.checkpoints.finished))
+        except StallError:
+            return self._warn(f"{reason}; {HANGS}")
+        if self._path() in found:
             return self._view.warn(f"{self._path().name} is saved, but then: {reason}")
-        last = next(iter(self.checkpoints.finished()[::-1]), None)
-        kept = f"the last checkpoint is {last}" if last else "there is no checkpoint"
-        self._view.warn(f"{self._path().name} is not saved: {reason}; {kept}")
+        kept = f"the last checkpoint is {found[-1]}" if found else "there is no checkpoint"
+        self._warn(f"{reason}; {kept}")
+
+    def _warn(self, reason: str) -> None:
+        self._view.warn(f"{self._path().name} is not saved: {reason}")
 
 
 def _now() -> float:

@@ -30,6 +30,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
+from agentenv.deadline import uncancelled
+from agentenv.disk import append_whole
 from agentenv.errors import AgentEnvError, ConfigError, DataError, ForeignError
 from agentenv.foreign import decode
 from agentenv.offload import in_thread
@@ -330,7 +332,7 @@ async def listening(run: Path, answer: Answer, warn: Callable[[str], None]) -> A
     server, place = None, None
     try:
         await in_thread(_sweep, run)
-        place = _make_place(run)
+        place = await in_thread(_make_place, run)
         before = os.umask(0o177)
         try:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -346,9 +348,13 @@ async def listening(run: Path, answer: Answer, warn: Callable[[str], None]) -> A
     finally:
         if server is not None:
             server.close()
-        for folder in (run / FOLDER, place):
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+        await uncancelled(in_thread(_remove, run / FOLDER, place))
+
+
+def _remove(*folders: Path | None) -> None:
+    for folder in folders:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Desk:
@@ -469,10 +475,7 @@ class Change(Struct):
 
 def write_change(run: Path, change: Change) -> None:
     """Add a line, durably."""
-    with (run / LOG).open("ab") as file:
-        file.write(msgspec.json.encode(change) + b"\n")
-        file.flush()
-        os.fdatasync(file.fileno())
+    append_whole(run / LOG, msgspec.json.encode(change) + b"\n", durable=True)
 
 
 def read_changes(run: Path) -> list[Change]:

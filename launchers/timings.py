@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from agentenv.disk import naming, write_whole
+from agentenv.disk import append_whole, write_whole
 from agentenv.engine import Engine
 from agentenv.errors import DataError, ForeignError
 from agentenv.foreign import decode
@@ -237,8 +237,7 @@ class Timings:
 
     def write(self, row: bytes) -> None:
         """Append a row; blocks."""
-        with naming(self._path), self._path.open("ab") as file:
-            file.write(row)
+        append_whole(self._path, row)
 
 
 class TimedEngine:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.data.files import Row
-from agentenv.disk import naming
+from agentenv.disk import write_whole
 from agentenv.encoder import fast_decoder
 from agentenv.tree import Trajectory, TrajectoryTree, of_frame
 
@@ -43,11 +43,17 @@ def write_rows(
     if path is None:
         return 0, list(islice(every, wanted))
     num_chars, shown = 0, list[Row]()
-    with naming(path), path.open("w", encoding="utf-8") as file:
+
+    def lines() -> Iterator[bytes]:
+        nonlocal num_chars
         for row in every:
-            num_chars += file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            line = json.dumps(row, ensure_ascii=False) + "\n"
+            num_chars += len(line)
             if len(shown) < wanted:
                 shown.append(row)
+            yield line.encode()
+
+    write_whole(path, lines())
     return num_chars, shown
 
 

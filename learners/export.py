@@ -33,7 +33,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, dtype
 
-from agentenv.disk import sync, write_whole
+from agentenv.disk import removing, sync, write_whole
 from agentenv.errors import DataError
 from agentenv.model_files import read_object
 from learners.checkpoint import MASTER, Checkpoint
@@ -235,14 +235,14 @@ def write_weights(
         for shard in buckets(planned, max_shard_bytes)
     ] or [[]]
     given = iter(entries)
-    partials = []
-    for number, places in enumerate(shards, 1):
-        partials.append(directory / f"model-{number:05d}.partial")
-        loads = (entry.tensor for entry in islice(given, len(places)))
-        write_tensors(partials[-1], places, loads, {"format": "pt"})
-        if durable:
-            sync(partials[-1])
-    _name_shards(partials, shards, directory)
+    partials = [directory / f"model-{number:05d}.partial" for number in range(1, len(shards) + 1)]
+    with removing(*partials):
+        for path, places in zip(partials, shards, strict=True):
+            loads = (entry.tensor for entry in islice(given, len(places)))
+            write_tensors(path, places, loads, {"format": "pt"})
+            if durable:
+                sync(path)
+        _name_shards(partials, shards, directory)
     if durable:
         sync(directory)
 

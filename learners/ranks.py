@@ -31,9 +31,10 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 import learners
+from agentenv.deadline import uncancelled
 from agentenv.engines.weights import Address, Bucket, Group, Wire
 from agentenv.errors import ConfigError, LearnerError
-from agentenv.offload import kill, start_process
+from agentenv.offload import in_thread, kill, start_process
 from learners.algorithm import Algorithm
 from learners.batch import EncodedTree
 from learners.learner import Agreement, LearnerConfig, OptimizerConfig, Score
@@ -373,7 +374,7 @@ async def spawn(
     backend: str = "",
 ) -> asyncio.subprocess.Process:
     """Start a rank on this machine, in a session of its own."""
-    with open_log(log_path) as log:
+    with await in_thread(open_log, log_path) as log:
         return await start_process(
             sys.executable,
             "-m",
@@ -749,7 +750,11 @@ class RankGroup:
         return LearnerError(f"{who}{failed.error}\n{failed.traceback}".rstrip())
 
     async def close(self) -> None:
-        """Ask idle ranks to stop, or kill busy ones; also ends calls that wait. Idempotent."""
+        """Ask idle ranks to stop, or kill busy ones, however often it is cancelled; also ends calls
+        that wait. Idempotent."""
+        await uncancelled(self._close())
+
+    async def _close(self) -> None:
         links, self._links = self._links, []
         processes, self._processes = self._processes, []
         idle = not self._lock.locked()

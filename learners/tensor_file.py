@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from agentenv.disk import naming
+from agentenv.disk import naming, removing
 
 DTYPES = {
     "F64": torch.float64,
@@ -67,10 +67,11 @@ def write_tensors(
     path: Path, places: Iterable[Place], loads: Iterable[Load], metadata: Mapping[str, str]
 ) -> None:
     """Write the tensors that `loads` give one after the other, from any device, to their places,
-    of which there are as many. Raises ValueError for a tensor that does not fit into its place."""
+    of which there are as many; no file is left where that fails. Raises ValueError for a tensor
+    that does not fit into its place."""
     places = list(places)
     header, starts = _layout(places, metadata)
-    with naming(path), path.open("wb") as file:
+    with naming(path), removing(path), path.open("wb") as file:
         file.write(header)
         for place, load in zip(places, loads, strict=True):
             file.seek(len(header) + starts[place.name])

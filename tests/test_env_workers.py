@@ -195,6 +195,17 @@ def test_without_processes_rollouts_end() -> None:
     hosted(work)
 
 
+def test_nobody_waits_for_a_process_when_the_run_ends() -> None:
+    async def work(host: Host) -> None:
+        waiting = asyncio.create_task(host.workers.place())
+        await asyncio.sleep(1.0)
+        await host.workers.close()
+        with pytest.raises(WorkerError, match="the run ends"):
+            await asyncio.wait_for(waiting, 5)
+
+    hosted(work, "")
+
+
 def test_a_step_that_holds_up_its_process_has_crashed_if_it_was_alone() -> None:
     async def work(host: Host, num: int) -> list[BaseException]:
         envs = [await begun(host) for _ in range(num)]

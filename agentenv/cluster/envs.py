@@ -37,7 +37,7 @@ from agentenv.cluster.env_messages import (
 from agentenv.cluster.link import Link
 from agentenv.cluster.messages import BEAT_S, Alive, Figures, Lost, Say, pack, raised
 from agentenv.cluster.workers import Left
-from agentenv.deadline import Wait, doing, waiting, work_clock
+from agentenv.deadline import Wait, doing, heed, waiting, work_clock
 from agentenv.env import ForkMode, StepResult
 from agentenv.errors import CrashError, EnvError, WorkerError
 from agentenv.types import Info, Limit, Message, Task
@@ -218,6 +218,7 @@ class EnvWorkers:
     async def close(self) -> None:
         """Let the processes end, which close their envs. Idempotent."""
         self._reason = self._reason or "the run ends"
+        self._changed.set()  # who waits for one that has not come is told
         for process in self._processes.values():
             process.link.close()
         with suppress(TimeoutError):
@@ -232,12 +233,6 @@ class EnvWorkers:
         for process in self._processes.values():
             total.update(process.figures.env)
         return dict(total)
-
-
-def _heed(closing: asyncio.Future[Gave]) -> None:
-    """Who waited for it may have gone, having told that it takes too long."""
-    if not closing.cancelled():
-        closing.exception()
 
 
 class WorkerEnv:
@@ -315,7 +310,7 @@ class WorkerEnv:
             call = Close(self._workers.number(), self._number)
             asking = self._ask(call, "the environment's close")
             self._closing = asyncio.ensure_future(asking)
-            self._closing.add_done_callback(_heed)
+            self._closing.add_done_callback(heed)
         try:
             await asyncio.shield(self._closing)
         except EnvError:

@@ -24,13 +24,24 @@ class Suspects:
         self._num_lost: dict[int, int] = {}
         self._tried: int | None = None
 
-    def lost(self, index: int, *, has_come_further: bool) -> None:
-        """The worker of a tree was lost, which may or may not have come further there."""
-        self._num_lost[index] = 0 if has_come_further else self._num_lost.get(index, 0) + 1
+    def lost(self, index: int, *, has_come_further: bool) -> int:
+        """The worker of a tree was lost, which may or may not have come further there; how many
+        were lost in a row."""
+        num = self._num_lost[index] = 0 if has_come_further else self.num_lost(index) + 1
+        return num
+
+    def recall(self, index: int, num_lost: int) -> None:
+        """An earlier process lost so many workers in a row with that tree."""
+        if num_lost:
+            self._num_lost[index] = num_lost
+
+    def num_lost(self, index: int) -> int:
+        """Workers that were lost in a row with that tree."""
+        return self._num_lost.get(index, 0)
 
     def admits(self, index: int) -> bool:
         """Whether a tree may grow now; a suspect is the one that is tried from then on."""
-        if self._num_lost.get(index, 0) < NUM_LOSSES:
+        if self.num_lost(index) < NUM_LOSSES:
             return True
         if self._tried is None:
             self._tried = index
@@ -38,7 +49,7 @@ class Suspects:
 
     def is_found(self, index: int) -> bool:
         """Whether that tree is the one."""
-        return self._num_lost.get(index, 0) >= NUM_LOSSES + NUM_TRIALS
+        return self.num_lost(index) >= NUM_LOSSES + NUM_TRIALS
 
     def clears(self, index: int) -> bool:
         """It has come further, or is not wanted any more. Whether another one may be tried."""

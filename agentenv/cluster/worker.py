@@ -183,7 +183,7 @@ class RolloutWorker:
                 self._plan,
                 index=asked.index,
                 session=asked.session,
-                record=TreeRecord(frames, asked.index),
+                record=TreeRecord(frames, asked.index, asked.number),
                 recorded=recorded,
             )
         except Exception as error:

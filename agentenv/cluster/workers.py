@@ -9,6 +9,9 @@ on when one is lost.
 Feeder, queue, journal and the bound on staleness stay with the controller. A worker is lost when
 its link is, or when it says nothing for `silence_s`. One whose machine is going to end is drained:
 it gets no more trees, and ends those that it has as far as there is time.
+
+A tree that is given up while it has no worker, because a person wants no more of it or because it
+kills workers, ends here, from its last frame: no worker gets it again.
 """
 
 from __future__ import annotations
@@ -55,14 +58,23 @@ from agentenv.cluster.suspects import NUM_LOSSES, NUM_TRIALS, Suspects
 from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.errors import CrashError, TooManyCrashesError, WorkerError
-from agentenv.journal import Journal, Packed, Recorded, TreeFrames, pack_recorded
+from agentenv.journal import (
+    NUM_FIRST,
+    Journal,
+    Packed,
+    Recorded,
+    TreeFrames,
+    TreeRecord,
+    WorkerLost,
+    pack_recorded,
+)
+from agentenv.plan import Independent, RolloutPlan
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 
 LAST_S = 20.0  # in which workers end after a close: envs are being closed
 LOOK_S = 5.0  # in which a worker says what the branches of a tree await
 NUM_SHOWN = 8  # trees of a worker that was lost, one of which may be what kills workers
-NUM_FIRST = 2  # frames of a tree that say where it begins, or goes on
 
 
 class _Growing:
@@ -76,7 +88,7 @@ class _Growing:
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()
         self.looked: asyncio.Future[list[BranchNow]] | None = None  # while it is looked at
-        self.given_up = ""  # why a person did; empty: nobody has
+        self.given_up = ""  # why; empty: it is not
         self.since = loop.time()
         self.number = -1
         self.worker: _Worker | None = None
@@ -103,18 +115,20 @@ class _Worker:
         self.heard = asyncio.get_running_loop().time()
         self.is_hanging = False
         self.num_ended = 0
+        self.has_come_further = False  # a tree has, on it
         self.idle = asyncio.Event()  # it has no trees
         self.draining: asyncio.Task[None] | None = None
 
 
 class Left(NamedTuple):
     """A worker is gone: why, how much it has ended, and what becomes of the rest; whether that was
-    known before."""
+    known before, and whether anything that it had has come further, though it did not end."""
 
     why: str
     num_ended: int
     rest: str
     is_drained: bool = False
+    has_come_further: bool = False
 
 
 class Placed(NamedTuple):
@@ -138,6 +152,7 @@ class RolloutWorkers:
 
     `actor` is the controller's, whose engine they ask, and whose counters take in theirs.
     `silence_s`: a worker that says nothing for so long hangs. `tell` says something to people.
+    `plan`: that of the trees; a tree that is given up before it has begun has its first roots.
     """
 
     def __init__(
@@ -147,8 +162,10 @@ class RolloutWorkers:
         silence_s: float,
         tell: Callable[[str], None],
         journal: Journal | None = None,
+        plan: RolloutPlan | None = None,
     ) -> None:
         self.journal = journal
+        self._plan: RolloutPlan = Independent(1) if plan is None else plan
         self.num_moved = 0  # trees that went on elsewhere
         self.num_lost = 0  # workers
         self._actor = actor
@@ -160,6 +177,7 @@ class RolloutWorkers:
         self._held_back: list[_Growing] = []  # until no other suspect is tried
         self._numbers = count()
         self._reason = ""  # why no worker will come any more
+        self._problem: Exception | None = None  # ends the run, by the next tree that is wanted
         self._is_steered = False  # those that come are told of it
         self.is_over = False  # the run: workers are not to come again
 
@@ -170,11 +188,17 @@ class RolloutWorkers:
     ) -> TrajectoryTree:
         """As `Actor.rollout`, on one worker after the other; returns when the tree is in the
         journal, if there is one. Raises WorkerError when no worker is left."""
+        if self._problem is not None:
+            raise self._problem
         growing = _Growing(task, index, session, recorded)
+        if self.journal is not None:
+            self._suspects.recall(index, self.journal.losses.pop(index, 0))
         try:
             while True:
                 self._place(growing)
                 await growing.ended
+                if growing.worker is None:
+                    return await self._end_here(growing)
                 found = growing.frames.recorded(task)
                 if found is not None and found.is_finished:
                     break
@@ -186,8 +210,36 @@ class RolloutWorkers:
             await self.journal.commit()
         return found.tree
 
+    async def _end_here(self, growing: _Growing) -> TrajectoryTree:
+        """A tree that is given up and has no worker ends as it is, in the journal too."""
+        record = None
+        if self.journal is not None:
+            record = TreeRecord(self.journal, growing.index, next(self._numbers))
+        num_lost = self._suspects.num_lost(growing.index)
+        tree = await self._actor.rollout(
+            growing.task,
+            self._plan,
+            index=growing.index,
+            session=growing.session,
+            record=record,
+            recorded=growing.recorded,
+            given_up=growing.given_up,
+        )
+        self._remember(growing.index, num_lost)  # also if it is wanted again, of other weights
+        return tree
+
     def _place(self, growing: _Growing) -> None:
-        """Give the tree to the worker with the fewest."""
+        """Give the tree to the worker with the fewest. One that is given up gets none."""
+        if self._suspects.is_found(growing.index) and not growing.given_up:
+            growing.given_up = f"{NUM_LOSSES + NUM_TRIALS} workers were lost with it"
+            self._tell(
+                f"tree {growing.index} (task {growing.task.id}) is given up: "
+                f"{NUM_LOSSES + NUM_TRIALS} workers in a row were lost while it came no further; "
+                "look at their logs, and at what its task lets the tools do"
+            )
+        if growing.given_up:
+            growing.ended.set_result(None)
+            return
         if self._reason:
             raise WorkerError(self._reason)
         if not self._suspects.admits(growing.index):
@@ -198,13 +250,6 @@ class RolloutWorkers:
             self._homeless.append(growing)
             return
         worker = min(staying, key=lambda one: len(one.trees))
-        if self._suspects.is_found(growing.index) and not growing.given_up:
-            growing.given_up = f"{NUM_LOSSES + NUM_TRIALS} workers were lost with it"
-            self._tell(
-                f"tree {growing.index} (task {growing.task.id}) is given up: "
-                f"{NUM_LOSSES + NUM_TRIALS} workers in a row were lost while it came no further; "
-                "look at their logs, and at what its task lets the tools do"
-            )
         recorded = growing.recorded
         growing.number, growing.worker = next(self._numbers), worker
         worker.trees[growing.number] = growing
@@ -217,19 +262,21 @@ class RolloutWorkers:
             None if recorded is None else pack_recorded(recorded),
         )
         worker.link.send(pack(grow))
-        if growing.given_up:
-            worker.link.send(pack(GiveUp(growing.number, growing.given_up)))
 
     def _let_go(self, growing: _Growing) -> None:
         """It is not wanted any more, or it has ended."""
-        for places in (self._homeless, self._held_back):
-            if growing in places:
-                places.remove(growing)
+        self._forget(growing)
         self._clear(growing)
         worker = growing.worker
         if worker is not None and worker.trees.pop(growing.number, None) is not None:
             worker.link.send(pack(Drop(growing.number)))
             self._has_less(worker)
+
+    def _forget(self, growing: _Growing) -> None:
+        """It waits for no worker any more."""
+        for places in (self._homeless, self._held_back):
+            if growing in places:
+                places.remove(growing)
 
     def _clear(self, growing: _Growing) -> None:
         """It kills no worker. The next one that may is tried."""
@@ -238,10 +285,10 @@ class RolloutWorkers:
 
     def _place_again(self, growing: _Growing) -> None:
         """The tree goes on elsewhere, if there is a place to come."""
-        if self._reason:
-            growing.ended.set_exception(WorkerError(self._reason))
-        else:
+        try:
             self._place(growing)
+        except WorkerError as error:
+            growing.ended.set_exception(error)
 
     # workers
 
@@ -268,18 +315,19 @@ class RolloutWorkers:
                 why = f"it has said nothing for {self._silence_s:g} s (cluster.silence_s)"
             if is_drained := worker.draining is not None and not worker.is_hanging:
                 why = "its machine is going to end"
-            return Left(why, worker.num_ended, _rest(worker), is_drained)
+            further = worker.has_come_further
+            return Left(why, worker.num_ended, _rest(worker), is_drained, further)
         finally:
             listening.cancel()
             if worker.draining is not None:
                 worker.draining.cancel()
             link.abort()
             del self._workers[name]
-            await worker.turns.close()
             if worker.leases is not None:
                 worker.leases.close()
             self._move(worker)
             self._left.set()
+            await worker.turns.close()
 
     def _take(self, worker: _Worker, told: Answer) -> None:
         """Deal with what a rollout worker has said."""
@@ -321,9 +369,12 @@ class RolloutWorkers:
         try:
             self._actor.crashes.add(error, told.task_id)
         except TooManyCrashesError as problem:
-            left = (one for one in worker.trees.values() if not one.ended.done())
+            own, others = [*worker.trees.values()], self._wanted()
+            left = (one for one in [*own, *others] if not one.ended.done())
             if growing := next(left, None):
                 growing.ended.set_exception(problem)
+            else:
+                self._problem = problem
 
     def _frame(self, worker: _Worker, told: Told) -> None:
         growing = worker.trees.get(told.number)
@@ -331,6 +382,7 @@ class RolloutWorkers:
             return
         growing.frames.add(told.tag, told.frame)
         if growing.has_come_further:
+            worker.has_come_further = True
             self._clear(growing)
         if self.journal is not None:
             self.journal.append(Packed(growing.index, told.frame))
@@ -347,12 +399,22 @@ class RolloutWorkers:
             if growing.ended.done():
                 continue
             if worker.draining is None or worker.is_hanging:
-                self._suspects.lost(growing.index, has_come_further=growing.has_come_further)
+                self._suspect(growing)
             growing.recorded, growing.frames = growing.state(), TreeFrames()
             growing.worker = None
             self.num_moved += 1
             self._place_again(growing)
         worker.trees.clear()
+
+    def _suspect(self, growing: _Growing) -> None:
+        """Its worker was lost."""
+        num = self._suspects.lost(growing.index, has_come_further=growing.has_come_further)
+        self._remember(growing.index, num)
+
+    def _remember(self, index: int, num_lost: int) -> None:
+        """For the next process, how many workers were lost with a tree."""
+        if self.journal is not None and num_lost:
+            self.journal.append(WorkerLost(index, num_lost, self.journal.settings))
 
     async def _listen(self, worker: _Worker) -> None:
         """Break the link of one that hangs. A loop of ours that was held up hears late: it looks
@@ -421,13 +483,17 @@ class RolloutWorkers:
         worker.link.send(pack(Steer(actor.held is not None, actor.limits)))
 
     def give_up(self, index: int, reason: str) -> bool:
-        """A person wants no more of that tree, wherever it grows. False: it does not."""
+        """A person wants no more of that tree, wherever it grows: its worker is told to end it, and
+        without one it ends here. False: it does not grow."""
         growing = self._growing(index)
         if growing is None:
             return False
         growing.given_up = reason
         if growing.worker is not None:
             growing.worker.link.send(pack(GiveUp(growing.number, reason)))
+        elif not growing.ended.done():
+            self._forget(growing)
+            growing.ended.set_result(None)
         return True
 
     async def look(self, index: int) -> list[BranchNow] | None:
@@ -442,10 +508,13 @@ class RolloutWorkers:
         done, _ = await asyncio.wait({growing.looked}, timeout=LOOK_S)
         return growing.looked.result() if done else None
 
-    def _growing(self, index: int) -> _Growing | None:
+    def _wanted(self) -> list[_Growing]:
+        """All trees, those that wait for a worker last."""
         placed = (one for worker in self._workers.values() for one in worker.trees.values())
-        waiting = [*self._homeless, *self._held_back]
-        return next((one for one in [*placed, *waiting] if one.index == index), None)
+        return [*placed, *self._homeless, *self._held_back]
+
+    def _growing(self, index: int) -> _Growing | None:
+        return next((one for one in self._wanted() if one.index == index), None)
 
     def places(self) -> dict[int, Placed]:
         """Where each tree grows, by its index."""

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from agentenv.errors import ConfigError, ForeignError
 from agentenv.foreign import decode
-from agentenv.offload import kill, start_process
+from agentenv.offload import in_thread, kill, start_process
 
 PROBE_TIMEOUT_S = 30.0
 _PROBE = (
@@ -45,7 +45,7 @@ async def find_interpreter(where: str | None) -> Interpreter:
     """
     if where is None:
         return _interpreter(sys.executable, sys.prefix, sys.base_prefix)
-    program = _program(where)
+    program = await in_thread(_program, where)
     try:
         process = await start_process(
             program,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ from msgspec import Meta, Struct
 
 from agentenv.errors import ConfigError, EnvError, ForeignError, InfraError
 from agentenv.foreign import decode
+from agentenv.offload import in_thread
 from envs.sandbox.process import SandboxLimits
 from envs.sandbox.sandbox import CODE_TOO_LONG, MAX_CODE_CHARS, RunResult, SandboxCounters
 
@@ -28,6 +30,13 @@ if TYPE_CHECKING:
 
 MARK = "\n@@agentenv-answer@@"
 SOURCES = {name: Path(__file__).with_name(f"{name}.py") for name in ("determinism", "cells")}
+
+
+@cache
+def _sources() -> dict[str, str]:
+    return {name: path.read_text() for name, path in SOURCES.items()}
+
+
 # The order in which sets of strings are gone through must not change from call to call. The
 # program can be too long for an argument.
 RESTART = """
@@ -149,7 +158,7 @@ class RemoteSandbox:
         said and of the variables at the end, and the seconds that all took. Raises InfraError.
         """
         request = {
-            "sources": {name: path.read_text() for name, path in SOURCES.items()},
+            "sources": await in_thread(_sources),
             "seed": seed,
             "codes": codes,
             "max_chars": self.limits.max_output_chars,

@@ -340,6 +340,8 @@ class Sandbox:
 
     async def _wait_for_room(self, session: SandboxSession) -> None:
         while not self.make_room_for(session):
+            if self._closed:
+                raise InfraError("the sandbox is closed")
             self._freed.clear()
             await self._freed.wait()
 
@@ -371,6 +373,7 @@ class Sandbox:
     async def close(self) -> None:
         """End all sessions; no process is left. Idempotent."""
         self._closed = True
+        self._freed.set()  # who waits for room is told
         async with self._starting:
             zygote, self._zygote = self._zygote, None
             if zygote is not None:

@@ -18,6 +18,7 @@ from agentenv.env import shared_stats
 from agentenv.errors import EngineError, EnvError
 from agentenv.evaluate import Answer, Question, ask
 from agentenv.metrics import Throughput
+from agentenv.offload import in_thread
 from agentenv.renderer import Renderer, TextCodec
 from agentenv.tree import Node, Trajectory
 from envs.grading.verdict import final_answer
@@ -220,10 +221,10 @@ async def ask_into(
     if any(row.end != FAILED for row in store.rows.values()):
         hopeless = 0
 
-    def keep(answer: Answer) -> None:
+    async def keep(answer: Answer) -> None:
         nonlocal hopeless
         row = make_row(names[id(answer.question.actor)], answer)
-        store.add(row)
+        await in_thread(store.add, row)
         on_row(row)
         if row.end != FAILED:
             hopeless = 0

@@ -6,20 +6,19 @@ DIR/rows.jsonl     one EvalRow a line, written as each trajectory ends
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO
 
 import msgspec
 from msgspec import Struct
 
 from agentenv.config import Tree, changes, upgrade
-from agentenv.disk import PARTIAL, explain, naming, write_whole
+from agentenv.disk import PARTIAL, append_whole, explain, write_whole
 from agentenv.errors import ConfigError, DataError
 from launchers.config import WHERE
 from launchers.evaluation.config import EvaluateConfig
@@ -102,6 +101,7 @@ class Store:
     def __init__(self, path: Path, saved: Saved) -> None:
         self.path = path
         self.rows: dict[Key, EvalRow] = {}
+        self._one_at_a_time = Lock()
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -111,19 +111,18 @@ class Store:
             self._claim(saved)
             self._cut_torn_line()
             self.rows = {row.key: row for row in read_rows(path)}
-            self._file = (path / ROWS_FILE).open("ab", buffering=0)
+            (path / ROWS_FILE).touch()
         except BaseException:
             self._lock.close()
             raise
 
     def add(self, row: EvalRow) -> None:
-        """Write a row at once: after that, nothing but the machine's own end takes it away."""
+        """Write a row at once, in any thread: after that, nothing but the machine's own end takes
+        it away."""
         line = msgspec.json.encode(row, enc_hook=str) + b"\n"
-        path = self.path / ROWS_FILE
-        with naming(path):
-            if self._file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        self.rows[row.key] = row
+        with self._one_at_a_time:
+            append_whole(self.path / ROWS_FILE, line)
+            self.rows[row.key] = row
 
     def missing(self, wanted: Iterable[Wanted]) -> list[Wanted]:
         """What is still to be asked; failed ones are asked again. Raises ConfigError if a stored
@@ -142,7 +141,6 @@ class Store:
 
     def close(self) -> None:
         """Idempotent."""
-        self._file.close()
         self._lock.close()
 
     def _claim(self, saved: Saved) -> None:

@@ -193,6 +193,6 @@ class ColdStart:
         )
         self.view.advance(self.step)
         row = {f"sft/exact_match/{kind}": share for kind, share in exact.items()}
-        self.recorder.log({"step": 0, "sft/step": self.step, "sft/loss": loss, **row})
+        await self.recorder.log({"step": 0, "sft/step": self.step, "sft/loss": loss, **row})
         self._done.measured.append(exact)
         return exact

@@ -110,9 +110,13 @@ class Evaluator:
         for number in count(1):
             when = f"asked-{self.state.step:06d}" + (f"-{number}" if number > 1 else "")
             what = self._now(names, when)
-            if not (self._folder / when).exists() or self._evaluations.is_done(what):
+            if await in_thread(self._is_free, what):
                 break
         return when, await self.evaluate(names, when)
+
+    def _is_free(self, what: Evaluating) -> bool:
+        """Whether nothing else is stored where it goes."""
+        return not (self._folder / what.phase).exists() or self._evaluations.is_done(what)
 
     async def resume(self, due: list[str]) -> None:
         """Take up the evaluation after a step that an interruption cut off, or that of the sets
@@ -123,9 +127,9 @@ class Evaluator:
         beside = self.parts.overlapping
         if not self._has_sets(what):
             self._tell_gap(what, "eval.sets does not have them any more")
-        elif self._evaluations.is_done(what):
+        elif await in_thread(self._evaluations.is_done, what):
             await self._consider_again(what)
-        elif beside is not None and self._weights_of(what).is_dir():
+        elif beside is not None and await in_thread(self._weights_of(what).is_dir):
             return self._begin(beside, what)
         elif what.step == self.state.step:
             return await self.after_step(what.sets)
@@ -247,7 +251,7 @@ class Evaluator:
                 rows = await ask(actor, name)
                 refuse_failed(name, rows)
                 found[name] = brief_report(name, rows)
-                self.recorder.tell(found[name], rows, what.step, what.phase)
+                await self.recorder.tell(found[name], rows, what.step, what.phase)
         return found
 
 
@@ -280,7 +284,7 @@ class Evaluations:
         """What asks a set of the evaluation in RUN/eval/WHEN, which is whole when the context ends
         well. An evaluation of the same weights that was cut off is taken up; one of others in its
         place is removed."""
-        config = self._configuration(what.sets)
+        config = await in_thread(self._configuration, what.sets)
         saved = self._saved(what, config)
         folder = self._run / EVALUATIONS / when
         unfinished = folder.with_name(folder.name + PARTIAL)

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentenv.actor import Actor
-from agentenv.deadline import uncancelled
+from agentenv.deadline import heed, uncancelled
 from agentenv.disk import own_folder
 from agentenv.encoder import encode_beside
 from agentenv.engine import Engine, EngineStart, ServerStarter
@@ -256,10 +256,9 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         try:
             yield
         finally:
+            starting.add_done_callback(heed)  # `parts` has raised it, unless another came before
             starting.cancel()
             await asyncio.wait([starting])
-            if not starting.cancelled():
-                starting.exception()  # `parts` has raised it, unless another came before
 
     @once
     async def ranks(self) -> RankGroup:
@@ -272,9 +271,11 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
                 path.unlink()
 
         async def close() -> None:
-            await group.close()
-            if "learner" not in self.built:
-                forget_logs()
+            try:
+                await group.close()
+            finally:
+                if "learner" not in self.built:
+                    forget_logs()
 
         try:
             group = await start_ranks(self.config.learner, log, await self.gpus(), self.rank_places)

@@ -13,9 +13,11 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
+from agentenv.deadline import uncancelled
 from agentenv.engine import Engine, SleepingEngine
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.errors import ConfigError, EngineDeadError, LearnerError
+from agentenv.offload import in_thread
 from agentenv.types import Completion, SamplingParams
 from learners.batch import encode_sequence
 from learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
@@ -142,7 +144,7 @@ class Colocation:
         finally:
             self._depth -= 1
             if not (self._depth or gone):
-                await self._to_engine()
+                await uncancelled(self._to_engine())  # half of it would leave both asleep
 
     async def release(self) -> None:
         """Within a turn: the learner sleeps from now on, the engine is about to be woken up by
@@ -209,7 +211,7 @@ class DirectoryPublisher:
             if self.colocation is not None:
                 await self.colocation.release()
         await self.engine.load_weights(path, version)
-        shutil.rmtree(self.folder / f"v{version - 1}", ignore_errors=True)
+        await in_thread(shutil.rmtree, self.folder / f"v{version - 1}", ignore_errors=True)
 
     async def _write(self, path: Path) -> Path:
         return await self.learner.publish(path)
@@ -232,4 +234,4 @@ class BroadcastPublisher:
     async def publish(self) -> None:
         version = await self.sender.publish()
         await self.engine.receive_weights(self.sender, version)
-        shutil.rmtree(self.sender.folder / f"v{version - 1}", ignore_errors=True)
+        await in_thread(shutil.rmtree, self.sender.folder / f"v{version - 1}", ignore_errors=True)

@@ -153,23 +153,24 @@ class Recorder:
         self._writer: WorkerPool | None = None  # from the first step with many tokens on
         self.report_set = next(iter(config.eval.sets), "")
 
-    def log(self, row: dict[str, Any]) -> None:
+    async def log(self, row: dict[str, Any]) -> None:
         """A row of metrics.jsonl, and of the monitors."""
-        self.run.log_metrics(row)
+        await in_thread(self.run.write_metrics, row)
+        self.run.monitors.log(row)
 
-    def tell(self, result: BriefReport, rows: list[EvalRow], step: int, when: str) -> None:
+    async def tell(self, result: BriefReport, rows: list[EvalRow], step: int, when: str) -> None:
         """An evaluation of one set after `step`: metrics, a line, samples for monitors and, of
         the set that is reported, for samples.txt."""
         name = f"eval-{result.name}-{when}"
         done = [row for row in rows if row.end != "failed"]
         if shown := done[: self.run.monitors.num_wanted(name)]:
             self.run.monitors.trajectories(name, [msgspec.structs.asdict(row) for row in shown])
-        self.log({"step": step, "phase": when, **report.report_metrics(result)})
+        await self.log({"step": step, "phase": when, **report.report_metrics(result)})
         title = report.phase_title(when, cold_start=self.config.sft is not None)
         self.view.say(report.report_line(result, title))
         if when in report.PHASES and result.name == self.report_set:
             path, append = self.run.path / "samples.txt", when != "before_sft"
-            report.write_samples(path, title, done, append=append)
+            await in_thread(report.write_samples, path, title, done, append=append)
 
     def finish(
         self,
@@ -223,7 +224,7 @@ class Recorder:
         path = None
         if log.trajectories and not is_full:
             path = self.run.path / "trajectories" / f"{name}.jsonl"
-            path.parent.mkdir(exist_ok=True)
+            await in_thread(path.parent.mkdir, exist_ok=True)
         elif log.trajectories:
             logger.warning("log.max_trajectory_mb is reached: no more trajectories are written")
         if path is None and not wanted:
@@ -238,7 +239,8 @@ class Recorder:
     ) -> tuple[int, list[Row]]:
         """In a process of its own if it takes long, else in a thread."""
         file = Path(str(getattr(self.tokenizer, "name_or_path", ""))) / "tokenizer.json"
-        if sum(tree.num_tokens for tree in trees) > MANY_TOKENS and file.is_file():
+        has_many = sum(tree.num_tokens for tree in trees) > MANY_TOKENS
+        if has_many and await in_thread(file.is_file):
             if self._writer is None:
                 handler = "launchers.trajectories:TrajectoryWriter"
                 arguments = {"tokenizer": str(file)}

@@ -8,6 +8,7 @@ after a tool result; entropy.csv and entropy.png show whether the user's own pol
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 
 from agentenv.data.files import Row
-from agentenv.disk import naming, write_whole
+from agentenv.disk import append_whole, write_whole
 from agentenv.engine import Engine
 from agentenv.metrics import EntropyProfile, Throughput
 from agentenv.offload import look_again
@@ -38,11 +39,11 @@ def write_entropy(profile: EntropyProfile, folder: Path, name: str) -> None:
     """entropy.csv and entropy.png: mean entropy (nats) by token position from the start of a turn,
     of first turns and of turns after a tool result, by tool; beside it how many turns each point
     is the mean of."""
-    path = folder / "entropy.csv"
-    with naming(path), path.open("w", encoding="utf-8", newline="") as file:
-        table = csv.DictWriter(file, COLUMNS)
-        table.writeheader()
-        table.writerows(profile.rows())
+    text = io.StringIO(newline="")
+    table = csv.DictWriter(text, COLUMNS)
+    table.writeheader()
+    table.writerows(profile.rows())
+    write_whole(folder / "entropy.csv", text.getvalue())
     _plot(profile, folder / "entropy.png", name)
 
 
@@ -430,7 +431,6 @@ def write_samples(path: Path, title: str, rows: Sequence[EvalRow], *, append: bo
     """A few complete trajectories as readable text, one of each kind of question."""
     firsts = {row.kind: row for row in reversed(rows)}
     chosen = [row for row in rows if firsts[row.kind] is row][:NUM_SAMPLES]
-    with naming(path), path.open("a" if append else "w", encoding="utf-8") as file:
-        file.write(f"{'=' * 30} {title} {'=' * 30}\n\n")
-        for row in chosen:
-            file.write(readable(msgspec.structs.asdict(row)) + "\n\n")
+    texts = [f"{'=' * 30} {title} {'=' * 30}"]
+    texts += [readable(msgspec.structs.asdict(row)) for row in chosen]
+    (append_whole if append else write_whole)(path, "".join(f"{text}\n\n" for text in texts))

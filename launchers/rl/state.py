@@ -235,9 +235,12 @@ class RunSaver(Saver):
     async def _let_go(self) -> None:
         """Of what no checkpoint wants of the journal."""
         if self.journal is not None and not self.journal.is_broken:
-            newest = self.checkpoints.finished()[-self.config.keep_last :]
-            places = [load_state(path, RunState).position for path in newest]
-            await self.journal.rotate(min(places, default=0))
+            await self.journal.rotate(await in_thread(self._oldest))
+
+    def _oldest(self) -> int:
+        """The place of the first tree that a checkpoint which is kept may want."""
+        newest = self.checkpoints.finished()[-self.config.keep_last :]
+        return min((load_state(path, RunState).position for path in newest), default=0)
 
     async def _at_last(self, what: str, writing: Awaitable[None]) -> None:
         """Wait for `finish_s` at most, and only say what goes wrong."""
@@ -258,7 +261,7 @@ class RunSaver(Saver):
         if self.state.best is not None and value <= self.state.best:
             return
         cancelled = None
-        if step == self.state.step and not self._has(step):
+        if step == self.state.step and not await in_thread(self._has, step):
             try:
                 await self.save()
             except asyncio.CancelledError as error:  # it is saved all the same
@@ -267,13 +270,16 @@ class RunSaver(Saver):
         if cancelled is not None:
             raise cancelled
 
+    def _best_step(self) -> int | None:
+        """Of the best checkpoint, which an earlier process may have kept."""
+        best = self.checkpoints.best()
+        return None if best is None else load_state(best, RunState).step
+
     async def _keep_best(self, step: int, value: float) -> None:
         """Only what is there is remembered; see Evaluator.resume."""
-        if self._has(step):
+        if await in_thread(self._has, step):
             await in_thread(self.checkpoints.keep_best, step)
-        else:  # an earlier process kept it, and went on
-            best = self.checkpoints.best()
-            if best is None or load_state(best, RunState).step != step:
-                return
+        elif await in_thread(self._best_step) != step:
+            return
         self.state.best = value
         await self.amend()

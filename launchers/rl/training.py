@@ -490,6 +490,7 @@ class Training:
             silence_s=cluster.silence_s,
             tell=self.view.warn,
             journal=self.journal,
+            plan=parts.plan,
         )
         setup = Setup(
             config=to_plain(config),
@@ -730,7 +731,7 @@ class Training:
                 flight.begins()
                 await asyncio.sleep(0)  # what was dropped writes the last of it before
                 if journal is not None and journal.knows(position):
-                    recorded = await in_thread(journal.read, position, task)
+                    recorded = await journal.recall(position, task)
                     flight.num_known = 0 if recorded is None else len(recorded.tree.nodes)
                 if recorded is not None and recorded.is_finished:
                     tree = recorded.tree
@@ -892,7 +893,7 @@ class Training:
         if metrics["self_critic/num_steps"]:
             await parts.publish()
         version = parts.learner.policy_version
-        self.recorder.log({"step": state.step, "policy_version": version, **metrics})
+        await self.recorder.log({"step": state.step, "policy_version": version, **metrics})
         self.view.say(f"round {state.step}: {round_line(metrics)}")
         await self.recorder.write_trajectories(f"self-critic-{state.step:06d}", trees)
 
@@ -927,7 +928,7 @@ class Training:
             **{f"event_loop/{name}": value for name, value in self.lag.figures().items()},
             **{f"steering/{key}": value for key, value in self.was_set.items()},
         }
-        self.recorder.log(row)
+        await self.recorder.log(row)
         if self.timings is not None:
             await in_thread(self.timings.write, self.timings.row(trees, row))
         self.live.row = row

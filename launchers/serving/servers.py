@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import cached_property
 from pathlib import Path
+from typing import BinaryIO
 
 import aiohttp
 from msgspec import Struct
@@ -21,7 +22,7 @@ from msgspec.structs import replace
 from agentenv.engines.server_config import LaunchConfig, Served
 from agentenv.errors import ConfigError, EngineError
 from agentenv.guard import guarded
-from agentenv.offload import kill, start_process
+from agentenv.offload import in_thread, kill, start_process
 from agentenv.ports import hold_port, port_of
 from launchers.serving.gpus import GpuPlan
 from launchers.serving.server_commands import (
@@ -86,10 +87,7 @@ class ServerProcess:
         await self._stop()
 
     async def _spawn(self) -> None:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            log.write(f"$ {' '.join(self.spec.command)}\n".encode())
-            log.flush()
+        with await in_thread(self._begin_log) as log:
             self._guard = await start_process(
                 *guarded(self.spec.command, GRACE_S),
                 stdin=asyncio.subprocess.PIPE,
@@ -99,6 +97,13 @@ class ServerProcess:
                 cwd=self.log.parent,  # a folder without modules that could shadow the engine's
                 start_new_session=True,
             )
+
+    def _begin_log(self) -> BinaryIO:
+        """The log, to append to, behind the command."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        log = self.log.open("ab", buffering=0)
+        log.write(f"$ {' '.join(self.spec.command)}\n".encode())
+        return log
 
     async def _stop(self) -> None:
         guard, self._guard = self._guard, None
@@ -122,18 +127,15 @@ class ServerProcess:
             while not await _answers(session, self.spec.url):
                 now = loop.time()
                 if self._guard.returncode is not None:
-                    raise EngineError(self._failure(f"ended with status {self._guard.returncode}"))
+                    how = f"ended with status {self._guard.returncode}"
+                    raise EngineError(await in_thread(self._failure, how))
                 if now - begin > self.spec.start_timeout_s:
                     await self._stop()
-                    raise EngineError(
-                        self._failure(
-                            f"did not come up within {self.spec.start_timeout_s:g} s "
-                            "(start_timeout_s)"
-                        )
-                    )
+                    late = f"did not come up within {self.spec.start_timeout_s:g} s"
+                    raise EngineError(await in_thread(self._failure, f"{late} (start_timeout_s)"))
                 if now - told >= TELL_EVERY_S:
                     told = now
-                    last = (self.tail(1) or ["nothing in its log yet"])[0]
+                    last = (await in_thread(self.tail, 1) or ["nothing in its log yet"])[0]
                     self._say(f"{self.spec.name}: {now - begin:.0f} s: {last}")
                 await asyncio.sleep(POLL_S)
         self._say(f"{self.spec.name}: ready after {loop.time() - begin:.0f} s")
@@ -143,7 +145,7 @@ class ServerProcess:
         while True:
             assert self._guard is not None
             status = await self._guard.wait()
-            logger.warning("%s", self._failure(f"died with status {status}"))
+            logger.warning("%s", await in_thread(self._failure, f"died with status {status}"))
             if self.num_restarts == self.spec.max_restarts:
                 logger.error("%s: not started again (max_restarts)", self.spec.name)
                 return

@@ -322,7 +322,8 @@ class SupervisedTraining:
             "learning_rate": self.config.learner.learning_rate * scale,
             **{f"{self.objective.name}/{name}": value for name, value in metrics.items()},
         }
-        self.run.log_metrics(row)
+        await in_thread(self.run.write_metrics, row)
+        self.run.monitors.log(row)
         shown = " ".join(f"{key} {metrics[key]:.4f}" for key in self.objective.plotted)
         self.view.say(
             f"step {state.step:>4}/{self.num_steps} {shown} lr {row['learning_rate']:.2e}"
@@ -340,9 +341,9 @@ class SupervisedTraining:
             return
         state.first_eval = state.first_eval or metrics
         state.last_eval = metrics
-        self.run.log_metrics(
-            {"step": state.step, **{f"eval/{name}": value for name, value in metrics.items()}}
-        )
+        row = {"step": state.step, **{f"eval/{name}": metrics[name] for name in metrics}}
+        await in_thread(self.run.write_metrics, row)
+        self.run.monitors.log(row)
         shown = " ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         self.view.say(f"held out after step {state.step}: {shown}")
         if self.config.checkpoint.keep_best and (

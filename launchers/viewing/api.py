@@ -126,7 +126,8 @@ class Server:
         return None
 
     async def _page(self, request: web.Request) -> web.Response:
-        response = web.Response(body=static("index.html"), content_type="text/html")
+        page = await in_thread(static, "index.html")
+        response = web.Response(body=page, content_type="text/html")
         response.charset = "utf-8"
         response.set_cookie(self.cookie, self.token, httponly=True, samesite="Strict")
         return response

@@ -13,7 +13,7 @@ from typing import BinaryIO, Protocol
 from msgspec import Struct
 
 from agentenv.guard import guarded
-from agentenv.offload import kill, start_process
+from agentenv.offload import in_thread, kill, start_process
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
 
@@ -66,7 +66,7 @@ class Here:
         self._guards: dict[str, asyncio.subprocess.Process] = {}
 
     async def start(self, launch: Launch) -> None:
-        with opened(launch.log) as log:
+        with await in_thread(opened, launch.log) as log:
             self._guards[launch.name] = await start_process(
                 *guarded(launch.command, GRACE_S),
                 stdin=asyncio.subprocess.PIPE,

@@ -6,9 +6,10 @@ lost.
           | Setup   <------ Hello, token ------+     TCP, as agentenv/cluster/link.py has it
           +--> Members.join, until it is lost; then it is started again, after a break
 
-One that died `max_restarts` times in a row without having ended anything is given up; the members
-are told when it was the last. Of those that somebody else starts, and of those that wait for room
-on a cluster, some may come late, or never: `Kind.least` of them are waited for at the start.
+One that died `max_restarts` times in a row without any progress of its work is given up; the
+members are told when it was the last. Of those that somebody else starts, and of those that wait
+for room on a cluster, some may come late, or never: `Kind.least` of them are waited for at the
+start.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class WorkerProcesses:
     async def start(self) -> None:
         """Returns when all that are needed are there. Raises WorkerError for one that does not come
         up, and what it finds wrong."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        await in_thread(self._folder.mkdir, parents=True, exist_ok=True)
         port = self._kind.port
         try:
             self._server = await asyncio.start_server(self._accept, self._places.host, port)
@@ -234,7 +235,7 @@ class WorkerProcesses:
             async with asyncio.timeout(deadline_s):
                 await asyncio.wait({arriving, ended}, return_when=asyncio.FIRST_COMPLETED)
                 if not arriving.done():
-                    raise self._failure(number, ended.result())
+                    raise await in_thread(self._failure, number, ended.result())
                 link: StreamLink = arriving.result()
                 link.send(self._setup)
             async with asyncio.timeout(self._kind.start_timeout_s):
@@ -242,9 +243,10 @@ class WorkerProcesses:
         except TimeoutError as error:
             await places.stop(name)
             late = f"did not come up within {self._kind.start_timeout_s:g} s"
-            raise self._failure(number, late + self._kind.key("start_timeout_s")) from error
+            late += self._kind.key("start_timeout_s")
+            raise await in_thread(self._failure, number, late) from error
         except EOFError as error:
-            raise self._failure(number, f"broke off: {error}") from error
+            raise await in_thread(self._failure, number, f"broke off: {error}") from error
         finally:
             ended.cancel()
         if isinstance(first, Lost):
@@ -319,7 +321,8 @@ class WorkerProcesses:
                     self._joined.discard(number)
                 if self._is_closing:
                     return
-                num_losses = 1 if left.num_ended or left.is_drained else num_losses + 1
+                has_worked = left.num_ended or left.has_come_further or left.is_drained
+                num_losses = 1 if has_worked else num_losses + 1
                 self._members.num_lost += not left.is_drained
                 why = await self._how_it_ended(number, left)
             self._tell(why)
@@ -377,7 +380,7 @@ class WorkerProcesses:
         with suppress(TimeoutError):
             async with asyncio.timeout(ENDED_S):
                 why = f"it {await self._places.ended(name)}"
-        return str(self._failure(number, f"is lost: {why}; {left.rest}"))
+        return str(await in_thread(self._failure, number, f"is lost: {why}; {left.rest}"))
 
     def _log(self, number: int) -> Path:
         return self._folder / f"{self.name_of(number)}.log"

@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from agentenv.errors import InfraError
 from envs.sandbox import Sandbox, SandboxLimits, SandboxSession
 from envs.sandbox.sandbox import VARIABLES_LOST
 from tests.support.sandboxes import RESIDENTS, children, said, until, until_processes, zygote_of
@@ -149,3 +150,16 @@ async def test_together_they_are_bounded_and_the_largest_dies() -> None:
     small.close()
     large.close()
     await sandbox.close()
+
+
+async def test_nobody_waits_for_room_in_a_sandbox_that_is_closed() -> None:
+    """Whoever has the only place may keep it for ever."""
+    sandbox = Sandbox(limits=SandboxLimits(max_sessions=1), preload=())
+    holder, comer = sandbox.session(0), sandbox.session(1)
+    sandbox._holding[holder] = None
+    holder.resting = lambda: False  # type: ignore[method-assign]
+    waiting = asyncio.create_task(sandbox._wait_for_room(comer))
+    await asyncio.sleep(0)
+    await sandbox.close()
+    with pytest.raises(InfraError, match="the sandbox is closed"):
+        await asyncio.wait_for(waiting, 5)

@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from agentenv.deadline import uncancelled
 from agentenv.engines.pool.member import Member, Target
 from agentenv.engines.weights import Group, Sender, TransferError
 from agentenv.errors import EngineError
@@ -110,14 +111,21 @@ async def _together(
             await sender.leave()  # whoever waits for it sees that it has gone
             await asyncio.wait(others, timeout=SETTLE_S)
     finally:
-        if not sending.done():
-            await sender.abort()
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        await uncancelled(_call_off(sender, tasks))
     first = first or next((error for task in tasks if (error := _error(task)) is not None), None)
     if first is not None:
         raise first
+
+
+async def _call_off(sender: Sender, tasks: Sequence[asyncio.Task[None]]) -> None:
+    """End all, the first of which sends."""
+    try:
+        if not tasks[0].done():
+            await sender.abort()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 def _error(task: asyncio.Task[Any]) -> BaseException | None:

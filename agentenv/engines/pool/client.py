@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import Generic, Literal
 
-from agentenv.deadline import doing, doubting, waiting
+from agentenv.deadline import doing, doubting, uncancelled, waiting
 from agentenv.engines.pool.seat import Hearing, S, Seats, Voice
 from agentenv.engines.pool.turn import EntropyKind, Turn
 from agentenv.engines.server import (
@@ -190,12 +190,14 @@ class PoolClient(Generic[S]):
             with doing(seat.doing), doubting(hearing.doubt_s):
                 await turn.until_ended(attempt)
         finally:
-            if not attempt.done():
-                attempt.cancel()
-                await asyncio.wait({attempt})
-            del seat.attempts[attempt]
-            hearing.end()
-            problem = None if attempt.cancelled() else attempt.exception()
+            try:
+                if not attempt.done():
+                    attempt.cancel()
+                    await uncancelled(asyncio.wait({attempt}))
+            finally:  # who is cancelled once more leaves nothing on the account of the server
+                del seat.attempts[attempt]
+                hearing.end()
+                problem = None if attempt.cancelled() else attempt.exception()
         if turn.is_stopped:
             return None
         if seat.asleep and (attempt.cancelled() or problem is not None):

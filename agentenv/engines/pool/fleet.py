@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from heapq import heappop, heappush
 
+from agentenv.deadline import uncancelled
 from agentenv.engines.pool.broadcast import Broadcast
 from agentenv.engines.pool.limit import FULL
 from agentenv.engines.pool.member import Member, State, Target, WeightProbe
@@ -277,7 +278,10 @@ class Fleet:
     # the end
 
     async def close(self) -> None:
-        """Stop keeping, abort what runs, drop the connections."""
+        """Stop keeping, abort what runs, drop the connections, however often it is cancelled."""
+        await uncancelled(self._close())
+
+    async def _close(self) -> None:
         members = {*self.members, *self._keepers}
         tasks: set[asyncio.Task[None]] = set(self._keepers.values())
         for task in tasks:
@@ -412,8 +416,8 @@ class Fleet:
                 failures += 1
                 pause = self._config.backoff_s(failures, member.name)
             await member.rest(pause)
-        while member.attempts:
-            await asyncio.wait(set(member.attempts))
+        while running := [one for one in member.attempts if not one.done()]:
+            await asyncio.wait(running)
         await member.server.close()
 
     async def _look(self, member: Member) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from enum import Enum
 from itertools import count
 from pathlib import Path
@@ -360,13 +361,11 @@ class Member(Seat):
         self._looked_for.set()
 
     async def rest(self, seconds: float) -> None:
-        """Until `look` is called, at most so long."""
-        self._looked_for.clear()
-        try:
+        """Until `look` is called, or was since the last rest; at most so long."""
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._looked_for.wait()
-        except TimeoutError:
-            return
+        self._looked_for.clear()
 
     async def poll(self) -> None:
         """Ask a server that serves for the label of its weights and for its load, and adapt the

@@ -1,0 +1,298 @@
+"""A journal of several processes that has lost a frame, whichever that is: its tree is one that was
+there at some moment, or it is rolled out again."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import zlib
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentenv.actor import Actor
+from agentenv.frames import HEADER, MARK, frames_of
+from agentenv.journal import (
+    Began,
+    Journal,
+    Leased,
+    TreeFrames,
+    finished_trees,
+    pack_recorded,
+    read_frames,
+)
+from agentenv.plan import RolloutPlan
+from tests import test_actor
+from tests.support.virtual_clock import run_virtual
+from tests.test_actor import AlwaysFork
+from tests.test_cluster import Cluster
+from tests.test_journal import PLANS, TASK, Failing, content, grown, journal, make_actor, read
+
+Frames = list[tuple[Path, int, int]]  # file, offset of the head, size with the head
+
+
+def grow_for(
+    folder: Path,
+    plan: RolloutPlan,
+    seconds: float,
+    incarnation: int,
+    actor: Actor | None = None,
+) -> None:
+    """A process that ends after so many seconds, and goes on with what the one before has left."""
+
+    async def scenario() -> None:
+        written = journal(folder, incarnation=incarnation)
+        recorded = written.read(3, TASK)
+        if recorded is None or not recorded.is_finished:
+            written.append(Leased(0, [0]))
+            work = (actor or make_actor()).rollout(
+                TASK, plan, index=3, record=written.record(3), recorded=recorded
+            )
+            task = asyncio.ensure_future(work)
+            await asyncio.wait({task}, timeout=seconds)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await written.close()
+
+    run_virtual(scenario())
+
+
+def frames_in(folder: Path) -> Frames:
+    return [
+        (path, offset - HEADER.size, size + HEADER.size)
+        for path in sorted(folder.glob("*.frames"))
+        for offset, size, _ in frames_of(path.read_bytes())
+    ]
+
+
+def state(folder: Path) -> bytes | None:
+    """What the journal says of the tree; it begins no file of its own."""
+    found = read(folder)
+    for path in folder.glob("*.frames"):
+        if not path.stat().st_size:
+            path.unlink()
+    return None if found is None else bytes([found.is_finished]) + pack_recorded(found)
+
+
+def prefixes(folder: Path) -> set[bytes | None]:
+    """All states that the tree was in."""
+    found, frames, rest = {state(folder)}, frames_in(folder), folder.with_name("prefix")
+    shutil.copytree(folder, rest)
+    for path, offset, _ in reversed(frames):
+        with (rest / path.name).open("r+b") as file:
+            file.truncate(offset)
+        found.add(state(rest))
+    shutil.rmtree(rest)
+    return found
+
+
+def check_each_loss(folder: Path) -> int:
+    """Lose each frame in turn, damaged or without a trace; how many of the trees were accepted."""
+    right, num_accepted = prefixes(folder), 0
+    for path, offset, size in frames_in(folder):
+        whole = path.read_bytes()
+        damaged = bytearray(whole)
+        damaged[offset + size // 2] ^= 0xFF
+        for data in (bytes(damaged), whole[:offset] + whole[offset + size :]):
+            path.write_bytes(data)
+            found = state(folder)
+            assert found in right, f"{path.name} at {offset}"
+            num_accepted += found is not None
+        path.write_bytes(whole)
+    return num_accepted
+
+
+@settings(max_examples=settings.default.max_examples // 2)  # type: ignore[attr-defined]
+@given(
+    name=st.sampled_from(sorted(PLANS)),
+    seconds=st.lists(st.floats(0.0, 12.0), min_size=2, max_size=3),
+    fails=st.booleans(),
+)
+def test_a_tree_that_lost_a_frame_is_as_it_was_once_or_not_there(
+    tmp_path_factory: pytest.TempPathFactory, name: str, seconds: list[float], fails: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("journal") / "whole"
+    for number, one in enumerate(seconds):
+        actor = make_actor(Failing) if fails else make_actor()
+        grow_for(folder, PLANS[name], one, number + 1, actor)
+    check_each_loss(folder)
+
+
+def test_a_tree_that_began_again_and_has_lost_that_is_not_mixed(tmp_path: Path) -> None:
+    """The first frame of the second process, at each moment at which the first one may end."""
+    num_accepted = 0
+    for number in range(26):
+        folder = tmp_path / str(number)
+        grow_for(folder, PLANS["forks"], 0.4 * number, 1)
+        grow_for(folder, PLANS["forks"], 3.0, 2)
+        files = sorted(folder.glob("*.frames"))
+        if len(files) < 2:
+            continue
+        data = bytearray(files[1].read_bytes())
+        for at, size, _ in list(frames_of(bytes(data)))[:2]:  # also that of another tree's lease
+            data[at + size // 2] ^= 0xFF
+        files[1].write_bytes(data)
+        num_accepted += read(folder) is not None
+    assert num_accepted == 0
+
+
+def test_a_tree_that_went_from_worker_to_worker_and_lost_a_frame(tmp_path: Path) -> None:
+    """One process of the controller: what begins again has the same incarnation."""
+
+    async def main(folder: Path, seed: int) -> None:
+        rng, cluster = Random(seed), Cluster(lambda: make_actor())
+        cluster.workers.journal = journal(folder)
+        cluster.add("a")
+        growing = asyncio.create_task(cluster.workers.rollout(TASK, index=3))
+        for number in range(3):
+            await asyncio.sleep(rng.uniform(0.0, 4.0))
+            await cluster.kill("a" * (number + 1))
+            cluster.add("a" * (number + 2))
+        await asyncio.sleep(rng.uniform(0.0, 8.0))
+        growing.cancel()
+        await cluster.close()
+        await cluster.workers.journal.close()
+
+    for seed in range(6):
+        folder = tmp_path / str(seed) / "whole"
+        run_virtual(main(folder, seed))
+        check_each_loss(folder)
+
+
+def earlier(folder: Path) -> None:
+    """Write the frames as earlier versions did, without their marks."""
+    for path in folder.glob("*.frames"):
+        data, found = path.read_bytes(), []
+        for offset, size, _ in frames_of(data):
+            fields = msgspec.msgpack.decode(data[offset : offset + size])
+            if fields[0] in (1, 2, 3):
+                fields.pop()
+            payload = msgspec.msgpack.encode(fields)
+            found.append(HEADER.pack(MARK, len(payload), zlib.crc32(payload)) + payload)
+        path.write_bytes(b"".join(found))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_journals_of_earlier_versions_are_read_and_gone_on_with(tmp_path: Path, name: str) -> None:
+    plan = PLANS[name]
+    whole = grown(tmp_path / "whole", make_actor(), plan)
+    for number in range(8):
+        folder = tmp_path / str(number)
+        grow_for(folder, plan, 1.0 * number, 1)
+        before = state(folder)
+        earlier(folder)
+        assert state(folder) == before
+        grow_for(folder, plan, 2.0, 2)  # of this version, behind frames of the earlier one
+        before = state(folder)
+        earlier(folder)
+        assert state(folder) == before
+        grow_for(folder, plan, 1e9, 3)
+        recorded = read(folder)
+        assert recorded is not None
+        assert recorded.is_finished
+        if name == "independent":
+            ends = [leaf.end for leaf in whole.leaves()]
+            assert [leaf.end for leaf in recorded.tree.leaves()] == ends
+    earlier(tmp_path / "whole")
+    (tree,) = finished_trees(tmp_path / "whole", "s")
+    assert content(tree)["nodes"] == content(whole)["nodes"]
+
+
+def test_a_doubled_place_is_refused_where_nothing_says_that_a_frame_is_missing(
+    tmp_path: Path,
+) -> None:
+    """As in frames of earlier versions, of whose second process the first frame is lost."""
+    num_refused = 0
+    for number in range(26):
+        folder = tmp_path / str(number)
+        for incarnation, seconds in ((1, 0.5 * number), (2, 3.0)):
+            actor = test_actor.make_actor(latency_s=1.0)
+            grow_for(folder, AlwaysFork(4), seconds, incarnation, actor)
+        earlier(folder)
+        began, turns = list[Any](), dict[int, Any]()
+        for path, at, size in frames_in(folder):
+            frame = next(iter(read_frames(path.read_bytes()[at : at + size])))[1]
+            began += [(path, at, size)] if isinstance(frame, Began) else []
+        if len(began) < 2:
+            continue
+        path, at, size = began[1]
+        data = bytearray(path.read_bytes())
+        data[at + size // 2] ^= 0xFF
+        path.write_bytes(data)
+        recorded = read(folder)
+        if recorded is None:
+            num_refused += 1
+            continue
+        for index, node in enumerate(recorded.tree.nodes):
+            before = turns[node.parent] if node.parent is not None else -1
+            turns[index] = before + 1
+        places = [(one.branch, turns[one.index]) for one in recorded.tree.nodes]
+        assert len(set(places)) == len(places), number
+    assert num_refused
+
+
+def test_a_tree_that_begins_anew_in_its_worker_is_whole(tmp_path: Path) -> None:
+    """Its task has another prompt by now; the controller asks for it only once."""
+    grow_for(tmp_path, PLANS["independent"], 4.0, 1)
+
+    async def main() -> tuple[Any, list[str]]:
+        cluster = Cluster(lambda: make_actor())
+        written = cluster.workers.journal = journal(tmp_path, incarnation=2)
+        recorded = written.read(3, TASK)
+        assert recorded is not None
+        recorded.tree.nodes[0].observation_ids.append(7)
+        cluster.add("a")
+        tree = await cluster.workers.rollout(TASK, index=3, recorded=recorded)
+        await cluster.close()
+        await written.close()
+        return tree, cluster.told
+
+    tree, told = run_virtual(main())
+    assert told == []
+    found = read(tmp_path)
+    assert found is not None
+    assert found.is_finished
+    assert content(found.tree) == content(tree)
+
+
+def test_frames_of_a_tree_begin_with_the_last_beginning() -> None:
+    frames = TreeFrames()
+    for tag in (1, 2, 2, 1, 2):
+        frames.add(tag, b"")
+    assert len(frames) == 2
+
+
+# the end of a journal
+
+
+@pytest.mark.parametrize("had_any", [True, False])
+async def test_nobody_waits_for_a_journal_that_is_closed(tmp_path: Path, had_any: bool) -> None:
+    written: Journal = journal(tmp_path)
+    if had_any:
+        written.append(Leased(1, [1]))
+        await written.commit()
+    await written.close()
+    await asyncio.wait_for(written.commit(), 5)  # nothing is missing
+    with pytest.raises(RuntimeError, match="is closed"):
+        await asyncio.wait_for(written.rotate(1), 5)
+    written.append(Leased(2, [2]))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"journal in .* is closed"):
+            await asyncio.wait_for(written.commit(), 5)
+    with pytest.raises(RuntimeError, match="is closed"):
+        await asyncio.wait_for(written.rotate(1), 5)
+    await written.close()
+
+
+async def test_whoever_waits_while_the_journal_closes_has_what_was_written(tmp_path: Path) -> None:
+    written: Journal = journal(tmp_path)
+    written.append(Leased(1, [1]))
+    waiting = asyncio.create_task(written.commit())
+    await asyncio.sleep(0)
+    await written.close()
+    await asyncio.wait_for(waiting, 5)

@@ -1,0 +1,374 @@
+"""A tree that kills its workers ends without another one, whenever it kills and whatever becomes of
+the controller; so does a tree that a person gives up, with or without a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.cluster.messages import Ended, pack
+from agentenv.cluster.suspects import NUM_LOSSES, NUM_TRIALS
+from agentenv.env import Env
+from agentenv.errors import TooManyCrashesError
+from agentenv.journal import Journal, JournalConfig
+from agentenv.tree import TrajectoryTree
+from agentenv.types import Limits, Task
+from tests.support.toy import CountingEnv
+from tests.support.virtual_clock import run_virtual
+from tests.test_actor import TASK, make_actor
+from tests.test_cluster import Cluster, alone, grown
+
+KILLER = 2  # the index of the tree that kills
+TRIALS = NUM_LOSSES + NUM_TRIALS
+BREAK_S = 1.0  # until a worker is started again
+
+
+@pytest.fixture(autouse=True)
+def _no_env_left_open() -> Iterator[None]:
+    CountingEnv.num_open = 0
+    yield
+    assert CountingEnv.num_open == 0
+
+
+class DeadlyEnv(CountingEnv):
+    """Its process dies `delay_s` after a call of the method `where`."""
+
+    cluster: DeadlyCluster
+    worker: str
+
+    async def reset(self, **keys: Any) -> Any:
+        await self._die("reset")
+        return await super().reset(**keys)
+
+    async def step(self, action: Any) -> Any:
+        await self._die("step")
+        return await super().step(action)
+
+    async def _die(self, method: str) -> None:
+        if self.cluster.where == method:
+            await asyncio.sleep(self.cluster.delay_s)
+            self.cluster.die(self.worker)
+            await asyncio.Event().wait()
+
+
+class DeadlyCluster(Cluster):
+    """Workers that one tree kills, time and again, and that are started again each time."""
+
+    def __init__(self, where: str, delay_s: float = 0.0, **actor: Any) -> None:
+        super().__init__(lambda: make_actor(**actor))
+        self.where, self.delay_s = where, delay_s
+        self.num_killed = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self.names: list[str] = []
+
+    def add(self, name: str) -> None:
+        super().add(name)
+        actor = self.served[name]._actor
+        self.names.append(name)
+        actor.make_env = partial(self._make_env, name, actor.make_env)
+
+    def _make_env(self, worker: str, fine: Any, task: Task) -> Env:
+        if task.id != "killer":
+            made: Env = fine(task)
+            return made
+        if self.where == "make":
+            self.die(worker)
+            raise SystemError("its process is gone")  # nobody hears this
+        env = DeadlyEnv(task)
+        env.cluster, env.worker = self, worker
+        return env
+
+    def die(self, name: str) -> None:
+        """At once, as by SIGKILL; it is started again."""
+        if name not in self.names:
+            return
+        self.num_killed += 1
+        assert self.num_killed < 30, "it goes on killing"
+        self.names.remove(name)
+        self.links[name].abort()
+        self._serving[name].cancel()
+        self._tasks.append(asyncio.create_task(self._again(name)))
+
+    async def _again(self, name: str) -> None:
+        await asyncio.gather(self._serving[name], return_exceptions=True)
+        await self._joined[name]
+        await asyncio.sleep(BREAK_S)
+        self.add(name)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await super().close()
+
+    def start(self, indices: Any, journal: Journal | None = None) -> list[asyncio.Task[Any]]:
+        """Grow these trees, from the journal where it has them."""
+
+        async def grow(index: int) -> TrajectoryTree:
+            task = Task("killer", "toy", "how many?", ("2",)) if index == KILLER else TASK
+            recorded = None
+            if journal is not None and journal.knows(index):
+                recorded = journal.read(index, task)
+            if recorded is not None and recorded.is_finished:
+                return recorded.tree
+            return await self.workers.rollout(task, index=index, recorded=recorded)
+
+        return [asyncio.create_task(grow(index)) for index in indices]
+
+
+KINDS = [("make", 0.0), ("reset", 0.0), ("reset", 0.02), ("reset", 0.2), ("step", 0.0)]
+
+
+@pytest.mark.parametrize("names", ["a", "ab"])
+@pytest.mark.parametrize(("where", "delay_s"), KINDS)
+@pytest.mark.parametrize("latency_s", [0.01, 10.0])
+def test_a_tree_that_is_given_up_kills_no_worker_any_more(
+    where: str, delay_s: float, names: str, latency_s: float
+) -> None:
+    """Which it would do for ever, and every other tree comes to its end."""
+    keys: dict[str, Any] = {"engine": {"latency_s": latency_s}}
+
+    async def main() -> tuple[list[TrajectoryTree], DeadlyCluster]:
+        cluster = DeadlyCluster(where, delay_s, **keys)
+        for name in names:
+            cluster.add(name)
+        found = await asyncio.gather(*cluster.start(range(4)))
+        await cluster.close()
+        return found, cluster
+
+    found, cluster = run_virtual(main())
+    # the first ones may have told how the tree begins, which is further than before
+    assert TRIALS <= cluster.num_killed <= TRIALS + 2
+    assert len([text for text in cluster.told if "is given up" in text]) == 1
+    for index in (0, 1, 3):
+        assert grown(found[index]) == grown(alone(index, **keys))
+    leaves = found[KILLER].leaves()
+    assert leaves
+    assert all(f"cancelled: {TRIALS} workers" in (leaf.error or "") for leaf in leaves)
+    assert found[KILLER].is_cancelled
+    assert found[KILLER].num_live == 0
+
+
+@pytest.mark.parametrize("where", ["make", "reset", "step"])
+@pytest.mark.parametrize("num_before", [1, TRIALS - 1, TRIALS, TRIALS + 1])
+def test_the_journal_remembers_what_a_tree_has_killed(
+    where: str, num_before: int, tmp_path: Path
+) -> None:
+    """A controller that ends after so many losses, and the next one, lose no more together."""
+
+    def journal(incarnation: int) -> Journal:
+        return Journal(tmp_path, JournalConfig(), settings="s", incarnation=incarnation)
+
+    async def first() -> int:
+        cluster = DeadlyCluster(where)
+        cluster.workers.journal = journal(1)
+        cluster.add("a")
+        rollouts = cluster.start(range(4))
+        for _ in range(10_000):
+            await asyncio.sleep(0.01)
+            if cluster.num_killed >= num_before or rollouts[KILLER].done():
+                break
+        await asyncio.sleep(BREAK_S / 2)
+        for one in rollouts:
+            one.cancel()
+        await asyncio.gather(*rollouts, return_exceptions=True)
+        await cluster.close()
+        await cluster.workers.journal.close()
+        return cluster.num_killed
+
+    async def second() -> tuple[int, list[TrajectoryTree]]:
+        cluster = DeadlyCluster(where)
+        cluster.workers.journal = journal(2)
+        cluster.add("a")
+        found = await asyncio.gather(*cluster.start(range(4), cluster.workers.journal))
+        await cluster.close()
+        await cluster.workers.journal.close()
+        return cluster.num_killed, found
+
+    killed = run_virtual(first())
+    more, found = run_virtual(second())
+    assert TRIALS <= killed + more <= TRIALS + 2
+    assert not more or killed < TRIALS + 2
+    assert found[KILLER].is_cancelled
+    for index in (0, 1, 3):
+        assert grown(found[index]) == grown(alone(index))
+
+    async def third() -> bool:
+        """It has ended for every process to come."""
+        again = journal(3)
+        recorded = again.read(KILLER, Task("killer", "toy", "how many?", ("2",)))
+        await again.close()
+        return recorded is not None and recorded.is_finished
+
+    assert run_virtual(third())
+
+    async def goes_back() -> int:
+        """To an older checkpoint, whose trees grow again."""
+        cluster = DeadlyCluster(where)
+        cluster.workers.journal = journal(4)
+        await cluster.workers.journal.rotate(sys.maxsize)
+        cluster.add("a")
+        (tree,) = await asyncio.gather(*cluster.start([KILLER], cluster.workers.journal))
+        assert tree.is_cancelled
+        await cluster.close()
+        await cluster.workers.journal.close()
+        return cluster.num_killed
+
+    assert run_virtual(goes_back()) == 0
+    assert run_virtual(goes_back()) == 0
+
+
+def test_losses_of_a_tree_that_came_further_are_forgotten(tmp_path: Path) -> None:
+    def journal() -> Journal:
+        return Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+
+    async def lose(cluster: Cluster) -> None:
+        cluster.workers.journal = journal()
+        cluster.add("a")
+        growing = asyncio.create_task(cluster.rollout(0))
+        for number in range(3):
+            await asyncio.sleep(2.0)
+            await cluster.kill("a" * (number + 1))
+            cluster.add("a" * (number + 2))
+        await asyncio.sleep(15.0)  # the first turn takes 10 s
+        growing.cancel()
+        await cluster.close()
+        await cluster.workers.journal.close()
+
+    async def main() -> dict[int, int]:
+        await lose(Cluster(lambda: make_actor(engine={"latency_s": 10.0})))
+        again = journal()
+        await again.close()
+        return again.losses
+
+    assert run_virtual(main()) == {}
+
+
+@pytest.mark.parametrize("begins_s", [None, 0.0, 25.0], ids=["never began", "begins", "goes on"])
+def test_a_tree_without_a_worker_ends_as_soon_as_a_person_gives_it_up(
+    begins_s: float | None, tmp_path: Path
+) -> None:
+    async def main() -> tuple[TrajectoryTree, Any, int]:
+        cluster = Cluster(lambda: make_actor(engine={"latency_s": 10.0}))
+        cluster.workers.journal = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+        if begins_s is not None:
+            cluster.add("a")
+        growing = asyncio.create_task(cluster.rollout(0))
+        await asyncio.sleep(begins_s or 1.0)
+        if begins_s is not None:
+            await cluster.kill("a")
+            await asyncio.sleep(1.0)
+        before = 0 if begins_s is None else cluster.engine.stats()["requests"]
+        assert cluster.workers.places()[0].worker == ""
+        assert cluster.workers.give_up(0, "a person wants no more of it")
+        assert not cluster.workers.places()
+        tree = await asyncio.wait_for(growing, 1.0)
+        assert not cluster.workers.give_up(0, "again")
+        recorded = None
+        await cluster.close()
+        await cluster.workers.journal.close()
+        again = Journal(tmp_path, JournalConfig(), settings="s", incarnation=2)
+        recorded = again.read(0, TASK)
+        await again.close()
+        assert begins_s is None or cluster.engine.stats()["requests"] == before
+        return tree, recorded, int(before)
+
+    tree, recorded, _ = run_virtual(main())
+    assert tree.is_cancelled
+    assert tree.num_live == 0
+    assert "a person wants no more of it" in str(tree.failures()[0].error)
+    assert recorded is not None
+    assert recorded.is_finished
+    assert grown(recorded.tree) == grown(tree)
+
+
+def test_a_tree_that_waits_behind_a_suspect_ends_when_it_is_given_up() -> None:
+    async def main() -> None:
+        cluster = DeadlyCluster("reset", engine={"latency_s": 10.0})
+        for name in "ab":
+            cluster.add(name)
+        rollouts = cluster.start(range(4))
+        for _ in range(100_000):
+            await asyncio.sleep(0.1)
+            if cluster.workers._held_back:
+                break
+        (held, *_) = cluster.workers._held_back
+        assert cluster.workers.give_up(held.index, "enough")
+        await asyncio.wait({rollouts[held.index]}, timeout=1.0)
+        assert rollouts[held.index].done()
+        await asyncio.gather(*rollouts)
+        await cluster.close()
+
+    run_virtual(main())
+
+
+# the trees of a worker that is lost, and what ends the run
+
+
+def test_trees_of_a_lost_worker_grow_elsewhere_before_its_turns_have_ended() -> None:
+    """An engine may take long to abort what it had asked for."""
+
+    async def main() -> None:
+        cluster = Cluster(make_actor)
+        slow = asyncio.Event()
+
+        class Slow:
+            policy_version = 0
+
+            async def generate(self, *_: Any, **__: Any) -> Any:
+                try:
+                    await asyncio.sleep(1000.0)
+                finally:
+                    await slow.wait()
+
+        cluster.workers._actor.engine = Slow()  # type: ignore[assignment]
+        cluster.add("a")
+        growing = asyncio.create_task(cluster.rollout(0))
+        await asyncio.sleep(1.0)
+        await cluster.kill("a")
+        await asyncio.sleep(1.0)
+        assert cluster.workers.places()[0].worker == ""
+        cluster.add("b")
+        await asyncio.sleep(1.0)
+        assert cluster.workers.places()[0].worker == "b"
+        assert cluster.workers.give_up(0, "enough")
+        slow.set()
+        assert (await growing).is_cancelled
+        await cluster.close()
+
+    run_virtual(main())
+
+
+def test_too_many_crashes_end_the_run_though_no_tree_is_left_to_tell_it() -> None:
+    """The last crash comes from a tree that has ended, in a worker that has no other."""
+    buggy = Task("buggy", "toy", "q", ("a",))
+
+    async def main() -> None:
+        cluster = Cluster(lambda: make_actor(limits=Limits(max_failures=0)))
+        problem = TooManyCrashesError("too many")
+
+        def add(error: Any, task_id: str) -> None:
+            if task_id == "buggy":
+                raise problem
+
+        cluster.workers._actor.crashes.add = add  # type: ignore[method-assign]
+        cluster.add("a")
+        await cluster.rollout(0)
+        (worker,) = cluster.workers._workers.values()
+        assert not worker.trees
+        cluster.ends["a"].send(pack(Ended(buggy.id, "a bug")))
+        await asyncio.sleep(1.0)
+        with pytest.raises(TooManyCrashesError, match="too many"):
+            await cluster.rollout(1)
+        growing = asyncio.create_task(cluster.rollout(2))
+        with pytest.raises(TooManyCrashesError, match="too many"):
+            await growing
+        await cluster.close()
+
+    run_virtual(main())

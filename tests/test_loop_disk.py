@@ -1,0 +1,175 @@
+"""Nothing that waits for a disk runs on the event loop: a disk, or the server behind it, may hang.
+
+A call counts as such if it is one of DISK below, or of a function of this project that makes such a
+call and whose name no other function has that does not. In a coroutine it may only be an argument
+of `in_thread`. An exception stands in ALLOWED, or its file in FILES, with the reason.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("agentenv", "envs", "learners", "launchers")
+BENCHES = ("launchers/benches", "launchers/bench.py")
+
+OURS = {"write_whole", "append_whole", "make_folder", "replace_folder", "own_folder", "sync"}
+SYSTEM = {"fsync", "fdatasync", "rmtree", "copytree", "copyfile", "copy2", "listdir", "scandir"}
+SYSTEM |= {"mkdtemp", "mkstemp", "TemporaryDirectory", "NamedTemporaryFile"}
+PATHS = {"read_text", "write_text", "read_bytes", "write_bytes", "open", "touch", "unlink", "mkdir"}
+PATHS |= {"rmdir", "rename", "symlink_to", "hardlink_to", "iterdir", "glob", "rglob", "stat"}
+PATHS |= {"exists", "is_file", "is_dir"}
+DISK = OURS | SYSTEM | PATHS
+# Names that something else has too, which no walk can tell apart.
+OTHERS = {"index", "clean", "formulas", "same_answer", "make_room_for", "_partial", "resting"}
+OTHERS |= {"locked", "provider_hits", "is_math", "text_scores", "_reference_scores", "mutated"}
+
+BEFORE = "nothing else runs yet"
+ASKED = "a command that does nothing else, and that somebody watches"
+OWN = "the machine's own temporary folder"
+NO_DISK = "no disk: a port, a place of processes, /proc"
+FILES = {
+    "launchers/diagnosis/": ASKED,
+    "launchers/evaluation/compare.py": ASKED,
+    "launchers/evaluation/regrade.py": ASKED,
+    "launchers/evaluation/report.py": ASKED,
+    "launchers/synthesize.py": ASKED,
+    "launchers/assembly.py": BEFORE,
+    "launchers/checks.py": BEFORE,
+    "launchers/rl/parts.py": BEFORE,
+}
+ALLOWED = {
+    "agentenv/engines/client.py _send: _lacks_descriptors": NO_DISK,
+    "agentenv/engines/pool/broadcast.py _form: sender.open": NO_DISK,
+    "agentenv/engines/pool/engine.py start: read_eos_ids": BEFORE,
+    "envs/sandbox/process.py launch: own_folder": OWN,
+    "envs/sandbox/process.py launch: settings_of": OWN,
+    "envs/sandbox/self_test.py find_escape: tempfile.NamedTemporaryFile": OWN,
+    "launchers/evaluation/run.py run_evaluation: saved_of": BEFORE,
+    "launchers/evaluation/subject.py contexts: self.config.engine.max_context": BEFORE,
+    "launchers/rl/far.py open_ray: found.open": NO_DISK,
+    "launchers/rl/steered.py run_steered: last_values": BEFORE,
+    "launchers/rl/training.py _announce: self.recorder.archive.forget_after": BEFORE,
+    "launchers/rl/training.py _announce: self.run.forget_metrics_after": BEFORE,
+    "launchers/rl/training.py run_rounds: self.run.forget_metrics_after": BEFORE,
+    "launchers/serving/servers.py start: self._specs": BEFORE,
+    "launchers/supervised/run.py encoder: load_instruction": BEFORE,
+    "launchers/supervised/run.py train_supervised: run.checkpoints.to_resume": BEFORE,
+    "launchers/workers/rollout_worker.py make_engine: read_eos_ids": BEFORE,
+}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def name_of(call: ast.Call) -> str:
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def calls(function: Function) -> Iterator[ast.Call]:
+    """Those that the function makes itself, not others that are defined in it."""
+    left: list[ast.AST] = [*function.body]
+    while left:
+        node = left.pop()
+        if isinstance(node, Function | ast.Lambda | ast.ClassDef):
+            continue
+        if isinstance(node, ast.Call):
+            yield node
+        left += ast.iter_child_nodes(node)
+
+
+def functions(tree: ast.AST) -> list[Function]:
+    return [node for node in ast.walk(tree) if isinstance(node, Function)]
+
+
+def reaching(trees: list[ast.AST]) -> set[str]:
+    """DISK, and the names of functions all of which call one of these."""
+    named: dict[str, list[Function]] = {}
+    for tree in trees:
+        for function in functions(tree):
+            named.setdefault(function.name, []).append(function)
+    found = set(DISK)
+
+    def reaches(function: Function) -> bool:
+        is_sync = isinstance(function, ast.FunctionDef)
+        return is_sync and any(name_of(call) in found for call in calls(function))
+
+    while True:
+        more = {
+            name
+            for name, defined in named.items()
+            if name not in found | OTHERS and name[:2] != "__" and all(map(reaches, defined))
+        }
+        if not more:
+            return found
+        found |= more
+
+
+def on_loop(tree: ast.AST, names: set[str]) -> Iterator[tuple[str, str]]:
+    """(coroutine, what it calls) of each call that waits for a disk."""
+    for function in functions(tree):
+        if isinstance(function, ast.AsyncFunctionDef):
+            for call in calls(function):
+                if name_of(call) in names:
+                    yield function.name, ast.unparse(call.func)
+
+
+def sources() -> dict[str, ast.AST]:
+    paths = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
+    named = ((str(path.relative_to(ROOT)), path) for path in paths)
+    return {
+        name: ast.parse(path.read_text(encoding="utf-8"))
+        for name, path in named
+        if not name.startswith(BENCHES)
+    }
+
+
+def test_no_coroutine_waits_for_a_disk() -> None:
+    trees = sources()
+    names = reaching([*trees.values()])
+    found = {
+        f"{file} {function}: {call}"
+        for file, tree in trees.items()
+        for function, call in on_loop(tree, names)
+        if not file.startswith(tuple(FILES))
+    }
+    unbounded = sorted(found - ALLOWED.keys())
+    assert not unbounded, f"let in_thread do it, or say in ALLOWED why it may run: {unbounded}"
+    assert found == ALLOWED.keys()  # nothing is allowed that is not there
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "write_whole(path, data)",
+        "shutil.rmtree(folder, ignore_errors=True)",
+        "path.read_text()",
+        "with path.open('ab') as file:\n        pass",
+        "os.fsync(file.fileno())",
+        "helper(path)",
+        "if path.exists():\n        await work()",
+    ],
+)
+def test_the_walk_finds_a_planted_one(planted: str) -> None:
+    tree = ast.parse(
+        f"async def f():\n    {planted}\ndef helper(path):\n    return path.stat().st_size\n"
+    )
+    assert len(list(on_loop(tree, reaching([tree])))) == 1
+
+
+@pytest.mark.parametrize(
+    "safe",
+    [
+        "await in_thread(write_whole, path, data)",
+        "await in_thread(path.read_text)",
+        "def inner():\n        path.unlink()\n    await in_thread(inner)",
+        "await in_thread(lambda: path.stat())",
+    ],
+)
+def test_the_walk_knows_what_is_safe(safe: str) -> None:
+    tree = ast.parse(f"async def f():\n    {safe}\n")
+    assert list(on_loop(tree, reaching([tree]))) == []
