@@ -306,8 +306,8 @@ class Oracle:
 
     def _kl(self, difference: Tensor) -> Tensor:
         kind = self.set["kl_kind"]
-        if kind == "k1":
-            return difference
+        if kind == "k1":  # the log-ratio, as a reward that the score function carries
+            return difference.detach() * (1 + difference - difference.detach())
         if kind == "abs":
             return difference.abs()
         if kind == "k2":
