@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
 
 from agentenv.archive import (
     ARCHIVE,
@@ -47,9 +46,10 @@ from launchers.config import TrainConfig
 from launchers.rundir import CONFIG_FILE, JOURNAL, find_checkpoint
 from launchers.terminal import EXIT_FAILED, View, to_its_end
 from learners.algorithm import Algorithm
-from learners.batch import ActionTokens, encode, encoded_nodes
+from learners.batch import ActionTokens, encoded_nodes
 from learners.credit import CreditedTree, TreeCredit
 from learners.dealing import minibatches
+from learners.deepspeed_learner import encode_groups, in_order
 
 TOLERANCE = {"rel_tol": 1e-4, "abs_tol": 1e-6}  # of a loss, which float32 sums in another order
 
@@ -285,15 +285,13 @@ class Replay:
 
     def loss(self, groups: Sequence[CreditedTree]) -> float:
         """Of a mini-batch, from the log-probs that the learner found."""
-        groups = sorted(groups, key=_is_counted)
         import torch
 
         from learners.minibatch import prepare
 
-        version = self.step.header.policy_version
-        encoded = [
-            replace(encode(*group, version), is_counted=_is_counted(group)) for group in groups
-        ]
+        groups = in_order(groups)
+        version, config = self.step.header.policy_version, self.config.learner
+        encoded = encode_groups(groups, version, config, self.algorithm)
         tokens = ActionTokens.of(encoded)
         proximal, logprobs, entropies = (
             np.concatenate([figures_of(group, name) for group in groups])
@@ -313,12 +311,6 @@ class Replay:
         given = batch.loss_batch(index, current, terms)
         known = torch.from_numpy(np.nan_to_num(entropies[index])).float()
         return float(self.algorithm.loss(given, current, known)[0])
-
-
-def _is_counted(group: CreditedTree) -> bool:
-    """Whether no pass computed the group: it has no signal, and the learner told no log-probs."""
-    tree, credit = group
-    return not credit.has_signal and not any(len(one.logprobs) for one in tree.scored)
 
 
 def _alone(value: T) -> list[T]:

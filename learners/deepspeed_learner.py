@@ -179,7 +179,7 @@ class DeepSpeedLearner:
         if not groups:
             return {"num_trained": 0.0, "num_equal_groups": 0.0, "num_steps": 0.0}
         count = num_minibatches or -(-len(groups) // self.config.groups_per_minibatch)
-        cut = [sorted(one, key=self._is_counted) for one in minibatches(groups, count)]
+        cut = [in_order(one) for one in minibatches(groups, count)]
         encoded = [await in_thread(self._encode, one) for one in cut]
         dealt = [await in_thread(self._deal, one) for one in encoded]
         shares = zip(*(parts for parts, _ in dealt), strict=True)
@@ -212,16 +212,8 @@ class DeepSpeedLearner:
         config = self.config
         return deal_parts(trees, config.num_teams, config.team_tokens)
 
-    def _is_counted(self, group: CreditedTree) -> bool:
-        """Whether nothing has a gradient on the group, so that no pass computes it."""
-        is_computed = self.algorithm.learns_from_equal_groups or self.config.router_loss > 0
-        return not is_computed and not group[1].has_signal
-
     def _encode(self, groups: Sequence[CreditedTree]) -> list[EncodedTree]:
-        version = self._policy_version
-        return [
-            replace(encode(*group, version), is_counted=self._is_counted(group)) for group in groups
-        ]
+        return encode_groups(groups, self._policy_version, self.config, self.algorithm)
 
     async def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float = 1.0) -> Metrics:
         if not sequences:
@@ -319,6 +311,25 @@ class DeepSpeedLearner:
         replies = await uncancelled(exchange)
         self._policy_version = replies[0].policy_version
         return replies
+
+
+def in_order(groups: Sequence[CreditedTree]) -> list[CreditedTree]:
+    """The groups of a mini-batch, those without a signal last."""
+    return sorted(groups, key=lambda group: not group[1].has_signal)
+
+
+def encode_groups(
+    groups: Sequence[CreditedTree], version: int, config: LearnerConfig, algorithm: Algorithm
+) -> list[EncodedTree]:
+    """The groups for the ranks. Those on which nothing has a gradient are counted, not computed."""
+    is_computed = algorithm.learns_from_equal_groups or config.router_loss > 0
+    return [
+        replace(
+            encode(tree, credit, version),
+            is_counted=not (is_computed or credit.has_signal),
+        )
+        for tree, credit in groups
+    ]
 
 
 def _shares(
