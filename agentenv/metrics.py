@@ -224,12 +224,14 @@ class Ledger(Struct):
 
     offered: int = 0
     trained: int = 0
-    filtered: int = 0  # all returns equal: nothing to learn
+    equal: int = 0  # of the trained ones: all returns equal, in the denominators only
+    filtered: int = 0  # all returns equal: dropped or replaced
     failed: dict[str, int] = field(default_factory=dict)  # by kind: the group stayed too short
 
-    def add(self, trained: int, filtered: int, failed: Mapping[str, int]) -> None:
-        """Trees that were delivered."""
+    def add(self, trained: int, filtered: int, failed: Mapping[str, int], equal: int = 0) -> None:
+        """Trees that were delivered; `equal` of the trained ones have equal returns."""
         self.trained += trained
+        self.equal += equal
         self.filtered += filtered
         for kind, count in failed.items():
             self.failed[kind] = self.failed.get(kind, 0) + count
@@ -244,10 +246,11 @@ class Ledger(Struct):
         return self.trained + self.filtered + self.num_failed
 
     def counts(self, in_flight: int) -> dict[str, int]:
-        """Both sides of the law, by name."""
+        """Both sides of the law, by name, and "equal", which is a part of "trained"."""
         return {
             "offered": self.offered,
             "trained": self.trained,
+            "equal": self.equal,
             "filtered": self.filtered,
             "failed": self.num_failed,
             "in_flight": in_flight,

@@ -80,6 +80,7 @@ def arm_config(raw: Raw, arm: str, start: Path, seed: int, num_steps: int, quest
     raw["model"] = {"path": str(start)}
     raw["algorithm"] = dict(ARMS[arm])
     raw["train"] = {"num_steps": num_steps}
+    raw["learner"].pop("schedule", None)  # which ends with the quick start's own number of updates
     raw["eval"] = {"sets": {SET: _eval_set(str(start), questions, 1)}}
     raw["checkpoint"] = {"every": CHECKPOINT_EVERY, "keep_last": 2 + num_steps // CHECKPOINT_EVERY}
     del raw["sft"]

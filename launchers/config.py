@@ -277,6 +277,14 @@ class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             "trees do not grow stale while they wait; false: as soon as max_staleness allows"
         ),
     ] = True
+    equal_groups: Annotated[
+        Literal["count", "drop"] | None,
+        Meta(
+            description="groups whose returns are all equal: count them in the means over a "
+            "mini-batch and in the number of optimizer steps, as the papers and verl do, or drop "
+            "them; default count, with refill they are replaced"
+        ),
+    ] = None
     refill: Annotated[
         bool,
         Meta(description="replace trees whose returns are all equal by later ones (DAPO)"),
@@ -379,8 +387,8 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int,
         Meta(
             ge=0,
-            description="end the run after so many steps in a row in which no tree was trained, "
-            "since all failed, were masked or had equal returns; 0: never",
+            description="end the run after so many steps in a row in which no tree had a signal, "
+            "since all failed, were masked or had equal returns (also counted ones); 0: never",
         ),
     ] = 10
 
@@ -553,6 +561,12 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
             force_setattr(self, "algorithm", released(self.algorithm))
         check_reachable(self.cluster, self.engine, self.roles)
+        if self.refills and self.queue.equal_groups == "count":
+            key = "queue.refill" if self.queue.refill else f"algorithm.name = {self.algorithm_name}"
+            raise ConfigError(
+                f'queue.equal_groups = "count": {key} replaces groups of equal returns by later '
+                "ones, so that none is left to count; leave one of them out"
+            )
         for key, part in (("sft", self.sft), ("self_critic", self.self_critic)):
             if part is not None:
                 self.learner.check_optimizer(part.optimizer, f"{key}.optimizer.optimizer")
@@ -560,6 +574,44 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def algorithm_name(self) -> str:
         return str(self.algorithm.__struct_config__.tag)
+
+    @property
+    def refills(self) -> bool:
+        """Whether groups of equal returns are replaced by later ones."""
+        return self.queue.refill or self.algorithm.refills
+
+    @property
+    def counts_equal_groups(self) -> bool:
+        """Whether groups of equal returns are in the means over a mini-batch."""
+        return not self.refills and self.queue.equal_groups != "drop"
+
+    @property
+    def size_of_update(self) -> str:
+        """Prompts, trajectories and optimizer steps of an update, in words."""
+        groups, size = self.queue.groups_per_step, self.algorithm.group_size
+        steps = groups // self.learner.groups_per_minibatch * self.learner.num_epochs_per_batch
+        at_most = "" if self.refills or self.counts_equal_groups else "up to "
+        return (
+            f"{groups} prompts x {size} = {groups * size} trajectories in {at_most}{steps} "
+            "optimizer steps"
+        )
+
+    @property
+    def dropped_terms(self) -> str:
+        """A warning if terms of the loss leave out what they are defined over; else empty."""
+        terms = {
+            "algorithm.kl_loss": self.algorithm.kl_loss,
+            "algorithm.kl_reward": self.algorithm.kl_reward,
+            "algorithm.entropy_bonus": self.algorithm.entropy_bonus,
+            "algorithm.entropy_advantage": getattr(self.algorithm, "entropy_advantage", 0),
+        }
+        names = [name for name, value in terms.items() if value]
+        if self.refills or self.counts_equal_groups or not names:
+            return ""
+        return (
+            f'queue.equal_groups = "drop" leaves groups of equal returns out of '
+            f'{" and ".join(names)} too, unlike the papers; "count" does not'
+        )
 
 
 class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -17,7 +17,6 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,8 +46,10 @@ from launchers.config import TrainConfig
 from launchers.rundir import CONFIG_FILE, JOURNAL, find_checkpoint
 from launchers.terminal import EXIT_FAILED, View, to_its_end
 from learners.algorithm import Algorithm
-from learners.batch import ActionTokens, encode, encoded_nodes
+from learners.batch import ActionTokens, encoded_nodes
 from learners.credit import CreditedTree, TreeCredit
+from learners.dealing import minibatches
+from learners.deepspeed_learner import encode_groups, in_order
 
 TOLERANCE = {"rel_tol": 1e-4, "abs_tol": 1e-6}  # of a loss, which float32 sums in another order
 
@@ -224,6 +225,8 @@ class Replay:
         self, entries: Sequence[Entry], *, with_loss: bool = True
     ) -> tuple[list[str], list[str]]:
         """Differences, and what could not be compared."""
+        from launchers.rl.training import credits_of_update
+
         found: list[str] = []
         notes: list[str] = []
         if not self.step.is_whole:
@@ -231,21 +234,26 @@ class Replay:
             notes.append(f"is cut off: {there} of its {all_of} trees are there")
         wanted = {entry.tree for entry in entries}
         over_update = type(self.algorithm).over_update is not Algorithm.over_update
-        groups: list[tuple[KeptTree, TreeCredit | None]] = []
+        groups: list[KeptTree] = []
         for entry in self.step.entries if with_loss or over_update else entries:
             kept = self.step.tree(entry)
-            groups.append((kept, self.algorithm.credit(kept.tree)))
+            groups.append(kept)
             if entry.tree in wanted:
                 self.regrowing.grow(kept, found, notes)
-        credits = self.algorithm.over_update([k.tree for k, _ in groups], [c for _, c in groups])
-        for (kept, _), credit in zip(groups, credits, strict=True):
+        credits = credits_of_update(
+            self.algorithm,
+            [kept.tree for kept in groups],
+            [self.algorithm.credit(kept.tree) for kept in groups],
+            [kept.fate == "trained" for kept in groups],
+        )
+        for kept, credit in zip(groups, credits, strict=True):
             if kept.tree.index in wanted:
                 lines = credit_differences(kept, credit)
                 found += [f"tree {kept.tree.index}, {one}" for one in lines]
         if with_loss:
             trained = [
                 (kept.tree, credit)
-                for (kept, _), credit in zip(groups, credits, strict=True)
+                for kept, credit in zip(groups, credits, strict=True)
                 if credit is not None and kept.fate == "trained"
             ]
             if reason := self._without_loss(trained):
@@ -268,11 +276,9 @@ class Replay:
         return ""
 
     def _loss_differences(self, trained: Sequence[CreditedTree]) -> Iterator[str]:
-        recorded = self.step.header.metrics["learner/loss"]
-        size = self.config.learner.groups_per_minibatch
-        count = -(-len(trained) // size)
-        cuts = pairwise(len(trained) * i // count for i in range(count + 1))
-        losses = [self.loss(trained[slice(*cut)]) for cut in cuts]
+        metrics = self.step.header.metrics
+        recorded, count = metrics["learner/loss"], int(metrics["learner/num_steps"])
+        losses = [self.loss(groups) for groups in minibatches(trained, count)]
         computed = sum(losses) / count
         if not math.isclose(recorded, computed, **TOLERANCE):
             yield f"loss: recorded {recorded:.7g}, computed {computed:.7g}"
@@ -283,7 +289,9 @@ class Replay:
 
         from learners.minibatch import prepare
 
-        encoded = [encode(*group, self.step.header.policy_version) for group in groups]
+        groups = in_order(groups)
+        version, config = self.step.header.policy_version, self.config.learner
+        encoded = encode_groups(groups, version, config, self.algorithm)
         tokens = ActionTokens.of(encoded)
         proximal, logprobs, entropies = (
             np.concatenate([figures_of(group, name) for group in groups])
@@ -295,12 +303,13 @@ class Replay:
         batch = prepare(
             encoded, tokens, proximal, entropies, None, self.algorithm, _alone, is_measured
         )
-        terms = None
+        index, terms = np.arange(batch.num_computed), None
         if self.algorithm.clips_sequences:
-            terms = batch.terms(self.algorithm, logprobs, _alone)
-        current = torch.from_numpy(logprobs).float()
-        given = batch.loss_batch(np.arange(len(logprobs)), current, terms)
-        known = torch.from_numpy(np.nan_to_num(entropies)).float()
+            first = np.where(np.isnan(logprobs), proximal, logprobs)
+            terms = batch.terms(self.algorithm, first, _alone)
+        current = torch.from_numpy(logprobs[index]).float()
+        given = batch.loss_batch(index, current, terms)
+        known = torch.from_numpy(np.nan_to_num(entropies[index])).float()
         return float(self.algorithm.loss(given, current, known)[0])
 
 

@@ -41,11 +41,12 @@ class AEPO(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aep
     half of the group and hardly a token is clipped from above (docs/experiments.md).
 
     Differs from the paper: dual clip (inf switches it off); z over all tokens of the mini-batch,
-    from entropies of the old policy, so that z depends neither on micro-batches nor on the step;
-    the multiplier is clamped to [0, 2], so that no advantage changes its sign; missing entropies
-    are an error. compat = "reference" is the released code, `reference.algorithms`: z over the
-    micro-batch, from current entropies, not clamped; forks and split as in `reference.rollout`
-    (its scripts have budget_split = false).
+    those of groups of equal returns included (queue.equal_groups), from entropies of the old
+    policy, so that z depends neither on micro-batches nor on the step; the multiplier is clamped to
+    [0, 2], so that no advantage changes its sign; missing entropies are an error. compat =
+    "reference" is the released code, `reference.algorithms`: z over the micro-batch, from current
+    entropies, not clamped; forks and split as in `reference.rollout` (its scripts have budget_split
+    = false).
     """
 
     budget_split: Annotated[

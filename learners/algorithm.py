@@ -106,8 +106,8 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     flat trajectories; how tokens become a mean is `aggregation`, see `learners.minibatch`.
     Options, off by default: kl_loss * KL(policy || reference) and -entropy_bonus * H join the
     loss, kl_reward * (log-ratio to the reference) leaves the return; without either KL no
-    reference model is built. The learner subtracts kl_reward's part, after groups of equal returns
-    were left out: such a group has no signal here, though its log-ratios differ.
+    reference model is built. The learner subtracts kl_reward's part, so that a group of equal
+    returns has a signal too, unless queue.equal_groups drops it before.
     """
 
     group_size: Annotated[
@@ -163,7 +163,13 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         ),
     ] = 0.0
     kl_kind: Annotated[
-        KLKind, Meta(description="estimator of the KL: k1 d, abs |d|, k2 d^2/2, k3 exp(-d) + d - 1")
+        KLKind,
+        Meta(
+            description="estimator of the KL, d = log(policy / reference): k1 d, abs |d|, "
+            "k2 d^2/2, k3 exp(-d) + d - 1. Expected gradient: of k2, and of k1, which takes "
+            "k2's, that of KL(policy || reference); of k3 that of KL(reference || policy); of abs "
+            "that of sum |policy - reference|"
+        ),
     ] = "k3"
     kl_reward: Annotated[
         float,
@@ -204,6 +210,13 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         return self.kl_loss > 0 or self.kl_reward > 0
 
     @property
+    def learns_from_equal_groups(self) -> bool:
+        """Whether the loss has a gradient on a group without a signal: from a KL, from the entropy
+        bonus, or because `loss` is another one. Elsewhere such a group costs no pass."""
+        terms = self.kl_loss > 0 or self.kl_reward > 0 or self.entropy_bonus > 0
+        return terms or type(self).loss is not Algorithm.loss
+
+    @property
     def clips_sequences(self) -> bool:
         """Whether the ratio is that of a whole trajectory."""
         return False
@@ -216,7 +229,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     @property
     def refills(self) -> bool:
-        """Whether groups without signal are to be replaced by later ones, as `queue.refill`."""
+        """Whether groups of equal returns are to be replaced by later ones, as `queue.refill`."""
         return False
 
     @property
@@ -258,7 +271,8 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     def over_update(
         self, trees: Sequence[TrajectoryTree], credits: Sequence[TreeCredit | None]
     ) -> list[TreeCredit | None]:
-        """Credit of all trees of an update from that of each tree by itself."""
+        """Credit of all trees of an update from that of each tree by itself, which is None for
+        those that are not trained."""
         return list(credits)
 
     @property

@@ -119,7 +119,8 @@ class RankBackend(ABC):
         return self.gather(value)[:: self.config.context_parallel]
 
     def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
-        """The batches, followed by passes over nothing where ranks must run equally many.
+        """The batches, followed by passes over nothing: where ranks must run equally many, and one
+        for training without a batch, so that a step has gradients of 0 and not none.
 
         Inside torch.no_grad() they run forward only.
         """
@@ -132,8 +133,8 @@ class RankBackend(ABC):
                 self.backward(0.0 * logprobs.sum())
 
     def _num_passes(self, count: int, train: bool) -> int:
-        """How many passes this rank runs; at least `count`."""
-        return count
+        """How many passes this rank runs; at least `count`, and one if it trains."""
+        return max(count, 1) if train else count
 
 
 @cache
@@ -486,11 +487,9 @@ class DeepSpeedBackend(RankBackend):
             self.skip()
 
     def _num_passes(self, count: int, train: bool) -> int:
-        if self.num_ranks == 1:
-            return count
-        if self.stage == 3 or (self.stage == 2 and train):
-            return max(self.gather(count))
-        return max(count, 1) if self.stage == 1 and train else count
+        count = super()._num_passes(count, train)
+        as_many = self.stage == 3 or (self.stage == 2 and train)
+        return max(self.gather(count)) if as_many else count
 
 
 PARTITIONS = ("ds_tensor", "ds_secondary_tensor")  # of a parameter at ZeRO stage 3

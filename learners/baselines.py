@@ -132,8 +132,8 @@ class ReinforcePP(
         A'_i = R_i - mean(R of the group),   A_i = (A'_i - mean(A')) / (std(A') + 1e-6)
 
     with mean and deviation over the policy tokens of all trajectories of an update. The loss is
-    PPO's; the paper's KL in the loss is kl_loss with kl_kind = "k2". Differs from the paper:
-    groups of equal returns stay at exactly 0 and out of the statistics; dual clip.
+    PPO's; the paper's KL in the loss is kl_loss with kl_kind = "k2". Groups of equal returns are in
+    the statistics unless queue.equal_groups drops them. Differs from the paper: dual clip.
     """
 
     def __post_init__(self) -> None:

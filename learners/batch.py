@@ -60,6 +60,9 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
 
     Several ranks may have a part each of a tree (`learners.dealing`). A part has all nodes, those
     without tokens that lead to none of its leaves, and trains only some of its tokens.
+
+    is_counted: a group without a signal, whose tokens have no gradient: it is in the denominators
+    and statistics of its mini-batch, and in no micro-batch.
     """
 
     token_ids: bytes
@@ -75,6 +78,7 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
     returns: bytes = b""
     advantages: bytes = b""
     whole: Whole | None = None  # of which this is a part
+    is_counted: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -123,6 +127,11 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
         if self.whole is not None:
             return self.whole.max_staleness
         return int(self.ints("staleness").max(initial=0))
+
+
+def computed(trees: Sequence[EncodedTree]) -> list[EncodedTree]:
+    """Those that are in micro-batches."""
+    return [tree for tree in trees if not tree.is_counted]
 
 
 def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> EncodedTree:
@@ -446,7 +455,8 @@ class LeafMap:
     float64 [leaves], trained tokens of a trajectory.
 
     Of a part of a tree all leaves are here, but not all tokens, so that `to_leaves` gives a part of
-    the sum too; `over_parts` adds them up. is_home: bool [leaves], whether this rank counts them.
+    the sum too; `over_parts` adds them up. is_home: bool [leaves], whether this rank counts them;
+    is_computed: bool [leaves], whether micro-batches have their tokens.
     """
 
     node: Longs
@@ -459,12 +469,13 @@ class LeafMap:
     advantages: Floats
     lengths: Floats
     is_home: NDArray[np.bool_]
+    is_computed: NDArray[np.bool_]
 
     @classmethod
     def of(cls, trees: Sequence[EncodedTree]) -> LeafMap:
         none = np.zeros(0, np.int64)  # a rank may have no tree
         nodes, parents, groups, figures = [none], [none], [none], [np.zeros((2, 0))]
-        counts, homes = [none], [none.astype(np.bool_)]
+        counts, homes, computed = [none], [none.astype(np.bool_)], [none.astype(np.bool_)]
         num_nodes = 0
         for number, tree in enumerate(trees):
             starts, owner = tree.ints("starts"), tree.owner
@@ -474,6 +485,7 @@ class LeafMap:
             whole = tree.whole
             groups.append(np.full(len(starts), -1 - number if whole is None else whole.number))
             homes.append(np.full(len(starts), whole is None or whole.is_home))
+            computed.append(np.full(len(starts), not tree.is_counted))
             here = np.bincount(owner[tree.actions()], minlength=len(starts))
             counts.append(here if whole is None else np.frombuffer(whole.num_actions, np.int32))
             empty = np.full(len(starts), np.nan)
@@ -498,6 +510,7 @@ class LeafMap:
             advantages=advantages,
             lengths=path_sums(num_actions, parent)[is_leaf],
             is_home=np.concatenate(homes)[is_leaf],
+            is_computed=np.concatenate(computed)[is_leaf],
         )
 
     @property

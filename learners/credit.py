@@ -22,10 +22,11 @@ from agentenv.types import Limit
 Floats = NDArray[np.float64]
 Sharing = Literal["soft", "hard"]
 Truncated = Literal["score", "zero", "mask"]
-CreditedTree = tuple[TrajectoryTree, "TreeCredit"]  # a group that has something to teach
+CreditedTree = tuple[TrajectoryTree, "TreeCredit"]  # a group of an update
 Estimator = Callable[[Floats], Floats]  # returns of a group -> advantages
 
 EPSILON = 1e-6
+ROUNDING = 1e-12  # of a return, which is a sum of rewards; relative above 1
 MIN_GROUP_FRACTION = 0.75  # of the leaves of a whole group; a mean of fewer says too little
 
 
@@ -44,13 +45,19 @@ class TreeCredit:
 
     @property
     def has_signal(self) -> bool:
-        """False when every advantage is exactly 0: nothing can be learned from this tree."""
+        """False when every advantage is exactly 0, as in a group whose returns are equal."""
         return bool(np.any(self.adv_pos) or np.any(self.adv_neg))
 
 
 def counted_leaves(tree: TrajectoryTree, credit: TreeCredit) -> list[Node]:
     """The leaves that are in the group: neither failed nor masked."""
     return [tree.nodes[index] for index in np.flatnonzero(~np.isnan(credit.advantages)).tolist()]
+
+
+def are_equal(returns: Floats) -> bool:
+    """Whether none of the returns is better than another: they differ by rounding at most."""
+    low, high = float(returns.min()), float(returns.max())
+    return high - low <= ROUNDING * max(1.0, abs(low), abs(high))
 
 
 def group_advantages(rewards: Sequence[float] | Floats, *, norm_by_std: bool = True) -> Floats:
@@ -60,7 +67,7 @@ def group_advantages(rewards: Sequence[float] | Floats, *, norm_by_std: bool = T
     exactly 0.
     """
     values = np.asarray(rewards, np.float64)
-    if values.size < 2 or values.max() == values.min():
+    if values.size < 2 or are_equal(values):
         return np.zeros_like(values)
     centred: Floats = values - values.mean()
     if norm_by_std:
@@ -74,7 +81,7 @@ def leave_one_out(rewards: Sequence[float] | Floats) -> Floats:
     Equal rewards and single rewards give exactly 0.
     """
     values = np.asarray(rewards, np.float64)
-    if values.size < 2 or values.max() == values.min():
+    if values.size < 2 or are_equal(values):
         return np.zeros_like(values)
     scaled: Floats = (values - values.mean()) * (values.size / (values.size - 1.0))
     return scaled
@@ -103,9 +110,9 @@ def tree_credit(
     with its return ("score"), with return 0 ("zero") or not at all ("mask"), by its limit; limits
     not in the mapping are scored. What is left must be at least MIN_GROUP_FRACTION of group_size.
     `penalty` is added to each return.
-    `estimator` makes advantages of returns. Soft sharing gives a token each leaf's own
-    advantage, hard sharing the mean over the leaves below it, counted as often (ARPO, Dong 2025,
-    section 3.2).
+    `estimator` makes advantages of returns; what it makes of equal ones by rounding alone is 0.
+    Soft sharing gives a token each leaf's own advantage, hard sharing the mean over the leaves
+    below it, counted as often (ARPO, Dong 2025, section 3.2).
     """
     modes = truncated or {}
     leaves = [leaf for leaf in tree.leaves() if _is_counted(leaf, modes)]
@@ -118,7 +125,10 @@ def tree_credit(
     if penalty is not None:
         returns += [penalty(path) for path in trajectories]
     paths = [path.path for path in trajectories]
-    return spread(tree, paths, returns, estimator(returns), sharing)
+    advantages = estimator(returns)
+    if are_equal(returns) and np.abs(advantages).max() <= EPSILON * max(1.0, abs(returns[0])):
+        advantages = np.zeros_like(returns)
+    return spread(tree, paths, returns, advantages, sharing)
 
 
 def spread(
@@ -147,14 +157,12 @@ def normalize_over_batch(
     trees: Sequence[TrajectoryTree], credits: Sequence[TreeCredit | None], sharing: Sharing
 ) -> list[TreeCredit | None]:
     """(A - mean) / (std + epsilon), statistics over the policy tokens of all trajectories
-    (REINFORCE++, Hu 2025, arXiv 2501.03262); std unbiased.
-
-    Groups without signal stay exactly 0 and are in no statistics, so that they are still
-    recognised and left out.
+    (REINFORCE++, Hu 2025, arXiv 2501.03262); std unbiased. Trees whose credit is None are in no
+    statistics. A mean that is rounding alone is 0.
     """
     parts = []
     for tree, credit in zip(trees, credits, strict=True):
-        if credit is not None and credit.has_signal:
+        if credit is not None:
             leaves = np.flatnonzero(~np.isnan(credit.advantages))
             paths = [tree.path(tree.nodes[leaf]) for leaf in leaves.tolist()]
             lengths = [sum(len(node.action_ids) for node in path) for path in paths]
@@ -165,11 +173,13 @@ def normalize_over_batch(
     counts = np.concatenate([part[1] for part in parts])
     total = float(counts.sum())
     mean = float((counts * advantages).sum()) / max(total, 1.0)
+    if abs(mean) <= ROUNDING * np.abs(advantages).max():
+        mean = 0.0
     variance = float((counts * (advantages - mean) ** 2).sum()) / max(total - 1.0, 1.0)
     scale = math.sqrt(variance) + EPSILON
     out, remaining = list(credits), iter(parts)
     for number, (tree, credit) in enumerate(zip(trees, credits, strict=True)):
-        if credit is not None and credit.has_signal:
+        if credit is not None:
             old, _, paths = next(remaining)
             returns = credit.returns[~np.isnan(credit.returns)]
             out[number] = spread(tree, paths, returns, (old - mean) / scale, sharing)

@@ -12,16 +12,20 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import ArrayLike
 
-from learners.batch import EncodedTree, Whole, from_arrays, leaf_ranges, path_sums
+from learners.batch import EncodedTree, Whole, computed, from_arrays, leaf_ranges, path_sums
 
 PAIR_COST = 1e-4  # of an attention pair, in tokens outside attention: a model of about 1e9 weights
 MIN_GAIN = 0.003  # what dividing a tree has to take off the rank with the most
 PER_TOKEN, PER_NODE = ("behaviour", "entropies"), ("adv_pos", "adv_neg", "weight")
+
+T = TypeVar("T")
 
 Hand = dict[int, list[int]]  # tree -> its trajectories, as ordinals of its leaves in pre-order
 
@@ -162,11 +166,19 @@ def _best_move(
     return best
 
 
+def minibatches(groups: Sequence[T], count: int) -> list[Sequence[T]]:
+    """So many neighbouring runs of the groups, as even as possible; of fewer groups one each."""
+    count = min(count, len(groups))
+    cuts = [len(groups) * i // count for i in range(count + 1)] if count else []
+    return [groups[start:stop] for start, stop in pairwise(cuts)]
+
+
 def deal_parts(
     trees: Sequence[EncodedTree], num_ranks: int, max_tokens: int
 ) -> tuple[list[list[EncodedTree]], list[float]]:
     """Trees and parts of trees of each rank, and what they cost; `max_tokens` of a micro-batch. One
-    rank has the trees themselves."""
+    rank has the trees themselves. Counted trees, which come last, stay whole and cost nothing."""
+    counted, trees = [tree for tree in trees if tree.is_counted], computed(trees)
     shapes = [_paths(tree, max_tokens) for tree in trees]
     hands = share(shapes, num_ranks)
     homes = {place: rank for rank, hand in enumerate(hands) for place in hand if 0 in hand[place]}
@@ -174,6 +186,8 @@ def deal_parts(
         [part(trees[i], hand[i], i, is_home=homes[i] == rank) for i in sorted(hand)]
         for rank, hand in enumerate(hands)
     ]
+    for mine, places in zip(parts, deal(counted, num_ranks), strict=True):
+        mine += [counted[place] for place in places]
     return parts, [load(hand, shapes) for hand in hands]
 
 

@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -23,9 +22,9 @@ from agentenv.offload import in_thread
 from agentenv.tree import TrajectoryTree
 from learners import ranks as wire
 from learners.algorithm import Algorithm
-from learners.batch import EncodedTree, encode
+from learners.batch import EncodedTree, computed, encode
 from learners.credit import CreditedTree
-from learners.dealing import deal, deal_parts, idle_share
+from learners.dealing import deal, deal_parts, idle_share, minibatches
 from learners.deepspeed_settings import deepspeed_settings
 from learners.entropies import Share, give_back
 from learners.learner import (
@@ -173,30 +172,38 @@ class DeepSpeedLearner:
         groups: Sequence[CreditedTree],
         lr_scale: float = 1.0,
         agreement: Agreement = "exact",
+        num_minibatches: int | None = None,
     ) -> Metrics:
-        """Train on whole groups, which are dealt evenly to as few mini-batches as
-        groups_per_minibatch allows; without one no step is taken."""
+        """Train on whole groups, which are dealt evenly to `num_minibatches`, by default to as few
+        as groups_per_minibatch allows; without a group no step is taken."""
         if not groups:
-            return {"num_trained": 0.0, "num_steps": 0.0}
-        encoded = await in_thread(self._encode, groups)
-        count = -(-len(encoded) // self.config.groups_per_minibatch)
-        cuts = list(pairwise(len(encoded) * i // count for i in range(count + 1)))
-        dealt = [await in_thread(self._deal, encoded[slice(*cut)]) for cut in cuts]
+            return {"num_trained": 0.0, "num_equal_groups": 0.0, "num_steps": 0.0}
+        count = num_minibatches or -(-len(groups) // self.config.groups_per_minibatch)
+        cut = [in_order(one) for one in minibatches(groups, count)]
+        encoded = [await in_thread(self._encode, one) for one in cut]
+        dealt = [await in_thread(self._deal, one) for one in encoded]
         shares = zip(*(parts for parts, _ in dealt), strict=True)
         commands = [wire.Update(list(share), lr_scale, agreement) for share in shares]
         replies = await self._call_teams(commands)
         for step in replies[0].steps:
-            span = slice(*cuts[int(step["minibatch"])])
-            trees = [tree for tree, _ in groups[span]]
-            self.evidence.save(step, self._policy_version, trees, encoded[span])
-        for number, (cut, (parts, _)) in enumerate(zip(cuts, dealt, strict=True)):
-            span = slice(*cut)
+            number = int(step["minibatch"])
+            trees = [tree for tree, _ in cut[number]]
+            self.evidence.save(step, self._policy_version, trees, encoded[number])
+        for number, (one, ours, (parts, _)) in enumerate(zip(cut, encoded, dealt, strict=True)):
             told = ("entropies", "proximal", "logprobs")
             found = [_shares(parts, replies, name, number) for name in told]
-            await in_thread(give_back, groups[span], encoded[span], *found)
-        metrics = {"num_trained": float(len(encoded)), **replies[0].metrics}
-        once = self.config.num_epochs_per_batch * sum(tree.num_tokens for tree in encoded)
-        metrics["computed_over_unique"] = metrics.pop("num_computed_tokens") / once
+            await in_thread(give_back, one, ours, *found)
+        num_equal = sum(not credit.has_signal for _, credit in groups)
+        metrics = {
+            "num_trained": float(len(groups)),
+            "num_equal_groups": float(num_equal),
+            **replies[0].metrics,
+        }
+        unique = sum(tree.num_tokens for one in encoded for tree in computed(one))
+        num_computed = metrics.pop("num_computed_tokens")
+        if unique:
+            epochs = self.config.num_epochs_per_batch
+            metrics["computed_over_unique"] = num_computed / (epochs * unique)
         if self.config.num_teams > 1:
             metrics["idle_share"] = idle_share([loads for _, loads in dealt])
         return metrics
@@ -206,7 +213,7 @@ class DeepSpeedLearner:
         return deal_parts(trees, config.num_teams, config.team_tokens)
 
     def _encode(self, groups: Sequence[CreditedTree]) -> list[EncodedTree]:
-        return [encode(tree, credit, self._policy_version) for tree, credit in groups]
+        return encode_groups(groups, self._policy_version, self.config, self.algorithm)
 
     async def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float = 1.0) -> Metrics:
         if not sequences:
@@ -304,6 +311,25 @@ class DeepSpeedLearner:
         replies = await uncancelled(exchange)
         self._policy_version = replies[0].policy_version
         return replies
+
+
+def in_order(groups: Sequence[CreditedTree]) -> list[CreditedTree]:
+    """The groups of a mini-batch, those without a signal last."""
+    return sorted(groups, key=lambda group: not group[1].has_signal)
+
+
+def encode_groups(
+    groups: Sequence[CreditedTree], version: int, config: LearnerConfig, algorithm: Algorithm
+) -> list[EncodedTree]:
+    """The groups for the ranks. Those on which nothing has a gradient are counted, not computed."""
+    is_computed = algorithm.learns_from_equal_groups or config.router_loss > 0
+    return [
+        replace(
+            encode(tree, credit, version),
+            is_counted=not (is_computed or credit.has_signal),
+        )
+        for tree, credit in groups
+    ]
 
 
 def _shares(

@@ -227,7 +227,7 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         int,
         Meta(
             ge=1,
-            description="questions an optimizer step; fewer when groups are filtered",
+            description="questions an optimizer step; fewer where groups failed or are dropped",
             extra=ESSENTIAL,
         ),
     ] = 8
@@ -381,10 +381,12 @@ class Learner(Protocol):
         groups: Sequence[CreditedTree],
         lr_scale: float = 1.0,
         agreement: Agreement = "exact",
+        num_minibatches: int | None = None,
     ) -> Metrics:
-        """Train on whole groups, each a tree with its credit: one optimizer step per mini-batch.
-        Trees without entropies get those of their trained tokens, exact ones under the weights with
-        which the token was computed first, and nan elsewhere; all get `scored`."""
+        """Train on whole groups, each a tree with its credit: one optimizer step per mini-batch, of
+        which there are `num_minibatches`, at most one a group, or as few as groups_per_minibatch
+        allows. Trees without entropies get those of their trained tokens, exact ones under the
+        weights with which the token was computed first, and nan elsewhere; all get `scored`."""
         ...
 
     async def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float = 1.0) -> Metrics:

@@ -32,9 +32,9 @@ class LossBatch:
     (`learners.minibatch`). The scalars belong to the whole mini-batch: the denominator of the
     aggregation, and mean and unbiased standard deviation of `entropies` over the flat tokens.
 
-    importance: truncated and masked proximal / behaviour. sum_weight: sum of `weight` over the
-    mini-batch, for metrics. reference: log-probs of the reference policy. value and slope: loss and
-    its derivative by the log-prob, of methods that clip whole sequences.
+    importance: truncated and masked proximal / behaviour. sum_weight: sum of `weight` over what is
+    computed of the mini-batch, for metrics. reference: log-probs of the reference policy. value and
+    slope: loss and its derivative by the log-prob, of methods that clip whole sequences.
     """
 
     behaviour: Tensor
@@ -152,6 +152,23 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
     return (back.exp() - back - 1.0).clamp(-10.0, 10.0)
 
 
+def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
+    """`kl_penalty` as a term of the loss: k1 keeps its value and gets the gradient of k2.
+
+    The expected derivative of an estimator, on tokens that the policy samples:
+
+        k1        0, as of every log-prob, so that it would regularise nothing
+        k2        the gradient of KL(policy || reference)
+        k3        the gradient of KL(reference || policy), inside its bounds; 0 outside
+        abs       the gradient of sum |policy - reference|
+    """
+    value = kl_penalty(logprobs, ref_logprobs, kind)
+    if kind != "k1":
+        return value
+    square = kl_penalty(logprobs, ref_logprobs, "k2")
+    return value.detach() + square - square.detach()
+
+
 def objective(
     algorithm: Algorithm, batch: LossBatch, logprobs: Tensor, entropies: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -173,7 +190,7 @@ def objective(
     metrics = _metrics(algorithm, batch, logprobs.detach(), ratio.detach(), part)
     metrics["entropy"] = (part * entropies.detach()).sum()
     if algorithm.kl_loss > 0 and batch.reference is not None:
-        kl = kl_penalty(logprobs, batch.reference, algorithm.kl_kind)
+        kl = kl_loss(logprobs, batch.reference, algorithm.kl_kind)
         loss = loss + algorithm.kl_loss * (batch.weight * kl).sum() / total
     if batch.reference is not None:
         difference = logprobs.detach() - batch.reference

@@ -11,7 +11,9 @@ denominator over the mini-batch of N trajectories with lengths |y_i| (policy tok
     seq-mean-token-sum-norm  c_i = 1         denominator N * L         Dr. GRPO, L a constant
 
 A token shared by several trajectories takes the sum of their coefficients. Trajectories without
-policy tokens count in none of the modes. The released code of ARPO differs: it aggregates each
+policy tokens count in none of the modes. Groups whose returns are equal count like any other: what
+no pass computes of them (EncodedTree.is_counted) stands behind the rest and adds nothing but to
+denominators and statistics. The released code of ARPO differs: it aggregates each
 micro-batch on its own and weights by rows, so that the result depends on the packing; and its last
 mode divides by L without N.
 
@@ -42,7 +44,7 @@ from torch import Tensor
 
 from agentenv.errors import DataError
 from learners.algorithm import Aggregation, Algorithm, Band
-from learners.batch import ActionTokens, EncodedTree, Gather, LeafMap
+from learners.batch import ActionTokens, EncodedTree, Gather, LeafMap, computed
 from learners.credit import Floats
 from learners.learner import Metrics
 from learners.losses import MAX_LOG_RATIO, LossBatch, sequence_terms
@@ -56,8 +58,9 @@ class MiniBatch:
 
     proximal, entropies, reference (None without one): see LossBatch; is_measured, bool: whose
     proximal log-prob was computed. adv_pos, adv_neg and weight already hold the aggregation's
-    coefficients and the sequence mask; importance holds truncation and token mask.
-    leaf_advantages, leaf_weights: [leaves], where sequences matter.
+    coefficients and the sequence mask; importance holds truncation and token mask. leaf_advantages,
+    leaf_weights: [leaves], where sequences matter. The trees that are computed come first, and with
+    them the `num_computed` tokens of micro-batches.
     """
 
     trees: Sequence[EncodedTree]
@@ -119,6 +122,11 @@ class MiniBatch:
                 known[index[unknown]] = values.detach().double().cpu().numpy()[unknown]
 
     @property
+    def num_computed(self) -> int:
+        """Trained tokens of the trees that are computed, which are the first."""
+        return sum(tree.num_action_tokens for tree in computed(self.trees))
+
+    @property
     def measured(self) -> Floats:
         """Proximal log-probs, nan where they are those of the engine."""
         return np.where(self.is_measured, self.proximal, np.nan)
@@ -137,7 +145,8 @@ class MiniBatch:
         low, high = algorithm.clip_low, algorithm.clip_high
         advantages, weights = self.leaf_advantages, self.leaf_weights
         value, slope = sequence_terms(ratio, advantages, low, high)
-        clipped = ((slope == 0.0) & (advantages != 0.0))[self.leaves.is_home]
+        counted = self.leaves.is_home & self.leaves.is_computed
+        clipped = ((slope == 0.0) & (advantages != 0.0))[counted]
         counts = over_all(np.array([float(clipped.sum()), float(len(clipped))]), gather)
         self.metrics["sequences_clipped"] = float(counts[0] / max(counts[1], 1.0))
         return self.leaves.to_tokens(weights * value), self.leaves.to_tokens(weights * slope)
@@ -156,7 +165,8 @@ def prepare(
     """Credit, weights and batch statistics of one mini-batch. `is_measured`, bool [tokens]: whose
     proximal log-prob was computed (None: all); the others have that of the engine.
 
-    Each rank calls `prepare` with its share of the trees and of their tokens.
+    Each rank calls `prepare` with its share of the trees and of their tokens, those that are
+    computed first.
     Raises DataError if the algorithm needs entropies or groups that the trees do not carry.
     """
     if is_measured is None:
@@ -179,11 +189,13 @@ def prepare(
         weight = leaves.to_tokens(plain)
         home = leaves.is_home
         share = denominator(algorithm.aggregation, leaves.lengths[home], algorithm.norm_length)
-        num_kept = int((leaf_weights[home] > 0).sum()), int(home.sum())
+        shown = home & leaves.is_computed
+        num_kept = int((leaf_weights[shown] > 0).sum()), int(shown.sum())
     ratio = ratios(proximal, tokens.behaviour)
     band = algorithm.token_mask
     moments = ratio_moments(ratio, tokens.weight * is_measured, band)
-    counts = np.array([share, weight.sum(), *num_kept])
+    num_computed = sum(tree.num_action_tokens for tree in computed(trees))
+    counts = np.array([share, weight[:num_computed].sum(), *num_kept])
     known = np.where(np.isnan(entropies), 0.0, entropies)
     first = np.array([tokens.weight.sum(), (tokens.weight * known).sum()])
     sums = over_all(np.concatenate([counts, first, moments]), gather)

@@ -34,7 +34,8 @@ def step_score(
     """The score of a step that took `seconds` of wall time, and its factors; `policy_version` is
     the learner's before the update, `num_known` has by a tree's index how many of its first nodes
     an earlier process grew, in seconds that are not counted here. And flow/filtered_tokens: the
-    share of the sampled tokens of the `delivered` trees that were in none of the `trained` ones."""
+    share of the sampled tokens of the `delivered` trees that were in none of the `trained` ones,
+    which have a signal each."""
     num_accepted = num_new = sum_ages = 0
     for tree, credit in trained:
         first_new = num_known.get(tree.index, 0)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from learners.algorithm import Algorithm
 from learners.backend import RankBackend
-from learners.batch import ActionTokens, EncodedTree, MicroBatch, pack
+from learners.batch import ActionTokens, EncodedTree, MicroBatch, computed, pack
 from learners.checkpoint import REFERENCE, Checkpoint, Held, changing, held
 from learners.credit import Floats
 from learners.entropies import split_by_tree
@@ -113,8 +113,9 @@ class Trainer:
         lr_scale: float,
         agreement: Agreement = "exact",
     ) -> Metrics:
-        """One optimizer step per mini-batch; log-probs of stale tokens are recomputed before, and
-        of all where the engine's are not the learner's."""
+        """One optimizer step per mini-batch, with gradients of 0 where no group has a signal;
+        log-probs of stale tokens are recomputed before, and of all where the engine's are not the
+        learner's."""
         start_wall, start_cpu = time.perf_counter(), time.process_time()
         self.agreement = agreement
         prepared = self._prepare_all(minibatches)
@@ -130,7 +131,7 @@ class Trainer:
         metrics = over_steps([step for _, step in steps])
         metrics |= means(self.backend.gather_teams(behaviour_ratios(prepared)))
         counts = [
-            [len(one.tokens.weight), one.tokens.weight.sum(), one.is_measured.sum()]
+            [one.num_computed, one.tokens.weight[: one.num_computed].sum(), one.is_measured.sum()]
             for one in prepared
         ]
         sums = over_all(np.sum(counts, axis=0), self.backend.gather_teams).tolist()
@@ -214,6 +215,8 @@ class Trainer:
         )
 
     def _needs_proximal(self, tree: EncodedTree) -> bool:
+        """Whether log-probs and entropies under the weights of now are needed; of a tree that is
+        counted, entropies alone are."""
         algorithm = self.algorithm
         has_entropies = bool(tree.entropies) and self.agreement == "exact"
         return (
@@ -224,16 +227,17 @@ class Trainer:
             or algorithm.token_mask is not None  # which would find every ratio to be 1
             or algorithm.sequence_mask is not None
             or (algorithm.needs_entropies and not has_entropies)
-        )
+        ) and (algorithm.needs_entropies or not tree.is_counted)
 
     def _policy_step(self, minibatch: MiniBatch, lr_scale: float) -> Metrics:
         terms = None
         if self.algorithm.clips_sequences:
-            current = self.figures(minibatch.trees)[0]
+            current = minibatch.proximal.copy()
+            current[: minibatch.num_computed] = self.figures(computed(minibatch.trees))[0]
             terms = minibatch.terms(self.algorithm, current, self.backend.gather_teams)
-        sums: Counter[str] = Counter()
+        sums: Counter[str] = Counter(loss=0, num_computed_tokens=0)
         maxima: dict[str, float] = {}
-        batches = self.pack(minibatch.trees)
+        batches = self.pack(computed(minibatch.trees))
         num_computed = self._num_computed(batches)
         for batch in self.backend.passes(batches):
             logprobs, entropies, _ = self.backend.forward(batch)

@@ -1,9 +1,9 @@
 """GRPO, ARPO and AEPO as the released code has them, and how a configuration gets them.
 
-The only member of a group keeps its reward, equal rewards leave rounding noise, the log-ratio is
-not bounded; AEPO's z is over the micro-batch, from current entropies, not clamped. The released
-code's weighting of micro-batches, which depends on the packing, is not brought back. Loads no
-torch.
+The only member of a group keeps its reward, the log-ratio is not bounded; AEPO's z is over the
+micro-batch, from current entropies, not clamped. Equal rewards leave rounding noise, which no
+credit has (`learners.credit.tree_credit`): such a group is without a signal. The released code's
+weighting of micro-batches, which depends on the packing, is not brought back. Loads no torch.
 """
 
 from __future__ import annotations
@@ -107,6 +107,11 @@ class ReleasedAEPO(
 
     def plan(self, vocab_size: int) -> RolloutPlan:
         return ReleasedAEPOPlan(self, vocab_size)
+
+    @property
+    def learns_from_equal_groups(self) -> bool:
+        """Also where their tokens are needed, with current entropies, in the micro-batches."""
+        return super().learns_from_equal_groups or self.entropy_advantage > 0
 
     def advantage_scale(self, batch: LossBatch, entropies: Tensor) -> Tensor | float:
         from learners.losses import entropy_statistics

@@ -570,17 +570,23 @@ class SimulatedLearner:
         self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
 
     async def update(
-        self, groups: Sequence[CreditedTree], lr_scale: float = 1.0, agreement: str = "exact"
+        self,
+        groups: Sequence[CreditedTree],
+        lr_scale: float = 1.0,
+        agreement: str = "exact",
+        num_minibatches: int | None = None,
     ) -> Metrics:
         num_tokens = num_proximal = 0
-        for tree, credit in groups:
+        learned = [group for group in groups if group[1].has_signal]
+        for tree, credit in learned:
             size = sum(len(node.action_ids) for node in encoded_nodes(tree, credit))
             versions = (span.version for node in tree.nodes for span in node.version_spans)
             is_stale = min(versions, default=self.policy_version) < self.policy_version
             num_tokens += size
             num_proximal += size * (is_stale or self.config.proximal == "always")
         epochs = self.config.num_epochs_per_batch
-        num_steps = epochs * -(-len(groups) // self.config.groups_per_minibatch)
+        fewest = -(-len(groups) // self.config.groups_per_minibatch)
+        num_steps = epochs * min(num_minibatches or fewest, len(groups))
         passes = epochs * num_tokens + PROXIMAL * num_proximal
         with ExitStack() as stack:
             for machine in self.machines:
@@ -591,6 +597,7 @@ class SimulatedLearner:
             "tokens": num_tokens,
             "proximal_tokens": num_proximal,
             "trained": len(groups),
+            "equal_groups": len(groups) - len(learned),
         }
         return {f"num_{name}": float(value) for name, value in counts.items()}
 

@@ -160,11 +160,12 @@ def show_sizes(config: AnyRun, view: View) -> None:
 def _sizes(config: AnyRun) -> Iterator[str]:
     if isinstance(config, TrainConfig):
         groups, size = config.queue.groups_per_step, config.algorithm.group_size
-        steps = groups // config.learner.groups_per_minibatch * config.learner.num_epochs_per_batch
         yield (
-            f"an update takes {groups} prompts x {size} = {groups * size} trajectories in "
-            f"{steps} optimizer steps; at most {config.queue.max_staleness} versions old"
+            f"an update takes {config.size_of_update}; at most {config.queue.max_staleness} "
+            "versions old"
         )
+        if config.dropped_terms:
+            yield config.dropped_terms
         if config.learner.num_ranks > 1:
             idle = expected_idle(config.learner, config.algorithm, config.limits)
             yield (

@@ -119,8 +119,9 @@ class LiveFigures:
             ),
             (
                 "trees",
-                f"{ledger.trained} trained, {ledger.filtered} without signal, {ledger.num_failed} "
-                "failed" + "".join(f", {count} {kind}" for kind, count in ledger.failed.items()),
+                f"{ledger.trained} trained, {ledger.equal} of them with equal returns, "
+                f"{ledger.filtered} filtered, {ledger.num_failed} failed"
+                + "".join(f", {count} {kind}" for kind, count in ledger.failed.items()),
             ),
         ]
         return lines + (step_lines(row) if row else [])
@@ -286,6 +287,7 @@ def step_line(row: dict[str, Any], num_steps: int) -> str:
         f"step {row['step']:>3}/{num_steps} reward {row.get('reward/mean', 0.0):6.3f} "
         f"success {row.get('reward/success', 0.0):.2f} "
         f"trained {row.get('learner/num_trained', 0):.0f}/{row['rollout/trees']:.0f} trees "
+        f"({row.get('learner/num_equal_groups', 0):.0f} equal) "
         f"calls {row['rollout/tool_calls']:.0f} forks {row['rollout/forks']:.0f} "
         f"staleness {row.get('staleness/max', 0):.0f} "
         f"entropy {row.get('rollout/entropy', 0.0):.3f} "

@@ -74,6 +74,7 @@ from launchers.timings import TimedEngine, Timings
 from launchers.waits import watched
 from launchers.workers.places import Elsewhere, Places
 from launchers.workers.processes import WorkerProcesses
+from learners.algorithm import Algorithm
 from learners.credit import CreditedTree, TreeCredit, counted_leaves
 from learners.entropies import forget_entropies
 from learners.learner import Agreement, Metrics, lr_factor, optimizer_of
@@ -81,7 +82,7 @@ from learners.score import step_score
 
 logger = logging.getLogger(__name__)
 
-EQUAL = "with equal returns"  # what becomes of trees that teach nothing
+EQUAL = "with equal returns"  # why a tree teaches nothing
 ROOM_S = 0.2  # between two looks at whether a tree may begin
 MANY_CALLS = 10  # of a tool in a step, of which one might succeed
 MAX_SAID = 500  # characters of a warning
@@ -95,6 +96,7 @@ class StepAccounts:
     def __init__(self, config: TrainConfig, state: RunState) -> None:
         self.config = config
         self.state = state
+        self.counts_equal = config.counts_equal_groups
         self.agreement: Agreement = "exact" if config.engine.is_exact else "unknown"
         self._credits: dict[int, TreeCredit | None] = {}  # by the tree's index, until it settles
         self.settled: list[Settled] = []  # the trees of the last step
@@ -109,15 +111,15 @@ class StepAccounts:
         return self._credits[tree.index]
 
     def has_signal(self, tree: TrajectoryTree) -> bool:
-        """Whether the tree will be trained."""
+        """Whether the tree will be trained on returns that are not all equal."""
         credit = self.credit(tree)
         return credit is not None and credit.has_signal
 
     def keep(self, tree: TrajectoryTree) -> bool:
-        """Whether a tree is one of those that a step waits for, which is trained.
+        """Whether a tree is one of those that a step waits for, which has a signal.
 
-        Each time that as many as a step has are not, one after the other, they count as a step that
-        trains nothing, since the one that is waited for may never be full. Raises EnvError as
+        Each time that as many as a step has are not, one after the other, they count as a step
+        without a signal, since the one that is waited for may never be full. Raises EnvError as
         `settle` does.
         """
         if self.has_signal(tree):
@@ -132,40 +134,50 @@ class StepAccounts:
 
     @staticmethod
     def _why(tree: TrajectoryTree, credit: TreeCredit | None) -> str:
-        """Why a tree is not trained."""
+        """Why a tree has no signal."""
         return failure_kind(tree) if credit is None else EQUAL
 
     def settle(self, delivered: list[TrajectoryTree]) -> list[CreditedTree]:
-        """Account for each tree of a step: trained, filtered (all returns equal) or failed.
-        Returns those to train, with their credit.
+        """Account for each tree of a step: trained, filtered (all returns equal and not counted) or
+        failed. Returns those to train, with their credit.
 
-        Raises EnvError when not one trajectory succeeded, or when no tree was trained for
+        Raises EnvError when not one trajectory succeeded, or when no tree had a signal for
         `train.max_untrained_steps` steps; then nothing is counted.
         """
         refuse_total_failure(delivered)
         trained: list[CreditedTree] = []
         fates: Counter[str] = Counter()
-        credits = [self.credit(tree) for tree in delivered]
-        credits = self.config.algorithm.over_update(delivered, credits)
+        own = [self.credit(tree) for tree in delivered]
+        is_taken = [one is not None and (self.counts_equal or one.has_signal) for one in own]
+        credits = credits_of_update(self.config.algorithm, delivered, own, is_taken)
         settled: list[Settled] = []
-        for tree, credit in zip(delivered, credits, strict=True):
+        for tree, credit, taken in zip(delivered, credits, is_taken, strict=True):
             self._credits.pop(tree.index)
-            if credit is not None and credit.has_signal:
-                settled.append(Settled(tree, credit, "trained"))
-                trained.append((tree, credit))
-                continue
-            why = self._why(tree, credit)
+            has_signal = credit is not None and credit.has_signal
+            why = "" if has_signal else self._why(tree, credit)
             fate: Fate = "failed" if credit is None else "filtered"
+            if credit is not None and taken and (self.counts_equal or has_signal):
+                fate = "trained"
+                trained.append((tree, credit))
             settled.append(Settled(tree, credit, fate, why))
-            fates[why] += 1
+            fates.update([why] if why else [])
         self._judge(delivered, fates)
         self.settled = settled
-        self.state.ledger.add(len(trained), fates.pop(EQUAL, 0), fates)
+        num_equal = fates.pop(EQUAL, 0)
+        equal, filtered = (num_equal, 0) if self.counts_equal else (0, num_equal)
+        self.state.ledger.add(len(trained), filtered, fates, equal)
         return trained
 
+    def num_minibatches(self, num_taken: int) -> int | None:
+        """Optimizer steps of an epoch over a step for which the queue gave so many trees: fixed,
+        whatever their returns; None where it depends on how many have a signal."""
+        if not (self.counts_equal or self.config.refills):
+            return None
+        return -(-num_taken // self.config.learner.groups_per_minibatch)
+
     def _judge(self, delivered: list[TrajectoryTree], fates: Counter[str]) -> None:
-        """Say at once, when it begins, that most of a step is lost; end a run that trains nothing.
-        `fates` counts the trees that are not trained, by the reason."""
+        """Say at once, when it begins, that most of a step is lost; end a run without a signal.
+        `fates` counts the trees that have none, by the reason."""
         reasons = ", ".join(f"{count} {fate}" for fate, count in fates.most_common())
         num_lost = fates.total() - fates[EQUAL]
         self._say(
@@ -186,8 +198,8 @@ class StepAccounts:
         self._say(
             "unlearned",
             fates[EQUAL] == len(delivered) and not any(one.success for one in everything),
-            "no tree of the step was trained: in each all returns are equal, and no answer is "
-            f"right; read trajectories/: {advice}",
+            "no tree of the step teaches anything: in each all returns are equal, and no answer "
+            f"is right; read trajectories/: {advice}",
         )
         num_late = ends.count(Limit.SECONDS)
         self._say(
@@ -202,7 +214,7 @@ class StepAccounts:
         if allowed and self._num_untrained >= allowed:
             num_right = sum(one.success for one in everything)
             raise EnvError(
-                f"no tree was trained in {allowed} steps in a row (train.max_untrained_steps); of "
+                f"no tree had a signal in {allowed} steps in a row (train.max_untrained_steps); of "
                 f"the last {len(delivered)}: {reasons}; {num_right} of their {len(everything)} "
                 "answers were right"
             )
@@ -290,6 +302,19 @@ def engine_account(engine: Engine) -> dict[str, Any]:
     return dict(engine.stats())
 
 
+def credits_of_update(
+    algorithm: Algorithm,
+    trees: Sequence[TrajectoryTree],
+    own: Sequence[TreeCredit | None],
+    is_taken: Sequence[bool],
+) -> list[TreeCredit | None]:
+    """Credit of the trees of a step, from that of each by itself: what an algorithm computes over
+    an update is over those that are taken, the others keep their own."""
+    taken = [one if is_one else None for one, is_one in zip(own, is_taken, strict=True)]
+    found = zip(algorithm.over_update(trees, taken), own, is_taken, strict=True)
+    return [after if is_one else before for after, before, is_one in found]
+
+
 def refuse_total_failure(trees: list[TrajectoryTree]) -> None:
     """Stop when not one trajectory of a step succeeded: something is broken, not unlucky. What a
     person has given up says nothing."""
@@ -344,7 +369,7 @@ class Training:
             config.queue.max_staleness,
             just_in_time=config.queue.just_in_time,
         )
-        self.refill = config.queue.refill or config.algorithm.refills
+        self.refill = config.refills
         self.lag = LoopLag()
         self.refused: list[TrajectoryTree] = []  # by the current queue.get, not accounted yet
         self.throughput = Throughput()
@@ -537,13 +562,12 @@ class Training:
             goes_back = self.run.go_on(config, self.state.step, self.view.say, is_told, done)
             if goes_back and self.journal is not None:
                 await self.journal.rotate(sys.maxsize)  # trees of weights that are given up
-        groups, size = config.queue.groups_per_step, config.algorithm.group_size
-        steps = groups // config.learner.groups_per_minibatch * config.learner.num_epochs_per_batch
         self.view.say(
             f"{config.algorithm_name} on {config.env.id}: {len(parts.tasks)} training questions, "
-            f"{parts.num_steps} updates; an update takes {groups} prompts x {size} = "
-            f"{groups * size} trajectories in {steps} optimizer steps"
+            f"{parts.num_steps} updates; an update takes {config.size_of_update}"
         )
+        if dropped := config.dropped_terms:
+            self.view.warn(dropped)
 
     async def _begin(self) -> None:
         """The cold start, if there is one, from where a checkpoint has it, and evaluations."""
@@ -780,6 +804,7 @@ class Training:
                 metrics = await self.accounts.parity(parts)
             version = parts.learner.policy_version
             trained = self.accounts.settle(delivered)
+            learned = [(tree, credit) for tree, credit in trained if credit.has_signal]
             told: Told = {}
             if not self.config.engine.tells_entropies:
                 told = first_entropies(delivered, parts.plan.fork_window)
@@ -788,10 +813,12 @@ class Training:
                 if critic is not None:
                     metrics |= await critic.learn(state.step, answers)
                 if trained:
-                    metrics |= await self._update(trained)
+                    metrics |= await self._update(
+                        trained, self.accounts.num_minibatches(len(trees))
+                    )
                 problem: Exception | None = None
                 try:
-                    metrics |= await self._figures(delivered, trained, version)
+                    metrics |= await self._figures(delivered, learned, version)
                 except Exception as error:  # the learner is well, and is saved first
                     problem = error
                 state.position += len(delivered)
@@ -830,7 +857,7 @@ class Training:
         metrics |= await in_thread(
             step_score,
             delivered,
-            trained,
+            learned,
             policy_version=version,
             seconds=self.scored_s - began_s,
             groups_per_step=self.queue.groups_per_step,
@@ -839,24 +866,24 @@ class Training:
         await self._report_step(delivered, metrics)
 
     async def _figures(
-        self, delivered: list[TrajectoryTree], trained: list[CreditedTree], version: int
+        self, delivered: list[TrajectoryTree], learned: list[CreditedTree], version: int
     ) -> Metrics:
-        """Of the trees of a step, some of which the state sums up."""
+        """Of the trees of a step, some of which the state sums up; `learned` have a signal."""
         state = self.state
         figures = await in_thread(rollout_metrics, delivered, version)
-        counted = [(tree, counted_leaves(tree, credit)) for tree, credit in trained]
+        counted = [(tree, counted_leaves(tree, credit)) for tree, credit in learned]
         figures |= await in_thread(trained_metrics, delivered, counted, version)
         profile = await in_thread(entropy_profile, delivered)
         state.entropy = state.entropy.merged(profile)
         state.totals.add(figures)
         return figures
 
-    async def _update(self, groups: list[CreditedTree]) -> Metrics:
+    async def _update(self, groups: list[CreditedTree], num_minibatches: int | None) -> Metrics:
         scale = lr_factor(self.config.learner, self.state.step, self.parts.num_steps)
         busy = nullcontext() if self.timings is None else self.timings.learning()
         with self.watch.part("update"), busy:
             agreement = self.accounts.agreement
-            update = await self.parts.learner.update(groups, scale, agreement)
+            update = await self.parts.learner.update(groups, scale, agreement, num_minibatches)
         self.state.totals.trained_tokens += int(update["num_tokens"])
         return {
             "learner/lr_scale": scale,

@@ -73,6 +73,7 @@ class Runs(RuleBasedStateMachine):
         staleness=st.integers(0, 2),
         algorithm=st.sampled_from(["arpo", "grpo"]),
         refill=st.booleans(),
+        drop=st.booleans(),
         seed=st.integers(0, 99),
         every=st.integers(0, 2),
         weather=st.fixed_dictionaries(
@@ -85,11 +86,13 @@ class Runs(RuleBasedStateMachine):
         staleness: int,
         algorithm: str,
         refill: bool,
+        drop: bool,
         seed: int,
         every: int,
         weather: dict[str, list[str]],
     ) -> None:
         own = ["algorithm.entropy_window=4"] if algorithm == "arpo" else []
+        own += ["queue.equal_groups=drop"] if drop else []
         self.config = toy_config(
             self.folder,
             *(f"queue.groups_per_step={groups}", f"queue.max_staleness={staleness}"),
@@ -227,14 +230,19 @@ class Runs(RuleBasedStateMachine):
         places = sorted(tree.index for tree in delivered)
         assert places == list(range(state.position)), "each once, none left out"
         fates: dict[str, list[int]] = {"trained": [], "filtered": [], "failed": []}
+        num_equal = 0
         for tree in delivered:
             credit = self.config.algorithm.credit(tree)
-            fate = "failed" if credit is None else "trained" if credit.has_signal else "filtered"
+            is_equal = credit is not None and not credit.has_signal
+            is_filtered = is_equal and not self.config.counts_equal_groups
+            num_equal += is_equal and not is_filtered
+            fate = "failed" if credit is None else "filtered" if is_filtered else "trained"
             fates[fate].append(tree.index)
         assert learner.trained == fates["trained"], "each once, in order"
         ledger = state.ledger
         found = (ledger.trained, ledger.filtered, ledger.num_failed)
         assert found == tuple(map(len, fates.values()))
+        assert ledger.equal == num_equal
         assert ledger.offered == len(delivered) + self.num_held
         assert self.training.queue.num_reserved == 0, "a slot is left"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentenv.archive import Archive, ArchiveConfig, KeptTree, StepHeader, read_step
+from agentenv.archive import Archive, ArchiveConfig, KeptTree, StepHeader, read_step, steps_of
 from launchers import replay, train
 from tests.launchers.killed_runs import KilledRun
 from tests.support.killing import Plan
+from tests.support.runs import rows_of
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here"), pytest.mark.slow]
 
@@ -166,3 +168,37 @@ def test_other_algorithms_come_out_again(
     assert "all that was computed again is equal" in text
     assert "not computed again" not in text
     assert "cannot be grown" not in text
+
+
+@pytest.mark.parametrize("algorithm", ["arpo", "aepo", "reinforce_pp", "gspo"])
+@pytest.mark.parametrize("equal", ["count", "drop"])
+def test_steps_are_as_many_as_were_said_and_their_losses_come_out_again(
+    warehouse: Path, capsys: pytest.CaptureFixture[str], algorithm: str, equal: str
+) -> None:
+    """Groups of two, of which some have equal returns; of a step perhaps all."""
+    keys = ["algorithm.group_size=2", "learner.groups_per_minibatch=1", "train.num_steps=6"]
+    name = f"steps-{algorithm}-{equal}"
+    keys += [f"algorithm.name={algorithm}", f"queue.equal_groups={equal}", f"run.name={name}"]
+    assert train.main([str(warehouse), *keys]) == 0
+    run = warehouse.parent / "runs" / name
+    said_at_start = re.search(r"trajectories in (up to )?(\d+) optimizer steps", said(capsys))
+    assert said_at_start is not None
+    rows = [row for row in rows_of(run) if "trees/offered" in row]
+    taken = [row.get("learner/num_steps", 0) for row in rows]
+    fates = [
+        entry.fate for path in steps_of(run / "trees").values() for entry in read_step(path).entries
+    ]
+    if equal == "count":
+        assert said_at_start.groups() == (None, "2")
+        assert taken == [2.0] * 6
+        assert fates == ["trained"] * 12
+        assert rows[-1]["trees/equal"] == sum(row["learner/num_equal_groups"] for row in rows)
+        assert rows[-1]["trees/equal"] > 0
+    else:
+        assert said_at_start.groups() == ("up to ", "2")
+        assert taken == [row.get("learner/num_trained", 0) for row in rows]
+        assert set(fates) == {"trained", "filtered"}
+    assert replay.main([str(run)]) == 0
+    text = said(capsys)
+    assert "6 steps, 12 trees: all that was computed again is equal" in text
+    assert "not computed again" not in text

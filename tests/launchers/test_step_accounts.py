@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from agentenv.config import load_config
-from agentenv.errors import EngineError, EnvError
+from agentenv.errors import ConfigError, EngineError, EnvError
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limit
 from launchers.config import TrainConfig
@@ -18,8 +19,10 @@ from launchers.rl.evaluations import refuse_failed
 from launchers.rl.report import step_line
 from launchers.rl.state import RunState
 from launchers.rl.training import StepAccounts
+from learners.aepo import AEPO
+from learners.algorithm import Algorithm
 from learners.arpo import ARPO
-from learners.baselines import ReinforcePP
+from learners.baselines import DAPO, ReinforcePP
 from learners.batch import encode
 from learners.credit import TreeCredit
 from tests.learners.trees import credited, random_tree
@@ -34,8 +37,9 @@ class Counting(ARPO, frozen=True, kw_only=True, tag="counting"):
         return super().credit(tree)
 
 
-def accounts(algorithm: ARPO | ReinforcePP) -> StepAccounts:
-    config = replace(load_config(TrainConfig, CONFIG), algorithm=algorithm)
+def accounts(algorithm: Algorithm, **queue: Any) -> StepAccounts:
+    config = load_config(TrainConfig, CONFIG)
+    config = replace(config, algorithm=algorithm, queue=replace(config.queue, **queue))
     return StepAccounts(config, RunState())
 
 
@@ -76,13 +80,77 @@ def test_credit_of_a_tree_is_computed_once_an_update() -> None:
     ours, delivered = accounts(Counting(group_size=4)), trees()
     assert [ours.has_signal(tree) for tree in delivered] == [True, True, False, False]
     groups = ours.settle(delivered)
-    assert [tree.index for tree, _ in groups] == [0, 1]
+    assert [tree.index for tree, _ in groups] == [0, 1, 2]
     assert all(encode(tree, credit, 0).num_action_tokens for tree, credit in groups)
     assert credit_calls == [0, 1, 2, 3]
-    ledger = ours.state.ledger
-    assert (ledger.trained, ledger.filtered, ledger.failed) == (2, 1, {"EnvError": 1})
     ours.settle(trees())  # the same places in another run of the step
     assert credit_calls == [0, 1, 2, 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "taken", "counts"),
+    [
+        ({}, [0, 1, 2], (3, 1, 0)),
+        ({"equal_groups": "count"}, [0, 1, 2], (3, 1, 0)),
+        ({"equal_groups": "drop"}, [0, 1], (2, 0, 1)),
+        ({"refill": True}, [0, 1], (2, 0, 1)),
+        ({"refill": True, "equal_groups": "drop"}, [0, 1], (2, 0, 1)),
+    ],
+    ids=str,
+)
+def test_a_group_of_equal_returns_is_trained_and_counted_or_filtered(
+    keys: dict[str, Any], taken: list[int], counts: tuple[int, int, int]
+) -> None:
+    ours = accounts(ARPO(group_size=4), **keys)
+    found = ours.settle(trees())
+    assert [tree.index for tree, _ in found] == taken
+    ledger = ours.state.ledger
+    assert (ledger.trained, ledger.equal, ledger.filtered) == counts
+    assert ledger.failed == {"EnvError": 1}
+    ledger.offered = 4
+    ledger.check(in_flight=0)
+    fates = ["trained", "trained", "trained" if 2 in taken else "filtered", "failed"]
+    assert [one.fate for one in ours.settled] == fates
+    assert [one.why for one in ours.settled] == ["", "", "with equal returns", "EnvError"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "number"),
+    [({}, 2), ({"refill": True}, 2), ({"equal_groups": "drop"}, None)],
+    ids=str,
+)
+def test_the_number_of_optimizer_steps_does_not_depend_on_returns(
+    keys: dict[str, Any], number: int | None
+) -> None:
+    ours = accounts(ARPO(group_size=4), **keys)  # 16 groups, 8 a mini-batch
+    assert ours.num_minibatches(16) == number
+    assert ("up to " in ours.config.size_of_update) == (number is None)
+    assert ours.config.size_of_update.endswith("2 optimizer steps")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "keys", "told"),
+    [
+        (ARPO(), {"refill": True, "equal_groups": "count"}, "queue.refill replaces groups"),
+        (DAPO(), {"equal_groups": "count"}, "algorithm.name = dapo replaces groups"),
+    ],
+)
+def test_groups_that_are_replaced_cannot_be_counted(
+    algorithm: Algorithm, keys: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf'queue.equal_groups = "count": {told}'):
+        accounts(algorithm, **keys)
+    assert not accounts(DAPO()).config.counts_equal_groups
+    assert not accounts(DAPO(), equal_groups="drop").config.counts_equal_groups
+
+
+def test_what_drop_leaves_out_beside_the_mean_is_said() -> None:
+    rules = AEPO(kl_loss=0.1, entropy_bonus=0.01)
+    told = accounts(rules, equal_groups="drop").config.dropped_terms
+    for name in ("kl_loss", "entropy_bonus", "entropy_advantage"):
+        assert f"algorithm.{name}" in told
+    assert not accounts(rules).config.dropped_terms
+    assert not accounts(ARPO(), equal_groups="drop").config.dropped_terms
 
 
 def failing(error: str) -> list[TrajectoryTree]:
@@ -112,7 +180,7 @@ def test_a_run_that_trains_nothing_ends_with_the_reasons(caplog: pytest.LogCaptu
     assert "2 of 2 trees of the step were dropped: 2 EngineError" in told[0]
     assert "limits.max_seconds" in told[1]
     assert ours.state.ledger.failed == {"EngineError": 2, "EnvError": 1, "seconds (masked)": 6}
-    with pytest.raises(EnvError, match=r"no tree was trained in 3 steps.*2 seconds \(masked\)"):
+    with pytest.raises(EnvError, match=r"no tree had a signal in 3 steps.*2 seconds \(masked\)"):
         ours.settle(masked())
 
 
@@ -125,7 +193,7 @@ def test_a_step_that_never_fills_ends_the_run_too() -> None:
     bad = alike(right=False)[0]
     assert [ours.keep(one) for one in (bad, bad, bad, good)] == [False, False, False, True]
     assert not any(ours.keep(bad) for _ in range(7))
-    told = r"no tree was trained in 2 steps.*of the last 4: 4 with equal returns"
+    told = r"no tree had a signal in 2 steps.*of the last 4: 4 with equal returns"
     with pytest.raises(EnvError, match=told):
         ours.keep(bad)
 
@@ -147,7 +215,7 @@ def test_a_policy_that_does_nothing_right_is_told_from_one_that_has_learned_all(
     ours.settle(alike(right=False))
     ours.settle(alike(right=False))
     (told,) = caplog.records
-    assert "no tree of the step was trained" in told.getMessage()
+    assert "no tree of the step teaches anything" in told.getMessage()
     assert "prompt.template" in told.getMessage()
 
 
@@ -165,10 +233,22 @@ def test_an_evaluation_in_which_everything_failed_is_refused() -> None:
 
 def test_what_is_trained_is_normalised_over_the_update() -> None:
     algorithm = ReinforcePP(group_size=4)
-    found = accounts(algorithm).settle(trees())
-    expected = credited(trees(), algorithm)
+    found = accounts(algorithm, equal_groups="drop").settle(trees())
+    expected = credited(trees()[:2], algorithm)
+    assert [tree.index for tree, _ in found] == [0, 1]
     for (_, credit), (_, wanted) in zip(found, expected, strict=True):
         assert credit.adv_pos.tolist() == wanted.adv_pos.tolist()
+    of_all = accounts(algorithm).settle(trees())
+    assert [tree.index for tree, _ in of_all] == [0, 1, 2]
+    assert all(credit.has_signal for _, credit in of_all), "a mean that is not 0 is taken off"
+
+
+def test_a_run_whose_groups_are_all_equal_ends_though_they_are_counted() -> None:
+    ours = accounts(ARPO(group_size=4))
+    ours.config = replace(ours.config, train=replace(ours.config.train, max_untrained_steps=2))
+    assert len(ours.settle(alike(right=True))) == 2
+    with pytest.raises(EnvError, match=r"no tree had a signal in 2 steps.*2 with equal returns"):
+        ours.settle(alike(right=True))
 
 
 def test_failures_by_kind_stand_beside_the_reward() -> None:

@@ -105,7 +105,7 @@ def flat_form(algorithm: Algorithm, trees: list[TrajectoryTree], figures: Figure
     token_loss = token_loss * _corrections(algorithm, proximal, behaviour, mask)
     loss = _mean(algorithm, token_loss, mask)
     if algorithm.kl_loss:
-        kl = losses.kl_penalty(current, matrix(minibatch.reference), algorithm.kl_kind)
+        kl = losses.kl_loss(current, matrix(minibatch.reference), algorithm.kl_kind)
         loss = loss + algorithm.kl_loss * _mean(algorithm, kl, mask)
     return loss - algorithm.entropy_bonus * _mean(algorithm, matrix(figures.entropies), mask)
 

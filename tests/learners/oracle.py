@@ -28,7 +28,7 @@ DEFAULTS = {
     "kl_kind": "k3", "kl_reward": 0.0, "entropy_bonus": 0.0, "sharing": "soft", "token_mask": None,
     "sequence_mask": None, "aggregation": "token-mean", "norm_length": 1024,
     "normalize_by_std": True, "entropy_advantage": 0.2, "entropy_balanced_clipping": True,
-    "proximal": "stale",
+    "proximal": "stale", "equal_groups": "count",
 }  # fmt: skip
 OWN = {
     "dr_grpo": {"aggregation": "seq-mean-token-sum-norm", "normalize_by_std": False},
@@ -139,7 +139,8 @@ class Oracle:
         """One update."""
         batches = [[rows_of(tree) for tree in batch] for batch in minibatches]
         self._credit([group for batch in batches for group in batch])
-        batches = [[g for g in batch if any(r.advantage.any() for r in g)] for batch in batches]
+        if self.set["equal_groups"] == "drop":
+            batches = [[g for g in batch if any(r.advantage.any() for r in g)] for batch in batches]
         if self.reference is None:
             self.reference = {n: p.detach().clone() for n, p in self.model.named_parameters()}
         for group in (group for batch in batches for group in batch):
@@ -156,19 +157,21 @@ class Oracle:
             pairs = [
                 (a, len(row.places))
                 for group, values in zip(groups, found, strict=True)
-                if values.any()
+                if values.any() or self.set["equal_groups"] == "count"
                 for row, a in zip(group, values, strict=True)
             ]
             flat = np.concatenate([np.full(count, a) for a, count in pairs])
             found = [
-                (values - flat.mean()) / (flat.std(ddof=1) + 1e-6) if values.any() else values
+                (values - flat.mean()) / (flat.std(ddof=1) + 1e-6)
+                if values.any() or self.set["equal_groups"] == "count"
+                else values
                 for values in found
             ]
         for group, values in zip(groups, found, strict=True):
             self._spread(group, values)
 
     def _advantages(self, returns: np.ndarray) -> np.ndarray:
-        if len(returns) < 2 or np.ptp(returns) == 0:
+        if len(returns) < 2 or np.ptp(returns) < 1e-9:
             return np.zeros(len(returns))
         if self.kind == "rloo":
             others = (returns.sum() - returns) / (len(returns) - 1)
@@ -306,8 +309,8 @@ class Oracle:
 
     def _kl(self, difference: Tensor) -> Tensor:
         kind = self.set["kl_kind"]
-        if kind == "k1":
-            return difference
+        if kind == "k1":  # the log-ratio, as a reward that the score function carries
+            return difference.detach() * (1 + difference - difference.detach())
         if kind == "abs":
             return difference.abs()
         if kind == "k2":

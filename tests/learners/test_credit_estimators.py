@@ -43,16 +43,26 @@ def test_batch_normalisation_is_over_the_tokens_of_all_trajectories() -> None:
     assert copies.std(ddof=1) == pytest.approx(1.0, rel=1e-5)
 
 
-def test_batch_normalisation_leaves_groups_without_signal_at_zero() -> None:
+def test_batch_normalisation_is_over_the_groups_that_are_taken() -> None:
+    """One of equal returns is as far from the mean of an update as its 0 is."""
     trees, algorithm = grown(3), ReinforcePP(group_size=2)
     for node in trees[0].nodes:
         node.reward = 0.5 if node.end else 0.0
     for leaf in trees[1].leaves():
         leaf.end = "failed"
     first, second, third = credits_of(algorithm, trees)
-    assert not first.has_signal
     assert second is None
-    assert third.has_signal
+    (level,) = set(first.advantages[~np.isnan(first.advantages)])
+    alone = algorithm.over_update(trees, [None, None, algorithm.credit(trees[2])])
+    assert alone[:2] == [None, None]
+    flat = []
+    for tree, credit in ((trees[0], first), (trees[2], third)):
+        own = algorithm.credit(tree).advantages
+        for leaf in np.flatnonzero(~np.isnan(credit.advantages)):
+            length = sum(len(node.action_ids) for node in tree.path(tree.nodes[leaf]))
+            flat += [own[leaf]] * length
+    assert level == pytest.approx(-np.mean(flat) / (np.std(flat, ddof=1) + 1e-6))
+    assert level != 0
     assert all(c is None or not c.has_signal for c in credits_of(algorithm, trees[:2]))
 
 

@@ -177,7 +177,7 @@ async def test_nothing_to_learn_takes_no_step(learner: DeepSpeedLearner, tmp_pat
     for leaf in trees[0].leaves():
         leaf.end = "failed"
     metrics = await learner.update(credited(trees, learner.algorithm))
-    assert metrics == {"num_trained": 0, "num_steps": 0}
+    assert metrics == {"num_trained": 0, "num_equal_groups": 0, "num_steps": 0}
     assert same(before, weights_in(await learner.export(tmp_path / "after")))
 
 

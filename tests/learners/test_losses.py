@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from learners import losses
+from learners.baselines import GRPO
 from tests import check_fixtures
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -36,6 +37,61 @@ def test_check_fixtures_reports_and_fails(
     assert f"FAILED {content['cases'][1]['name']}: kl" in output
     assert "unheard_of.json: skipped" in output
     assert check_fixtures.main([str(tmp_path / "missing")]) == 2
+
+
+def distributions(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a policy and log-probs of a reference, float64 [words], within the bounds of k3."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    return logits[0].requires_grad_(), logits[1].log_softmax(0)
+
+
+TARGETS = {
+    "k1": lambda p, q: (p * (p / q).log()).sum(),  # KL(policy || reference)
+    "k2": lambda p, q: (p * (p / q).log()).sum(),
+    "k3": lambda p, q: (q * (q / p).log()).sum(),  # KL(reference || policy)
+    "low_var_kl": lambda p, q: (q * (q / p).log()).sum(),
+    "abs": lambda p, q: (p - q).abs().sum(),
+}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("kind", TARGETS)
+def test_the_expected_gradient_of_each_kl_kind(kind: str, seed: int) -> None:
+    """Through the objective of an algorithm: each word with its probability as weight, which makes
+    the sum an expectation over what the policy samples."""
+    logits, reference = distributions(seed)
+    logprobs = logits.log_softmax(0)
+    known, zeros = logprobs.detach(), torch.zeros_like(reference)
+    weight = known.exp()
+    batch = losses.LossBatch(
+        behaviour=known, proximal=known, entropies=zeros, adv_pos=zeros, adv_neg=zeros,
+        weight=weight, total_weight=1.0, entropy_mean=zeros[0], entropy_std=zeros[0],
+        importance=zeros + 1, sum_weight=1.0, reference=reference,
+    )  # fmt: skip
+    loss, _ = GRPO(group_size=2, kl_loss=1.0, kl_kind=kind).loss(batch, logprobs, zeros)
+    (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    probabilities = logits.softmax(0)
+    true_kl = TARGETS["k1"](probabilities, reference.exp())
+    (expected,) = torch.autograd.grad(TARGETS[kind](probabilities, reference.exp()), logits)
+    assert float(expected.norm()) > 1e-2
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    if kind in ("k1", "k3", "low_var_kl"):
+        torch.testing.assert_close(loss, true_kl)
+
+
+def test_the_estimators_are_biased_as_documented() -> None:
+    """Where policy and reference differ, k3 and abs descend on something else than the KL."""
+    logits, reference = distributions(0)
+    true = torch.autograd.grad(TARGETS["k1"](logits.softmax(0), reference.exp()), logits)[0]
+    for kind, smallest in (("k3", 0.2), ("abs", 0.2)):
+        value = TARGETS[kind](logits.softmax(0), reference.exp())
+        (other,) = torch.autograd.grad(value, logits)
+        assert float((other - true).norm() / true.norm()) > smallest
+    far = torch.tensor([-9.0], dtype=torch.float64, requires_grad=True)
+    bounded = losses.kl_loss(far, torch.tensor([-1.0], dtype=torch.float64), "k3")
+    assert bounded.item() == 10.0
+    assert torch.autograd.grad(bounded.sum(), far)[0].item() == 0.0
 
 
 @pytest.mark.parametrize("loss", [losses.ppo_loss, losses.entropy_balanced_loss])

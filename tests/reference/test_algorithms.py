@@ -178,7 +178,7 @@ def test_kl_to_a_reference_enters_loss_and_gradient(kind: str) -> None:
     given = batch(2, entropies, reference=reference)
     with_kl = ARPO(group_size=2, kl_loss=0.5, kl_kind=kind).loss(given, logprobs, entropies)[0]
     without = ARPO(group_size=2).loss(plain, logprobs, entropies)[0]
-    expected = 0.5 * losses.kl_penalty(logprobs, reference, kind).mean()
+    expected = 0.5 * losses.kl_loss(logprobs, reference, kind).mean()
     torch.testing.assert_close(with_kl - without, expected)
     grads = torch.autograd.grad(with_kl - without - expected, logprobs)[0]
     assert grads.abs().max() < 1e-12

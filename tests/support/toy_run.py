@@ -184,7 +184,11 @@ class ToyLearner:
         self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
 
     async def update(
-        self, groups: Sequence[CreditedTree], lr_scale: float = 1.0, agreement: str = "exact"
+        self,
+        groups: Sequence[CreditedTree],
+        lr_scale: float = 1.0,
+        agreement: str = "exact",
+        num_minibatches: int | None = None,
     ) -> Metrics:
         await asyncio.sleep(self.update_s)
         for tree, _ in groups:

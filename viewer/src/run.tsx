@@ -22,7 +22,7 @@ const PANELS: Panel[] = [
   { title: "Success by kind of question", keys: [/^by_kind\/.*\/success$/], from: 0, to: 1 },
   { title: "Staleness, versions", about: "learner version minus oldest version of a token, when trained", keys: ["staleness/max", "staleness/trained_mean", "staleness/bound"], dashed: /bound/, from: 0 },
   { title: "Queue: trees", keys: ["queue/ready", "trees/in_flight"], from: 0 },
-  { title: "Flow: trees since the start", about: "offered = trained + filtered + failed + in flight", keys: ["trees/offered", "trees/trained", "trees/filtered", "trees/failed"], from: 0 },
+  { title: "Flow: trees since the start", about: "offered = trained + filtered + failed + in flight; equal: of the trained, without signal", keys: ["trees/offered", "trees/trained", "trees/equal", "trees/filtered", "trees/failed"], from: 0 },
   { title: "Failed trajectories of a step, by kind", keys: [/^failed\/by_kind\//], from: 0 },
   { title: "Tool calls of a step; errors dashed", keys: [/^tool\/.*\/(calls|errors)$/], dashed: /errors/, from: 0 },
   { title: "Seconds of a tool call; waiting dashed", keys: [/^tool\/.*\/(mean_s|waited_s)$/], dashed: /waited/, from: 0 },
@@ -152,7 +152,7 @@ function Tiles(props: { run: Run; rows: Row[]; steps: Row[] }) {
       <Tile name="staleness, most" note={`bound ${num(last(steps, "staleness/bound"))}`}>
         {num(steps.reduce((most, row) => Math.max(most, Number(row["staleness/max"] ?? 0)), 0))}
       </Tile>
-      <Tile name="trees trained" note={`of ${num(offered)}; ${num(last(steps, "trees/filtered") ?? 0)} without signal`}>
+      <Tile name="trees trained" note={`of ${num(offered)}; ${num(Number(last(steps, "trees/equal") ?? 0) + Number(last(steps, "trees/filtered") ?? 0))} without signal`}>
         {num(last(steps, "trees/trained") ?? 0)}
       </Tile>
       <Tile name="failed trajectories" note={trajectories ? `${percent(failed / (failed + trajectories))} of all` : undefined}>

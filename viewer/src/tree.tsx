@@ -234,10 +234,10 @@ function Why(props: { tree: Tree }) {
   const returns = [...new Set(leavesOf(tree).filter((leaf) => leaf.end !== "failed").map((leaf) => returnOf(tree, leaf)))];
   return (
     <div class={cx("why", `why-${tree.fate}`)}>
-      {tree.fate === "trained" && <span>Trained in step {tree.step}.</span>}
-      {tree.fate === "filtered" && (
+      {tree.fate === "trained" && !tree.why && <span>Trained in step {tree.step}.</span>}
+      {(tree.fate === "filtered" || (tree.fate === "trained" && tree.why)) && (
         <span>
-          Filtered, not trained: {tree.why || "no signal"}.{" "}
+          {tree.fate === "filtered" ? "Filtered, not trained" : `Counted in the means of step ${tree.step}, without a signal`}: {tree.why || "no signal"}.{" "}
           {returns.length === 1 ? `Each trajectory returned ${num(returns[0], 2)}, so none is better than another and every advantage is 0.` : ""}
         </span>
       )}
