@@ -59,7 +59,7 @@ class Checkpoints:
 
     step-000020           whole; but for what its state says of evaluations, never changed
     step-000020.partial   being written, or cut off by a crash; never read
-    best                  the best by `checkpoint.best_metric`; hard links
+    best                  the best by `checkpoint.best_metric`; its weights are hard links
     sft-000250            in the midst of the cold start, after so many of its steps
     set-aside/            newer checkpoints than the one that a run was resumed from
     """
@@ -168,8 +168,8 @@ class Checkpoints:
 
 
 def link_model(checkpoint: Path, folder: Path) -> Path:
-    """The model of a checkpoint, without the learner's state, as hard links in `folder`: it stays
-    there when the checkpoint is pruned, and costs no space before."""
+    """The model of a checkpoint, without the learner's state, in `folder`: it stays there when the
+    checkpoint is pruned. Weights are hard links, which cost no space before."""
     shutil.rmtree(folder, ignore_errors=True)
     left_out = shutil.ignore_patterns("trainer", STATE_FILE)
     return Path(shutil.copytree(checkpoint, folder, copy_function=_link_or_copy, ignore=left_out))
@@ -190,11 +190,16 @@ def find_checkpoint(path: Path, *, best: bool = False) -> Path:
     return found
 
 
+WEIGHTS = (".safetensors", ".bin")
+
+
 def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, target)
+    """Weights, which nothing writes in place, as hard links where the file system has them; a copy
+    of any other file. Symbolic links are followed: a link to a link may lead nowhere."""
+    if source.endswith(WEIGHTS):
+        with suppress(OSError):  # another file system, or one without links
+            return os.link(os.path.realpath(source), target)
+    shutil.copyfile(source, target)
 
 
 JOB_VARIABLE = "AGENTENV_JOB"  # a name of the job that the process is of; nobody else has it

@@ -49,6 +49,7 @@ NEVER = {
 OF_MODEL = {
     "model",
     "chat template",
+    "end of a turn",
     "callable tools",
     "prompts",
     "demonstrations",
