@@ -78,6 +78,10 @@ async def read_what_is_here(
             from learners.model_check import check_model  # slow to load
 
             await in_thread(check_model, model, config.learner.context_parallel)
+            if config.learner.lora is not None:
+                from learners.lora import check_adapters
+
+                await in_thread(check_adapters, model, config.learner.lora)
         if isinstance(assembly, AskingAssembly):
             await _read_sets(assembly, model, absent, say)
         else:

@@ -72,6 +72,7 @@ async def test_what_a_check_needs_and_is_missing_fails_all_that_need_it(
         "model",
         "context",
         "chat template",
+        "end of a turn",
         "callable tools",
         "prompts",
         "number of updates",
