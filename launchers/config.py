@@ -38,7 +38,7 @@ from learners.aepo import AEPO
 from learners.algorithm import Algorithm
 from learners.arpo import ARPO
 from learners.baselines import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforcePP
-from learners.learner import LearnerConfig, OptimizerConfig
+from learners.learner import LearnerConfig, LearningRate, OptimizerConfig, WeightDecay
 
 # What configurations choose by name; one of ours more is one more word here.
 ALGORITHMS = Kind(
@@ -324,6 +324,15 @@ class SFTStage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = (1.0, 1.0)
 
 
+class ColdStartOptimizer(
+    OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """The optimizer of a cold start, with the rate of `launchers/sft.py`."""
+
+    learning_rate: LearningRate = 7e-6
+    weight_decay: WeightDecay = 0.0
+
+
 class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cold start: imitate demonstrations, stage by stage."""
 
@@ -339,9 +348,9 @@ class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(ge=0, le=1, description="teacher-forced exact match that every kind must reach"),
     ] = 0.9
     warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up")] = 20
-    optimizer: Annotated[OptimizerConfig, Meta(description="optimizer of the cold start")] = (
-        OptimizerConfig()
-    )
+    optimizer: Annotated[
+        ColdStartOptimizer, Meta(description="optimizer of the cold start")
+    ] = ColdStartOptimizer()
 
 
 class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from agentenv.config import RUN
 from agentenv.engine import EngineConfig, LocalModel
@@ -236,6 +237,9 @@ def make_plan(wanted: Wanted, machine: Machine, resolve: Resolve) -> Plan:
 
 class _Planner:
     def __init__(self, wanted: Wanted, machine: Machine, resolve: Resolve) -> None:
+        if wanted.learner is not None:
+            learner = wanted.learner.resolved(on_gpu=machine.num_gpus > 0)
+            wanted = replace(wanted, learner=learner)
         self.wanted = wanted
         self.machine = machine
         self.resolve = resolve
