@@ -10,7 +10,6 @@ from typing import Any
 from agentenv.errors import DataError, ForeignError
 from agentenv.foreign import decode
 
-
 GENERATION = "generation_config.json"
 
 

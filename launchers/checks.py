@@ -352,6 +352,13 @@ async def turn_end(assembly: Assembly[Any]) -> None:
             await in_thread(check_turn_end, model, renderer.tokenizer, kwargs)
 
 
+async def room_for_weights(assembly: Any) -> None:
+    """New weights have room on their way from the learner to the engine."""
+    found = await assembly.passage()
+    if found.told:
+        assembly.say(found.told)
+
+
 # The parts.
 
 
@@ -432,6 +439,8 @@ CHECKS: tuple[Check, ...] = (
     Check("end of a turn", "model", ALL, turn_end),
     # what the set-up makes is there from here on
     Check("set-up is run", "model", RUNS, part("set_up")),
+    # new weights have room on their way to the engine
+    Check("room for weights", "model", TRAIN, room_for_weights),
     # every row of the data can be read
     Check("rows", "model", ASKING, part("tasks")),
     Check("sequence lengths", "model", SUPERVISED, sequence_lengths),

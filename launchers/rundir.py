@@ -40,7 +40,15 @@ from msgspec import Struct
 from agentenv.archive import ARCHIVE
 from agentenv.config import changes, resolver, to_plain, upgrade
 from agentenv.deadline import within
-from agentenv.disk import OLD, PARTIAL, explain, naming, replace_folder, write_whole
+from agentenv.disk import (
+    OLD,
+    PARTIAL,
+    WEIGHTS_PREFIX,
+    explain,
+    naming,
+    replace_folder,
+    write_whole,
+)
 from agentenv.errors import ConfigError, DataError, StallError
 from agentenv.offload import in_thread
 from launchers.monitors import MonitorConfig, Monitors
@@ -278,6 +286,7 @@ class Lock:
             self._let_go()
 
 
+DIR_KEY = "run.dir"  # which places a run
 LOG_FILE = "run.log"
 STARTS = "starts"
 JOURNAL = "journal"  # folder of turns and trees
@@ -319,7 +328,7 @@ class RunDirectory:
                 self._claim()
             self.checkpoints.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {explain(error)}") from error
+            raise ConfigError(f"{path} cannot be written: {explain(error, DIR_KEY)}") from error
         check_writable(path)
         self.monitors = Monitors(monitor or MonitorConfig(), path, settings or {})
 
@@ -330,7 +339,8 @@ class RunDirectory:
     def _refuse_used(self) -> None:
         """Refuse a directory that holds a run or something else."""
         found = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
-        found -= {name for name in found if name.startswith("learner-")}  # logs of ranks
+        begun = ("learner-", WEIGHTS_PREFIX)  # logs of ranks, weights that a killed run has left
+        found -= {name for name in found if name.startswith(begun)}
         found -= {CONFIG_FILE + PARTIAL, STARTS + PARTIAL, PROBE, "lock"}
         if CONFIG_FILE in found:
             raise ConfigError(
@@ -362,7 +372,7 @@ class RunDirectory:
         try:
             write_whole(path, f"{number}\n", durable=True)
         except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {explain(error)}") from error
+            raise ConfigError(f"{path} cannot be written: {explain(error, DIR_KEY)}") from error
         return number
 
     def resolve(self, text: str) -> Path:
@@ -454,7 +464,7 @@ def check_writable(path: Path) -> None:
         probe.write_bytes(b"\0" * 65536)
         probe.unlink()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {explain(error)}") from error
+        raise ConfigError(f"{path} cannot be written: {explain(error, DIR_KEY)}") from error
 
 
 def load_state(checkpoint: Path, kind: type[Any]) -> Any:

@@ -307,10 +307,10 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
     def check_optimizer(self, other: OptimizerConfig, key: str) -> None:
         """Raises ConfigError if `other`, which `key` chooses, cannot be used in this learner."""
         if other.optimizer == "muon_adamw":
-            if self.zero_stage != 0:
-                raise ConfigError(MUON_NEEDS_0.format(key=key, stage=self.zero_stage))
             if self.lora is not None:
                 raise ConfigError(LORA_NEEDS_ADAMW.format(key=key))
+            if self.zero_stage != 0:
+                raise ConfigError(MUON_NEEDS_0.format(key=key, stage=self.zero_stage))
 
     @property
     def num_teams(self) -> int:

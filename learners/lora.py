@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 BASE = ".base_layer."
 ADAPTER_FOLDER = "adapter"
-# What layers of experts are called in published models, of which peft takes an expert for one layer.
+# What layers of experts are called in published models; peft takes them for those of an expert.
 OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 

@@ -263,7 +263,7 @@ class Rank:
         config, reference = self.config, self.trainer.reference
         meta = Saved(
             num_ranks=self.backend.num_ranks,
-            zero_stage=config.zero_stage,
+            zero_stage=self.backend.stage,
             dtype=config.dtype,
             optimizer=config.optimizer,
             policy_version=self.policy_version,
@@ -371,7 +371,9 @@ def failure(error: Exception, text: str) -> wire.Failed:
             reason = (str(cause) or "no memory is left").splitlines()[0]
             return wire.Failed(OUT_OF_MEMORY.format(reason), "")
         if isinstance(cause, OSError) and cause.strerror:
-            return wire.Failed(f"{cause.filename or 'writing a file'}: {explain(cause)}", "")
+            return wire.Failed(
+                f"{cause.filename or 'writing a file'}: {explain(cause, 'run.dir')}", ""
+            )
         cause = cause.__cause__ or cause.__context__
     return wire.Failed(f"{type(error).__name__}: {error}", text)
 

@@ -136,7 +136,9 @@ def test_the_end_of_the_template_must_be_one_of_them(model: Model) -> None:
     told = str(caught.value)
     assert f"ends an answer with '{TURN_END}' (token {one})" in told
     assert f"eos_token_id of generation_config.json is [{two}]" in told
-    assert f"set eos_token_id in {model.folder / 'generation_config.json'} to [{one}, {two}]" in told
+    assert (
+        f"set eos_token_id in {model.folder / 'generation_config.json'} to [{one}, {two}]" in told
+    )
     check_turn_end(model.folder, tokenizer, None)  # the template is not applied
     check_turn_end(model.folder, model.set(generation=[one, two]), {})
     check_turn_end(model.folder, model.set(config=one), {})
@@ -175,4 +177,3 @@ def test_demonstrations_end_with_a_token_at_which_engines_stop(model: Model) -> 
         learned.encode(dialogue(f"<answer>5</answer>{OTHER}"))
     with pytest.raises(DataError, match="demonstrations would end with"):
         encoder(model, model.set(generation=[two], tokenizer=TEXT_END))
-

@@ -153,10 +153,10 @@ class ChatEncoder:
     def _without_end(self, text: str) -> str:
         """An answer without the special token that a dataset may have written at its end. Raises
         DataError for one at which generation does not stop."""
-        (*_, last) = self.renderer.encode(text[-NUM_END_CHARS:].rstrip()) or [None]
-        if last is None or last not in self.renderer.special_ids:
+        ids = self.renderer.encode(text[-NUM_END_CHARS:].rstrip())
+        if not ids or ids[-1] not in self.renderer.special_ids:
             return text
-        end = self.renderer.decode([last])
+        last, end = ids[-1], self.renderer.decode(ids[-1:])
         if last not in self.renderer.eos_ids:
             known = [self.renderer.decode([token]) for token in sorted(self.renderer.eos_ids)]
             raise DataError(

@@ -17,6 +17,7 @@ from launchers import train
 from tests.support.hub_cache import COMMIT, hub_cache
 from tests.support.warehouse import ROOT
 
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, of a hub that is not reachable."""

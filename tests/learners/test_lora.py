@@ -157,7 +157,7 @@ async def test_two_ranks_with_cut_weights_equal_one(
 
 def test_contradictions_are_refused(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r'set learner\.optimizer = "adamw"'):
-        LearnerConfig(lora=LORA)
+        LearnerConfig(optimizer="muon_adamw", lora=LORA)
     config = two_ranks(num_ranks=1, backend="torch", lora=LoRAConfig(target_modules=["nothing"]))
     with pytest.raises(ConfigError, match=r"learner\.lora\.target_modules: .*nothing"):
         start(model_dir, config)
@@ -190,7 +190,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
         ("gpt2", "wte", "is of class Embedding"),
         ("experts", "down_proj", "down_proj would be an expert or the router"),
         ("experts", "gate", "would be an expert or the router"),
-        ("convolution", "conv.conv", "is of class Conv1d"),
+        ("convolution", "conv.conv", "Conv1d"),
     ],
 )
 def test_layers_that_cannot_be_merged_are_refused_by_what_peft_makes_of_them(
