@@ -114,6 +114,18 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def undecodable(text: str) -> str:
+    """The text, as of a path, with its bytes that are no UTF-8 written out, as \\xff; empty: there
+    are none. Python reads them as lone surrogates, which neither logs nor JSON can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        with suppress(UnicodeEncodeError):  # surrogates that stand for no byte
+            return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        return ascii(text)[1:-1]
+    return ""
+
+
 def existing(path: Path) -> Path:
     """The folder, or the nearest one above it that is there."""
     path = path.absolute()
@@ -142,10 +154,10 @@ def explain(error: OSError, key: str = "") -> str:
     elsewhere = f"choose another place with {key}=DIR" if key else "choose another place for it"
     if key.startswith("--"):
         elsewhere = f"choose another {key}"
-    if path is not None and SHARED_MEMORY in path.parents:
-        elsewhere = f"give {SHARED_MEMORY} more room (docker run --shm-size), or {elsewhere}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         full = "no space is left on the device"
+        if path is not None and SHARED_MEMORY in path.parents:
+            elsewhere = f"give {SHARED_MEMORY} more room (docker run --shm-size), or {elsewhere}"
         if error.errno == errno.EDQUOT:
             full = "the quota of this disk is used up"
         elif path is not None and (size := _is_too_small(path)):

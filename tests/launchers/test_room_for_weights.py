@@ -170,8 +170,7 @@ def test_each_remedy_belongs_to_its_path(tmp_path: Path) -> None:
     )
     error = PermissionError(13, "Permission denied", str(SHARED_MEMORY / "agentenv-weights-x"))
     assert explain(error, "run.dir") == (
-        "no permission (Permission denied); give /dev/shm more room (docker run --shm-size), or "
-        "choose another place with resources.weights_dir=DIR"
+        "no permission (Permission denied); choose another place with resources.weights_dir=DIR"
     )
     assert explain(PermissionError(13, "no", "/somewhere"), "--out") == (
         "no permission (no); choose another --out"
