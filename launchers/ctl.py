@@ -63,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(command="status", json=False, text=False)
     commands = parser.add_subparsers(metavar="COMMAND", prog="launchers/ctl.py RUN")
 
-    def add(name: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    def add(name: str, *parents: Parser) -> argparse.ArgumentParser:
         command = commands.add_parser(name, parents=[common, *parents])
         command.set_defaults(command=name)
         return command

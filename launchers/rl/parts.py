@@ -61,7 +61,7 @@ from launchers.rl.publishing import (
     sleeping_engine,
 )
 from launchers.rundir import COLD_START, RunDirectory, link_model
-from launchers.serving.gpus import learner_gpus, visible_gpus
+from launchers.serving.gpus import learner_gpus, trains_on_gpu
 from launchers.supervised.data import Demonstrations, check_stages, load_demonstrations
 from launchers.workers.ray_places import RayPlaces
 from learners.deepspeed_learner import DeepSpeedLearner, LearnerSender, start_ranks
@@ -397,14 +397,13 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         """What all machines see that have an engine or the learner; else shared memory, where that
         has room. Raises ConfigError where nothing has."""
         config, model = self.config, await self.model()
-        on_gpu = isinstance(config.cluster, RayCluster) or bool(visible_gpus())
         chosen = config.resources.weights_dir
         return await in_thread(
             find_passage,
             self.folder,
             stored_bytes(
                 self.resolve(config.model.path) if model is None else model,
-                config.learner.resolved(on_gpu=on_gpu),
+                config.learner.resolved(on_gpu=trains_on_gpu(config)),
                 config.engine,
             ),
             chosen=self.resolve(chosen).expanduser() if chosen else None,

@@ -73,6 +73,7 @@ async def test_what_a_check_needs_and_is_missing_fails_all_that_need_it(
         "context",
         "chat template",
         "end of a turn",
+        "room for weights",
         "callable tools",
         "prompts",
         "number of updates",
