@@ -104,25 +104,38 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 def template_end(
     tokenizer: Any, eos_ids: Collection[int], chat_template_kwargs: Mapping[str, Any]
 ) -> int | None:
-    """The token that the chat template writes after an answer: one of `eos_ids`, else another
-    special token. None: it writes none there, or cannot be asked."""
+    """The token with which the chat template ends an answer: of the special tokens that it writes
+    there, one behind the other, the first of `eos_ids`, else the first. None: it writes none, or
+    cannot be asked."""
     if getattr(tokenizer, "chat_template", None) is None:
         return None
     ends = {str(tokenizer.decode([token])): token for token in sorted(eos_ids)}
-    special = {text: token for token, text in special_tokens(tokenizer).items()}
+    known = {text: token for token, text in special_tokens(tokenizer).items()} | ends
+    known.pop("", None)
     chat = [{"role": role, "content": f"q{role}q"} for role in ("user", "assistant", "user")]
-    for turns, known in ((2, ends), (2, special), (3, ends)):
+    for turns in (2, 3):
         try:
             text = tokenizer.apply_chat_template(
                 chat[:turns], tokenize=False, **dict(chat_template_kwargs)
             )
         except Exception:  # whatever code in a template raises; rendering prompts says so
             return None
-        rest = str(text).rpartition("qassistantq")[2].lstrip()
-        found = [end for end in known if end and rest.startswith(end)]
+        _, answer, rest = str(text).rpartition("qassistantq")
+        run = list(_leading(rest.lstrip(), known)) if answer else []
+        found = [token for token in run if token in eos_ids]
         if found:
-            return known[max(found, key=len)]
+            return found[0]
+        if run and turns == 2:  # what stands before the next turn may belong to that
+            return run[0]
     return None
+
+
+def _leading(text: str, known: Mapping[str, int]) -> Iterator[int]:
+    """The tokens that a text begins with."""
+    while found := [one for one in known if text.startswith(one)]:
+        longest = max(found, key=len)
+        yield known[longest]
+        text = text.removeprefix(longest)
 
 
 def check_turn_end(

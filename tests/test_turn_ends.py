@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from agentenv.engine import EngineStart
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.embedded.weights import read_architecture
+from agentenv.engines.openai import OpenAIConfig, TokensEngine, _sglang_body
 from agentenv.engines.pool.turn import Turn
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.errors import DataError
@@ -23,6 +25,7 @@ from agentenv.types import Limits, Message, SamplingParams
 from launchers.quickstart import build_model
 from launchers.supervised.dialogues import Conversation
 from launchers.supervised.encoding import ChatEncoder
+from tests.support.trl_templates import TEMPLATES, ends_of, longest, tokenizer_of
 
 TURN_END, TEXT_END, OTHER = "<|turn_end|>", "<|text_end|>", "<|other|>"
 TEMPLATE = (
@@ -113,6 +116,12 @@ async def test_every_engine_stops_where_the_renderer_says(model: Model) -> None:
     assert read_architecture(model.folder, tokenizer).eos_ids == ends
     turn = Turn([1], SamplingParams(max_tokens=4), None, 1, ends, None)
     assert set(turn.request("id", "", 1).stop_token_ids) == ends
+    there = TokensEngine(OpenAIConfig(url="http://127.0.0.1:9"), ends)
+    sampling = SamplingParams(max_tokens=4)
+    assert set(there._body([1], sampling)["stop_token_ids"]) == ends
+    sent = _sglang_body([1], sampling, there._ends)["sampling_params"]
+    assert set(sent["stop_token_ids"]) == ends
+    await there.close()
     tokenizer = model.set(generation=[one])
     async with AsyncExitStack() as stack:
         given = EngineStart(
@@ -177,3 +186,19 @@ def test_demonstrations_end_with_a_token_at_which_engines_stop(model: Model) -> 
         learned.encode(dialogue(f"<answer>5</answer>{OTHER}"))
     with pytest.raises(DataError, match="demonstrations would end with"):
         encoder(model, model.set(generation=[two], tokenizer=TEXT_END))
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_the_end_that_published_templates_write(name: str) -> None:
+    tokenizer, ends = tokenizer_of(name), ends_of(name)
+    found = template_end(tokenizer, tokenizer.convert_tokens_to_ids([*ends]), {})
+    text = found and tokenizer.decode([found])
+    own = {"phi": "<|end|>", "cohere2": "<|END_RESPONSE|>", "cohere": "<|END_OF_TURN_TOKEN|>"}
+    if end := longest(name, own):  # of which the table of ends knows nothing
+        assert text == end
+        last = tokenizer.convert_tokens_to_ids("<|END_OF_TURN_TOKEN|>")
+        assert name[:6] != "cohere" or template_end(tokenizer, {last}, {}) == last
+    elif re.match("gemma(_|3|$)|deepseek|idefics|llava|smolvlm", name):
+        assert text is None, "its end is no token of this tokenizer, or contents are lists"
+    else:
+        assert text in ends

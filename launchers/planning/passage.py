@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from agentenv.disk import SHARED_MEMORY, WEIGHTS_KEY, existing, explain, free_bytes
 from agentenv.engine import EngineConfig
-from agentenv.errors import ConfigError
+from agentenv.errors import ConfigError, DataError
 from launchers.planning.memory import ModelShape, bytes_of, find_shape
 from launchers.rundir import DIR_KEY
 from learners.learner import LearnerConfig
@@ -31,8 +31,8 @@ class Passage(NamedTuple):
 def passing_bytes(
     shape: ModelShape | None, learner: LearnerConfig, engine: EngineConfig | None
 ) -> float:
-    """Bytes that pass through files at a time, at most; 0: none do, or nobody knows. Without GPUs
-    or not, `learner` says its dtype."""
+    """Bytes that pass through files at a time, at most; 0: none do, or nobody knows. The dtype of
+    `learner` is resolved."""
     if shape is None or engine is None:
         return 0.0
     if engine.new_weights == "directory":
@@ -43,8 +43,15 @@ def passing_bytes(
 
 
 def stored_bytes(model: Path, learner: LearnerConfig, engine: EngineConfig) -> float:
-    """`passing_bytes` of a model that is here."""
-    return passing_bytes(find_shape(model), learner, engine)
+    """`passing_bytes` of a model that is here; of one whose config.json does not say its sizes, by
+    its files."""
+    try:
+        shape = find_shape(model)
+    except DataError:
+        shape = None
+    if shape is None and engine.new_weights == "directory":
+        return float(COPIES * sum(one.stat().st_size for one in model.glob("*.safetensors")))
+    return passing_bytes(shape, learner, engine)
 
 
 def find_passage(
