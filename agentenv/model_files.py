@@ -11,6 +11,10 @@ from agentenv.errors import DataError, ForeignError
 from agentenv.foreign import decode
 
 GENERATION = "generation_config.json"
+WEIGHTS_SUFFIXES = (  # in the formats of this and of other frameworks, and what lies beside them
+    *(".safetensors", ".bin", ".pt", ".pth", ".index.json", ".partial", ".gguf"),
+    *(".h5", ".msgpack", ".onnx", ".onnx_data", ".ckpt", ".tflite", ".npz"),
+)
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
@@ -177,6 +181,12 @@ def check_model_directory(model: Path, with_weights: bool = True) -> None:
             raise DataError(
                 f"{model} is not a model directory: {name} is missing; expected a Hugging Face "
                 f"directory with config.json, safetensors and tokenizer files{hint}"
+            )
+    for path in model.iterdir():
+        if not path.exists() and not path.name.endswith(WEIGHTS_SUFFIXES):
+            raise DataError(
+                f"{path}: this link leads nowhere, and checkpoints are to have the file; fetch or "
+                "copy the model again, or remove the link"
             )
     if with_weights and not any(model.glob("*.safetensors")):
         raise DataError(f"{model} is not a model directory: it holds no *.safetensors file")

@@ -35,7 +35,13 @@ from torch import Tensor, dtype
 
 from agentenv.disk import sync, write_whole
 from agentenv.errors import DataError
-from agentenv.model_files import GENERATION, load_tokenizer, read_model_config, read_object
+from agentenv.model_files import (
+    GENERATION,
+    WEIGHTS_SUFFIXES,
+    load_tokenizer,
+    read_model_config,
+    read_object,
+)
 from learners.checkpoint import MASTER, Checkpoint
 from learners.lora import (
     ADAPTER,
@@ -53,10 +59,6 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SKIPPED_SUFFIXES = (  # weights, in the formats of this and of other frameworks
-    *(".safetensors", ".bin", ".pt", ".pth", ".index.json", ".partial", ".gguf"),
-    *(".h5", ".msgpack", ".onnx", ".onnx_data", ".ckpt", ".tflite", ".npz"),
-)
 FOLDERS = ("additional_chat_templates",)  # which transformers reads beside the files
 NOT_OF_THE_MODEL = ("state.json",)
 MAX_SHARD_BYTES = 5 << 30
@@ -282,7 +284,7 @@ def copy_files(source: Path, directory: Path, dtype: str) -> None:
     inside = [path for name in FOLDERS for path in (source / name).glob("*")]
     for path in [*source.iterdir(), *inside]:
         target = directory / path.relative_to(source)
-        if path.name.endswith(SKIPPED_SUFFIXES) or path.name in NOT_OF_THE_MODEL:
+        if path.name.endswith(WEIGHTS_SUFFIXES) or path.name in NOT_OF_THE_MODEL:
             continue
         if not path.exists():
             raise DataError(f"{path}: this link leads nowhere; fetch or copy the model again")

@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from agentenv.errors import DataError
+from agentenv.model_files import check_model_directory
 from launchers.export import main as export_command
 from launchers.quickstart import build_model
 from launchers.rundir import Checkpoints, link_model
@@ -52,6 +53,15 @@ def test_a_link_that_leads_nowhere_is_refused_by_name(snapshot: Path, tmp_path: 
     (snapshot / "tokenizer.json").resolve().unlink()
     with pytest.raises(DataError, match=r"tokenizer\.json: this link leads nowhere"):
         copy_files(snapshot, tmp_path / "copy", "float32")
+
+
+def test_a_link_that_leads_nowhere_is_found_before_a_run_starts(snapshot: Path) -> None:
+    check_model_directory(snapshot)
+    (snapshot / "pytorch_model.bin").symlink_to("../../blobs/gone")  # nobody reads it
+    check_model_directory(snapshot)
+    (snapshot / "vocab.json").symlink_to("../../blobs/gone")
+    with pytest.raises(DataError, match=r"vocab\.json: this link leads nowhere"):
+        check_model_directory(snapshot)
 
 
 def test_an_export_of_the_cache_is_whole_when_the_cache_is_gone(
